@@ -1,6 +1,6 @@
-"""Collectives over a `Group`, without gradients except for the last; a group of one does nothing.
+"""Collectives over a `Group`, without gradients except for the last; no-ops in a group of one.
 
-The group's flight recorder has an entry for each, and one for the wait where it was only started.
+The group's flight recorder has an entry for each call, and one for the wait if it was only started.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Started:
-    """A work handle of a collective in progress, which records the wait for it; without `work`, of
-    a collective that did nothing.
+    """A work handle of a collective in progress, which records the wait for it.
+
+    Without `work`, the handle of a collective that had nothing to do.
     """
 
     def __init__(
@@ -49,9 +50,7 @@ def start(
     *args: Any,
     **kwargs: Any,
 ) -> Started:
-    """Call torch's `function`, which starts the collective `call` over `group`; return the work
-    handle.
-    """
+    """Start the collective `call` over `group` with torch's `function`; return the work handle."""
     entry = call, group.kind, size_bytes, x.is_cpu
     sequence = group.flight.enter(*entry)
     work = function(x, *args, group=group.handle, async_op=True, **kwargs)
@@ -76,8 +75,9 @@ def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> to
 
 
 def gather_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Started]:
-    """Concatenate the shards [n, ...] of all ranks along dimension 0: ([n * size, ...], work
-    handle).
+    """Concatenate the shards [n, ...] of all ranks along dimension 0.
+
+    Returns [n * size, ...] and the work handle.
     """
     if group.size == 1:
         return x, DONE
@@ -93,8 +93,9 @@ def gather_first(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Started]:
-    """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: ([n / size, ...], work
-    handle).
+    """Sum [n, ...] over the ranks and keep this rank's part of dimension 0.
+
+    Returns [n / size, ...] and the work handle.
     """
     if group.size == 1:
         return x, DONE
@@ -103,8 +104,7 @@ def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Ten
 
 
 def reduce_scatter_into_async(part: torch.Tensor, x: torch.Tensor, group: Group) -> Started:
-    """Sum `x` [n, ...] over the ranks and put this rank's part of dimension 0 into `part` [n /
-    size, ...].
+    """Sum `x` [n, ...] over the ranks into `part` [n / size, ...], this rank's part of dimension 0.
 
     For a group of more than one; `part` is contiguous. Returns the work handle.
     """
@@ -127,8 +127,9 @@ def split_first(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_objects(value: Any, group: Group, *, everywhere: bool = True) -> list[Any]:
-    """Return the values of all ranks of the group in order; with `everywhere` False, [] on all but
-    the first.
+    """Return the values of all ranks of the group in order.
+
+    With `everywhere` False, [] on all ranks but the first.
     """
     if group.size == 1:
         return [value]
@@ -161,14 +162,14 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
 
     NCCL and RCCL connect a group at its first collective and two pipeline neighbours at their first
     message, where they may hang without an error. So each rank sums one number over every group
-    that training reduces over (over no pipeline group), and exchanges one with each neighbour, all
-    in the same order, so that groups do not wait in a circle. The world comes last: no rank
-    continues before all groups work. All ranks call it. `ring`: the last pipeline rank has messages
-    for the first, too.
+    that training reduces over (no pipeline group), and exchanges one with each neighbour, all in
+    the same order, so that groups do not wait in a circle. The world comes last: no rank continues
+    before all groups work. All ranks call this. With `ring`, the last pipeline rank also has
+    messages for the first.
     """
     x = torch.ones(1, device=topology.device)
     if x.is_cuda:
-        torch.cuda.set_device(x.device)  # each thread has a current device of its own
+        torch.cuda.set_device(x.device)  # the current device is per thread
     world, line = topology.world, topology.pipeline
     groups: dict[Any, Group] = {}
     for group in (topology.tensor, topology.data, topology.model, topology.embedding):

@@ -1,6 +1,4 @@
-"""The environment: variables of launchers, those that a job sets for torch, HIP and CUDA, and
-Slurm's commands.
-"""
+"""The environment: variables of launchers and of torch, HIP and CUDA, and Slurm's commands."""
 
 from __future__ import annotations
 
@@ -29,11 +27,10 @@ newer ones.
 class Setting(NamedTuple):
     """A variable of a job on GPUs.
 
-    name, others  the variable, under the name that every supported torch reads, and other names of
-                  the same
-    builds        of torch for which it is set: "cuda", "rocm"
-    value         for a job; None where that job does not need it
-    reason        why, for the log
+    name, others  the variable, under the name that every supported torch reads, and its other names
+    builds        builds of torch for which it is set: "cuda", "rocm"
+    value         its value for a job; None where that job does not need it
+    reason        why it is set, for the log
     """
 
     name: str
@@ -147,9 +144,7 @@ def torch_build() -> str | None:
 
 @contextlib.contextmanager
 def changed(environ: MutableMapping[str, str], values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these variables inside the block, and unset those that are None; restore all of them
-    after.
-    """
+    """Set these variables inside the block, unset those that are None; restore all afterwards."""
     before = {name: environ.get(name) for name in values}
     try:
         _put(environ, values)
@@ -170,12 +165,11 @@ def _put(environ: MutableMapping[str, str], values: Mapping[str, str | None]) ->
 def job_environment(
     config: Config, environ: MutableMapping[str, str] | None = None, build: str | None = None
 ) -> Iterator[list[str]]:
-    """Set the variables of SETTINGS around a job, before torch is imported, where the user has not
-    set them.
+    """Set the variables of SETTINGS around a job, before torch is imported.
 
-    `environ` defaults to this process's and is restored after; `build` is that of torch (default:
-    the installed one's). Nothing is set for a job on CPUs. Yields lines for the log: what was set,
-    and where the user's values differ.
+    Variables that the user has set are not changed. `environ` defaults to this process's and is
+    restored afterwards; `build` is that of torch (default: the installed one's). Nothing is set for
+    a job on CPUs. Yields lines for the log: what was set, and where the user's values differ.
     """
     environ = os.environ if environ is None else environ
     build = torch_build() if build is None else build

@@ -1,12 +1,11 @@
-"""Flight records: the current activity of each rank, readable by other processes when the rank
-cannot answer.
+"""Flight records: each rank's current activity, readable by others when it cannot answer.
 
 Each rank has a record of fixed size, one page of a file that all ranks of its node map into memory:
 step and phase, the last instruction of the schedule, the last collective or message that it entered
 and whether it has left it, and how many collectives it has posted in each kind of group. Writing
-makes no system call and takes no lock. So a rank that is stopped, stuck in a kernel or dead is
-described by its neighbours (megatron.training.safety.watchdog). Where a host is far ahead of its
-device, `DeviceCalls` measures which call the device has reached.
+makes no system call and takes no lock. So other ranks of the node can describe a rank that is
+stopped, stuck in a kernel or dead (megatron.training.safety.watchdog). Where a host is far ahead of
+its device, `DeviceCalls` measures which call the device has reached.
 
 Needs no torch.
 """
@@ -42,7 +41,7 @@ _clock = time.monotonic  # one clock for all processes of a node
 
 
 class CallRecord(Structure):
-    """A `Call` as a record stores it; without a name: none."""
+    """A `Call` as a record stores it; one without a name means no call."""
 
     _fields_ = (
         ("name", c_char * 24),
@@ -54,7 +53,7 @@ class CallRecord(Structure):
 
 
 class _Record(Structure):
-    """The page of a rank."""
+    """The page of a rank in the file."""
 
     _fields_ = (
         ("magic", c_char * 8),
@@ -113,8 +112,10 @@ class FlightRecorder:
         self.alive()
 
     def alive(self) -> None:
-        """Record progress: every write below, or a sign of life from long work that enters no
-        collective, such as reading, writing or building.
+        """Record progress.
+
+        Every write below does so; call this during long work without collectives, such as reading,
+        writing or building.
         """
         self._writes += 1
         self._record.moved_at = _clock()
@@ -167,8 +168,9 @@ class FlightRecorder:
         peer: int = -1,
         sequence: int = 0,
     ) -> int:
-        """Enter a call that may block this rank until `leave`: a collective or a message, or the
-        wait for one.
+        """Enter a call that may block this rank until `leave`.
+
+        A call is a collective or a message, or the wait for one.
 
         by_host   whether only the host takes part in it
         peer      the global rank to or from which a message goes; -1: a collective
@@ -202,9 +204,7 @@ class FlightRecorder:
         return self._writes
 
     def answer(self, inquiry: int, text: str = "") -> None:
-        """Write an answer to an inquiry: this rank's stacks, cut at the end where they are too
-        long.
-        """
+        """Write an answer to an inquiry: this rank's stacks, truncated where they are too long."""
         self._record.text = text.encode(errors="replace")[:_TEXT_BYTES]
         self._record.inquiry = inquiry
 
@@ -331,20 +331,20 @@ class FlightState:
 
 
 def file_name(launch: Launch) -> str:
-    """Return a name that all ranks of a job on a node share with no other job of this user on the
-    host.
+    """Return a name that only the ranks of this job on this node share.
+
+    No other job of this user on the host has it.
     """
     digest = hashlib.sha256(os.fsencode(f"{launch.master_port}-{launch.job}-{launch.node}"))
     return f"megatron-{os.getuid()}-{digest.hexdigest()[:32]}.flight"
 
 
 class FlightFile:
-    """A node's file with the records of one job's ranks there: this process's page, and a view of
-    all others.
+    """A node's file of one job's flight records: this process's page, and a view of all others.
 
-    It lies in /dev/shm, which is memory, else in the folder for temporary files. Once all ranks of
-    the node have it open, its name is removed: the file disappears with the last process, however
-    that ends. Where no file can be made, each rank sees its own page alone.
+    It is in /dev/shm, which is memory, otherwise in the folder for temporary files. Once all ranks
+    of the node have opened it, its name is removed: the file disappears with the last process,
+    however that ends. Where no file can be created, each rank sees only its own page.
     """
 
     def __init__(self, launch: Launch, folder: Path | None = None) -> None:
@@ -356,8 +356,7 @@ class FlightFile:
             self._fd = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
-            # Pages that are not allocated would end the process with a bus error once memory runs
-            # out.
+            # If pages are not allocated and memory runs out, the process ends with a bus error.
             os.posix_fallocate(self._fd, start, _PAGE)
         except OSError:
             self._fd = os.memfd_create(self._path.name)
@@ -369,8 +368,9 @@ class FlightFile:
         self._named = True
 
     def unlink(self) -> None:
-        """Remove the file's name, when all ranks of the node have it open. Harmless when called
-        twice.
+        """Remove the file's name once all ranks of the node have opened the file.
+
+        Harmless when called twice.
         """
         if self._named:
             self._named = False
@@ -477,9 +477,7 @@ class DeviceCalls:
             self._calls.popleft()
 
     def begin(self) -> None:
-        """Begin an instruction; it counts as a computation if `end` is called before the next
-        one.
-        """
+        """Begin an instruction; it is a computation if `end` is called before the next begins."""
         if self._timed:
             self._begun, self._inside = self._mark(), []
 
@@ -498,8 +496,9 @@ class DeviceCalls:
             self.computed_s += (begun.elapsed_time(ended) - waited_ms) / 1000
 
     def where(self, posted: list[int]) -> tuple[CallRecord | None, list[int]]:
-        """Return the device's current call, or None, and the number of collectives of each kind
-        that it has reached.
+        """Return the device's current call, or None, and how many collectives it reached.
+
+        Collectives are counted by kind.
 
         posted  the numbers that its host has posted. For another thread, while the recording thread
                 is blocked.

@@ -1,8 +1,8 @@
-"""The launch of this process: its rank, from the variables of torchrun, srun or mpirun. A process
-without them is alone.
+"""The launch of this process: its rank, from the variables of torchrun, srun or mpirun.
 
-No ssh, no host file, no mpi4py: each launcher tells every process its rank, and the ranks meet at a
-store that the first of them serves (rendezvous.py).
+A process without these variables is the only one. No ssh, no host file, no mpi4py: each launcher
+tells every process its rank, and the ranks meet at a store that the first of them serves
+(rendezvous.py).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Launch:
     master_addr   host where the first process serves the store; master_port its port (0: any free
                   one, for one process)
     node          name of this host, as the launcher calls it
-    job           tells this run from others on the same host; the same on all its ranks
+    job           distinguishes this run from others on the same host; the same on all its ranks
     store_served  whether the launcher serves a store at master_addr:master_port (torchrun does)
     notices       where the launch differs from what the variables say, for the log
     token         MEGATRON_JOB_TOKEN: a random text that only this job's processes know, part of the
@@ -98,14 +98,16 @@ class Launch:
 
     @property
     def store_host(self) -> str:
-        """The host of the store: where all processes are here, the loopback device, which no other
-        host reaches.
+        """The host of the store.
+
+        If all processes are on this host it is the loopback device, which no other host can reach.
         """
         return "127.0.0.1" if self.on_one_node and not self.store_served else self.master_addr
 
     def store_prefix(self) -> str:
-        """Return the prefix of this job's keys. Without its token no other process can name such a
-        key.
+        """Return the prefix of this job's keys.
+
+        Without the job's token no other process can name such a key.
         """
         secret = hashlib.sha256(os.fsencode(self.token)).hexdigest()[:32] if self.token else ""
         return f"megatron/{secret}/{self.job}/{self.world_size}"
@@ -126,8 +128,7 @@ _FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable with the same m
 def variables_with_flags(
     arguments: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the environment, with the values of --master-addr, --master-port and --local_rank
-    where it has none.
+    """Return the environment, completed by --master-addr, --master-port and --local_rank.
 
     Raises LaunchError where a flag contradicts its variable.
     """
@@ -184,7 +185,7 @@ def _find(env: Variables) -> Launch:
         if launcher != "slurm" and srun and env.number(env.first(_TASKS) or "", 0) == world:
             same = env.number("SLURM_PROCID") == rank
             if launcher == "mpi" and same:
-                continue  # srun that also speaks PMI: its own variables say more
+                continue  # srun that also provides PMI: its own variables contain more
             if launcher == "torchrun" and not elastic and not same:
                 raise LaunchError(
                     f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was "
@@ -245,8 +246,9 @@ def _is_srun_task(env: Variables) -> bool:
 def _master(
     env: Variables, world_size: int, local_world_size: int | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the host of rank 0 and notices about a different MASTER_ADDR; `local_world_size` None:
-    not known.
+    """Return the host of rank 0 and notices about a different MASTER_ADDR.
+
+    `local_world_size` is None where it is not known.
     """
     # `hostname -i` prints an address for each of a host's interfaces
     given, nodes = env.text("MASTER_ADDR").split(), env.first(_NODE_VARIABLES)
@@ -282,10 +284,10 @@ def first_host(nodelist: str) -> str:
 
 
 def _slurm_local_size(env: Variables, world: int) -> int:
-    """Return the number of tasks of this step on this node; at least those up to this one where it
-    is not known.
+    """Return the number of tasks of this step on this node.
 
-    Slurm lists tasks by node: "8(x3),2" is 8 on each of three nodes and 2 on the fourth.
+    Where it is not known, the number of those up to this one. Slurm lists tasks by node: "8(x3),2"
+    is 8 on each of three nodes and 2 on the fourth.
     """
     name = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     listed = re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", env.text(name or ""))
@@ -339,9 +341,9 @@ def select_device(
     """Return the device on which this process computes.
 
     This is the only visible one where the launcher gives each process its own. Where all devices of
-    a node are visible, it is the one next to this local rank's cores by `placing`, else the local
-    rank's. It is the CPU where there is no device or the backend is "gloo". Raises LaunchError when
-    this process has none.
+    a node are visible, it is the one next to this local rank's cores by `placing`, otherwise the
+    local rank's. It is the CPU where there is no device or the backend is "gloo". Raises
+    LaunchError when this process has none.
     """
     import torch
 
@@ -355,7 +357,7 @@ def select_device(
     shown = visible_devices(environ)
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except RuntimeError as error:  # torch's own look at the variables
+    except RuntimeError as error:  # torch also reads the variables
         raise LaunchError(
             f"rank {launch.rank} on node {launch.node}: {error}: {_ONE_VARIABLE}"
         ) from error

@@ -39,22 +39,20 @@ def bus_address(device: torch.device) -> tuple[int, ...]:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return an identifier of this device among those of its node; "" for the CPU or where torch
-    does not know.
-    """
+    """Return an identifier of this device on its node; "" for the CPU or where torch has none."""
     if device.type == "cpu":
         return ""
     if not torch.version.hip:
         # Parts of one card share its bus address but not the uuid.
         return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    # The dies of an MI250X have one bus address each. The parts of a divided MI300 share theirs;
-    # where a process sees several of them, the number tells them apart.
+    # Each die of an MI250X has a separate bus address. The partitions of an MI300 share theirs;
+    # where a process sees several of them, the number distinguishes them.
     address = bus_address(device)
     return f"{address}:{device.index}" if address else ""
 
 
 def describe_process(launch: Launch, device: torch.device, backend: str, placing: Placing) -> Task:
-    """Return this process's description for the others, still without what must be alike."""
+    """Return this process's description for the others, without what must be alike."""
     on_device, shown = device.type == "cuda", visible_devices(os.environ)
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
     return Task(

@@ -1,15 +1,15 @@
 """Placement: the device of a process where several are visible, and its rank on a node.
 
-Placement changes ranks, never devices: the launcher binds a process to cores, and with them go the
-device next to them and its network card. A machine's links then decide in which order the devices
-of a node are best numbered (`device_order`), and a process takes the rank that belongs to its
-device. Processes meet under the launcher's numbers (Launch.task) and one of them computes the ranks
-of all (`assign`): the ranks of a node are permuted among its own processes or left alone, so that
-two processes never get the same rank, whatever they believe about their devices.
+Placement changes ranks, never devices: the launcher binds a process to cores, and so to the device
+and the network card next to them. The machine's links then decide in which order the devices of a
+node are best numbered (`device_order`), and a process takes the rank that belongs to its device.
+Processes meet under the launcher's numbers (Launch.task) and one of them computes the ranks of all
+(`assign`): the ranks of a node are permuted among its own processes or left alone, so that two
+processes never get the same rank, even if they are wrong about their devices.
 
 A process that sees all devices of a node takes the one that belongs to its local rank, which no
-other takes. It does not follow the cores that it was bound to: several processes may be bound next
-to one device (as -c2 packs them). Where its cores are those of other devices, a notice says so.
+other takes. It does not choose by the cores that it was bound to: several processes may be bound
+next to one device (as -c2 packs them). If its cores belong to other devices, a notice says so.
 
 Needs no torch.
 """
@@ -25,15 +25,14 @@ from typing import NamedTuple
 from megatron.errors import LaunchError
 from megatron.parallel.environment import whole
 
-# ROCm's own, HIP's, and CUDA's, which HIP reads where its own is not set.
+# The variables of ROCm, HIP, and CUDA; HIP reads CUDA's where its own is not set.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 _SHOWN = 4  # nodes that a notice names
 
 
 @dataclass(frozen=True)
 class Placing:
-    """A placement of ranks on devices; plain numbers, which the caller takes from the machine's
-    description.
+    """A placement of ranks on devices, in plain numbers taken from the machine's description.
 
     device_order     devices of a node in the order of its ranks; empty: ranks stay as the launcher
                      numbers them
@@ -61,7 +60,7 @@ class RankPlan:
     """A planned placement.
 
     placing   the same in every process of the job
-    describe  returns what it costs, in lines for the log; takes a moment
+    describe  returns the cost of the placement, in lines for the log; takes a moment
     """
 
     placing: Placing
@@ -74,8 +73,8 @@ class Task(NamedTuple):
     node, number, address  its node, and its device's number there and PCI address, where known
     near                   the devices next to the cores that it may use
     pid, backend           its process, and what torch.distributed uses
-    device, identity       its device as torch names it, and what tells it from others of the node
-    alike                  digests of what all must have alike, by kind
+    device, identity       its device as torch names it, and what identifies it within the node
+    alike                  digests of what must be the same for all, by kind
     """
 
     node: str
@@ -90,8 +89,9 @@ class Task(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Return "node:device", with the device's number on the node where the process counts it
-        otherwise.
+        """Return "node:device".
+
+        The device's number is that on the node if the process counts it differently.
         """
         other = self.number is not None and self.device != f"cuda:{self.number}"
         return f"{self.node}:{self.device}" + (f" (device {self.number})" if other else "")
@@ -103,7 +103,7 @@ class Assignment:
 
     ranks    of each task
     devices  number of each task's device on its node; None where it is not known
-    notices  what is not as it should be
+    notices  deviations from what is expected
     """
 
     ranks: list[int]
@@ -116,12 +116,12 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Return the numbers on the node of the devices that this process is shown, in its own order.
+    """Return the numbers on the node of the devices that this process can see, in its order.
 
-    None where nothing limits them, or where they are named otherwise (as "GPU-..." are). ROCm
+    None where nothing limits them, or where they are named otherwise (such as "GPU-..."). ROCm
     filters twice: HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP reads too) counts within
-    the list of ROCR_VISIBLE_DEVICES, up to the first number that this does not have. A launcher
-    that writes one list into all of them means the devices of the node.
+    the list of ROCR_VISIBLE_DEVICES, up to the first number that this list does not have. If a
+    launcher writes the same list into all of them, it means the devices of the node.
     """
     rocr, hip, cuda = (environ.get(name, "").strip() for name in VISIBLE)
     outer, inner = _numbers(rocr), _numbers(hip or cuda)
@@ -165,10 +165,11 @@ def device_number(
     visible: int,
     shown: tuple[int, ...] | None,
 ) -> int | None:
-    """Return the number on its node of this process's device, the `index`th of `visible` ones;
-    None: not known.
+    """Return the number on its node of this process's device, the `index`th of `visible` ones.
 
-    index  None: it uses none, and stands for the one that it would use
+    None where it is not known.
+
+    index  None: the process uses no device; the result is for the one that it would use
     """
     if shown is not None and len(shown) == 1:
         return shown[0]
@@ -181,11 +182,9 @@ def device_number(
 
 
 def near_devices(placing: Placing, cores: Collection[int]) -> tuple[int, ...]:
-    """Return the devices next to these cores, which are a process's; empty where the machine is not
-    known.
-    """
+    """Return the devices next to these cores of a process; empty where the machine is not known."""
     spans = placing.cores_of_device
-    # The second hardware threads of the cores are numbered behind all first ones.
+    # The second hardware threads of the cores are numbered after all first ones.
     total = 1 + max((last for _, last in spans), default=0)
     near = {core % total for core in cores}
     return tuple(
@@ -196,8 +195,8 @@ def near_devices(placing: Placing, cores: Collection[int]) -> tuple[int, ...]:
 def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
     """Return ranks for all tasks: a permutation.
 
-    A node's ranks follow `device_order` when it has as many tasks as devices, with consecutive
-    numbers, on different devices; else they stay, as they do everywhere without a device order.
+    A node's ranks follow `device_order` if it has as many tasks as devices, with consecutive
+    numbers, on different devices; otherwise they stay, as they do without a device order.
     """
     ranks, found = list(range(len(tasks))), [task.number for task in tasks]
     nodes, kept = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
@@ -208,7 +207,7 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
         if isinstance(devices, str):
             kept[devices].append(node)
             known = [found[member] for member in members if found[member] is not None]
-            # a launcher that counts each task's devices from 0 says nothing
+            # a launcher that counts each task's devices from 0 provides no information
             if len(set(known)) < len(known):
                 for member in members:
                     found[member] = None
@@ -260,7 +259,7 @@ def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[
 
 
 def check_devices(placing: Placing) -> Placing:
-    """Return `placing`, whose device order names each device once. Raises LaunchError."""
+    """Return `placing` if its device order names each device once. Raises LaunchError."""
     order, count = placing.device_order, len(placing.device_order)
     devices = len(placing.local_order) or count
     if order and (count != devices or sorted(order) != list(range(count))):

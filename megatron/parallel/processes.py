@@ -39,8 +39,9 @@ def bounded(
     failure: str = "the store gave no answer",
     failed: Future[None] | None = None,
 ) -> Any:
-    """Return the function's result; raise LaunchError when it takes longer, or when `failed` is
-    done first: another rank has failed.
+    """Return the function's result; raise LaunchError when it takes too long.
+
+    Also raises when `failed` is done first: another rank has failed.
 
     For calls into torch that cannot be interrupted: a store whose host lost power never answers,
     and gloo waits five times its time limit for a peer that died before it connected. After an
@@ -66,9 +67,9 @@ def bounded(
 def python_stacks(limit: int) -> str:
     """Return the Python stacks of this process in at most about `limit` characters.
 
-    The main thread comes first, one frame a line, innermost last; then, after an empty line, one
-    line for each other thread. Other threads and then outer frames are left out where the text is
-    too long.
+    The main thread comes first, one frame per line, innermost last; then, after an empty line, one
+    line for each other thread. If the text is too long, other threads are left out first, then
+    outer frames.
     """
 
     def shown(frame: Any, line: int) -> str:
@@ -95,7 +96,7 @@ def python_stacks(limit: int) -> str:
 def release_free_memory() -> None:
     """Return the free pages of glibc's heap to the system; do nothing with another C library.
 
-    Phases with tensors of other sizes leave holes that the next phase cannot use. Call it between
+    Phases with tensors of other sizes leave gaps that the next phase cannot use. Call it between
     phases: pages that are used again afterwards cost a fault each.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -107,27 +108,30 @@ def release_free_memory() -> None:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return the state letter and start time (clock ticks since boot) of a process; ("", 0) without
-    such a process.
+    """Return the state letter and start time (clock ticks since boot) of a process.
+
+    ("", 0) if there is no such process.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "", 0
-    fields = text.rpartition(")")[2].split()  # the name before may hold blanks
+    fields = text.rpartition(")")[2].split()  # the name before may contain spaces
     return fields[0], int(fields[19])
 
 
 def process_start(pid: int) -> int:
-    """Return a process's start time, which tells it from a later one with the same number; 0 where
-    unknown.
+    """Return a process's start time, which distinguishes it from a later one with the same number.
+
+    0 where unknown.
     """
     return _stat(pid)[1]
 
 
 def process_state(pid: int, start: int = 0) -> str:
-    """Return "running", "sleeping", "stopped", ...; "gone" when the process has ended, even if its
-    number is reused.
+    """Return "running", "sleeping", "stopped" or another state of a process.
+
+    It is "gone" when the process has ended, even if its number is reused.
     """
     state, started = _stat(pid)
     if not state or (start and started != start):

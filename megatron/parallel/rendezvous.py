@@ -1,17 +1,17 @@
 """The rendezvous of all processes, and the detection of those that fail later.
 
 Every process writes a description of itself, under the launcher's number for it (Launch.task), to a
-store that the first of them or the launcher serves. The first compares the descriptions, gives each
-process its rank (placing.py) and publishes a verdict: the ranks, or an error that names those that
-are missing, in conflict or different.
+store that the first process or the launcher serves. The first process compares the descriptions,
+gives each process its rank (placing.py) and publishes a verdict: the ranks, or an error that names
+those that are missing, in conflict or different.
 
 After that a daemon thread of each rank looks for calls in the store. On a roll call every rank
-answers: a rank that does not is dead, and the others can name it. The findings are told to all at
-once, so that a rank that sees the failure late, when the store is gone, names the rank that died
-and not the one that it waited for. Calls are numbered, so that a watchdog may make any number of them.
+answers: a rank that does not is dead, and the others can name it. All ranks learn the findings at
+the same time. So a rank that sees the failure late, when the store is gone, names the rank that
+died and not the one that it waited for. Calls are numbered, so a watchdog may make any number.
 
-A rank has two connections to the store, because one in which a thread waits for a key gives no
-other thread an answer: torch has one to itself, and nothing here waits in the other.
+A rank has two connections to the store, because a connection in which a thread waits for a key does
+not serve other threads: torch has one to itself, and nothing here waits in the other.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from megatron.parallel.store import (
 from megatron.parallel.topology import compress_ranks
 
 AS_LAUNCHED = Placing()
-# where gloo was compiled, which is of no use to users
+# the path under which gloo was compiled, which is of no use to users
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")
 _SHOWN = 64  # missing ranks that are looked for, and places in the code that a finding lists
 _LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end
@@ -68,32 +68,33 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for others at t
 # the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
 _ROLL, _INQUIRY = "roll", "inquiry"  # kinds of calls
-_NOBODY = -1  # in place of a rank that gave the reason of its failure
+_NOBODY = -1  # instead of a rank that reported why it failed
 _OPEN = (
-    "a process that connects to the store of the ranks can guess its keys and end this job: export "
+    "any process that connects to the ranks' store can guess its keys and end this job: export "
     "MEGATRON_JOB_TOKEN, a random text, before srun, mpirun or torchrun"
 )
 
 
 class Rendezvous(StoreConnection):
-    """A connection of this process to all others, from `join` on by torch.distributed, too. A
-    context manager.
+    """A connection of this process to all others, from `join` on also by torch.distributed.
 
-    launch, device       this process, with the rank that it was given; `timeout` is for all to come
+    A context manager.
+
+    launch, device       this process, with its final rank; `timeout` is for all to arrive
     placing              which ranks the processes of a node take; by default those of the launcher
     alike                what must be the same on all ranks
     notices              what the log should say about launch and placement; the same on all ranks
     flight, flight_file  this rank's flight recorder, and its node's file of them
-    on_inquiry           called in a thread of its own with the number of an inquiry
+    on_inquiry           called in a separate thread with the number of an inquiry
     judged               cleared while a watchdog finds out whether the job hangs
-    speaks               whether this rank is the one that acts on what `explain` found
+    speaks               whether this rank acts on what `explain` found
     """
 
     speaks = False
     _absentees = 0
     _call = 1  # the number of the next call
     _heard = ""  # the findings of a roll call
-    _reported = False  # a rank gave the reason of its failure
+    _reported = False  # whether a rank reported why it failed
     _failed = False
     _store_lost = False
     _closed = False
@@ -140,8 +141,7 @@ class Rendezvous(StoreConnection):
         return self._places
 
     def join(self) -> Self:
-        """Meet all other ranks, take the rank that `placing` gives and initialise
-        torch.distributed.
+        """Meet all other ranks, take the rank that `placing` gives and start torch.distributed.
 
         Raises LaunchError within `timeout` when ranks are missing (it names them and tells where
         the others are), when they differ in what must be `alike`, or when the store cannot be
@@ -191,8 +191,9 @@ class Rendezvous(StoreConnection):
     # -- the rendezvous --------------------------------------------------------------------------
 
     def _meet(self, deadline: float) -> None:
-        """Describe this process to the others, and take the rank of the verdict. Raises
-        LaunchError.
+        """Describe this process to the others, and take the rank of the verdict.
+
+        Raises LaunchError.
         """
         store, task = self.store, self.launch.task
         own = describe_process(self.launch, self.device, self.backend, self.placing)
@@ -220,8 +221,9 @@ class Rendezvous(StoreConnection):
         self.launch = dataclasses.replace(self.launch, rank=int(store.get(f"rank/{task}")))
 
     def _digests(self) -> dict[str, str]:
-        """Return digests of what must be alike; only the first process with a digest, of thousands,
-        writes its text.
+        """Return digests of what must be alike.
+
+        Among thousands of processes with the same digest, only the first writes its text.
         """
         told = {}
         for kind, values in self.alike.items():
@@ -237,7 +239,7 @@ class Rendezvous(StoreConnection):
             try:
                 if name:
                     dist.ProcessGroupGloo.create_device(interface=name)
-            except (RuntimeError, TypeError) as error:  # TypeError: a name that is no text
+            except (RuntimeError, TypeError) as error:  # TypeError: a name that is not text
                 reason = str(error).splitlines()[0]
                 return (
                     f"{self._myself}: gloo cannot use the interface {name!r} of "
@@ -251,26 +253,27 @@ class Rendezvous(StoreConnection):
         return f"{described.place}, process {described.pid}"
 
     def _absent(self) -> str:
-        """Return the error that names the ranks that did not come."""
+        """Return the error that names the missing ranks."""
         size, missing = self.launch.world_size, self.ranks_without("participant", _SHOWN)
         within = show_duration(self.timeout.total_seconds())
         self._absentees = len(missing)
         if not missing:
             first = self._participant(0)
-            return f"all ranks came, but rank 0 ({first}) gave no verdict within {within}"
+            return f"all ranks arrived, but rank 0 ({first}) gave no verdict within {within}"
         present, more = "not listed", " and perhaps more"
         if len(missing) < _SHOWN:
             came, more = sorted(set(range(size)).difference(missing))[:_SHOWN], ""
             present = _list_places(came, [self._participant(rank) for rank in came])
         return (
-            f"rank {compress_ranks(missing)}{more} of {size} did not come within {within}. "
-            f"Present: {present}. Look at the output of the missing; if they only start slowly, "
-            "raise --distributed-timeout-minutes"
+            f"rank {compress_ranks(missing)}{more} of {size} did not arrive within {within}. "
+            f"Present: {present}. Look at the output of the missing ranks; if they only "
+            "start slowly, raise --distributed-timeout-minutes"
         )
 
     def _judge(self, deadline: float) -> dict[str, Any]:
-        """Wait for all descriptions, in the first process, and return the verdict; {} where another
-        gave it before.
+        """Wait, in the first process, for all descriptions and return the verdict.
+
+        {} if another process gave it before.
         """
         keys = [f"participant/{task}" for task in range(self.launch.world_size)]
         if not self.poll(keys, deadline, unless="verdict"):
@@ -282,7 +285,7 @@ class Rendezvous(StoreConnection):
         return {"error": error} if error else self._give_ranks(tasks)
 
     def _give_ranks(self, tasks: Sequence[Task]) -> dict[str, Any]:
-        """Write the rank of each process, and where each rank is."""
+        """Write the rank of each process, and the place of each rank."""
         found = assign(tasks, self.placing.device_order)
         ranks, notices = found.ranks, [*self.launch.notices, *found.notices]
         if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
@@ -302,12 +305,12 @@ class Rendezvous(StoreConnection):
         launch, on_device, wanted = self.launch, self.device.type == "cuda", dict[str, str]()
         if launch.on_one_node and not host_name_is_local():
             wanted["GLOO_SOCKET_IFNAME"] = "lo"
-        raise_file_limit()  # gloo connects every rank with every other of a group
+        raise_file_limit()  # gloo connects each rank with all others of a group
         if on_device and launch.world_size > _FULL_MESH:
             # Beside NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 knows
             # the variable.)
             wanted["TORCH_GLOO_LAZY_INIT"] = "1"
-            # torch's monitor of NCCL looks into the store, too, every second on every rank.
+            # torch's monitor of NCCL also queries the store, every second on every rank.
             wanted["TORCH_NCCL_COORD_CHECK_MILSEC"] = str(int(1000 * max(1.0, self.pause_s)))
         given = {name: os.environ.get(name, value) for name, value in wanted.items()}
         self._variables.enter_context(changed(os.environ, {**launch.environment(), **given}))
@@ -316,7 +319,7 @@ class Rendezvous(StoreConnection):
 
         def start() -> None:
             if on_device:
-                torch.cuda.set_device(self.device)  # each thread has a current device of its own
+                torch.cuda.set_device(self.device)  # the current device is per thread
             # No device_id: with it torch makes groups by splitting the whole world's communicator,
             # in which every rank would have to take part in every group.
             dist.init_process_group(
@@ -327,13 +330,13 @@ class Rendezvous(StoreConnection):
                 timeout=self.timeout,
             )
 
-        # While gloo connects it waits five times the time limit for a rank that died, and cannot be
-        # interrupted.
+        # While gloo connects, it waits five times the time limit for a rank that died, and cannot
+        # be interrupted.
         seconds = self.timeout.total_seconds() + ANSWER_S
         self.unless_failed(start, seconds, "torch.distributed did not start")
 
     def unless_failed(self, function: Callable[[], Any], seconds: float, failure: str) -> Any:
-        """Call `bounded`, which ends at once when another rank fails."""
+        """Call `bounded`, which ends immediately when another rank fails."""
         return bounded(function, seconds, failure, self._alarm)
 
     def _try(self, function: Callable[[], Any], seconds: float) -> Any:
@@ -353,19 +356,19 @@ class Rendezvous(StoreConnection):
         said = json.dumps([self.launch.rank, f"{self._myself} failed: {message}"])
 
         def write() -> None:
-            # The first to fail is the cause. The others hear of it before this process, and perhaps
-            # the store, ends.
+            # The first to fail is the cause. The others learn of it before this process, and
+            # perhaps the store, ends.
             if self.store.compare_set("findings", "", said).decode() == said:
                 self._call_all(_ROLL)
 
         self._try(write, ANSWER_S)
 
     def explain(self, error: BaseException) -> LaunchError:
-        """Return what a failed or timed-out collective means: the ranks that failed or died, as far
-        as it is known.
+        """Return what a failed or timed-out collective means.
 
-        Takes some seconds. `raise rendezvous.explain(error) from error`. The result is a
-        LostRankError, unless a rank gave the reason of its failure.
+        It names the ranks that failed or died, as far as they are known. Takes some seconds. The
+        result is a LostRankError, unless a rank reported why it failed. Usage:
+        `raise rendezvous.explain(error) from error`.
         """
         if self._explained is None:
             self._failed = True
@@ -375,7 +378,7 @@ class Rendezvous(StoreConnection):
             seen = f"{type(error).__name__}: {symptom}"
             text = self._heard or self._try(lambda: self._diagnose(seen), 4 * self._answer_s)
             text = text or self._heard or self._store_gone()
-            if self._store_lost:  # with the rank that served it
+            if self._store_lost:  # together with the rank that served it
                 self.speaks = self.launch.task == 1
             kind = LaunchError if self._reported else LostRankError
             self._explained = kind(f"{self._myself}: {text}. Seen here as {seen}")
@@ -405,7 +408,7 @@ class Rendezvous(StoreConnection):
         return str(text)
 
     def _call_roll(self, seen: str) -> str:
-        """Ask every rank whether it lives and what it does; return the findings."""
+        """Ask every rank whether it is alive and what it is doing; return the findings."""
         ranks, deadline = range(self.launch.world_size), self.clock() + self._answer_s
         self._call_all(_ROLL)
         self.poll([f"answer/{rank}" for rank in ranks], deadline)
@@ -466,14 +469,13 @@ class Rendezvous(StoreConnection):
             self._alarm.set_result(None)
 
     def inquire(self) -> int:
-        """Ask all ranks to answer for a watchdog (see on_inquiry). Return the number of the
-        inquiry.
-        """
+        """Ask all ranks to answer for a watchdog (see on_inquiry); return the inquiry's number."""
         return self._call_all(_INQUIRY)
 
     def _call_all(self, call: str) -> int:
-        """Make a call under the first free number, which is returned. Every rank answers the calls
-        in their order.
+        """Make a call under the first free number, which is returned.
+
+        Every rank answers the calls in order.
         """
         own, number = f"{call}/{self.launch.rank}", self._call
         while self.store.compare_set(f"call/{number}", "", own).decode() != own:
@@ -493,11 +495,11 @@ class Rendezvous(StoreConnection):
         self.close()
 
     def close(self) -> None:
-        """End torch.distributed and leave; all ranks call it. Harmless when called twice."""
+        """End torch.distributed and leave; all ranks call this. Harmless when called twice."""
         if self._closed:
             return
         if dist.is_initialized() and not (self._failed and self.device.type == "cuda"):
-            # After a failure NCCL would wait for the dead; the end of the process frees its
+            # After a failure NCCL would wait for dead ranks; the end of the process frees its
             # communicators.
             with contextlib.suppress(RuntimeError, LaunchError):
                 if self._failed:  # gloo waits for what is still in progress
@@ -508,8 +510,9 @@ class Rendezvous(StoreConnection):
         self._variables.close()
 
     def _leave(self) -> None:
-        """Write that this rank is gone; the rank that serves the store stays a little for those
-        that still ask.
+        """Write that this rank has left.
+
+        The rank that serves the store stays briefly for those that still ask.
         """
         if self._closed:
             return
@@ -523,8 +526,8 @@ class Rendezvous(StoreConnection):
         self.flight_file.close()
 
     def _write_left(self) -> None:
-        # First the answer: a roll call must not wait for this rank longer than this rank stays to
-        # serve the store.
+        # The answer comes first: a roll call must not wait for this rank longer than this rank
+        # stays to serve the store.
         self.store.set(f"answer/{self.launch.rank}", "has ended")
         self._deaf.set()
         deadline = self.clock() + _LINGER_S + self.pause_s
@@ -539,7 +542,7 @@ class Rendezvous(StoreConnection):
 
 
 def _list_places(ranks: Sequence[int], places: Sequence[str]) -> str:
-    """Return ranks and their places, the first sixteen."""
+    """Return the first sixteen ranks with their places."""
     shown = "; ".join(
         f"rank {rank} on {place}" for rank, place in zip(ranks[:16], places[:16], strict=True)
     )
@@ -553,14 +556,13 @@ def connect(
     placing: Placing = AS_LAUNCHED,
     alike: Alike | None = None,
 ) -> Rendezvous:
-    """Bring all processes together and initialise torch.distributed. The rendezvous is a context
-    manager.
+    """Bring all processes together and initialise torch.distributed.
 
-    `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere;
-    `timeout` holds for the rendezvous and for every collective after it. `placing` says which ranks
-    the processes of a node take: from then on the rendezvous's own `launch` counts. `alike` is what
-    must be the same on all ranks. Raises LaunchError that names the ranks that did not come, or
-    those that differ and in what.
+    The rendezvous is a context manager. If `backend` is None, nccl (which is RCCL on ROCm) is used
+    where there is a device and gloo elsewhere. `timeout` applies to the rendezvous and to every
+    collective after it. `placing` determines which ranks the processes of a node take: from then on
+    the rendezvous's `launch` is valid. `alike` is what must be the same on all ranks. Raises
+    LaunchError that names the ranks that are missing, or those that differ and in what.
     """
     device = select_device(launch, backend, check_devices(placing))
     return Rendezvous(launch, device, timeout, placing, alike=alike).join()

@@ -1,9 +1,8 @@
-"""Parts of global tensors: what a parameter carries (its shard, and the sum of its gradient), and
-random numbers that depend on the place in the global tensor.
+"""Shards of global tensors, sums of their gradients, and random numbers by global position.
 
-Every parameter has a `Sharding` as `parameter.sharding`. The engine reads from it how gradients are
-reduced, the checkpoint under which name and at which place a tensor is stored; neither needs to
-know the layer that made it.
+Every parameter has a `Sharding` as `parameter.sharding`. From it the engine reads how gradients are
+reduced, and the checkpoint under which name and offset a tensor is stored; neither needs to know
+the layer that made it.
 
 An optimizer that keeps the sums attaches a `GradientSink` to each parameter. A layer that computes
 a weight gradient itself adds it there and returns None to autograd, so that no second tensor of the
@@ -69,8 +68,7 @@ def shard(
     padded: int | None = None,
     **properties: bool,
 ) -> Sharding:
-    """Return the shard of tensor rank `rank` of `size` when dimension `dim` is cut into equal
-    parts.
+    """Return the shard of tensor rank `rank` of `size`; dimension `dim` is cut into equal parts.
 
     `padded` is the padded length of `dim`, a multiple of `size`; entries beyond the global shape
     are not real.
@@ -95,9 +93,7 @@ def shard(
 def attach(
     parameter: torch.nn.Parameter, sharding: Sharding, tensor_size: int
 ) -> torch.nn.Parameter:
-    """Put `sharding` on a parameter, with the attributes by which DeepSpeed knows sharded
-    parameters.
-    """
+    """Set a parameter's `sharding`, and the attributes that mark a shard for DeepSpeed."""
     parameter.sharding = sharding  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = sharding.dim is not None and tensor_size > 1  # type: ignore[attr-defined]
     return parameter
@@ -121,8 +117,7 @@ _GPU_BYTES = 1 << 27
 
 @cache
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch can add a product of 16-bit matrices to an fp32 matrix in place, without
-    rounding it.
+    """Return whether torch can add a product of 16-bit matrices to an fp32 matrix without rounding.
 
     CUDA since torch 2.8, ROCm later, not on a CPU (torch.addmm, `out_dtype`). Builds that lack it
     raise, and some returned wrong sums (pytorch issue 154086), so a small product whose sum is
@@ -132,7 +127,7 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     a = (torch.arange(32, device=device) % 7).to(dtype).expand(64, 32)
     b = (torch.arange(48, device=device) % 5).to(dtype).expand(64, 48)
-    small = 2.0**-12  # beside a sum of up to 1536 it is exact in fp32 and lost in 16 bit
+    small = 2.0**-12  # next to a sum of up to 1536 it is exact in fp32 and lost in 16 bits
     total = torch.full((32, 48), small, device=device)
     try:
         torch.addmm(
@@ -144,11 +139,10 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
-    """Return how many rows of a weight [rows, columns] one product computes where it goes through a
-    buffer.
+    """Return how many rows of a weight [rows, columns] one product computes through a buffer.
 
-    On a CPU a buffer that stays in the cache: a product the size of an embedding table would be
-    read from memory once more, and from fresh pages where the allocator has no such piece (464 ms
+    On a CPU the buffer stays in the cache: a product the size of an embedding table would be read
+    from memory once more, and from fresh pages where the allocator has no such block (464 ms
     instead of 323 for [50304, 1024] times [1024, 768] in bf16 on one core). A GPU needs large
     products: all rows, in equal parts where they are above 128 MiB.
     """
@@ -169,7 +163,7 @@ class GradientSink:
             (--no-gradient-accumulation-fusion)
 
     The first contribution after `renew()` overwrites `total`, so it need not be filled with zeros;
-    `complete()` does that where no contribution came.
+    if there was none, `complete()` fills it.
     """
 
     def __init__(
@@ -186,7 +180,7 @@ class GradientSink:
         self.fresh = True
 
     def renew(self) -> None:
-        """Forget the sum: the next contribution begins a new one."""
+        """Discard the sum: the next contribution begins a new one."""
         self.fresh = True
 
     def complete(self) -> torch.Tensor:
@@ -207,10 +201,11 @@ class GradientSink:
 
     @torch.no_grad()
     def add_product(self, dy: torch.Tensor, x: torch.Tensor, last: bool = True) -> None:
-        """Add dy^T x: dy [tokens, out], x [tokens, in], of one format, for a weight whose last
-        dimension is `in`.
+        """Add dy^T x: dy [tokens, out], x [tokens, in], of one format.
 
-        `last` False: more parts of this pass' contribution follow.
+        The last dimension of the weight is `in`.
+
+        `last` False: more parts of this pass's contribution follow.
         """
         total, keep = self.total.view(dy.shape[-1], x.shape[-1]), 0.0 if self.fresh else 1.0
         if dy.dtype == total.dtype:
@@ -235,8 +230,9 @@ class GradientSink:
                 part.add_(values)
 
     def done(self) -> None:
-        """Complete a contribution. Also called by a layer that added one to what `complete()`
-        returned.
+        """Complete a contribution.
+
+        Also called by a layer that added to the sum returned by `complete()`.
         """
         self.fresh = False
         if self.added is not None:
@@ -267,11 +263,11 @@ class _Wide(torch.autograd.Function):
 
 
 def wide(parameter: torch.Tensor) -> torch.Tensor:
-    """Return an fp16 parameter with a sink in fp32, so that its gradient is not rounded; others
-    unchanged.
+    """Return an fp16 parameter with a sink in fp32, so that its gradient is not rounded.
 
-    For vectors whose gradient is a sum over tokens: with sequence parallelism each rank sums over
-    its own, and in fp16 the whole sum could overflow where the ranks' parts do not.
+    Others are returned unchanged. For vectors whose gradient is a sum over tokens: with sequence
+    parallelism each rank sums over its own, and in fp16 the whole sum could overflow where the
+    ranks' parts do not.
     """
     found = _any_sink(parameter)
     if found is None or parameter.dtype != torch.float16:
@@ -282,8 +278,9 @@ def wide(parameter: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient outside of a backward pass, where no hook would see `.grad`: to the sink, else
-    to `.grad`.
+    """Add a gradient outside of a backward pass, where no hook would see `.grad`.
+
+    It is added to the sink, otherwise to `.grad`.
     """
     found = _any_sink(parameter)
     if found is not None:
@@ -295,11 +292,10 @@ def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 class WeightGradients:
-    """The queue of deferred weight gradients that one rank's linear layers and its pipeline
-    executor share.
+    """The queue of deferred weight gradients, shared by a rank's linear layers and its executor.
 
     For the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2): in a
-    BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and leave
+    BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and queue
     the weight's part here as a callable; the BACKWARD_WEIGHT instruction of the same micro-batch
     runs it later.
     """
@@ -327,8 +323,9 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """Return a well-spread 63-bit number: SplitMix64 (Steele et al., OOPSLA 2014) chained over the
-    values.
+    """Return a well-distributed 63-bit hash of the values.
+
+    SplitMix64 (Steele et al., OOPSLA 2014), chained over them.
     """
     state = 0
     for value in values:
@@ -357,7 +354,7 @@ class Place(NamedTuple):
     """The place of a tensor's rows among the rows [samples, heads, positions] of the whole job.
 
     Row r is number start + r // period * outer + r % period * inner of them; `positions` are those
-    of a head. By default the tensor is the whole, and one piece.
+    of a head. By default the tensor is the whole, in one piece.
     """
 
     start: int = 0
@@ -372,9 +369,7 @@ WHOLE = Place()
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """The source of the masks of one micro-batch: the run's seed and the number of its first
-    sample.
-    """
+    """The source of a micro-batch's masks: the run's seed and the number of its first sample."""
 
     seed: int
     sample: int
@@ -384,16 +379,15 @@ class DropoutKey:
         return mix(self.seed, layer, int(site))
 
     def hidden(self, x: torch.Tensor, rank: int = 0, ranks: int = 1) -> Place:
-        """Return the place of x [s, b, h], part `rank` of `ranks` along the sequence; it counts as
-        one head.
-        """
+        """Return the place of x [s, b, h], part `rank` of `ranks` of the sequence, as one head."""
         rows, samples = x.shape[:2]
         positions = rows * ranks
         return Place(self.sample * positions + rank * rows, samples, 1, positions, positions)
 
     def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> Place:
-        """Return the place of attention weights [b, heads, positions, keys], part `rank` of `ranks`
-        of the heads.
+        """Return the place of attention weights [b, heads, positions, keys].
+
+        They are part `rank` of `ranks` of the heads.
         """
         start = (self.sample * ranks + rank) * heads * positions
         return Place(start, heads * positions, ranks * heads * positions, 1, positions)
@@ -404,17 +398,17 @@ def dropout_mask(
 ) -> torch.Tensor:
     """Return a boolean mask of `like`'s shape, True with 1 - probability.
 
-    In each head of each sample it is a part of a mask of its own.
+    In each head of each sample it is a part of a separate mask.
     """
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
-    if like.is_meta:  # without data there is nothing to draw
+    if like.is_meta:  # without data nothing is drawn
         return keep
     generator = torch.Generator(device=like.device)
     if not place.positions:
         return keep.bernoulli_(1.0 - probability, generator=generator.manual_seed(seed))
     start, period, outer, inner, positions = place
     rows = keep.view(-1, keep.shape[-1])
-    # The rows of a head are neighbours, or, where samples are, `period` apart.
+    # The rows of a head are adjacent or, where samples are, `period` apart.
     heads = (
         rows.split(positions) if inner == 1 else [rows[sample::period] for sample in range(period)]
     )
@@ -429,10 +423,11 @@ def dropout_mask(
 
 @contextlib.contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the device's default generator inside the block and restore it after: for operations
-    that draw from it.
+    """Seed the device's default generator inside the block and restore it afterwards.
+
+    For operations that draw from it.
     """
-    if device.type == "meta":  # without data there is nothing to draw
+    if device.type == "meta":  # without data nothing is drawn
         yield
         return
     # the CPU's state is always restored

@@ -1,6 +1,4 @@
-"""One process's connection to the store that all ranks of a job share, and what a host needs for
-it.
-"""
+"""A process's connection to the store that all ranks of a job share, and the host's set-up."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ T = TypeVar("T")
 
 ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
 _BATCH = 1024  # keys in one request: the store's time for a request grows faster than its keys
-_PATIENCE_S = 3.0  # how long torch may look for a store that is not up yet
+_PATIENCE_S = 3.0  # how long torch may look for a store that has not started yet
 _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
 # requests a second of all ranks together for a key that they wait for: 0.2 of a core of rank 0
 _ASKED = 10_000
@@ -37,7 +35,7 @@ class StoreConnection:
 
     launch        this process
     timeout       for the store to come up, and for requests of torch
-    clock, sleep  measure and pass the time between requests for a key that is awaited
+    clock, sleep  measure and spend the time between requests for a key that is awaited
     server        the rank that serves the store
     """
 
@@ -78,8 +76,9 @@ class StoreConnection:
             self.store = self._of_job(self._serve() if self.serves_store else self._client())
 
     def another(self) -> Any:
-        """Return another connection: while a thread waits for a key in one, no other thread gets
-        an answer there.
+        """Return another connection to the store.
+
+        While a thread waits for a key in one, other threads get no answer there.
         """
         if isinstance(self.store, dist.HashStore):
             return self.store
@@ -89,7 +88,7 @@ class StoreConnection:
         return dist.PrefixStore(self.launch.store_prefix(), store)
 
     def _serve(self) -> Any:
-        """Serve the store of all ranks; where they are all on this host, to this host only."""
+        """Serve the store of all ranks, only to this host if all of them are on it."""
         raise_file_limit()
         port, inside = self.launch.master_port, None
         try:
@@ -123,7 +122,7 @@ class StoreConnection:
         deadline = self.clock() + seconds
 
         def connect() -> Any:
-            # torch retries after ever longer pauses. Its own time limit would end in stack traces.
+            # torch retries after ever longer pauses, and its own time limit ends in stack traces.
             return dist.TCPStore(
                 *address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False
             )
@@ -148,8 +147,8 @@ class StoreConnection:
     def _await_listener(self, address: tuple[str, int], deadline: float) -> None:
         """Wait until a process listens there; raise OSError after the deadline.
 
-        Where rank 0 comes late, torch would retry ever less often, and connect up to minutes after
-        it.
+        If rank 0 starts late, torch would retry less and less often, and connect up to minutes
+        after that.
         """
         while True:
             try:
@@ -216,8 +215,9 @@ def raise_file_limit() -> None:
 
 
 def host_name_is_local() -> bool:
-    """Return whether this host's name resolves to an address that it can bind, as gloo needs
-    without an interface.
+    """Return whether this host's name resolves to an address that it can bind.
+
+    gloo needs this if no interface is given.
     """
     try:
         with socket.socket() as probe:
@@ -229,11 +229,10 @@ def host_name_is_local() -> bool:
 
 @contextlib.contextmanager
 def without_dns() -> Iterator[None]:
-    """Let this process look up host names in /etc/hosts only (under glibc; elsewhere nothing
-    changes).
+    """Let this process look up host names in /etc/hosts only (glibc; elsewhere no effect).
 
-    For the process that serves the store: torch asks for the name of every address that connects,
-    in the store's only thread and for its log. Where an answer takes 50 ms, those of 75,264 ranks
+    For the process that serves the store: torch looks up the name of every address that connects,
+    in the store's only thread and for its log. If an answer takes 50 ms, those of 75,264 ranks
     would take an hour.
     """
     configure = getattr(

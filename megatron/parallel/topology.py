@@ -1,8 +1,8 @@
 """This process's place among all, and the process groups that it takes part in.
 
 Rank order: unless another one is chosen, the tensor-parallel rank varies fastest, then the
-data-parallel rank, then the pipeline rank. So neighbouring ranks, which a launcher puts on one
-node, form the groups that communicate most.
+data-parallel rank, then the pipeline rank. So neighbouring ranks, which launchers put on one node,
+form the groups that communicate most.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.parallel.processes import bounded
 
 DEFAULT_ORDER = RANK_ORDERS[0]
 
-_LATE_S = 5.0  # torch's own message, which says more, may come that late
+_LATE_S = 5.0  # torch's own, more detailed message may come this late
 
 
 def compress_ranks(ranks: Iterable[int]) -> str:
@@ -53,7 +53,7 @@ class Layout:
     >>> Layout(tensor=2, pipeline=2, data=2, order="tp-pp-dp").coordinates(5)
     (1, 1, 0)
 
-    Lines of the grid are ranges, which take no memory: there are jobs of 75,000 ranks.
+    Lines of the grid are ranges, which take no memory: some jobs have 75,000 ranks.
     """
 
     tensor: int = 1
@@ -69,7 +69,7 @@ class Layout:
     def for_world(
         cls, world_size: int, tensor: int, pipeline: int, order: str = DEFAULT_ORDER
     ) -> Layout:
-        """Return the layout of `world_size` processes; the data-parallel size is what is left.
+        """Return the layout of `world_size` processes; the data-parallel size is what remains.
 
         Raises ConfigError when the processes do not divide into whole replicas.
         """
@@ -88,9 +88,7 @@ class Layout:
 
     @functools.cached_property
     def strides(self) -> tuple[int, int, int]:
-        """Distances in rank numbers between neighbours in the tensor, data and pipeline
-        direction.
-        """
+        """Distances between neighbours in the tensor, data and pipeline direction, in ranks."""
         sizes = {"tp": self.tensor, "dp": self.data, "pp": self.pipeline}
         strides, stride = {}, 1
         for direction in self.order.split("-"):
@@ -123,9 +121,7 @@ class Layout:
         )
 
     def model_ranks(self, *, data: int) -> tuple[int, ...]:
-        """Return the ranks that together hold one replica of the model, in ascending order, as
-        torch has a group.
-        """
+        """Return the ranks of one replica of the model, in ascending order as in torch's group."""
         lines = (self.tensor_ranks(data=data, pipeline=p) for p in range(self.pipeline))
         return tuple(sorted(rank for line in lines for rank in line))
 
@@ -167,7 +163,7 @@ GroupFactory = Callable[[Sequence[int]], Any]
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's place, its groups and its device, passed to all that communicates.
+    """This process's place, its groups and its device, passed to everything that communicates.
 
     `embedding` joins the first and last pipeline stages where both hold a tied embedding; None
     elsewhere.
@@ -200,12 +196,11 @@ class Topology:
         flight: FlightRecorder | None = None,
         order: str = DEFAULT_ORDER,
     ) -> Topology:
-        """Build the groups of this process over the initialised default process group (or over
-        none: one process).
+        """Build the groups of this process over the initialised default process group.
 
-        `tied_embeddings` False saves the group that only a tied embedding needs. `flight` records
-        what this rank waits in (Rendezvous.flight); by default, a record that nobody reads. `order`
-        is Layout's, the same on all ranks.
+        Without one there is a single process. `tied_embeddings` False saves the group that only a
+        tied embedding needs. `flight` records what this rank waits in (Rendezvous.flight); by
+        default the record is not read. `order` is Layout's, the same on all ranks.
 
         Raises ConfigError when the world does not divide, and LaunchError when ranks do not form a
         group in time.
@@ -219,7 +214,7 @@ class Topology:
             world_size, tensor_model_parallel_size, pipeline_model_parallel_size, order
         )
         device = torch.device("cpu") if device is None else torch.device(device)
-        # While gloo connects it waits five times `timeout` for a member that died, and cannot be
+        # While gloo connects, it waits five times `timeout` for a member that died, and cannot be
         # interrupted.
         seconds = (timeout or dist.default_pg_timeout).total_seconds() + _LATE_S
 
@@ -229,7 +224,7 @@ class Topology:
 
             def form() -> Any:
                 if device.type == "cuda" and device.index is not None:
-                    torch.cuda.set_device(device)  # each thread has a current device of its own
+                    torch.cuda.set_device(device)  # the current device is per thread
                 # Only the members take part: at thousands of ranks a call of the world per group
                 # takes minutes.
                 return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
@@ -256,8 +251,9 @@ class Topology:
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
     ) -> Topology:
-        """Return the view of `rank` on `layout`. Without `new_group` nothing communicates: for
-        planning and tests.
+        """Return the view of `rank` on `layout`.
+
+        Without `new_group` nothing communicates: for planning and tests.
         """
         t, d, p = layout.coordinates(rank)
         recorder = flight or FlightRecorder()
@@ -282,9 +278,7 @@ class Topology:
         return cls(layout, rank, world, tensor, data, pipeline, model, embedding, device)
 
     def describe(self, places: Sequence[str] = ()) -> str:
-        """Return the layout in a few lines; `places` names node and device of every rank, in rank
-        order.
-        """
+        """Return the layout in a few lines; `places` are node and device of each rank."""
 
         def show(ranks: Sequence[int]) -> str:
             named = [f"{r} ({places[r]})" if r < len(places) else str(r) for r in ranks[:16]]
