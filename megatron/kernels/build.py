@@ -72,9 +72,7 @@ class BuildError(RuntimeError):
 
 
 def source_hash(folder: Path = SOURCES) -> str:
-    """Return a short hash of the kernels' sources; "" if there are none, as in an installed
-    package.
-    """
+    """Return a short hash of the kernels' sources; "" without any, as in an installed package."""
     files = sorted(p for p in folder.glob("*") if p.suffix in (".h", ".cpp"))
     if not files:
         return ""
@@ -85,8 +83,9 @@ def source_hash(folder: Path = SOURCES) -> str:
 
 
 def host_archs(flags: frozenset[str] | None = None) -> list[str]:
-    """Return the host architectures that this processor can run, best first: levels of x86-64, or
-    its name.
+    """Return the host architectures that this processor can run, best first.
+
+    Levels of x86-64, or the name of another processor.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return [platform.machine()]
@@ -95,15 +94,14 @@ def host_archs(flags: frozenset[str] | None = None) -> list[str]:
 
 
 def library_name(target: str, arch: str) -> str:
-    """Return libmegatron-<target>-<arch>.so; several architectures in one library are joined by
-    "+".
-    """
+    """Return libmegatron-<target>-<arch>.so; several architectures are joined by "+"."""
     return f"libmegatron-{target}-{arch}.so"
 
 
 def compiler(target: str) -> str | None:
-    """Find the compiler of a target: $HIPCC, $NVCC or $CXX take precedence over the PATH; None if
-    there is none.
+    """Find the compiler of a target; None if there is none.
+
+    $HIPCC, $NVCC or $CXX take precedence over the PATH.
     """
     variable, names, _ = _COMPILERS[target]
     named = os.environ.get(variable)
@@ -129,8 +127,9 @@ def default_archs(target: str) -> list[str]:
 
 
 def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
-    """Return the compiler's flags. Debian's hipcc builds for NVIDIA or for gfx803 unless told
-    otherwise.
+    """Return the compiler's flags.
+
+    Without them Debian's hipcc builds for NVIDIA or for gfx803.
     """
     common = ["-std=c++17", "-O3"]
     if target == "hip":
@@ -157,8 +156,9 @@ def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
 def description(
     target: str, archs: Sequence[str], tool: str, flags: Sequence[str], sources: Path = SOURCES
 ) -> str:
-    """Return what mk_describe() will report: target, architecture, hashes of the sources and of the
-    command.
+    """Return what mk_describe() will report: target, architecture and hashes.
+
+    The hashes are those of the sources and of the command.
     """
     command = hashlib.sha256("\0".join([os.path.realpath(tool), *flags]).encode()).hexdigest()[:8]
     return f"{target} {'+'.join(archs)} {source_hash(sources)}-{command}"
@@ -177,9 +177,9 @@ def build(
 ) -> Path:
     """Compile the kernels for `target` and return the library's path. Raises BuildError.
 
-    `only` names the .cpp files (without suffix) to take, all by default; library.cpp always goes
-    in. `extra` flags go to every command. `hear` gets what each command wrote to standard error,
-    from several threads. The library gets its name only when it is complete.
+    `only` names the .cpp files (without suffix) to take, all by default; library.cpp is always
+    included. `extra` flags are added to every command. `hear` receives what each command wrote to
+    standard error, from several threads. The library gets its name only when it is complete.
     """
     tool = compiler(target)
     if tool is None:
@@ -232,9 +232,11 @@ def build(
 
 
 def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
-    """Return the linker's command. HIP's runtime stays out: torch brings its own, and a process
-    must not have two, so its functions are found at load time in the one that torch has loaded (see
-    library.py)."""
+    """Return the linker's command, which does not link HIP's runtime.
+
+    torch brings its own, and a process must not have two. So its functions are found at load time
+    in the one that torch has loaded (see library.py).
+    """
     if target != "hip":
         return [tool, *flags, "-shared"]
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
@@ -247,9 +249,7 @@ def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
 
 
 def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
-    """Return whether the library was built from these sources by this command, as its description
-    tells.
-    """
+    """Return whether the library's description matches these sources and this command."""
     tool = compiler(target)
     if tool is None or not path.is_file():
         return False
@@ -263,11 +263,11 @@ def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
 
 
 def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return (target, architectures) of each library to build. No targets: those of `archs`, or all
-    with a compiler.
+    """Return (target, architectures) of each library to build.
 
-    One library holds all architectures of hip and cuda; the host has one library for each. Raises
-    BuildError for unknown names and where there is no compiler at all.
+    Without targets: the targets of `archs`, or all targets with a compiler. One library holds all
+    architectures of hip and cuda; the host has one library for each. Raises BuildError for unknown
+    names and where there is no compiler at all.
     """
     for target in targets:
         if target not in TARGETS:
@@ -299,9 +299,7 @@ def make(
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Build what `plan` says, where it is not there already, and report each in two lines. Raises
-    BuildError.
-    """
+    """Build the missing libraries of `plan`, and report each in two lines. Raises BuildError."""
     made = []
     for target, names in plan(targets, archs):
         path = folder / library_name(target, "+".join(names))
@@ -320,8 +318,9 @@ def make(
 
 
 def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) -> None:
-    """Build the kernels of an installation: for this processor, or what MEGATRON_KERNELS_TARGETS
-    lists.
+    """Build the kernels of an installation.
+
+    For this processor, or for the targets that MEGATRON_KERNELS_TARGETS lists.
 
     A failed build is a warning, since torch's own operators do the same. `alone` removes libraries
     of earlier builds from `folder`, which becomes part of a wheel.

@@ -1,8 +1,7 @@
-"""Decide once, at the start of a run, what computes attention and which operators use fused kernels
-or other packages.
+"""Choose, once per run, how attention is computed and which operators use fused kernels.
 
-Optional accelerated packages are imported only when something asks for them; this module needs no
-torch when imported.
+Others use torch's operators or other packages. Optional accelerated packages are imported only when
+something asks for them; this module needs no torch when imported.
 """
 
 from __future__ import annotations
@@ -61,8 +60,9 @@ class Finding:
 
 
 def flash_attention(device_type: str, dtype_name: str) -> Finding:
-    """Look for flash-attn and whether it runs on `device_type` ("cuda" for CUDA and ROCm, "cpu") in
-    `dtype_name`.
+    """Look for flash-attn and whether it runs on `device_type` in `dtype_name`.
+
+    `device_type` is "cuda" for CUDA and ROCm, or "cpu".
     """
     package, fallback = "flash-attn", _NAMES["torch"]
     version = _version("flash_attn", "flash-attn")
@@ -85,11 +85,12 @@ def choose_attention(
     sequence: int = 0,
     drops: bool = False,
 ) -> str:
-    """Choose "flash" (flash-attn), "torch" (scaled_dot_product_attention), "blocked" or "unfused"
-    attention.
+    """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
-    `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, that is no
-    error, because torch's attention computes the same; the log names what runs (see report). If
+    "flash" is flash-attn, "torch" scaled_dot_product_attention.
+
+    `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, this is not
+    an error, because torch's attention computes the same; the log names what runs (see report). If
     attention weights are dropped (`drops`), torch has no kernel on a CPU and would store all
     scores.
     """
@@ -158,9 +159,7 @@ def _apex(
 
 
 def _version(module: str, distribution: str) -> str | None:
-    """Return the installed version of a module; None if it is not found, "" if it has no
-    metadata.
-    """
+    """Return the installed version of a module; None if not found, "" if it has no metadata."""
     if importlib.util.find_spec(module) is None:
         return None
     try:
@@ -170,12 +169,13 @@ def _version(module: str, distribution: str) -> str | None:
 
 
 def _import_problem(module: str, name: str) -> str:
-    """Return why `from module import name` fails; "" if it works. A wheel built for another torch
-    fails here.
+    """Return why `from module import name` fails; "" if it works.
+
+    A wheel built for another torch fails here.
     """
     try:
         found = importlib.import_module(module)
-    except Exception as error:  # whatever a foreign package raises at import, it cannot be used
+    except Exception as error:  # whatever a third-party package raises at import, it cannot be used
         return (
             f"cannot be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
         )
@@ -185,8 +185,9 @@ def _import_problem(module: str, name: str) -> str:
 
 
 def _too_old_for_flash_attention() -> str:
-    """Return why this NVIDIA device is too old for flash-attn 2, which needs Ampere; ROCm wheels
-    check themselves.
+    """Return why this NVIDIA device is too old for flash-attn 2, which needs Ampere.
+
+    ROCm wheels check this themselves.
     """
     import torch
 
@@ -289,8 +290,9 @@ def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_nam
 def assumed_fusions(
     kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool = True
 ) -> Fusions:
-    """Choose for a device that may not be here; `loaded`: whether it has a library. Needs no
-    torch.
+    """Choose for a device that may be absent. Needs no torch.
+
+    `loaded`: whether the device has a library.
     """
     if not loaded:
         return NONE
@@ -300,8 +302,11 @@ def assumed_fusions(
 
 
 def report(config: Config, device: torch.device) -> list[str]:
-    """Return lines for the log: the library or why there is none, what runs through it, what does
-    not and why, and a line for each optional package that the configuration asks for."""
+    """Return lines for the log on kernels and optional packages.
+
+    They name the library or why there is none, the operators that use it, those that do not and
+    why, and each optional package that the configuration requests.
+    """
     from megatron.kernels import library
 
     found, model, dtype_name = library.find(device.type), config.model, config.precision.dtype_name
@@ -318,8 +323,9 @@ def report(config: Config, device: torch.device) -> list[str]:
 
 
 def packages(kernels: KernelConfig, device_type: str, dtype_name: str, attention: str) -> list[str]:
-    """Return a line for each optional package that the configuration asks for; `attention`: see
-    choose_attention.
+    """Return a line for each optional package that the configuration requests.
+
+    `attention`: see choose_attention.
     """
     flash, backend = flash_attention(device_type, dtype_name), kernels.attention_backend
     if attention != "flash":
@@ -369,9 +375,7 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
 
 
 def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str) -> str:
-    """Return why an operator does not use its kernel on a device that has a library; "" if it
-    does.
-    """
+    """Return why an operator does not use its kernel on a device with a library; "" if it does."""
     setting = _SETTINGS.get(name, "")
     if setting and not getattr(kernels, setting):
         return f"--no-{setting.replace('_', '-')}"

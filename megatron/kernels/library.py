@@ -76,12 +76,12 @@ class Found:
 
 @functools.cache
 def find(device_type: str) -> Found:
-    """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, searched for once, or the
-    reason for none.
+    """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, or the reason for none.
 
-    For "meta", whose tensors have no data, there is one: an operator follows its rule of shapes,
-    and nothing is launched. Raises KernelError only if MEGATRON_KERNELS_LIBRARY names a file that
-    cannot be used. The search for "cpu" does not touch GPUs.
+    The search is made once. For "meta", whose tensors have no data, there is one: an operator
+    applies its shape function, and nothing is launched. Raises KernelError only if
+    MEGATRON_KERNELS_LIBRARY names a file that cannot be used. The search for "cpu" does not touch
+    GPUs.
     """
     override = os.environ.get(OVERRIDE, "")
     if device_type == "meta":
@@ -109,10 +109,10 @@ forget = find.cache_clear
 
 
 def fingerprint(device_type: str) -> int:
-    """Return a number below 2^63 that is equal on ranks with the same kernels for this kind of
-    device; 0 for none.
+    """Return a number below 2^63 that identifies the kernels for this kind of device; 0 for none.
 
-    The levels of x86-64 count as one: they differ in speed.
+    Ranks with the same kernels get the same number. The levels of x86-64 count as one: they differ
+    in speed.
     """
     found = find(device_type)
     if found.handle is None:
@@ -123,9 +123,7 @@ def fingerprint(device_type: str) -> int:
 
 
 def device_arch(index: int | None = None) -> tuple[str, str]:
-    """Return what the library of a GPU must be built for: ("hip", "gfx90a") or ("cuda",
-    "sm_90").
-    """
+    """Return what a GPU's library must be built for: ("hip", "gfx90a") or ("cuda", "sm_90")."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         return "hip", properties.gcnArchName.split(":")[0]  # without the ECC and XNACK modes
@@ -134,7 +132,7 @@ def device_arch(index: int | None = None) -> tuple[str, str]:
 
 def _named(path: Path) -> Found:
     """Load the library that the user named; raise KernelError if it cannot be used."""
-    if not os.path.isfile(path):  # a path too long for the system is no file either
+    if not os.path.isfile(path):  # also where the path is too long for the system
         reason = "there is no such file"
     elif path.name.startswith(("libmegatron-hip-", "libmegatron-cuda-")):
         reason = (
@@ -200,8 +198,7 @@ def _load(path: Path, target: str | None) -> Found:
 
 
 def _missing_bytes(path: Path) -> int:
-    """Return how much shorter a 64-bit ELF file is than its header says: loading it would end the
-    process.
+    """Return how many bytes a 64-bit ELF file lacks: loading a truncated one would end the process.
 
     A truncated file is a bus error once it is mapped. Linkers write the table of sections last
     (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
@@ -209,7 +206,7 @@ def _missing_bytes(path: Path) -> int:
     with path.open("rb") as file:
         head = file.read(64)
     if head[:5] != b"\x7fELF\x02":
-        return 0  # not ours: the loader reports what is wrong
+        return 0  # another format: the loader reports what is wrong
     (at,), (size, count) = (
         struct.unpack_from("<Q", head, 0x28),
         struct.unpack_from("<HH", head, 0x3A),
@@ -234,8 +231,9 @@ def _share_hip_runtime() -> None:
 
 
 def _try_on_gpu(handle: Any) -> str:
-    """Return why a kernel cannot be launched here, such as a driver older than the compiler; "" if
-    it can.
+    """Return why a kernel cannot be launched here; "" if it can.
+
+    One reason is a driver older than the compiler.
     """
     x = torch.zeros(1, device="cuda")
     address, one = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(1)
@@ -258,8 +256,7 @@ def _short(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Function:
-    """A C function: its name and the types of its arguments between the element type and the
-    stream.
+    """A C function: its name and its argument types between the element type and the stream.
 
     Letters: p pointer, i int32, l int64, u uint64, w uint32, f float, d double.
     """
@@ -268,10 +265,10 @@ class Function:
     arguments: str
 
     def __call__(self, like: Tensor, *arguments: Any, type_of: Tensor | None = None) -> None:
-        """Run on the device and current stream of `like`, for the element type of `type_of` (or of
-        `like`).
+        """Run on the device and current stream of `like`.
 
-        Tensors are passed as their addresses. Raises KernelError if the launch fails.
+        The element type is that of `type_of` (or of `like`). Tensors are passed as their addresses.
+        Raises KernelError if the launch fails.
         """
         device = like.device
         found = find(device.type)
@@ -369,7 +366,7 @@ def operator(
 
 
 def empty_like_first(first: Tensor, *_: Any) -> Tensor:
-    """Return an empty result like the first input: the rule of shapes of many operators."""
+    """Return an empty result like the first input: the shape function of many operators."""
     return torch.empty_like(first)
 
 
@@ -429,9 +426,7 @@ def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -
 
 
 def check_all(operator: str, **tensors: Tensor | None) -> None:
-    """Check that the tensors have one floating type, are on one device, contiguous, and not a
-    single number.
-    """
+    """Check that the tensors have one floating type and device, are contiguous, and not scalars."""
     check_type(operator, TYPES, **tensors)
     check_device(operator, **tensors)
     check_contiguous(operator, **tensors)
@@ -443,9 +438,7 @@ def check_all(operator: str, **tensors: Tensor | None) -> None:
 def check_beside(
     operator: str, x: Tensor, allowed: Iterable[torch.dtype], **tensors: Tensor | None
 ) -> None:
-    """Check that the tensors have one type, one of `allowed`, are on the device of x, and
-    contiguous.
-    """
+    """Check that the tensors have one type of `allowed`, are on the device of x, and contiguous."""
     check_type(operator, allowed, **tensors)
     check_device(operator, x=x, **tensors)
     check_contiguous(operator, **tensors)
@@ -453,7 +446,7 @@ def check_beside(
 
 # -- sums over rows --------------------------------------------------------------------------------
 
-# least rows of a part: its sums, 8 bytes a column, stay below 6 % of what it reads and writes
+# The minimum rows of a part: its sums, 8 bytes a column, stay below 6 % of what it reads and writes
 PART_ROWS = 32
 # of 256 threads: more than two for each place that 110 (MI250X) or 132 (H100) compute units have
 _BLOCKS = 2048
@@ -461,12 +454,11 @@ HOST_PARTS = 64  # more than threads
 
 
 def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor | None]:
-    """Return how many parts the rows of `like` are divided into, and memory for their sums: fp32
-    [parts, sums, n].
+    """Return how many parts the rows of `like` are divided into, and memory for their sums.
 
-    Each part's sums are added up afterwards, as for the gradient of a bias. The number of parts
-    depends on the shape and the kind of device alone, not on threads or compute units, so that
-    results are reproducible.
+    The memory is fp32 [parts, sums, n]. Each part's sums are added up afterwards, as for the
+    gradient of a bias. The number of parts depends on the shape and the kind of device alone, not
+    on threads or compute units, so that results are reproducible.
 
     sums    how many sums each column has
     wanted  if false, there is nothing to sum: (0, None)

@@ -1,4 +1,4 @@
-"""The work of an operator in numbers, and annotations of code whose work its operators do not show.
+"""The work of operators in numbers, and marks for code whose work its operators do not show.
 
 An operator of ours declares its work where it is defined (library.operator). Code that consists
 of many operators but is one computation is marked with `counts_as`, code that recomputes a value
@@ -14,8 +14,11 @@ from typing import NamedTuple, Protocol
 
 
 class Product(NamedTuple):
-    """`batch` products [m, k] x [k, n]. moved: bytes of a sum to which the product is added, beyond
-    those of its result; the kernel moves them while it multiplies."""
+    """`batch` products [m, k] x [k, n].
+
+    moved: bytes of a sum to which the product is added, beyond those of its result; the kernel
+    moves them while it multiplies.
+    """
 
     m: int
     n: int
@@ -29,8 +32,9 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Causal attention that stores no scores: flash-attn's, torch's or in blocks; `heads` of
-    queries on this device.
+    """Causal attention that stores no scores: flash-attn's, torch's or in blocks.
+
+    `heads`: query heads on this device.
     """
 
     batch: int
@@ -73,8 +77,9 @@ _followers: list[Follower] = []
 
 
 class Scope:
-    """A piece of code. work: the one computation that its operators are together; None: they
-    recompute a value.
+    """A piece of code.
+
+    work: the computation that its operators form together; None: they recompute a value.
     """
 
     __slots__ = ("work",)
@@ -92,19 +97,17 @@ class Scope:
 
 
 def counts_as(work: Computation) -> Scope:
-    """Return a context whose operators are together this computation."""
+    """Return a context whose operators together are this computation."""
     return Scope(work)
 
 
 def recomputed() -> Scope:
-    """Return a context whose operators recompute what was computed before and not kept."""
+    """Return a context whose operators recompute a value that was not kept."""
     return Scope(None)
 
 
 def once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
-    """Return the contexts of a forward pass and of its recomputation, as torch.utils.checkpoint
-    takes them.
-    """
+    """Return the contexts of a forward pass and of its recomputation for torch.utils.checkpoint."""
     return contextlib.nullcontext(), recomputed()
 
 

@@ -1,3 +1,1 @@
-"""The fused operators: kernels if a library was built for the device, torch's own operators if
-not.
-"""
+"""The fused operators: kernels if the device has a library, otherwise torch's own operators."""

@@ -4,10 +4,10 @@ The matrix products around it are torch's (megatron/layers/attention.py).
 
 Bytes moved for N scores of e bytes, all at once: forward N e in and N e out, and the mask, one byte
 an element, in each of three passes, of which the heads share what a cache holds; backward 2 N e in
-and N e out. A causal row is read up to its last visible key: half of what goes in. Rows that are
-not made of full, aligned packs of 16 bytes go one element at a time and are read up to three times.
-So are, by packs, rows of more than 65,536 elements (fp32: 32,768; in the backward pass half of that
-on CUDA), which do not fit into registers.
+and N e out. A causal row is read up to its last visible key: half of the input. Rows that are not
+made of full, aligned packs of 16 bytes are processed element by element and read up to three times.
+The same holds, by packs, for rows of more than 65,536 elements (fp32: 32,768; in the backward pass
+half of that on CUDA), which do not fit into registers.
 
 Of causal attention in blocks, the forward pass keeps for each row the logarithm of the sum of
 exponentials, as in Dao et al., arXiv 2205.14135, and the backward pass recomputes the weights from
@@ -157,9 +157,7 @@ def _check_gradient(
 def _mask(
     scores: Tensor, logarithms: Tensor, sample: int, first: int, key: int, law: Law
 ) -> Tensor:
-    """Return factors 0 or 1 / (1 - p) from torch's generator, drawn for each tile of TILE by
-    TILE.
-    """
+    """Return factors 0 or 1 / (1 - p) from torch's generator, by tiles of TILE by TILE."""
     assert law.origins is not None, "a mask depends on which samples these are"
     count, rows, keys = scores.shape
     share = law.share
@@ -183,8 +181,9 @@ def _mask(
 def _logits(
     scores: Tensor, slopes: Tensor | None, sample: int, first: int, key: int, law: Law
 ) -> Tensor:
-    """Return the scaled and biased scores in fp32 (fp64 for fp64): -infinity where a key is later
-    than the query.
+    """Return the scaled and biased scores in fp32 (fp64 for fp64).
+
+    They are -infinity where a key is later than the query.
     """
     samples, rows, keys = scores.shape
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * law.scale
@@ -209,8 +208,9 @@ def _place(scores: Tensor, sample: int, row: int) -> tuple[slice, slice]:
 def weights_reference(
     scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *rest: Any
 ) -> None:
-    """Compute attention_weights_ with torch's operators, for any floating type; its masks differ
-    from the kernel's.
+    """Compute attention_weights_ with torch's operators, for any floating type.
+
+    Its masks differ from the kernel's.
     """
     law = Law(*rest)
     logits = _logits(scores, slopes, sample, first, 0, law)
@@ -234,8 +234,9 @@ def gradient_reference(
     key: int,
     *rest: Any,
 ) -> None:
-    """Compute attention_gradient_ with torch's operators, for any floating type; its masks differ
-    from the kernel's.
+    """Compute attention_gradient_ with torch's operators, for any floating type.
+
+    Its masks differ from the kernel's.
     """
     law = Law(*rest)
     place = _place(scores, sample, first * law.share)
@@ -267,9 +268,7 @@ def _launch(
     starts: tuple[int, ...],
     *rest: Any,
 ) -> None:
-    """Call a kernel for a block, the first of the tensors; the last one has all samples and
-    rows.
-    """
+    """Call a kernel for a block, the first of the tensors; the last has all samples and rows."""
     law = Law(*rest)
     samples, rows, keys = tensors[0].shape
     all_samples, all_rows = tensors[-1].shape

@@ -1,5 +1,6 @@
-"""Elementwise kernels: activations with the bias of the preceding layer (GELU, SwiGLU, squared
-ReLU), and residual + dropout(x + bias).
+"""Elementwise kernels: activations with the preceding layer's bias, and bias-dropout-add.
+
+The activations are GELU, SwiGLU and squared ReLU; bias-dropout-add is residual + dropout(x + bias).
 
 Activations: bytes moved for results of N elements of e bytes, with a bias of n elements: forward N e
 in (SwiGLU 2 N e) and N e out; backward 2 N e in and N e out (SwiGLU 3 and 2). The bias is read once
@@ -167,7 +168,7 @@ _SUM_BACKWARD = Function("mk_bias_dropout_add_backward", "ppppllluwfiuwuu")
 
 
 def check_key(name: str, probability: float, seed: int) -> None:
-    """Check what a mask is drawn by."""
+    """Check the arguments that determine a mask."""
     check(
         name,
         0.0 <= probability < 1.0,
@@ -177,8 +178,9 @@ def check_key(name: str, probability: float, seed: int) -> None:
 
 
 def threshold(probability: float) -> tuple[int, float]:
-    """Return the bound below which a random word means "keep", and the factor of what is kept, as
-    the kernels take.
+    """Return what the kernels take for `probability`.
+
+    The bound below which a random word means "keep", and the factor of what is kept.
     """
     return min(int((1.0 - probability) * 2**32), 2**32 - 1), 1.0 / (1.0 - probability)
 
@@ -194,9 +196,7 @@ def _check_sum(
 
 
 def _drop(wide: Tensor, probability: float, seed: int, place: Sequence[int]) -> Tensor:
-    """Drop entries without a kernel: the mask comes from torch's generator, with the same
-    distribution.
-    """
+    """Drop entries without a kernel: the mask has the same distribution, from torch's generator."""
     if probability == 0.0:
         return wide
     return wide * (
@@ -213,7 +213,7 @@ def _reference_sum(x: Tensor, bias: Tensor | None, residual: Tensor | None, *law
 
 
 def _in_c(probability: float, seed: int, place: Sequence[int]) -> tuple[float, ...]:
-    """Return what a mask is drawn by as the kernels take it."""
+    """Return the arguments that determine a mask as the kernels take them."""
     return seed, *threshold(probability), int(probability > 0.0), *place[:4]
 
 
@@ -291,8 +291,8 @@ def bias_dropout_add(
     entry is zeroed with `probability` (0 <= p < 1) and scaled by 1 / (1 - p) otherwise, as a
     function of seed (0 <= seed < 2^63) and place in the whole, so that the backward pass and
     recomputation get the same mask. The gradient of the bias is summed in fp32, and not rounded if
-    the bias is in fp32 beside x in 16 bits. Dropping does not hide an element that is not finite:
-    it gives NaN. Raises KernelError for other probabilities, seeds and shapes, and for types other
+    the bias is in fp32 and x in 16 bits. Dropping does not hide an element that is not finite: it
+    gives NaN. Raises KernelError for other probabilities, seeds and shapes, and for types other
     than fp32, fp16 and bf16.
     """
     bias = None if bias is None else bias.contiguous()
@@ -306,8 +306,9 @@ def bias_dropout_add(
 def keyed_dropout(
     x: Tensor, probability: float, seed: int | None, fused: bool = False, place: Place = WHOLE
 ) -> Tensor:
-    """Zero entries of x with `probability` and scale the others by 1 / (1 - probability); no seed:
-    x itself.
+    """Zero entries of x with `probability` and scale the others by 1 / (1 - probability).
+
+    Without a seed, x itself.
     """
     if probability == 0.0 or seed is None:
         return x

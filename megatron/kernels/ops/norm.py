@@ -6,7 +6,7 @@ weight and bias come from the same pass over the rows; their partial sums, fp32,
 add at most a twelfth to that where a compute unit has 32 rows or more, and more where it has fewer.
 
 Rows that are too wide for registers, or not made of full packs of 16 bytes, take more. Forward:
-above 65,536 elements (fp32 32,768; on CUDA a quarter of either) what is normalised is read up to
+above 65,536 elements (fp32 32,768; on CUDA a quarter of either) the input of the norm is read up to
 three times. Backward: where the sums of the columns do not fit (above 16,384 elements, RMSNorm of
 16 bits 32,768; on CUDA 16,384 and, fp32, 8,192), a second kernel reads dy and x once more for them.
 
@@ -106,12 +106,11 @@ def _compute_units(index: int) -> int:
 
 
 def _parts(x: Tensor, rows: int, sums: int) -> int:
-    """Return how many parts the rows are divided into, each with its own sums: one for each block
-    of a GPU.
+    """Return how many parts the rows are divided into, one for each block of a GPU.
 
-    It depends on the shape and the device alone, so that results are reproducible. There are as
-    many blocks as the compute units hold at once, but fewer if their sums were more than a twelfth
-    of the bytes moved, down to one for each unit.
+    Each part has separate sums. The number depends on the shape and the device alone, so that
+    results are reproducible. There are as many blocks as the compute units hold at once, but fewer
+    if their sums were more than a twelfth of the bytes moved, down to one for each unit.
     """
     if x.device.type == "cpu":
         return min(HOST_PARTS, -(-rows // PART_ROWS))
@@ -134,8 +133,9 @@ def _backward(
     one_plus: bool,
     rms: bool,
 ) -> None:
-    """Write the gradients of what was normalised, and, fp32 [2 or, RMS, 1, h], of weight and bias
-    in this order.
+    """Write the gradients of the norm's input and, fp32, of weight and bias.
+
+    The latter are [2 or, RMS, 1, h], in this order.
     """
     rows, (sums, n) = _rows(x), results[1].shape
     parts, weight = _parts(x, rows, sums), narrow(weight, x)
@@ -227,15 +227,16 @@ def norm(
     one_plus: bool = False,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm of sum, sum), where sum = x + residual, rounded to the type; without a residual
-    the norm of x, and an empty sum.
+    """Return (norm of sum, sum), where sum = x + residual, rounded to the type.
+
+    Without a residual, the norm of x and an empty sum.
 
     LayerNorm is (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., arXiv 1607.06450);
     with `rms` it is x / sqrt(mean of x^2 + eps) * weight (Zhang and Sennrich, arXiv 1910.07467).
     With `one_plus` the gain is weight + 1. Statistics are those of the last dimension, and in fp32,
     as all arithmetic. x, residual [.., h], copied unless contiguous; weight, bias [h]. The
-    gradients of weight and bias are not rounded if these are in fp32 beside x in 16 bits; those of
-    x and residual are one tensor. Raises KernelError for types other than fp32, fp16 and bf16, or
+    gradients of weight and bias are not rounded if these are in fp32 and x in 16 bits; those of x
+    and residual are one tensor. Raises KernelError for types other than fp32, fp16 and bf16, or
     other shapes.
     """
     residual = None if residual is None else residual.contiguous()

@@ -1,5 +1,6 @@
-"""AdamW over many tensors, alone and as a torch optimizer, and scaling of many tensors with the sum
-of their squares; one pass each.
+"""AdamW and scaling with a sum of squares, each over many tensors in one pass.
+
+AdamW exists alone and as a torch optimizer.
 
 Bytes moved for N elements. AdamW with gradients of g bytes: in 12 N (weights, both moments) + g N,
 out 12 N, and 2 N more where the weights have a 16-bit copy. Scaling of elements of e bytes: in N e,
@@ -30,7 +31,7 @@ _ADAMW = Function("mk_adamw", "ippllpffffff")
 _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
 
 # Each block has a chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h wants a
-# multiple of it), more where there would be too many blocks. The norm leaves a number for each,
+# multiple of it), more where there would be too many blocks. The norm leaves one number for each,
 # which one block adds up.
 _SMALLEST, _MOST_UPDATES, _MOST_SUMS = 4096, 1 << 18, 1 << 14
 
@@ -52,9 +53,7 @@ def _array(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 def _check_list(
     name: str, what: str, tensors: Tensors, like: Tensors, dtypes: Iterable[torch.dtype]
 ) -> None:
-    """Check that tensors have one of the dtypes, are contiguous, and match `like` in number, shapes
-    and device.
-    """
+    """Check dtypes and contiguity, and that tensors match `like` in number, shapes and device."""
     check(
         name, len(tensors) == len(like), f"there are {len(tensors)} {what} for {len(like)} tensors"
     )
@@ -200,10 +199,10 @@ def adamw_(
     step: int,
     gradient_scale: float | Tensor = 1.0,
 ) -> None:
-    """Take one step of AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) on lists of
-    tensors.
+    """Take one step of AdamW on lists of tensors.
 
-    It is torch.optim.AdamW's: the weight decay is multiplied by `lr`.
+    Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, in the form of torch.optim.AdamW: the
+    weight decay is multiplied by `lr`.
 
     parameters, exp_avgs, exp_avg_sqs   fp32
     gradients        fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale` before use
@@ -275,8 +274,7 @@ _scale_and_norm_ = operator(
 
 @torch.no_grad()
 def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> Tensor:
-    """Multiply all tensors by `factor` in place and return the sum of squares of what they then
-    hold.
+    """Multiply all tensors by `factor` in place and return the sum of squares of the results.
 
     tensors  fp32, fp16 or bf16, all of one type, contiguous and on one device; some may be empty
 
@@ -311,7 +309,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     left out. State: `exp_avg` and `exp_avg_sq`, fp32.
 
     copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
-    gradients       {parameter: gradient}, in place of .grad, which has the parameter's format
+    gradients       {parameter: gradient}, instead of .grad, which has the parameter's format
     gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device,
                     which the host need not know. Where it is not finite the step changes nothing,
                     and the caller must call `uncount`

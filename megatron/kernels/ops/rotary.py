@@ -1,10 +1,11 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) of queries or keys inside of a fused
-projection.
+"""Rotary position embedding of queries or keys inside of a fused projection.
+
+Su et al., arXiv 2104.09864.
 
 Bytes moved for x of N elements of e bytes: N e in and N e out, forward and backward alike, and the
 tables of cosines and sines, 4 r bytes for each position, or for each position of each sample if
-samples have positions of their own. For one sample of 16 heads with d = r = 128 in bf16 the tables
-are 6 percent on top.
+samples have separate positions. For one sample of 16 heads with d = r = 128 in bf16 the tables add
+6 percent.
 """
 
 from __future__ import annotations
@@ -78,13 +79,14 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pair (x[.., c], x[.., c + r/2]) by the angle of entry c, for c < r/2; entries from r
-    on are copied.
+    """Rotate the pair (x[.., c], x[.., c + r/2]) by the angle of entry c, for c < r/2.
+
+    Entries from r on are copied.
 
     x [s, b, heads, d], read in place within a larger tensor (a slice of the fused projection) if
     its last dimension is contiguous, else copied; cos, sin fp32 [s, 1 or b, 1, r/2], r <= d, and
-    without a gradient. The result is contiguous, the arithmetic fp32; the gradient is turned by the
-    opposite angle. Raises KernelError for other types or shapes.
+    without a gradient. The result is contiguous, the arithmetic fp32; the gradient is rotated by
+    the opposite angle. Raises KernelError for other types or shapes.
     """
     check(
         "rotate",

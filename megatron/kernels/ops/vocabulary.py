@@ -1,11 +1,10 @@
-"""Kernels over a vocabulary: cross entropy of a tensor-parallel rank's part, and the gradient of an
-embedding table.
+"""Kernels over a vocabulary: a rank's part of the cross entropy, and gradients of embeddings.
 
 Cross entropy: `local_pass` and `gradient_` are the two halves between which a group exchanges three
 numbers per token (megatron/layers/vocabulary.py). Bytes moved for logits of N elements of e bytes:
 the local pass N e in, whatever the width of a row; the gradient N e in and N e out, in place: there
 is no second array of the logits' size. Padding columns are not read. Numbers per token (labels and
-fp32 results, 20 bytes each pass) are nothing beside it.
+fp32 results, 20 bytes each pass) are negligible.
 
 Embedding: `add_rows_` adds values to the rows that were looked up, in a fixed order. Bytes moved for
 n values of e bytes and width w, which hit d different rows of a table of t bytes per element: n w e
@@ -48,8 +47,9 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
-    """Check the arguments of both operators; `rest`: the numbers of each token that `gradient_`
-    takes, first, real.
+    """Check the arguments of both operators.
+
+    `rest`: the numbers of each token that `gradient_` takes, first, real.
     """
     *found, first, real = rest
     numbers = dict(zip(("maximum", "total", "gradient"), found, strict=False))
@@ -67,9 +67,7 @@ def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
 
 
 def _columns(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of the labels, 0 for those of other ranks, and which labels are this
-    rank's.
-    """
+    """Return the labels' columns, 0 for those of other ranks, and which labels are this rank's."""
     here = (labels >= first) & (labels < first + real)
     return (labels - first).masked_fill(~here, 0), here
 
