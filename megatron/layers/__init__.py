@@ -1,3 +1,1 @@
-"""Transformer layers that are cut over tensor- and sequence-parallel groups. They know no data and
-no pipeline.
-"""
+"""Transformer layers for tensor- and sequence-parallel groups, independent of data and pipeline."""

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-    """Attend: q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None -> [n,
-    l, heads, d].
+    """Return causal attention [n, l, heads, d].
+
+    q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d]
     grouped = q.shape[1] != k.shape[1]
@@ -66,7 +67,7 @@ def torch_attention(
 
     q [s, b, heads, d], k and v [s, b, kv heads, d] -> [s, b, heads, d].
 
-    Documents of similar length are one batch, padded at their ends, which no causal query sees, so
+    Documents of similar length are one batch, padded at the end, which no causal query sees, so
     that no mask of documents is needed. ALiBi's bias is as long as the longest document and used
     for all.
     """
@@ -97,9 +98,7 @@ def flash_attention(
     documents: Documents | None,
     dropout: float,
 ) -> Tensor:
-    """Return the same by the flash-attn package, which takes the cumulative lengths of
-    documents.
-    """
+    """Return the same from the flash-attn package, with the cumulative lengths of documents."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if alibi is None else alibi.slopes
@@ -131,8 +130,9 @@ def unfused_attention(
     fusions: Fusions,
     place: Place | None = None,
 ) -> Tensor:
-    """Return explicit softmax(q k^T / sqrt(d)) v; q [s, b, heads, d], k, v [s, b, kv heads, d] ->
-    [s, b, heads, d].
+    """Return explicit softmax(q k^T / sqrt(d)) v: [s, b, heads, d].
+
+    q [s, b, heads, d], k, v [s, b, kv heads, d].
 
     Query head h reads key-value head h // (heads / kv heads). Keys and values are not copied: the
     queries of a group are the rows of one matrix. The weights [b, heads, s, s] are kept for the
@@ -158,8 +158,9 @@ def unfused_attention(
 
 
 def _softmax(scores: Tensor, documents: Documents | None, scale: float, fused: bool) -> Tensor:
-    """Return softmax(scale * scores) over the visible keys, in fp32; [b, heads, s, s] in the
-    scores' dtype.
+    """Return softmax(scale * scores) over the visible keys, computed in fp32.
+
+    [b, heads, s, s] in the scores' dtype.
     """
     if fused:
         return (
@@ -196,8 +197,10 @@ class CoreAttention:
         )
 
     def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
-        """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d]. Blocked
-        attention also takes the projection of all three."""
+        """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d].
+
+        Blocked attention also takes the projection of all three.
+        """
         seed, place = None, WHOLE
         if call.dropout:
             s, heads = tensors[0].shape[0], self.heads // self.tensor.size
@@ -237,8 +240,9 @@ class CoreAttention:
 
 
 class SelfAttention(torch.nn.Module):
-    """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None). recompute, attention: see
-    CoreAttention.
+    """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
+
+    recompute, attention: see CoreAttention.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
     dimension], so a cut along them gives every rank whole groups (the order of Megatron checkpoints
@@ -281,7 +285,7 @@ class SelfAttention(torch.nn.Module):
     def forward(
         self, x: Tensor, call: CallContext, again: Again = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend within x; `again` recomputes x."""
+        """Compute attention within x; `again` recomputes x."""
         mixed = self.query_key_value(x, again)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
@@ -291,8 +295,9 @@ class SelfAttention(torch.nn.Module):
         return result
 
     def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
-        """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, rotated by
-        their positions.
+        """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, rotated.
+
+        Their positions determine the angles.
         """
         s, b = mixed.shape[:2]
         # The gradient of split is one concatenation; those of slices would each be as large as the
@@ -312,8 +317,7 @@ class SelfAttention(torch.nn.Module):
 # the diagonal, larger ones make faster products, which matters more in 16 bits.
 _LEAST = {torch.float32: 64}
 _LEAST_16_BIT, _MOST_TIMES, _BLOCKS = 128, 2, 8
-# Scores of this many elements at once: a buffer of some MiB however many heads and samples there
-# are.
+# Scores of this many elements at once: a buffer of some MiB for any number of heads and samples.
 _SCORES = 1 << 22
 
 
@@ -324,18 +328,14 @@ kernels take them.
 
 
 def block_length(length: int, dtype: torch.dtype) -> int:
-    """Return the positions of a block: a whole number of the kernel's tiles, at most twice the
-    least.
-    """
+    """Return the positions of a block: a whole number of kernel tiles, at most twice the least."""
     least = _LEAST.get(dtype, _LEAST_16_BIT)
     wished = -(-length // (_BLOCKS * kernel.TILE)) * kernel.TILE
     return max(least, min(wished, _MOST_TIMES * least))
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Reshape [s, b, groups, share, d] to [b groups, s share, d]: a view if share is 1, else a
-    copy.
-    """
+    """Reshape [s, b, groups, share, d] to [b groups, s share, d]: a view if share is 1."""
     return x.permute(1, 2, 0, 3, 4).reshape(x.shape[1] * x.shape[2], -1, x.shape[4])
 
 
@@ -354,16 +354,15 @@ def _transposed(x: Tensor) -> Tensor:
 
 
 def _parts(count: int, scores: int) -> list[slice]:
-    """Divide samples and groups into parts of about _SCORES scores, but with work for every
-    thread.
-    """
+    """Divide samples and groups into parts of about _SCORES scores, enough for every thread."""
     size = min(count, max(_SCORES // scores, torch.get_num_threads()))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 class _Rows:
-    """A tensor [s, b, groups, share, d] to be written as rows: in place if its strides allow, else
-    in a copy.
+    """A tensor [s, b, groups, share, d] to be written as rows.
+
+    In place if its strides allow, otherwise in a copy.
     """
 
     def __init__(self, place: Tensor) -> None:
@@ -373,15 +372,16 @@ class _Rows:
         self.rows = _rows(place) if merge else place.new_empty(b * groups, s * share, d)
 
     def put(self) -> None:
-        """Copy the rows to their place."""
+        """Copy the rows to their place in the tensor."""
         if self.apart:
             s, b, groups, share, d = self.place.shape
             self.place.copy_(self.rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """Compute total (+)= a b; in 16 bits total is fp32 and a product is rounded before it is
-    added.
+    """Compute total (+)= a b.
+
+    In 16 bits total is fp32 and a product is rounded before it is added.
     """
     if total.dtype == a.dtype:
         torch.baddbmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
@@ -392,8 +392,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 
 def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [.., groups, share, d], k and v [.., groups, d] of the projection, or of three
-    tensors.
+    """Return q [.., groups, share, d], k and v [.., groups, d] of one or three tensors.
+
+    A single tensor is the projection.
     """
     if len(tensors) == 1:
         (mixed,) = tensors
@@ -403,8 +404,9 @@ def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """out [s, b, groups, share, d] of _split(tensors), whose gradients are written in the layout of
-    the tensors.
+    """out [s, b, groups, share, d] of _split(tensors).
+
+    The gradients are written in the layout of the tensors.
     """
 
     @staticmethod
@@ -499,8 +501,8 @@ def blocked_attention(
     slopes     of ALiBi, fp32 [heads], or None
     dropout    of the weights, with masks by `seed` (megatron.parallel.sharding); no seed: none
     fused      softmax and its gradient through the kernels, whose masks are their own
-    place      of the weights among those of the whole job (DropoutKey.weights); None: they are the
-               whole
+    place      of the weights among those of the whole job (DropoutKey.weights); None: they are all
+               of them
     """
     q, k, _ = _split(tensors)
     positions, samples, groups, share, d = q.shape

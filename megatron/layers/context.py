@@ -1,11 +1,11 @@
-"""The context of layers: a LayerContext at construction, which makes their parameters, a
-CallContext at each call.
+"""The context of layers: for their construction (LayerContext), and for each call (CallContext).
 
-Parameters have the same global values on any layout and any device. A global tensor is drawn in
-blocks along its tensor-parallel dimension; each block has a generator of its own, seeded by (seed,
-name, block). A rank draws only the blocks that its shard touches, on the CPU, in fp32: torch's CPU
-generator, logarithms and cosines have no exact equivalent on a device. Several threads draw, and
-finished blocks are copied to the device while the next are drawn.
+A LayerContext makes the layers' parameters. Parameters have the same global values on any layout
+and any device. A global tensor is drawn in blocks along its tensor-parallel dimension; each block
+has a separate generator, seeded by (seed, name, block). A rank draws only the blocks that its shard
+touches, on the CPU, in fp32: torch's CPU generator, logarithms and cosines have no exact equivalent
+on a device. Several threads draw, and finished blocks are copied to the device while the next are
+drawn.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def normal(std: float) -> Fill:
 
 
 def xavier_uniform() -> Fill:
-    """Draw from U(-a, a), a = sqrt(6 / (fan in + fan out)) of the global matrix (Glorot and Bengio,
-    2010, eq. 16).
+    """Draw from U(-a, a), a = sqrt(6 / (fan in + fan out)) of the global matrix.
+
+    Glorot and Bengio, 2010, eq. 16.
     """
 
     def fill(block: Tensor, generator: torch.Generator, shape: tuple[int, ...]) -> None:
@@ -77,7 +78,7 @@ def draw(
 ) -> Tensor:
     """Draw the values of one shard, fp32 on `device` or on the CPU; padding is zero.
 
-    Besides them each thread needs at most two pieces of _PIECE elements, or of a block if that is
+    In addition each thread needs at most two pieces of _PIECE elements, or of a block if that is
     more, on the host and on the device.
     """
     dim = 0 if sharding.dim is None else sharding.dim
@@ -89,7 +90,7 @@ def draw(
     rows = BLOCK * max(1, _PIECE // (BLOCK * max(1, math.prod(rest))))  # of a piece
 
     def values(piece: Tensor, first: int) -> Tensor:
-        """Fill `piece` with the rows from `first`, a block's first, on."""
+        """Fill `piece` with the rows from `first`, the first row of a block."""
         for i, block in enumerate(piece.split(BLOCK), first // BLOCK):
             fill(
                 block,
@@ -99,8 +100,9 @@ def draw(
         return piece
 
     def pieces() -> Iterator[tuple[Tensor, int]]:
-        """Yield host memory and the first row of each piece; pinned memory, which torch keeps until
-        it is copied.
+        """Yield host memory and the first row of each piece.
+
+        The memory is pinned, and torch keeps it until it is copied.
         """
         for first in range(start // BLOCK * BLOCK, start + extent, rows):
             count = min(rows, -(-(start + extent) // BLOCK) * BLOCK - first, total - first)
@@ -130,11 +132,10 @@ def draw(
 
 @dataclass(frozen=True)
 class ParameterFactory:
-    """Factory of fp32 parameters on a device, with their Sharding attached, for one rank of `size`
-    tensor-parallel ranks.
+    """Factory of fp32 parameters with their Sharding, for one of `size` tensor-parallel ranks.
 
-    `perform_initialization=False` leaves zeros: for a model that is loaded from a checkpoint at
-    once.
+    `perform_initialization=False` leaves zeros, for a model that is loaded from a checkpoint
+    immediately.
     """
 
     seed: int
@@ -153,9 +154,7 @@ class ParameterFactory:
         padded: int | None = None,
         **properties: bool,
     ) -> torch.nn.Parameter:
-        """Create a parameter. `dim` is cut over the tensor ranks after padding it to `padded`
-        entries.
-        """
+        """Create a parameter; `dim`, padded to `padded` entries, is cut over the tensor ranks."""
         sharding = shard(name, global_shape, dim, self.rank, self.size, padded=padded, **properties)
         local_shape = list(global_shape)
         if dim is not None:
@@ -173,9 +172,8 @@ class LayerContext:
 
     tensor             the tensor-parallel group
     parameters         makes this rank's shard of each parameter
-    sequence_parallel  activations between the tensor-parallel regions are [s/tp, b, h]
-    overlap            the input gradient of a column-parallel layer is reduced behind its weight
-                       gradient
+    overlap            the input gradient of a column-parallel layer is reduced while its weight
+                       gradient is computed
     chunks             pieces of a product, so that the message of one overlaps with the next; 1:
                        uncut
     weight_gradients   the queue that zero-bubble schedules use
@@ -225,8 +223,9 @@ class CallContext:
     def hidden_mask(
         self, x: Tensor, layer: int, site: Site, context: LayerContext
     ) -> tuple[int | None, Place]:
-        """Return seed and place of the mask of the residual stream x [s(/tp), b, h]; no seed if
-        dropout is off.
+        """Return seed and place of the mask of the residual stream x [s(/tp), b, h].
+
+        No seed if dropout is off.
         """
         if self.dropout is None:
             return None, WHOLE

@@ -9,10 +9,10 @@ In chunks of tokens, the message of one chunk is sent while the next is multipli
 et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", ASPLOS 2023). Every element is the same sum over the same terms for any number of chunks.
 
-How many chunks: of a message of M seconds M/n stays visible, and each further chunk costs some o
-seconds (its latency, the start of a kernel, half-empty tiles), so that n = sqrt(M/o) is best. 16
-MiB (2048 tokens of 4096 in 16 bit) take about 0.3 ms at the 50 GB/s between two GCDs of an MI250X,
-and o is in the tens of microseconds: 4, the default.
+How many chunks: of a message of M seconds M/n stays visible, and each further chunk costs o seconds
+(its latency, the start of a kernel, half-empty tiles), so that n = sqrt(M/o) is best. 16 MiB (2048
+tokens of 4096 in 16 bits) take about 0.3 ms at the 50 GB/s between two GCDs of an MI250X, and o is
+some tens of microseconds: 4, the default.
 
 With sequence parallelism a rank has the tokens [s/tp, b, ..] of its part of the sequence. Chunk i
 consists of the i-th rows of every rank's part, so that all ranks send alike and each gets its own
@@ -40,9 +40,7 @@ so that few tiles are half empty."""
 
 
 def _bounds(context: LayerContext, rows: int, tokens: int) -> list[tuple[int, int]]:
-    """Return first and last + 1 of each chunk of `rows` rows, if the product has `tokens` tokens in
-    all.
-    """
+    """Return start and end of each chunk of `rows` rows; the product has `tokens` tokens in all."""
     n = max(1, min(context.chunks, rows, tokens // LEAST_TOKENS))
     return [(rows * i // n, rows * (i + 1) // n) for i in range(n)]
 
@@ -116,10 +114,9 @@ def summed_product(x: Tensor, matrix: Tensor, context: LayerContext) -> tuple[Te
 
 
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """Compute dW [out, in] = sum over tokens of dy [.., out] times x [.., in], in the weight's
-    shape.
+    """Compute dW [out, in], the sum over tokens of dy [.., out] times x [.., in].
 
-    None if the weight has a sink, to which it was added.
+    It has the weight's shape. None if the weight has a sink, to which it was added.
     """
     dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     sink = sink_of(weight)
@@ -133,8 +130,9 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
 def deferred_weight_gradient(
     weight: Tensor, dy: Tensor, x: Tensor, gathered: Any = collectives.DONE
 ) -> None:
-    """Add dW of dy [.., out] and x [.., in] outside of a backward pass, once the message `gathered`
-    has arrived.
+    """Compute dW of dy [.., out] and x [.., in] outside of a backward pass.
+
+    Waits for the message `gathered` first.
     """
     gathered.wait()
     gradient = _weight_gradient(weight, dy, x)
@@ -189,8 +187,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def _column(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Gather x behind the product of dx, and sum dx behind that of dW; a deferred dW gathers x
-        last.
+        """Gather x during the product of dx, and sum dx during that of dW.
+
+        A deferred dW gathers x last.
         """
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         context = ctx.context

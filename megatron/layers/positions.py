@@ -29,11 +29,11 @@ def alibi_slopes(heads: int) -> Tensor:
 
 
 def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i,
-    -infinity for the others.
+    """Return additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i.
 
-    They depend on the distance alone, so the top left corner serves a shorter sequence. Beside the
-    result a few matrices [length, length] are needed, not one for each head.
+    -infinity for other keys. They depend on the distance alone, so the top left corner serves a
+    shorter sequence. Apart from the result, a few matrices [length, length] are needed, not one for
+    each head.
     """
     index = torch.arange(
         length, device=slopes.device, dtype=torch.promote_types(dtype, torch.float32)
@@ -47,8 +47,7 @@ def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 
 
 class Alibi:
-    """The slopes of this rank's heads, fp32 [heads], and the one bias that all layers of the rank
-    share.
+    """The slopes of this rank's heads, fp32 [heads], and the bias that all its layers share.
 
     No module and no buffer, like RotaryEmbedding: no checkpoint has it and no cast of the model
     touches it.
@@ -103,8 +102,9 @@ class RotaryEmbedding:
         return table
 
     def angles(self, length: int, position_ids: Tensor | None, device: torch.device) -> Angles:
-        """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2]; positions 0 ... length-1 if there
-        are no ids [b, s].
+        """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2].
+
+        The positions are 0 ... length-1 if there are no ids [b, s].
         """
         cos, sin = self._grown(length, device)
         if position_ids is None:
@@ -113,10 +113,10 @@ class RotaryEmbedding:
         return cos[ids].unsqueeze(2), sin[ids].unsqueeze(2)
 
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
-        """Rotate x [s, b, heads, d]; entries past `dimension` stay as they are. Arithmetic in fp32;
-        contiguous result.
+        """Rotate x [s, b, heads, d]; entries from `dimension` on are unchanged.
 
-        x may be a slice of the fused projection: the kernel needs no copy.
+        Arithmetic in fp32; contiguous result. x may be a slice of the fused projection: the kernel
+        needs no copy.
         """
         return kernel.rotate(x, *angles) if self.fused else kernel.reference(x, *angles)
 
@@ -163,8 +163,9 @@ class Groups:
 
 
 def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
-    """Divide documents into batches of similar length. `lengths` [documents]: one sample after the
-    other.
+    """Divide documents into batches of similar length.
+
+    `lengths` [documents]: one sample after the other.
     """
     total, starts = int(lengths.sum()), np.cumsum(lengths) - lengths
     order = np.argsort(-lengths, kind="stable")
@@ -210,8 +211,9 @@ class Documents:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """Return bool [b, 1, s, s] on the device, True if a query (row) does not see a key; cached
-        for all layers.
+        """Return bool [b, 1, s, s] on the device, True if a query (row) does not see a key.
+
+        Cached for all layers.
         """
         device = self.cu_seqlens.device
         rows = torch.arange(int(self.lengths.sum()), dtype=torch.int32, device=device).view(
@@ -223,8 +225,9 @@ class Documents:
 
     @cached_property
     def groups(self) -> Groups:
-        """Return the batches of group_documents with their indices on the device; cached for all
-        layers.
+        """Return the batches of group_documents with their indices on the device.
+
+        Cached for all layers.
         """
         groups, device = group_documents(self.lengths, self.samples), self.cu_seqlens.device
         if device.type == "cpu":
@@ -237,9 +240,7 @@ class Documents:
 
     @cached_property
     def starts(self) -> list[Tensor]:
-        """Return the row of [s, b] at which each document starts, for each batch of similar
-        length.
-        """
+        """Return the rows of [s, b] at which documents start, for each batch of similar length."""
         shapes, gather = self.groups.shapes, self.groups.gather
         parts = gather.split([documents * length for documents, length in shapes])
         return [

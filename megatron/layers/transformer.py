@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 
 
 class Norm(torch.nn.Module):
-    """LayerNorm (Ba et al., arXiv 1607.06450) or RMSNorm (Zhang and Sennrich, arXiv 1910.07467):
-    [.., h] -> [.., h].
+    """LayerNorm or RMSNorm: [.., h] -> [.., h].
 
-    The result has the dtype of the weight; statistics are in fp32.
-    With `one_plus` the stored weight is the gain minus one.
+    Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467. The result has the dtype of
+    the weight; statistics are in fp32. With `one_plus` the stored weight is the gain minus one.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Norm(torch.nn.Module):
 
     def _by_torch(self, x: Tensor) -> Tensor:
         dtype, gain = self.weight.dtype, wide(self.weight)
-        # A residual stream in fp32 beside bf16 weights: normalise in the wider type, return the
+        # A residual stream in fp32 with bf16 weights: normalise in the wider type, return the
         # narrower one.
         x = x.to(torch.promote_types(x.dtype, gain.dtype))
         gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
@@ -104,8 +103,9 @@ class Norm(torch.nn.Module):
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """Apply the activation: [.., ffn] -> [.., ffn]; for 'swiglu' [.., 2 ffn], gate before value, ->
-    [.., ffn].
+    """Apply the activation: [.., ffn] -> [.., ffn].
+
+    For 'swiglu' [.., 2 ffn], gate before value, -> [.., ffn].
 
     'gelu' is the tanh form (Hendrycks and Gimpel, arXiv 1606.08415, section 2), which GPT-2 and
     Megatron's fused kernel use; 'openai_gelu' names the same function. 'swiglu': Shazeer, arXiv
@@ -177,8 +177,9 @@ def bias_dropout_add(
     fused: bool = False,
     place: Place = WHOLE,
 ) -> Tensor:
-    """Return residual + dropout(x + bias), in the residual's dtype; without the kernel if x has
-    another.
+    """Return residual + dropout(x + bias), in the residual's dtype.
+
+    Without the kernel if x has another dtype.
     """
     if seed is None:
         probability = 0.0
@@ -199,8 +200,7 @@ def bias_dropout_add(
 
 
 def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
-    """Return the initial distributions of weights, and of those that write into the residual
-    stream.
+    """Return the initial distributions of weights, and of those that write to the residual stream.
 
     N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or
     Xavier's for all.
@@ -212,8 +212,7 @@ def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
 
 
 class TransformerLayer(torch.nn.Module):
-    """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]. `index` counts from 0 over the whole
-    model.
+    """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]; `index` counts from 0 over the model.
 
     With selective recomputation those of core_attn, mlp_act and layernorm that the configuration
     names are recomputed in the backward pass instead of being kept.

@@ -6,16 +6,16 @@ gradient of its own logits follow (Shoeybi et al., arXiv 1909.08053, section 3).
 
 Both layers work on chunks of tokens, so that only one chunk's logits exist at a time: they are
 turned into their gradient in place, and that into its part of the input's and the weight's
-gradient, before the next chunk uses their memory. All of it happens in the backward pass, because
-only there the gradient of the loss is known: a loss scale must be multiplied in before 16-bit
-rounding, the weight gradient goes straight into its fp32 sum, and a schedule may defer it. With
-`late` the logits are computed once. The price: the loss has its value only after the backward pass,
-which is enough for a pipeline's executor.
+gradient, before the next chunk uses their memory. All of this happens in the backward pass, because
+only there the gradient of the loss is known: a loss scale must be applied before 16-bit rounding,
+the weight gradient is added directly to its fp32 sum, and a schedule may defer it. With `late` the
+logits are computed once. The price: the loss has its value only after the backward pass, which is
+sufficient for a pipeline's executor.
 
 The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale
 them afterwards (Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor
 that must wait and be read once more, and underflow in fp16), or to compute the logits a second time
-(a third more work in this layer), which a loss that is wanted at once does.
+(a third more work in this layer), as is done for a loss that is needed immediately.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ memory rates of such devices."""
 
 
 def _combine(own: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses, maxima and sums of exponentials relative to them, [n] each, over the
-    vocabulary of all ranks.
+    """Return losses, maxima and sums of exponentials over the vocabulary of all ranks, [n] each.
 
-    One message; every rank adds in the order of the ranks, so that all have the same bits.
+    The sums are relative to the maxima. One message; all ranks add in the order of the ranks, so
+    they get the same bits.
     """
     if group.size == 1:
         maximum, total, target = own
@@ -69,7 +69,7 @@ class Vocabulary:
     weight   [vocab/tp, h], rows `first`, `first` + 1, ... of the vocabulary, of which the first
              `real` exist
     context  the tensor-parallel group, the queue of deferred weight gradients, fusions
-    tokens   of a chunk; 0 all at once, None what suits the device
+    tokens   of a chunk; 0: all at once; None: what suits the device
     """
 
     weight: Tensor
@@ -85,8 +85,9 @@ class Vocabulary:
         return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return (maximum, sum of exponentials, label's logit) of this rank's logits [n, v] of a
-        chunk: fp32 [3, n].
+        """Return (maximum, sum of exponentials, label's logit) of a chunk: fp32 [3, n].
+
+        The logits [n, v] are those of this rank.
         """
         fused = self.context.fusions.cross_entropy
         local = kernel.local_pass if fused else kernel.local_reference
@@ -105,8 +106,9 @@ class Vocabulary:
 def vocabulary_loss(
     x: Tensor, labels: Tensor, mask: Tensor, vocabulary: Vocabulary, late: bool = False
 ) -> Tensor:
-    """Return the mean cross entropy of the unmasked tokens: scalar, fp32, the same on every rank of
-    the tensor group.
+    """Return the mean cross entropy of the unmasked tokens: a scalar in fp32.
+
+    It is the same on every rank of the tensor group.
 
     x [s(/tp), b, h] in the weight's format, labels int64 [s, b], mask [s, b] of ones and zeros; 0
     where all is masked.
@@ -123,8 +125,9 @@ def vocabulary_loss(
 
 
 def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
-    """Return this rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h]; -infinity where an entry
-    does not exist.
+    """Return this rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h].
+
+    -infinity where an entry does not exist.
 
     positions int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without
     gradients.
@@ -145,8 +148,9 @@ def _mean(losses: Tensor, mask: Tensor) -> Tensor:
 
 
 def _losses(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
-    """Return the loss of every token, fp32 [s * b], without a gradient. One message for all
-    chunks.
+    """Return the loss of every token, fp32 [s * b], without a gradient.
+
+    One message for all chunks.
     """
     whole = v.gather(x)
     found = [
@@ -157,9 +161,7 @@ def _losses(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
 
 
 def _logits(x: Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the logits [n, vocab/tp] of each chunk of x [tokens, h]; each overwrites the one
-    before.
-    """
+    """Yield the logits [n, vocab/tp] of each chunk of x [tokens, h], all in the same memory."""
     memory = x.new_empty(
         max((part.stop - part.start for part in chunks), default=0), v.weight.shape[0]
     )
@@ -184,7 +186,7 @@ class _Loss(torch.autograd.Function):
         if not late:
             return _mean(_losses(x, labels, v), mask)
         loss = x.new_full((), float("nan"), dtype=torch.float32)
-        # the same memory; a view would hold the output for good, and that holds this node
+        # the same memory; a view would keep the output alive, which keeps this node
         ctx.loss = loss.detach()
         return loss
 
@@ -198,7 +200,7 @@ class _Loss(torch.autograd.Function):
         dx = torch.empty_like(whole) if needs_x else None
         dw, sink, queue = None, sink_of(v.weight), v.context.weight_gradients
         deferred = needs_weight and queue.deferring
-        # A weight gradient that waits needs the logits' gradient of all tokens.
+        # A deferred weight gradient needs the logits' gradient of all tokens.
         chunks = [slice(0, len(whole))] if deferred else v.chunks(len(whole))
         losses = torch.empty_like(token_gradients)
         sent = collectives.DONE
@@ -243,8 +245,9 @@ def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Voc
 
 
 def _summed(dx: Tensor, context: LayerContext) -> tuple[Tensor, Any]:
-    """Return the sum of dx over the ranks, this rank's part of it, and a handle to wait for: the
-    message is sent behind the last chunk's weight gradient.
+    """Return the sum of dx over the ranks, this rank's part of it, and a handle to wait for.
+
+    The message is sent while the last chunk's weight gradient is computed.
     """
     if context.sequence_parallel:
         dx, work = collectives.reduce_scatter_first_async(dx, context.tensor)
@@ -264,9 +267,7 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 class _LookUp(torch.autograd.Function):
-    """Look-up in a table whose gradient has a sink: only gradients of the rows in use are added to
-    it.
-    """
+    """Look-up in a table whose gradient has a sink: only the rows in use are added to it."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
@@ -297,8 +298,9 @@ def look_up(weight: torch.nn.Parameter, rows: Tensor) -> Tensor:
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """Token embedding: [b, s] -> [s(/tp), b, h]. A rank looks up the tokens of its rows; their sum
-    has all.
+    """Token embedding: [b, s] -> [s(/tp), b, h].
+
+    Each rank looks up the tokens whose rows it holds; the sum over the ranks has all of them.
     """
 
     def __init__(self, context: LayerContext, weight: torch.nn.Parameter) -> None:

@@ -1,5 +1,6 @@
-"""Parameters, FLOPs and message sizes of a GPT, from its configuration alone. Needs no torch for
-the built-in model.
+"""Parameters, FLOPs and message sizes of a GPT, from its configuration alone.
+
+The built-in model needs no torch for this.
 
 Counts of operations are those of matrix products, a multiplication and an addition for each
 element: 2 m n k for [m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in
@@ -20,8 +21,8 @@ from megatron.config.model import ModelConfig
 _TERA = 1e12
 
 # Dense peak of matrix units in fp32, fp16 and bf16, TFLOP/s, from the makers' data sheets, by part
-# of the name. The first part that is found counts. A device is what torch calls one: of an MI250X
-# or MI250, one of its two dies.
+# of the name. The first match counts. A device is what torch calls one: of an MI250X or MI250, one
+# of its two dies.
 _PEAKS = (
     ("MI355X", 157.3, 2516.6, 2516.6),
     ("MI350X", 144.2, 2306.9, 2306.9),
@@ -42,9 +43,7 @@ _PEAKS = (
 
 
 def layer_matrices(model: ModelConfig) -> int:
-    """Return the entries of the weight matrices of one layer; SwiGLU doubles the input of the
-    MLP.
-    """
+    """Return the entries of one layer's weight matrices; SwiGLU doubles the input of the MLP."""
     # queries and output; keys and values
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
     inner = (3 if model.swiglu else 2) * model.ffn_hidden_size
@@ -69,8 +68,9 @@ def total_parameters(model: ModelConfig) -> int:
 
 
 def parameters_of(config: Config) -> int:
-    """Return all parameters of a configuration's model. Builds it, without memory, if it has
-    user-defined pieces.
+    """Return all parameters of a configuration's model.
+
+    Builds it, without memory, if it has user-defined pieces.
     """
     if config.pieces.layer is None and config.pieces.model is None:
         return total_parameters(config.model)
@@ -80,9 +80,11 @@ def parameters_of(config: Config) -> int:
 
 
 def flops_per_token_of(config: Config) -> float:
-    """Return model_flops_per_token of a configuration's model. Each further parameter of
-    user-defined pieces counts as one product forward and two backward, and attention as that of the
-    built-in layer."""
+    """Return model_flops_per_token of a configuration's model.
+
+    Each further parameter of user-defined pieces counts as one product forward and two backward,
+    and attention as that of the built-in layer.
+    """
     more = parameters_of(config) - total_parameters(config.model)
     return model_flops_per_token(config.model) + 6.0 * more
 
@@ -98,8 +100,9 @@ def _vocab(model: ModelConfig) -> int:
 
 
 def attention_score_flops(model: ModelConfig) -> float:
-    """Return the forward FLOPs per token and layer of scores and weighted values: 4 s n d. All
-    pairs are counted, also those that a causal mask hides.
+    """Return the forward FLOPs per token and layer of scores and weighted values: 4 s n d.
+
+    All pairs are counted, also those that a causal mask hides.
     """
     return 4.0 * model.seq_length * model.num_attention_heads * model.kv_channels
 
@@ -110,8 +113,10 @@ def layer_flops(model: ModelConfig) -> float:
 
 
 def model_flops_per_token(model: ModelConfig) -> float:
-    """Return the FLOPs of one token's forward and backward pass, which takes twice the forward's,
-    without those of recomputation. The logits take 2 h V."""
+    """Return the FLOPs of one token's forward and backward pass, without recomputation.
+
+    The backward pass takes twice the forward's. The logits take 2 h V.
+    """
     head = 2.0 * model.hidden_size * _vocab(model)
     return 3.0 * (model.num_layers * layer_flops(model) + head)
 
@@ -152,14 +157,15 @@ def paper_flops(
     *,
     checkpointing: bool = True,
 ) -> float:
-    """Return the FLOPs of an iteration as Dash et al. (arXiv 2312.12705) count them for a GPT with
-    f = 4h and g = n:
+    """Return the FLOPs of an iteration of a GPT with f = 4h and g = n, as in Dash et al.
+
+    The formula (arXiv 2312.12705) is
 
         24 k B s L h^2 (1 + s / (6 h) + V / (16 L h)),  k = 4 with activation checkpointing and 3
         without.
 
     The vocabulary's term is that of k = 4 for logits that are not recomputed (Narayanan et al.,
-    arXiv 2104.04473, section 5.1); with k = 3 it comes out a quarter too small.
+    arXiv 2104.04473, section 5.1); with k = 3 it is a quarter too small.
     """
     k, h = (4 if checkpointing else 3), hidden_size
     per_layer = 24.0 * k * global_batch_size * seq_length * num_layers * h * h
@@ -167,8 +173,7 @@ def paper_flops(
 
 
 def peak_tflops(device_name: str, dtype_name: str) -> float | None:
-    """Return the peak of a device's matrix units in TFLOP/s (dense, no sparsity; fp32 without
-    TF32).
+    """Return the peak of a device's matrix units in TFLOP/s (dense; fp32 without TF32).
 
     `device_name` as torch.cuda.get_device_name gives it, `dtype_name` 'float32', 'bfloat16' or
     'float16'. None for a CPU or a device or dtype that is not in the table.
@@ -182,8 +187,9 @@ def peak_tflops(device_name: str, dtype_name: str) -> float | None:
 
 
 def device_unit(device_name: str) -> str:
-    """Return the unit of figures per device: each half of an MI250 is a device to programs, and
-    called a GCD.
+    """Return the unit of figures per device: a GCD for the MI250, or a device.
+
+    Each half of an MI250 is a device to programs.
 
     >>> device_unit("AMD Instinct MI250X"), device_unit("NVIDIA H100")
     ('GCD', 'device')
@@ -197,11 +203,10 @@ def achieved_tflops(flops: float, seconds: float, devices: int) -> float:
 
 
 def utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:
-    """Return the part of the peak (TFLOP/s per device) that was used: MFU for model FLOPs, HFU for
-    hardware FLOPs.
+    """Return the used fraction of the peak (TFLOP/s per device).
 
-    None if the peak is not known. A value above 1 means that the FLOPs, the time or the peak is
-    wrong.
+    It is the MFU for model FLOPs and the HFU for hardware FLOPs. None if the peak is not known. A
+    value above 1 means that the FLOPs, the time or the peak is wrong.
     """
     return None if peak is None else achieved_tflops(flops, seconds, devices) / peak
 
@@ -210,8 +215,7 @@ def utilization(flops: float, seconds: float, devices: int, peak: float | None) 
 
 
 def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce") -> float:
-    """Return the bytes that each rank sends in a ring collective over a tensor of `message_bytes`
-    bytes in all.
+    """Return the bytes that each rank sends in a ring collective over a tensor of `message_bytes`.
 
     `collective` is "all_reduce" (2 (n-1)/n of the tensor), "all_gather" or "reduce_scatter"
     ((n-1)/n).

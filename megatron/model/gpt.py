@@ -36,8 +36,7 @@ EMBEDDING_LAYER = -1  # the index under which dropout keys know the embedding
 
 
 class GPTChunk(torch.nn.Module):
-    """The layers of one global pipeline stage, with the embedding on the first and the head on the
-    last.
+    """The layers of one global pipeline stage, with the embedding (first stage) and head (last).
 
     forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the
     scalar fp32 loss of the micro-batch: the mean over its unmasked tokens. `hidden` is None on the
@@ -109,9 +108,7 @@ class GPTChunk(torch.nn.Module):
         )
 
     def weight_users(self) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
-        """Return the modules that this chunk calls, in order, and the parameters that each call
-        needs.
-        """
+        """Return the modules that this chunk calls, in order, and the parameters of each call."""
         embeddings = (
             (self.word_embeddings, getattr(self, "position_embeddings", None))
             if self.is_first
@@ -128,8 +125,9 @@ class GPTChunk(torch.nn.Module):
     def logits(
         self, batch: MicroBatch, hidden: Tensor | None, positions: Tensor | None = None
     ) -> Tensor:
-        """Return, on the last stage, this rank's fp32 scores [s, b, vocab/tp], padding entries
-        included (-infinity).
+        """Return, on the last stage, this rank's fp32 scores [s, b, vocab/tp].
+
+        Padding entries are included (-infinity).
 
         `positions` int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and
         without gradients.
@@ -171,8 +169,7 @@ class GPTChunk(torch.nn.Module):
         )
 
     def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
-        """Run all layers of the stage; whole layers are recomputed in the backward pass as
-        configured.
+        """Run all layers of the stage; whole layers may be recomputed in the backward pass.
 
         uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the
         first n layers of the stage do, one by one; the others keep everything.
@@ -235,12 +232,13 @@ def layer_context(
 def build_chunks(
     config: Config, topology: Topology, context: LayerContext | None = None
 ) -> torch.nn.ModuleDict:
-    """Build this rank's stages, keyed by global stage number; parameters in fp32 on the topology's
-    device.
+    """Build this rank's stages, keyed by global stage number.
 
-    Global stage g lives on pipeline rank g mod pp. A tied embedding is one parameter where first
-    and last stage share a process, and two synchronised copies where they do not. Stages or layers
-    may be user-defined (Config.with_pieces).
+    Parameters are in fp32 on the topology's device.
+
+    Global stage g is on pipeline rank g mod pp. A tied embedding is one parameter where first and
+    last stage share a process, and two synchronised copies where they do not. Stages or layers may
+    be user-defined (Config.with_pieces).
     """
     context = context or layer_context(config, topology)
     stages, pipeline = config.parallel.num_stages, topology.pipeline
@@ -267,8 +265,9 @@ def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def stages_of(
     chunks: torch.nn.ModuleDict,
 ) -> dict[int, Callable[[MicroBatch, Tensor | None], Tensor]]:
-    """Return the functions that an executor runs, by global stage: the chunks, with a loss from the
-    backward pass.
+    """Return the functions that an executor runs, by global stage: the chunks.
+
+    They get their loss from the backward pass.
     """
     return {int(stage): partial(chunk, late_loss=True) for stage, chunk in chunks.items()}
 

@@ -7,8 +7,9 @@ from megatron.errors import ConfigError
 
 
 def assign_layers(num_layers: int, num_stages: int, layout: str | None = None) -> tuple[range, ...]:
-    """Return the layers of every global stage, in model order; global stage g is on pipeline rank g
-    % pipeline size.
+    """Return the layers of every global stage, in model order.
+
+    Global stage g is on pipeline rank g % pipeline size.
 
     Without a layout every stage gets num_layers // num_stages layers, and the remaining k go one
     each to the k stages before the last. So the last stage, which also computes the output
