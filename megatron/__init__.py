@@ -1,5 +1,4 @@
-"""GPT pre-training on AMD supercomputers: Megatron-style model parallelism on a DeepSpeed ZeRO-1
-engine.
+"""GPT pre-training on AMD supercomputers: Megatron-style parallelism, DeepSpeed ZeRO-1 engine.
 
 The parts of the library can be imported from here and are loaded when first used, so that
 `import megatron` costs nothing: read a configuration, connect processes, build a model, run a

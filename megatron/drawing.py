@@ -1,5 +1,4 @@
-"""Helpers of all plots: matplotlib without a display, plain axes, and files that are replaced as a
-whole.
+"""Helpers for all plots: matplotlib without a display, plain axes, atomic file replacement.
 
 matplotlib is imported only when something is drawn, as training does not need it.
 """
@@ -35,8 +34,7 @@ def pyplot(instead: str = "") -> Any:
 
 
 def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --out folder") -> Path:
-    """Write a figure in the format that the file's suffix names (default .png), close it, and
-    return the path.
+    """Write a figure in the format of the file's suffix (default .png), close it; return the path.
 
     Parent folders are created. An existing file is replaced when the new one is complete. Raises
     ConfigError where it cannot be written or the suffix is not an image format; `choose` is what
@@ -69,8 +67,11 @@ def tidy(axes: Any) -> None:
 
 
 def plain_numbers(axis: Any) -> None:
-    """Label an axis with numbers such as 12,345 and 0.05, also a logarithmic one or one of less
-    than a decade. Call it when the limits are set or the data is drawn."""
+    """Label an axis with numbers such as 12,345 and 0.05.
+
+    This includes a logarithmic axis or one of less than a decade. Call it when the limits are set
+    or the data is drawn.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))

@@ -18,14 +18,16 @@ class ConfigError(MegatronError):
 
 
 class LaunchError(MegatronError):
-    """Processes that could not connect: a missing rank, contradictory launcher variables, a dead
-    peer.
+    """Processes that could not connect.
+
+    Causes are a missing rank, contradictory launcher variables, or a dead peer.
     """
 
 
 class LostRankError(LaunchError):
-    """A rank that died, hung or was cut off during the run: there is nothing to fix, and the job can
-    be started again.
+    """A rank that died, hung or was cut off during the run.
+
+    There is nothing to fix, and the job can be started again.
     """
 
 
@@ -38,20 +40,20 @@ class CheckpointError(MegatronError):
 
 
 class KernelError(MegatronError):
-    """A fused operator with arguments that it does not support, or a kernel that could not be
-    launched.
-    """
+    """A fused operator with unsupported arguments, or a kernel that could not be launched."""
 
 
 class TrainingError(MegatronError):
-    """A training run that cannot continue: losses or gradients that are not finite, or a loss that
-    stays too high.
+    """A training run that cannot continue.
+
+    Losses or gradients are not finite, or the loss stays too high.
     """
 
 
 def print_error(error: BaseException | str, rank: int = 0, prefix: str = "error") -> None:
-    """Print an error on standard error: rank 0 in full after the prefix, others in one line after
-    their rank.
+    """Print an error on standard error.
+
+    Rank 0 prints it in full after the prefix, others in one line after their rank.
     """
     text = f"{prefix}: {error}"
     if rank:
@@ -63,5 +65,5 @@ def print_error(error: BaseException | str, rank: int = 0, prefix: str = "error"
 def flush_output() -> None:
     """Flush standard output and standard error."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # a program may be started with a closed one
+        if stream is not None:  # the standard streams may be closed at start
             stream.flush()

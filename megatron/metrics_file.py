@@ -1,5 +1,6 @@
-"""Reading of a run's metrics file, which has a JSON record on each line, and of the JSON files
-beside it. Needs no torch.
+"""Reading of a run's metrics file, one JSON record per line, and of the JSON files beside it.
+
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.untrusted import is_count, open_regular, read_json
 _MOST_BYTES, _LONGEST_LINE = 1 << 31, 1 << 20
 _MOST_BESIDE = 1 << 24
 Kinds = Mapping[Callable[[Any], bool], Sequence[str]]
-"""Names of values, by the check that each of them passes where it is there and not null."""
+"""Names of values, by the check that each value passes if it is present and not null."""
 
 
 def _number(value: Any) -> bool:
@@ -96,10 +97,10 @@ def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
 
 
 def read_records(path: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """Return the records of a metrics file in order, of one event if given; a line cut short is
-    left out, and a start or an iteration without its number.
+    """Return the records of a metrics file in order, of one event if given.
 
-    Raises DataError where the file cannot be read or has a record that no run writes.
+    A truncated line is left out, and so is a start or an iteration without its number. Raises
+    DataError where the file cannot be read or has a record that no run writes.
     """
     records = []
     with open_regular(path, error=DataError) as raw:
@@ -123,8 +124,9 @@ def read_records(path: Path, event: str | None = None) -> list[dict[str, Any]]:
 
 
 def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
-    """Return the JSON object in a file beside a metrics file; {} where there is none. Raises
-    DataError where it cannot be read.
+    """Return the JSON object in a file beside a metrics file; {} where there is none.
+
+    Raises DataError where it cannot be read.
     """
     if not path.exists():
         return {}

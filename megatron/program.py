@@ -1,6 +1,4 @@
-"""The command line of training: of pretrain_gpt.py, and of a user's script that calls main() with
-its own pieces.
-"""
+"""The command line of training: of pretrain_gpt.py, and of user scripts that call main()."""
 
 from __future__ import annotations
 
@@ -35,17 +33,16 @@ def pretrain(
     renumbered: Callable[[int], object] | None = None,
     **pieces: Any,
 ) -> None:
-    """Train as `config` says, in this process and its peers, until the end or until an exit
-    condition.
+    """Train as `config` says, with the peer processes, to the end or until an exit condition.
 
     launch       which process this is; by default read from the environment
     renumbered   called with this process's rank once that is known: it may differ from the
                  launcher's, see megatron.parallel.placing
-    pieces       the user's own layer, model, datasets, optimizer, schedule or callbacks, in place
-                 of the project's (megatron.config.pieces.Pieces)
+    pieces       the user's layer, model, datasets, optimizer, schedule or callbacks, instead of
+                 the project's (megatron.config.pieces.Pieces)
 
-    Raises MegatronError where the user can fix the cause; the peers of a process that fails hear of
-    it through the rendezvous.
+    Raises MegatronError where the user can fix the cause; the peers of a process that fails learn
+    of it through the rendezvous.
     """
     started = time.monotonic()
     config = config.with_pieces(**pieces)
@@ -72,7 +69,7 @@ def run(arguments: list[str], **pieces: Any) -> int:
         launch = detect_launch(variables_with_flags(arguments))
     except MegatronError as error:
         problem = error  # raised in `body`, where all errors are reported
-    ranks = [launch.rank]  # the launcher's number, then the rank where that is another
+    ranks = [launch.rank]  # the launcher's number, later the rank if that differs
 
     def body() -> None:
         if problem is not None:

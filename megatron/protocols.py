@@ -30,12 +30,11 @@ class Layer(Protocol):
 
 
 class Stage(Protocol):
-    """Factory of one stage of the model with these `layers`, as megatron.GPTChunk is, from which a
-    stage may be derived.
+    """Factory of a stage of the model with these `layers`, such as megatron.GPTChunk.
 
-    The stage is called as stage(batch, hidden, late_loss=True), see GPTChunk, and has `context` as
-    an attribute. `tied_weight` is the embedding of the first stage where that is on the same rank,
-    and None elsewhere.
+    A stage may be derived from GPTChunk. The stage is called as stage(batch, hidden,
+    late_loss=True), see GPTChunk, and has `context` as an attribute. `tied_weight` is the embedding
+    of the first stage where that is on the same rank, and None elsewhere.
     """
 
     def __call__(
@@ -51,8 +50,7 @@ class Stage(Protocol):
 
 
 class MakeDatasets(Protocol):
-    """Factory of the training, validation and test data of a run, which takes the given number of
-    samples of each.
+    """Factory of a run's training, validation and test data, each with a given number of samples.
 
     Returns the three; None for one without data. Each has a length, and samples by number:
     seq_length + 1 token ids, the same on every rank and at each call. Its optional attributes are
@@ -63,8 +61,9 @@ class MakeDatasets(Protocol):
 
 
 class Optimizer(Protocol):
-    """Factory of the optimizer of fp32 weights, from parameter groups that have weight_decay; `lr`
-    is set at each step. `settings` is config.optimizer.
+    """Factory of the optimizer of fp32 weights, from parameter groups with weight_decay.
+
+    `lr` is set at each step. `settings` is config.optimizer.
 
     ZeRO gives it flat parts of the weights. Its state consists of fp32 tensors as large as the
     weights, which start as zeros and are saved, and of numbers named "step".
@@ -81,8 +80,9 @@ class Optimizer(Protocol):
 
 
 class Order(Protocol):
-    """Function that returns what `rank` of a pipeline computes in a training step, in order:
-    megatron.pipeline.orders.Instruction, or an array with their numbers in rows.
+    """Function that returns what `rank` of a pipeline computes in a training step, in order.
+
+    It returns megatron.pipeline.orders.Instruction, or an array with their numbers in rows.
 
     Global stage g is chunk g // pipeline_size of rank g % pipeline_size. build_schedule inserts the
     messages. Raises ConfigError for sizes that it does not support.
@@ -96,23 +96,26 @@ class Order(Protocol):
 
 
 class Callback:
-    """Base class of callbacks, which are called on every rank of a run. Override the methods you
-    need.
+    """Base class of callbacks, which are called on every rank of a run.
 
-    `run` is a megatron.training.run.state.Run. Code that not all ranks execute must not
-    communicate.
+    Override the methods you need. `run` is a megatron.training.run.state.Run. Code that not all
+    ranks execute must not communicate.
     """
 
     def on_start(self, run: Any) -> None:
         """Called before the first step, after a checkpoint has been loaded."""
 
     def on_step(self, run: Any, step: Any) -> None:
-        """Called when a step's figures are known (megatron.training.report.metrics.StepRecord), at
-        the latest during the next step: no step waits for its own."""
+        """Called when a step's figures are known, at the latest during the next step.
+
+        `step` is a megatron.training.report.metrics.StepRecord. No step waits for its own figures.
+        """
 
     def on_log(self, run: Any, figures: Any) -> None:
-        """Called at a log line with its figures (megatron.training.report.metrics.IterationReport),
-        which include the loss over all ranks."""
+        """Called at a log line with its figures, which include the loss over all ranks.
+
+        `figures` is a megatron.training.report.metrics.IterationReport.
+        """
 
     def on_save(self, run: Any) -> None:
         """Called when a checkpoint is complete; run.saves.saved_iteration is its iteration."""

@@ -1,7 +1,7 @@
-"""Reading and writing of files that somebody else may have put there.
+"""Reading and writing of files that another user may have put there.
 
 Only regular files are read, up to a limit, because a name may be a fifo, on which a reader waits
-for ever, or /dev/zero, which has no end. JSON may be nested deeper than Python's stack, or hold a
+forever, or /dev/zero, which has no end. JSON may be nested deeper than Python's stack, or have a
 number of millions of digits. Each problem raises the caller's own type of error.
 """
 
@@ -37,15 +37,17 @@ def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) ->
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """Open a file for writing, as an `opener` of open(): a fifo without a reader is an error
-    instead of a wait.
+    """Open a file for writing, as an `opener` of open().
+
+    A fifo without a reader is an error instead of a wait.
     """
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def write_text(path: Path, text: str, *, choose: str) -> Path:
-    """Write text in UTF-8 and return the path. Raises ConfigError, which ends with `choose`: what
-    the user can choose instead.
+    """Write text in UTF-8 and return the path.
+
+    Raises ConfigError, which ends with `choose`: what the user can choose instead.
     """
     try:
         with open(path, "w", encoding="utf-8", newline="", opener=without_waiting) as file:
@@ -60,8 +62,9 @@ def write_text(path: Path, text: str, *, choose: str) -> Path:
 def read_bytes(
     path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]
 ) -> bytes:
-    """Return the content of a regular file of at most `limit_bytes`. Raises `error`, naming the
-    file.
+    """Return the content of a regular file of at most `limit_bytes`.
+
+    Raises `error`, naming the file.
     """
     with open_regular(path, error=error) as file:
         size = os.fstat(file.fileno()).st_size
@@ -77,8 +80,9 @@ def read_bytes(
 
 
 def read_text(path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]) -> str:
-    """Return the text of a regular UTF-8 file of at most `limit_bytes`. Raises `error`, naming the
-    file.
+    """Return the text of a regular UTF-8 file of at most `limit_bytes`.
+
+    Raises `error`, naming the file.
     """
     try:
         return read_bytes(path, limit_bytes, error=error).decode()
@@ -95,8 +99,9 @@ def read_json(
     error: type[MegatronError],
     kind: type = dict,
 ) -> Any:
-    """Return the value in a regular JSON file of at most `limit_bytes`; see `parse_json`. Raises
-    `error`, naming the file.
+    """Return the value in a regular JSON file of at most `limit_bytes`; see `parse_json`.
+
+    Raises `error`, naming the file.
     """
     return parse_json(read_bytes(path, limit_bytes, error=error), path, error=error, kind=kind)
 
@@ -104,8 +109,10 @@ def read_json(
 def read_toml(
     path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]
 ) -> dict[str, Any]:
-    """Return the tables of a regular TOML file of at most `limit_bytes`. Raises `error`, naming the
-    file, where it is not TOML or nested too deeply."""
+    """Return the tables of a regular TOML file of at most `limit_bytes`.
+
+    Raises `error`, naming the file, where it is not TOML or nested too deeply.
+    """
     text = read_text(path, limit_bytes, error=error)
     try:
         found = tomllib.loads(text)
@@ -128,7 +135,7 @@ def parse_json(
 
     source   where the text is from, for the message
     kind     type that the value must have: dict, list, ...
-    hooks    further arguments of json.loads, such as object_pairs_hook; errors of theirs other than
+    hooks    further arguments of json.loads, such as object_pairs_hook; their errors other than
              ValueError are passed on
 
     Raises `error` where the text is not JSON or of another type, is nested too deeply, or has
@@ -170,8 +177,9 @@ def _integer(digits: str) -> int:
 
 
 def _check_depth(value: Any, levels: int = _DEPTH) -> None:
-    """Raise RecursionError where a value has more than `levels`, as code that walks over it
-    recursively would.
+    """Raise RecursionError where a value has more than `levels`.
+
+    Recursive code that walks over it would do the same.
     """
     if isinstance(value, (dict, list)):
         if not levels:

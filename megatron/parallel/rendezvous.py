@@ -367,8 +367,7 @@ class Rendezvous(StoreConnection):
         """Return what a failed or timed-out collective means.
 
         It names the ranks that failed or died, as far as they are known. Takes some seconds. The
-        result is a LostRankError, unless a rank reported why it failed. Usage:
-        `raise rendezvous.explain(error) from error`.
+        result is a LostRankError, unless a rank reported why it failed. Raise it from `error`.
         """
         if self._explained is None:
             self._failed = True
