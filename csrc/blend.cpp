@@ -15,7 +15,7 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
-// Where the loader can choose, the loop is compiled for wider registers too: not with AVX-512, whose target implies
+// Where the loader can choose, the loop is also compiled for wider registers, but not for AVX-512, whose target implies
 // fused multiply-add.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_WIDER_REGISTERS __attribute__((target_clones("avx2", "default")))
@@ -26,14 +26,14 @@
 namespace index_helpers {
 namespace {
 
-// Two registers of four numbers where there is AVX2; compilers make two of each where there is not.
+// Two registers of four numbers with AVX2; without it, compilers use two registers for each.
 constexpr int64_t kWide = 4;
 constexpr int64_t kLanes = 2 * kWide;
 constexpr int64_t kFew = 16;
 typedef double Doubles __attribute__((vector_size(8 * kWide)));
 typedef int64_t Numbers __attribute__((vector_size(8 * kWide)));
 
-// The largest weight * drawn - taken that each lane has met, and its number.
+// The largest weight * drawn - taken in each lane, and its number.
 struct Lanes {
   Doubles largest;
   Numbers number;
@@ -69,7 +69,7 @@ FOR_WIDER_REGISTERS int64_t furthest_behind(const double* weight, const double* 
   return number[found];
 }
 
-// The same for few data sets: a vector that is read just after one of its lanes was written has to wait for it.
+// The same for few data sets: a vector load right after a store to one of its lanes must wait for the store.
 int64_t furthest_behind_of_few(const double* weight, const double* taken, int64_t count, double drawn) {
   double largest = weight[0] * drawn - taken[0];
   int64_t found = 0;

@@ -65,7 +65,7 @@ int64_t dispatch(const Runs& runs, int dtype_code, int64_t* out, int64_t out_siz
 }
 
 // Run i is lengths[i] tokens from byte starts[i]; `out` is the runs joined. Returns the first run that is not within
-// `bytes`, and then `out` is as it was; -1 when all were copied. Codes are those of the .idx format.
+// `bytes`, with `out` unchanged; -1 when all were copied. Codes are those of the .idx format.
 int64_t gather_tokens(const Array<uint8_t>& bytes, int dtype_code, const Array<int64_t>& starts,
                       const Array<int64_t>& lengths, Array<int64_t>& out) {
   if (bytes.ndim() != 1 || starts.ndim() != 1 || lengths.ndim() != 1 || out.ndim() != 1) {

@@ -5,7 +5,7 @@
 
 PYBIND11_MODULE(_index_helpers, module) {
   module.doc() = "Index loops of megatron.data in C++; megatron.data.indexed_dataset is the interface.";
-  // Counts the changes to names and arguments: a library from an older build is then left aside.
+  // Counts the changes to names and arguments, so that a library from an older build is not used.
   module.attr("interface") = 2;
   index_helpers::bind_blend(module);
   index_helpers::bind_gather(module);

@@ -11,11 +11,11 @@
 namespace index_helpers {
 namespace {
 
-// Random writes and reads are requested so many pieces ahead.
+// Random writes and reads are prefetched this many pieces ahead.
 constexpr int64_t kAhead = 32;
 
-// A set of numbers below `size` that finds the smallest member from a number on: one bit each, and above every level
-// of 64-bit words a level with one bit for each word that is not zero.
+// A set of numbers below `size` that finds the smallest member from a given number on. Each number has one bit. Above
+// each level of 64-bit words is a level with one bit for each word that is not zero.
 class SortedBits {
  public:
   explicit SortedBits(int64_t size) {
@@ -61,7 +61,7 @@ class SortedBits {
   std::vector<std::vector<uint64_t>> levels_;
 };
 
-// Numbers of the pieces, the longest first and equal ones in their order. Raises for a length out of 1..capacity.
+// Numbers of the pieces, the longest first, equal ones in order. Raises for a length outside of 1..capacity.
 template <typename Number>
 std::vector<Number> by_falling_length(const int32_t* lengths, int64_t num_pieces, int64_t capacity) {
   std::vector<int64_t> place(capacity + 2, 0);
@@ -90,7 +90,7 @@ class Bins {
     below_.reserve(std::min(num_pieces, 2 * (num_tokens / capacity) + 2));
   }
 
-  // Puts a piece where it leaves the least room; of several such bins, the one that came to have that room last.
+  // Puts a piece where it leaves the least room; of several such bins, the one that reached that room last.
   Number put(int64_t length) {
     int64_t room = rooms_.at_least(length);
     Number bin;
@@ -171,7 +171,7 @@ py::tuple group_by_bin(const Array<Number>& bins, int64_t num_bins) {
       if (!outside) ++start[bin_of[i]];
       if (i + kAhead < num_pieces) __builtin_prefetch(start + std::clamp<int64_t>(bin_of[i + kAhead], 0, num_bins), 1);
     }
-    // From counts to ends; each end then moves down to its bin's start as the pieces are placed from the last on.
+    // From counts to ends; each end then moves down to its bin's start as the pieces are placed in reverse order.
     for (int64_t bin = 1; bin <= num_bins; ++bin) start[bin] += start[bin - 1];
     for (int64_t i = num_pieces - 1; i >= 0 && !outside; --i) {
       numbers[--start[bin_of[i]]] = static_cast<Number>(i);

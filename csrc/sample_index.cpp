@@ -11,10 +11,10 @@
 namespace index_helpers {
 namespace {
 
-// Sizes of documents in shuffled order are cache misses; so many documents ahead they are requested.
+// Sizes of documents in shuffled order are cache misses; they are prefetched this many documents ahead.
 constexpr int64_t kAhead = 64;
 
-// The sizes as they lie in an .idx file, at an address that no int32 may have.
+// The sizes as stored in an .idx file, at an address that may not be aligned for int32.
 class Sizes {
  public:
   Sizes(const uint8_t* bytes, int64_t count) : bytes_(bytes), count_(count) {}
@@ -46,7 +46,7 @@ Outcome fill_rows(const Sizes& sizes, const int32_t* documents, int64_t num_docu
   if (num_samples == 0) return Outcome::complete;
   for (int64_t i = 0; i < std::min(kAhead, num_documents); ++i) sizes.request(documents[i]);
   int64_t sample = 1;
-  int64_t offset = seq_length;  // of the sample's first token in the document; may lie beyond the document's end
+  int64_t offset = seq_length;  // of the sample's first token in the document; may be beyond the document's end
   for (int64_t position = 0; position < num_documents; ++position) {
     if (position + kAhead < num_documents) sizes.request(documents[position + kAhead]);
     if (!sizes.has(documents[position])) return Outcome::unknown_sequence;

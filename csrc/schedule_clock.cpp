@@ -1,6 +1,6 @@
-// A training step of a pipeline on a clock, for thousands of micro-batches on many ranks in milliseconds.
-// megatron/pipeline/schedule.py makes the lists and is the interface. tests/helpers/replay.py states the rules of time a
-// second time, in Python, and tests hold both to the same ticks.
+// Simulates the timing of a pipeline's training step: thousands of micro-batches on many ranks in milliseconds.
+// megatron/pipeline/schedule.py makes the lists and is the interface. tests/helpers/replay.py implements the same rules
+// in Python, and tests compare both tick by tick.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -22,7 +22,7 @@ namespace {
 template <typename T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
-// As megatron.pipeline.orders.Op numbers them.
+// Numbered as in megatron.pipeline.orders.Op.
 enum Op : int32_t { kForward, kBackward, kBackwardInput, kBackwardWeight, kSendForward, kRecvForward, kSendBackward,
                     kRecvBackward, kOps };
 
@@ -53,8 +53,8 @@ struct Rank {
   size_t oldest = 0;
 };
 
-// Ranks share `at_once` times the cores that one of them keeps busy: with more of them computing at a time, all compute
-// more slowly, alike. Infinite: nothing is shared, and a rank runs ahead of the others until it needs a message.
+// Ranks share `at_once` times the cores that one of them keeps busy: if more of them compute at a time, all slow down
+// equally. Infinite: nothing is shared, and a rank runs ahead of the others until it needs a message.
 template <typename Ticks>
 class Step {
   using Rank = ::Rank<Ticks>;
@@ -192,7 +192,7 @@ class Step {
     }
   }
 
-  // Goes to the next time at which a computation ends or a message arrives; false where there is none.
+  // Advances to the next time at which a computation ends or a message arrives; false where there is none.
   bool advance() {
     if (computing_.empty() && arrivals_.empty()) return false;
     const double slower = std::max(1.0, computing_.size() / at_once_);
@@ -252,8 +252,8 @@ class Step {
   using Event = std::pair<double, int32_t>;  // when, and the rank
   using Events = std::priority_queue<Event, std::vector<Event>, std::greater<Event>>;
   double now_ = 0;
-  double work_ = 0;  // that a rank would have done which computed all the time
-  Events computing_;  // by that work, when a rank is done
+  double work_ = 0;  // that a rank computing all the time would have done
+  Events computing_;  // when a rank is done, measured in that work
   Events arrivals_;
 };
 
@@ -293,7 +293,7 @@ py::tuple run(const Array<int32_t>& rows, const Array<int64_t>& offsets, const A
 
 PYBIND11_MODULE(_schedule_clock, module) {
   module.doc() = "A pipeline's step on a clock, in C++; megatron.pipeline.schedule is the interface.";
-  // Counts the changes to names and arguments: a library from an older build is then left aside.
+  // Counts the changes to names and arguments, so that a library from an older build is not used.
   module.attr("interface") = 3;
   const auto define = [&module](const char* name, auto function) {
     module.def(name, function, py::arg("rows"), py::arg("offsets"), py::arg("owner"), py::arg("micro_batches"),

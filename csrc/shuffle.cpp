@@ -1,8 +1,8 @@
 // numpy's RandomState.shuffle, draw for draw: a Mersenne Twister (Matsumoto and Nishimura, "Mersenne Twister", ACM
 // TOMACS 8(1), 1998) chooses the partner of each element, from the last to the second.
 //
-// What makes it faster than one swap after the other is that the partners do not depend on the array: those of a block
-// of swaps are drawn first and their cache lines requested, so that the memory's latency is waited for once per block.
+// It is faster than one swap after the other because the partners do not depend on the array: those of a block of swaps
+// are drawn first and their cache lines prefetched, so that the memory's latency is paid once per block.
 
 #include "index_helpers.hpp"
 
@@ -17,12 +17,12 @@ namespace {
 
 constexpr int kWords = 624;
 constexpr int kShift = 397;
-// The lines of two blocks are under way at once; 128 of them fit any first-level cache beside the tables.
+// The lines of two blocks are in flight at once; 128 of them fit into any first-level cache with the tables.
 constexpr int kBlock = 128;
 
 class MersenneTwister {
  public:
-  // `position` is how many words of `state` were given out, as in RandomState.get_state().
+  // `position` is how many words of `state` were used, as in RandomState.get_state().
   MersenneTwister(const uint32_t* state, int position) : position_(position) {
     std::memcpy(state_, state, sizeof state_);
     temper();
@@ -95,7 +95,7 @@ int draw_partners(MersenneTwister& random, uint64_t last, int wanted, uint64_t* 
       if (partner <= place) partners[drawn++] = partner;
       continue;
     }
-    // As long as the mask stays the same. A draw that is refused is overwritten by the next one: no branch to predict.
+    // As long as the mask stays the same. A rejected draw is overwritten by the next one: no branch to predict.
     const uint64_t same_mask = place - (mask >> 1);
     int available;
     const uint32_t* words = random.ahead(available);
@@ -113,7 +113,7 @@ int draw_partners(MersenneTwister& random, uint64_t last, int wanted, uint64_t* 
 
 template <typename Element>
 void shuffle_elements(Element* elements, uint64_t count, MersenneTwister& random) {
-  // One place more than a block: the draw after the last accepted one is stored before it is judged.
+  // One more element than a block: the draw after the last accepted one is stored before it is tested.
   uint64_t drawn[2][kBlock + 1];
   uint64_t place = count > 0 ? count - 1 : 0;
   uint64_t* now = drawn[0];

@@ -1,7 +1,7 @@
 // Activations of a linear layer's output, with its bias: GELU, SwiGLU, squared ReLU.
 #include "api.h"
 
-// Relatively exact down to where it underflows, as 1 + e is e there.
+// Exact in relative terms down to underflow, where 1 + e is e.
 FN float sigmoid(float z) { return reciprocal(1.0f + exponential(-z)); }
 
 // sigmoid(z) and sigmoid(-z), both relatively exact, as 1 - sigmoid(z) is not. e <= 1, so that no infinity meets a 0.
@@ -14,14 +14,14 @@ struct Sigmoids {
     }
 };
 
-// An activation makes one column of INPUTS, n apart: a, and b where there are two, bias included.
+// An activation computes one column from INPUTS columns, n apart: a, and b where there are two, bias included.
 
 // a * sigmoid(z), z = 2 sqrt(2 / pi) (a + 0.044715 a^3): the same as 0.5 a (1 + tanh(z / 2)), without its cancellation
 // at negative a.
 struct Gelu {
     static constexpr int INPUTS = 1;
     static constexpr float LINEAR = 1.5957691216f, CUBIC = 0.0713548163f;  // 2 sqrt(2 / pi), and that times 0.044715
-    // a^2, up to where the sigmoid has long been 0 or 1: no infinity meets its 0 where a is finite.
+    // a^2, limited where the sigmoid has long been 0 or 1: no infinity is multiplied by its 0 where a is finite.
     FN float square(float a) {
         const float s = a * a;
         return s > 1e4f ? 1e4f : s;
@@ -49,7 +49,7 @@ struct Swiglu {
 struct SquaredRelu {
     static constexpr int INPUTS = 1;
     FN float value(float a, float) {
-        const float x = maximum(0.0f, a);  // in this order a NaN stays
+        const float x = maximum(0.0f, a);  // in this order a NaN is kept
         return x * x;
     }
     FN void gradient(float dy, float a, float, float &da, float &) { da = dy * (2.0f * maximum(0.0f, a)); }
@@ -116,7 +116,7 @@ template <class T, class F> struct ActivationBackward {
 
 // The same, and the sums over rows that are the bias's gradient, taken before dx is rounded.
 template <class T, class F> struct BiasActivationBackward : ActivationBackward<T, F> {
-    // The sums of two 16-bit inputs take 16 KB of LDS a block, of which a compute unit has room for four.
+    // The sums of two 16-bit inputs take 16 KB of LDS per block; a compute unit has room for four such blocks.
     static constexpr int SUMS = F::INPUTS, WAVES = SUMS == 2 && sizeof(T) == 2 ? 4 : 8;
     template <class G> MEMBER void operator()(const G &, int64_t row, int c, float (&sums)[SUMS][G::V]) const {
         float da[G::V], db[G::V];

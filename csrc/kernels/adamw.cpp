@@ -9,9 +9,9 @@ static_assert(sizeof(AdamWList) < 4096 - 64, "kernel arguments");
 
 struct NoCopy {};
 
-// What is the same for every element of a group.
+// Parameters of all elements of a group.
 struct AdamWStep {
-    const float *gradient_scale;    // one number on the device: whoever launches need not know it
+    const float *gradient_scale;    // one number on the device: the host need not know it
     float new_average, new_square;  // 1 - beta1 and 1 - beta2, rounded once: 1 - (float)beta2 would be off by 3e-5 of itself
     float rate;                     // lr / (1 - beta1^step)
     float root_scale;               // 1 / sqrt(1 - beta2^step)
@@ -21,9 +21,9 @@ struct AdamWStep {
 
 // m += (1 - beta1) (g - m);  v += (1 - beta2) (g^2 - v);  w -= decay w + rate m / (sqrt(v) root_scale + eps)
 //
-// Root and quotient are rounded correctly; there is time for them, as 28 bytes are moved for each element. Where the weights
-// have a 16-bit copy its accesses are of 8 bytes, 2 of 30 bytes per element: with packs of 8 elements the lanes of a wave
-// would lie 32 bytes apart in the four fp32 arrays.
+// Root and quotient are rounded correctly; their time is hidden, as 28 bytes are moved per element. If the weights have
+// a 16-bit copy, its accesses are of 8 bytes, 2 of 30 bytes per element: with packs of 8 elements the lanes of a wave
+// would be 32 bytes apart in the four fp32 arrays.
 template <class T, class C> struct AdamW {
     static constexpr int WAVES = 8;
     // narrow: 36 (tensors that are not aligned, and ends: 4 for each array in and out; gradient and copy of 16 bit)

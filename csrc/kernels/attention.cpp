@@ -1,5 +1,5 @@
-// What is between the matrix products of causal attention in blocks: from scaled scores to softmax weights, and back
-// (Dao et al., arXiv 2205.14135, algorithms 1 and 4, with the logarithm of the softmax's denominator kept).
+// The steps between the matrix products of causal attention in blocks: from scaled scores to softmax weights, and back
+// (Dao et al., arXiv 2205.14135, algorithms 1 and 4; the logarithm of the softmax's denominator is kept).
 //
 // A block holds scores of queries from `first` on and of keys from `key` on; its rows are [sample and group][position]
 // [query of the group]. Query heads of a group share their keys, so they are rows of one matrix.
@@ -11,7 +11,7 @@ template <class G, class T> struct BlockRow : G::template Row<T> {};
 template <class G, class T, class R> MEMBER void leave(const G &g, R &, int i, int, T *to, const float *in) {
     store<G>(to + g.column(i), in);
 }
-// Nothing: exp is computed twice. That is cheaper than the registers of a second fp32 copy.
+// Keeps nothing: exp is computed twice, which is cheaper than the registers of a second fp32 copy.
 template <class G> struct Kept {
     MEMBER bool has(int) const { return false; }
     MEMBER void put(int, const float *) {}
@@ -20,7 +20,7 @@ template <class G> struct Kept {
 template <class T, class Op> static int launch_block(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
     return launch_rows<T>(op, rows, n, wide, stream);
 }
-// No lane needs another: tiles. Rows would cost a GPU more registers than there are.
+// Lanes are independent, hence tiles. Rows would need more registers than a GPU has.
 template <class T, class Op> static int launch_gradient(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
     return launch_tiles<T>(op, rows, n, wide, stream);
 }
@@ -48,8 +48,8 @@ template <class T, class Op> static int launch_gradient(const Op &op, int64_t ro
 }
 #endif
 
-// Where a block lies, and what its scores stand for: scale * score + slope * (key - query), an ALiBi bias (Press et
-// al., arXiv 2108.12409) where there are slopes.
+// The position of a block, and the meaning of its scores: scale * score + slope * (key - query), where slopes are those
+// of an ALiBi bias (Press et al., arXiv 2108.12409), if any.
 struct Block {
     const float *slopes;  // [groups * share] or null
     int rows, total;      // rows of a sample and group in the block and in all
@@ -72,7 +72,7 @@ struct Block {
             EACH(k) v[k] = c + k < valid ? v[k] * scale + slope * (float)(c + k - query) : -MK_INFINITY;
         }
     };
-    // That nothing is dropped is told by a pointer that is there anyway: scalar registers are few.
+    // An existing pointer also says whether anything is dropped: scalar registers are scarce.
     MEMBER Mask mask() const { return Mask{seed, keep, kept_scale, origins != nullptr}; }
     // key: the block's first
     MEMBER Row row(int64_t row, int key) const {
@@ -92,10 +92,10 @@ struct Block {
     }
 };
 
-// scores -> softmax weights, with dropout, in their place; and the logarithm of each row's sum of exponentials. Needs
-// all keys that its queries see. A row whose scores are all -infinity gets zeros, and +infinity as its logarithm.
+// scores -> softmax weights, with dropout, in place; and the logarithm of each row's sum of exponentials. Needs all
+// keys that its queries see. A row whose scores are all -infinity gets zeros, and +infinity as its logarithm.
 template <class T> struct AttentionWeights {
-    // One row, but with it so much of the mask that CUDA has no registers left for eight packs.
+    // One row, but so much of the mask with it that CUDA has no registers left for eight packs.
     static constexpr int WAVES = 4, HOLDS = 2;
     // narrow: 3 (a row's logarithm, its head's slope and its sample's place)
     T *scores;
@@ -149,9 +149,9 @@ template <class T> struct AttentionWeights {
     }
 };
 
-// Weights again, in the place of the scores, and the scores' gradient in the place of that of the weights:
-// scale * weight * (gradient - dot), where dot is the sum over the row of weight times gradient, which is that of the
-// output times its gradient (arXiv 2205.14135, appendix B.2).
+// Overwrites the scores with the weights, and the gradient of the weights with that of the scores:
+// scale * weight * (gradient - dot), where dot is the sum over the row of weight times gradient, which equals that of
+// the output times its gradient (arXiv 2205.14135, appendix B.2).
 template <class T> struct AttentionGradient {
     static constexpr int WAVES = 4;
     // narrow: 4 (a row's logarithm, its dot, its head's slope and its sample's place)
@@ -168,7 +168,7 @@ template <class T> struct AttentionGradient {
         block.mask().template apply<G>(here.mask + c, drop);
         here.template logits<G>(c, v, scale);
         EACH(k) v[k] = exponential(v[k] - denominator);
-        // What is not seen may be anything: it was never written.
+        // Hidden elements may have any value: they were never written.
         EACH(k) u[k] = c + k < here.valid ? scale * v[k] * (u[k] * drop[k] - dot) : 0.0f;
         EACH(k) v[k] *= drop[k];
     }

@@ -1,12 +1,12 @@
 // Cross entropy over a vocabulary, or over the part of it that a rank holds: maximum, sum of exponentials and target
-// logit of each token, and then the gradient in the place of the logits.
+// logit of each token, and then the gradient, which overwrites the logits.
 //
-// A row may be of any width. It is walked in strips that a group holds in registers (on a CPU: in its nearest cache),
-// with the sum kept relative to the largest logit so far (Milakov and Gimelshein, arXiv 1805.02867): read once.
+// A row may be of any width. It is read once, in strips that a group holds in registers (on a CPU: in its nearest
+// cache), and the sum is kept relative to the largest logit so far (Milakov and Gimelshein, arXiv 1805.02867).
 #include "api.h"
 
 #if MK_DEVICE
-// What a 32-bit word holds, rounded to the type. An array of T in its place would be sent through LDS by clang.
+// The content of a 32-bit word, rounded to the type. clang would move an array of T through LDS.
 FN uint32_t word(const float *in, float) { return as_uint(in[0]); }
 template <class T> FN uint32_t word(const float *in, T) {
     uint16_t low, high;
@@ -75,13 +75,13 @@ struct StripGroup : HostGroup<HOST_V> {
 FN StripGroup whole(const StripGroup &g) { return g; }
 #endif
 
-// Which logit of a rank's `real` entries from `first` on a label is: -1 where another rank has it, or none.
+// The index of a label among a rank's `real` entries from `first` on; -1 if it belongs to another rank or to none.
 FN int column_of(int64_t label, int64_t first, int real) {
     return label >= first && label - first < real ? (int)(label - first) : -1;
 }
 
-// The row of n logits, of which `real` exist. A lane's maximum is -inf until it has seen a number; its sum is 0 until
-// then, and NaN from the first NaN or +inf on.
+// A row of n logits, of which `real` exist. Until a lane has read a number its maximum is -inf and its sum 0; from the
+// first NaN or +inf on, the sum is NaN.
 template <class T> struct LocalPass {
     static constexpr int WAVES = 4;
     // narrow: 5 (label and its logit; maximum, sum and target of a token)
@@ -91,7 +91,7 @@ template <class T> struct LocalPass {
     int64_t first;
     int n, real;
 
-    // Adds `columns` logits of a strip; WHOLE: that is all of it.
+    // Adds `columns` logits of a strip; WHOLE: all of the strip.
     template <bool WHOLE, class G>
     MEMBER static void add(const G &g, const T *from, int columns, float &top, float &total) {
         typename G::template Row<T> held;
@@ -108,7 +108,7 @@ template <class T> struct LocalPass {
             get<WHOLE>(g, held, i, columns, v);
             EACH(k) sums[k] += exponential(v[k] - shift);
         }
-        // A strip's small terms are added up before they meet the large sum.
+        // A strip's small terms are added up before they are added to the large sum.
         total = total * exponential(top - shift) + fold<G>(sums);
         top = now;
     }
@@ -119,7 +119,7 @@ template <class T> struct LocalPass {
         const int c = g.column(i);
         EACH(k) v[k] = c + k < columns ? v[k] : -MK_INFINITY;
     }
-    // Nothing seen: exp(-inf - 0) is 0, where -inf - -inf would be NaN.
+    // No number so far: exp(-inf - 0) is 0, but -inf - -inf would be NaN.
     MEMBER static float finite(float top) { return top == -MK_INFINITY ? 0.0f : top; }
 
     template <class G> MEMBER void operator()(const G &g, int64_t row) const {
@@ -150,7 +150,7 @@ template <class T> struct EntropyGradient {
     int64_t first;
     int n, real;
 
-    // `columns` of a strip, of which `seen` exist, from column `at` on. WHOLE: that is all of it.
+    // `columns` of a strip, of which `seen` exist, from column `at` on. WHOLE: all of the strip.
     template <bool WHOLE, class G> MEMBER void write(const G &g, int64_t row, int at, int columns, int seen) const {
         const float top = largest[row], up = gradient[row], share = up / total[row];
         const int mine = column_of(labels[row], first, real) - at;
@@ -159,7 +159,7 @@ template <class T> struct EntropyGradient {
         held.read(g, p, seen);
         float v[G::V];
         PACKS(i, g, columns) {
-            // Or the comparisons of all packs would be made beforehand, in more scalar registers than there are.
+            // Otherwise the compiler makes the comparisons of all packs first, in more scalar registers than there are.
             const int c = opaque_int(g.column(i));
             if (WHOLE || c < seen) {
                 held.get(i, v);
@@ -195,7 +195,7 @@ template <class T> static int launch_local_pass(const LocalPass<T> &op, int64_t 
     return local_pass<StripGroup<MK_WAVE, 1, 16>, StripGroup<512, 1, 16>>(op, rows, stream);
 }
 
-// A block has a strip of a row, and of the rows that are gridDim.y further.
+// A block has a strip of a row, and of every gridDim.y-th row after it.
 template <class Op, class G> __global__ void MK_OCCUPANCY(BLOCK, Op::WAVES) strip_kernel(Op op, int64_t rows) {
     const G g(nullptr, (int)threadIdx.x);
     for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) op(g, row, (int)blockIdx.x * G::WIDTH);

@@ -18,7 +18,7 @@ template <class T> struct Dropout {
             load<G>(bias + c, other);
             EACH(k) v[k] += other[k];
         }
-        if (residual) load<G>(residual + at, other);  // under way while the mask is made
+        if (residual) load<G>(residual + at, other);  // in flight while the mask is computed
         mask.apply<G>(place.number(row) * n + c, v);
         if (residual) EACH(k) v[k] += other[k];
         store<G>(y + at, v);

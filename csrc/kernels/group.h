@@ -1,9 +1,9 @@
 // Groups: the lanes that share a row. A kernel body is written once against this interface:
 //
 //   G::V              elements of one load or store (a pack)
-//   g.packs(n)        how many packs this lane looks at in a row of n elements
+//   g.packs(n)        how many packs this lane handles in a row of n elements
 //   g.column(i)       first column of its i-th pack
-//   g.has(i, n)       whether that pack lies in the row
+//   g.has(i, n)       whether that pack is in the row
 //   G::Row<T>         a row as the group holds it: r.read(g, pointer, n) once, then r.get(i, floats) as often as wanted.
 //                     Held in registers in its own format on a GPU; on a CPU it stays in the cache.
 //                     r.write(g, i, pointer, floats), instead of read: the i-th pack, rounded, to memory and into r
@@ -28,8 +28,8 @@ template <class T, int V> struct [[gnu::may_alias]] alignas(sizeof(T) * V < 16 ?
     T v[V];
 };
 
-// The compiler may not know that a number is the same as at the last use: what follows from it, such as the addresses of
-// all packs of a row, would stay in registers from one row to the next.
+// Hides from the compiler that a number is the same as at its last use: otherwise derived values, such as the addresses
+// of all packs of a row, would stay in registers from one row to the next.
 FN int opaque_int(int x) {
 #if defined(__HIP_DEVICE_COMPILE__)
     asm volatile("" : "+v"(x));
@@ -43,7 +43,7 @@ template <class G, class T> MEMBER void unpack(const Pack<T, G::V> &p, float *ou
 
 template <class G, class T> MEMBER void load(const T *p, float *out) {
 #if defined(__HIP_DEVICE_COMPILE__)
-    // As one value until it is here: clang may cut the access of a struct into one for each member.
+    // Kept as one value up to here: clang may cut the access of a struct into one for each member.
     if constexpr (sizeof(T) == 2 && G::V == 8) {
         typedef uint32_t Held __attribute__((ext_vector_type(4), may_alias));
         Held w = *reinterpret_cast<const Held *>(p);
@@ -94,7 +94,7 @@ template <class G, class T> struct MemoryRow {
 #define MK_LDS_FLOATS (2 * MK_MAX_WAVES)
 
 // A pack that is held, as 32-bit words. In HIP a vector: clang would cut any struct into its 16-bit numbers and give
-// each a register of its own.
+// each a separate register.
 template <int N> struct Words {
 #if defined(__HIP__)
     typedef uint32_t type __attribute__((ext_vector_type(N), may_alias));
@@ -123,7 +123,7 @@ template <class W> MEMBER void opaque(W &words) {
 #endif
 }
 
-// What lanes of one row have in common. LANES is a power of two; more than a wave means the whole block.
+// The base of groups: the lanes of one row. LANES is a power of two; more than a wave means the whole block.
 template <int LANES, int VEC> struct LaneGroup {
     static constexpr int V = VEC, STRIDE = LANES * VEC;  // from one of a lane's packs to its next
     float *lds;
@@ -149,7 +149,7 @@ template <int LANES, int VEC> struct LaneGroup {
         UNROLL for (int c = 0; c < COUNT; ++c) x[c] = in_wave<MAX>(x[c]);
         if (LANES > MK_WAVE) {
             constexpr int WAVES = LANES > MK_WAVE ? LANES / MK_WAVE : 1;
-            __syncthreads();  // everyone has read what the last reduction left
+            __syncthreads();  // all lanes have read the result of the last reduction
             if (lane % MK_WAVE == 0) {
                 UNROLL for (int c = 0; c < COUNT; ++c) lds[c * MK_MAX_WAVES + lane / MK_WAVE] = x[c];
             }
@@ -216,7 +216,7 @@ template <int LANES, int VEC, int ITEMS> struct HoldingGroup : LaneGroup<LANES, 
     };
 };
 
-// Any width: the row is read again at each use.
+// A row of any width: it is read again at each use.
 template <int LANES, int VEC> struct StreamingGroup : LaneGroup<LANES, VEC> {
     MEMBER StreamingGroup(float *lds, int lane) : LaneGroup<LANES, VEC>{lds, lane} {}
     MEMBER int packs(int n) const { return (n + LANES * VEC - 1) / (LANES * VEC); }
@@ -238,8 +238,8 @@ template <int VEC> struct HostGroup {
     template <class T> using Row = MemoryRow<HostGroup, T>;
 };
 
-// The same for rows of any width at any address: a pack may end within the row, so that odd widths go by vector
-// instructions, too. What is past the end reads as 0.
+// The same for rows of any width at any address: a pack may be incomplete, so that odd widths also use vector
+// instructions. Elements past the end read as 0.
 template <class T, int VEC> struct [[gnu::may_alias]] LoosePack {
     T v[VEC];
 };

@@ -3,29 +3,29 @@
 //   launch_rows(op, rows, n)        op(group, row)                 a group of lanes has a row
 //   launch_tiles(op, rows, n)       op(G(), row, column)           a lane has a pack; rows and columns are independent
 //   launch_tile_sums(op, ...)       op(G(), row, column, sums)     the same, and sums over the rows of a strip
-//   launch_part_sums(...)           adds up what the strips left
+//   launch_part_sums(...)           adds up the sums of the strips
 //
 // An operation is a struct whose WAVES says how many waves each SIMD of gfx90a must be able to hold: 512 / WAVES vector
 // registers are its budget. One for rows also says how many rows it HOLDS. Grids are capped and blocks loop, so no count
 // of rows is too large; there are fewer than 2^28 columns.
 //
 // The build check (benchmarks/kernel_resources.py, make kernels-check) reads WAVES, and expects 16 bytes of every load and
-// store of a kernel whose packs have more than one element. Exceptions are announced by a comment line of their own,
+// store of a kernel whose packs have more than one element. Exceptions are announced by a separate comment line,
 //
 //     // narrow: COUNT (what they are, and why)
 //
 // directly below WAVES, below the head of a struct that is an argument of the operation, or above the template line of a
 // __global__ function. COUNT is how many narrow load and store instructions one kernel may have: a number, or a sum of
 // products of numbers, V (elements of a pack) and ITEMS (packs that a lane holds; 4 where rows are streamed, as the
-// compiler unrolls), or `all`. At least one kernel must need all that is announced.
+// compiler unrolls), or `all`. At least one kernel must need the full count.
 #pragma once
 #include "group.h"
 
 static constexpr int OK = 0, UNKNOWN_TYPE = -1;
 
 // ---- how wide an access may be --------------------------------------------------------------------------------------
-// Packs of 16 bytes need rows that are a multiple of them and pointers that are aligned; anything else goes one element
-// at a time.
+// Packs of 16 bytes need aligned pointers and rows of a multiple of 16 bytes; otherwise elements are processed one by
+// one.
 template <class... P> static inline bool aligned(P... pointers) {
     uintptr_t bits = 0;
     ((bits |= (uintptr_t)pointers), ...);
@@ -196,7 +196,8 @@ template <class T> static int launch_part_sums(T *out, const float *partial, int
 
 #else  // host
 
-// A row is cut into packs of 32 elements, so that the compiler makes vector instructions; odd widths go one at a time.
+// A row is cut into packs of 32 elements, so that the compiler makes vector instructions; odd widths are processed one
+// element at a time.
 static constexpr int HOST_V = 32, HOST_SMALL_V = 8;
 static constexpr int64_t HOST_GRAIN = 1 << 14;  // elements below which a thread costs more than it does
 

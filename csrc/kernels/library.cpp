@@ -1,4 +1,4 @@
-// What this library is: the loader compares it with what the file name and the sources say.
+// The description of this library: the loader compares it with the file name and the sources.
 #include "api.h"
 
 #if defined(MK_SIMULATE)
@@ -19,7 +19,7 @@
 
 extern "C" __attribute__((visibility("default"))) const char *mk_describe() { return MK_TARGET " " MK_ARCH " " MK_SOURCES; }
 
-// What a number that another function returned means.
+// The meaning of an error number returned by another function.
 extern "C" __attribute__((visibility("default"))) const char *mk_error(int code) {
     if (code == OK) return "no error";
     if (code == UNKNOWN_TYPE) return "unknown element type";

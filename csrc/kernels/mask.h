@@ -2,8 +2,8 @@
 #pragma once
 #include "philox.h"
 
-// An element is kept where its random word is below `keep` = floor((1 - p) * 2^32), and scaled by 1 / (1 - p). A NaN or
-// an infinity is multiplied by the 0 of the mask, and so shows.
+// An element is kept where its random word is below `keep` = floor((1 - p) * 2^32), and scaled by 1 / (1 - p). A
+// dropped NaN or infinity is multiplied by 0, which gives NaN, so it stays visible.
 struct Mask {
     uint64_t seed;
     uint32_t keep;
@@ -14,14 +14,14 @@ struct Mask {
         if (!random) return;
         uint32_t words[G::V];
         random_words<G::V>(seed, i, words);
-        const uint32_t below = keep;  // in registers, or the compiler fears that v overlaps this struct
+        const uint32_t below = keep;  // in registers: otherwise the compiler assumes that v may overlap this struct
         const float factor = scale;
         EACH(k) v[k] *= words[k] < below ? factor : 0.0f;
     }
 };
 
-// The number of a row among those of the whole job: masks do not depend on which of them a rank holds, and in what
-// order. Numbers past 2^64 begin anew. A period above 1 goes with fewer than 2^32 rows: GPUs are slow at 64-bit quotients.
+// The number of a row among those of the whole job: masks do not depend on which of them a rank holds, or in which
+// order. Numbers wrap at 2^64. A period above 1 requires fewer than 2^32 rows: GPUs are slow at 64-bit quotients.
 struct Place {
     uint64_t start, outer, inner;
     uint32_t period;

@@ -3,10 +3,10 @@
 #include "api.h"
 #include "row_sums.h"
 
-// y = (x - mean) * rstd * (weight + plus) + bias, RMS without mean and bias; of sum = x + residual, rounded, where
-// there is a residual: so the backward pass, which has only the rounded sum, sees what was normalised here.
+// y = (x - mean) * rstd * (weight + plus) + bias, RMS without mean and bias. With a residual, x is the rounded sum of x
+// and residual, so that the backward pass, which has only the rounded sum, has the same input.
 template <class T, bool RMS> struct Norm {
-    static constexpr int WAVES = 4, HOLDS = 3;  // x, the residual, and what comes of them
+    static constexpr int WAVES = 4, HOLDS = 3;  // x, the residual, and the result
     // narrow: 2 (mean and rstd of a row)
     T *y, *sum;
     float *mean, *rstd;
@@ -60,8 +60,8 @@ template <class T, bool RMS> struct Norm {
         }
     }
 
-    // Two passes over what is held: the mean, then deviations from it, whose own mean m1 is the rounding error of the
-    // first (Chan, Golub and LeVeque, The American Statistician 37, 1983: the corrected two-pass algorithm).
+    // Two passes over the row held: the mean, then the deviations from it, whose mean m1 is the rounding error of the
+    // first pass (Chan, Golub and LeVeque, The American Statistician 37, 1983: the corrected two-pass algorithm).
     template <class G, class Row> MEMBER void moments(const G &g, const Row &held, float &mu, float &variance) const {
         float v[G::V];
         Chains<G> sums, first, second;
@@ -82,7 +82,7 @@ template <class T, bool RMS> struct Norm {
         g.sum2(m1, m2);
         m1 /= n;
         mu = rough + m1;
-        variance = maximum(0.0f, m2 / n - m1 * m1);  // a NaN stays one
+        variance = maximum(0.0f, m2 / n - m1 * m1);  // a NaN is kept
     }
 };
 
@@ -143,7 +143,7 @@ template <class T, bool RMS> struct NormBackward {
     }
 };
 
-// The sums alone, for rows whose sums are not held.
+// Only the sums, for rows whose sums are not held.
 template <class T, bool RMS> struct NormColumns {
     static constexpr int WAVES = 8, SUMS = RMS ? 1 : 2;
     // narrow: 2 (mean and rstd of a row)
@@ -184,7 +184,7 @@ MK_API mk_norm(int type, void *y, void *sum, float *mean, float *rstd, const voi
 }
 
 // parameters, fp32 [1 or 2, n]: the gradients of weight and, unless RMS, bias; partial, workspace [parts, 1 or 2, n].
-// x: what was normalised. dsum, its gradient from other uses, may be null.
+// x: the input of the norm. dsum, its gradient from other uses, may be null.
 MK_API mk_norm_backward(int type, void *dx, void *parameters, float *partial, const void *dy, const void *dsum,
                         const void *x, const void *weight, const float *mean, const float *rstd, int64_t rows,
                         int64_t n, int64_t parts, float plus, int rms, void *stream) {

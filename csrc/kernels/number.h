@@ -37,7 +37,7 @@ template <> struct Rounded<bf16> {
     FN bf16 of(float x) {
         const uint32_t u = as_uint(x), r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
         bf16 b;
-        b.bits = (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : r);  // a NaN stays one
+        b.bits = (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : r);  // a NaN is kept
         return b;
     }
 };
@@ -54,7 +54,7 @@ FN float logarithm(float x) { return __logf(x); }  // 2^-21 near 1, 3 ulp elsewh
 // NaN passes; below -87.3 the result is 0, above 88.7 infinity.
 FN float exponential(float x) {
     const float t = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
-    const float shifted = t * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer stands in the low bits
+    const float shifted = t * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer is in the low bits
     const float i = shifted - 12582912.0f;
     const float f = (t - i * 0.693359375f) + i * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -64,7 +64,7 @@ FN float exponential(float x) {
     p = p * f + 1.6666665459e-1f;
     p = p * f + 5.0000001201e-1f;
     p = p * f * f + f + 1.0f;
-    // 2^128 has no exponent of its own: two halves.
+    // 2^128 has no exponent in fp32: two factors.
     const int whole = (int)(as_uint(shifted) - 0x4b400000u), half = whole / 2, rest = whole - half;
     const float e = p * as_float((uint32_t)(half + 127) << 23) * as_float((uint32_t)(rest + 127) << 23);
     return x < -87.3f ? 0.0f : (x > 88.7f ? as_float(0x7f800000u) : e);

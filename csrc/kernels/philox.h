@@ -10,8 +10,7 @@
 FN uint64_t product(uint32_t a, uint32_t b) { return (uint64_t)a * b; }
 
 // Counters side by side, one in each 64-bit lane of a vector register. Processors with AVX2 multiply the lower halves
-// of such lanes as they stand, and what is above them means nothing; g++ does not find that by itself and takes three
-// times as long.
+// of such lanes directly and ignore the upper halves; g++ does not find this by itself and takes three times as long.
 #if defined(MK_PHILOX_LANES) && defined(__AVX512F__)
 typedef uint64_t Lanes __attribute__((vector_size(64)));
 static constexpr Lanes LANE = {0, 1, 2, 3, 4, 5, 6, 7};

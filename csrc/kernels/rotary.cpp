@@ -1,9 +1,9 @@
-// Rotary position embedding (Su et al., arXiv 2104.09864), in halves as GPT-NeoX does: entry c of the first half of the
-// turned dimensions pairs with entry c of the second; what lies past them is copied.
+// Rotary position embedding (Su et al., arXiv 2104.09864), in halves as in GPT-NeoX: entry c of the first half of the
+// rotated dimensions pairs with entry c of the second; further entries are copied.
 #include "api.h"
 
 // y[row] = (low cos - high sin, high cos + low sin, rest) for each row of x, a head of a token. A lane has a pack of
-// low and the same pack of high, or a pack of the rest. sin has a sign: -1 turns back, which is the gradient.
+// low and the same pack of high, or a pack of the rest. sin has a sign: -1 rotates back, which is the gradient.
 template <class T> struct Rotary {
     static constexpr int WAVES = 4;
     T *y;
@@ -15,7 +15,7 @@ template <class T> struct Rotary {
     bool shared;  // one table for all samples
     float sign;
 
-    MEMBER bool small() const { return rows <= 0xffffffffLL; }  // a quarter of the instructions of a 64-bit division
+    MEMBER bool small() const { return rows <= 0xffffffffLL; }  // 32-bit division takes a quarter of the instructions
     MEMBER int64_t over(int64_t a, int b) const { return small() ? (int64_t)((uint32_t)a / (uint32_t)b) : a / b; }
 
     template <class G> MEMBER void operator()(G, int64_t row, int c) const {
@@ -48,7 +48,7 @@ template <class T> struct Rotary {
 static constexpr int WIDEST = 8;  // elements of a pack, at most
 template <class T> static int launch_rotary(const Rotary<T> &op, int packing, mk_stream stream) {
     constexpr int V = Full<T>::V;
-    const int columns = op.d - op.half;  // that lanes look at: the low half stands for both
+    const int columns = op.d - op.half;  // that lanes read: the low half covers both
     if (packing % V) return tiles_of<1, 64>(op, op.rows, columns, stream);
     if (columns <= 4 * V) return tiles_of<V, 4>(op, op.rows, columns, stream);
     if (columns <= 8 * V) return tiles_of<V, 8>(op, op.rows, columns, stream);

@@ -3,12 +3,12 @@
 //   launch_row_sums(op, columns, ...)   op(group, row, n, sums)      a group of lanes has a row of n elements
 //       sums.add(s, i, x)               adds x to sum s at the columns of the lane's i-th pack
 //
-// Every block takes each parts-th row and keeps the sums of its columns in registers until its last row is done; then
-// it leaves them in partial[block][Op::SUMS][n], fp32, for launch_part_sums. So the rows are read once. The order of
+// Each block takes every parts-th row and keeps the sums of its columns in registers until its last row is done; then
+// it writes them to partial[block][Op::SUMS][n], fp32, for launch_part_sums. So the rows are read once. The order of
 // the additions depends on the shape and the number of parts alone: the same inputs give the same bits.
 //
-// Rows too wide for that, and those that are not made of full packs, go twice: op with sums that are dropped, then
-// `columns`, an operation for launch_tile_sums.
+// Rows that are too wide for that or not made of full packs are processed twice: by op with sums that are discarded,
+// then by `columns`, an operation for launch_tile_sums.
 #pragma once
 #include "launch.h"
 
@@ -48,8 +48,8 @@ __global__ void MK_OCCUPANCY(THREADS, Op::WAVES) row_sums_kernel(Op op, int64_t 
     const int group = (int)threadIdx.x / LANES, lane = (int)threadIdx.x % LANES;
     typedef HoldingGroup<LANES, V, ITEMS> G;
     HeldSums<Op::SUMS, ITEMS, V> sums;
-    // All lanes of the block go round equally often, as they meet at barriers: a group that is left without a row takes
-    // part with one of no columns.
+    // All lanes of the block loop equally often, because of the barriers: a group without a row left takes part with an
+    // empty one.
     for (int64_t first = (int64_t)blockIdx.x * ROWS; first < rows; first += (int64_t)gridDim.x * ROWS) {
         const bool has = first + group < rows;
         op(G(lds, opaque_int(lane)), has ? first + group : first, has ? n : 0, sums);
@@ -81,8 +81,7 @@ static int row_sums_held(const Op &op, int64_t rows, int64_t n, int64_t parts, f
     return MK_LAST_ERROR();
 }
 
-// On gfx90a a lane holds up to 32 sums: so many fit into 128 registers beside the row and what it takes to handle one
-// pack.
+// On gfx90a a lane holds up to 32 sums: this many fit into 128 registers with the row and the temporaries of one pack.
 template <class T, class Columns, class Op>
 static int launch_row_sums(const Op &op, const Columns &columns, int64_t rows, int64_t n, int64_t parts,
                            float *partial, bool wide, mk_stream stream) {

@@ -6,8 +6,8 @@ static constexpr int SCALING_MOST = 128;
 typedef TensorList<1, SCALING_MOST> ScalingList;
 static_assert(sizeof(ScalingList) < 4096 - 64, "kernel arguments");
 
-// x = factor x, and the sum of squares of what is then stored. Sums are fp64, so that they are exact to 2^-45 however many
-// elements there are, and no square of a finite number overflows; a NaN or infinity makes the sum one.
+// x = factor x, and the sum of squares of the stored values. Sums are fp64, so that they are exact to 2^-45 for any
+// number of elements, and no square of a finite number overflows; a NaN or infinity makes the sum NaN or infinite.
 template <class T, bool SCALES> struct Scaling {
     static constexpr int WAVES = 8;
     // narrow: 17 (tensors that are not aligned, and ends: 8 loads and 8 stores; the sum of a chunk)
@@ -28,7 +28,7 @@ template <class T, bool SCALES> struct Scaling {
 };
 
 #if MK_DEVICE
-// Over the block, in the same order always; the result is lane 0's.
+// Over the block, always in the same order; lane 0 has the result.
 MEMBER double block_sum(double mine, double *lds) {
     lds[threadIdx.x] = mine;
     UNROLL for (int half = BLOCK / 2; half > 0; half /= 2) {
@@ -73,7 +73,7 @@ static int run_sum(float *out, const double *partial, int64_t parts, mk_stream s
     return MK_LAST_ERROR();
 }
 #else
-// One sum per chunk, whoever computes it: the result does not depend on the number of threads.
+// One sum per chunk, whichever thread computes it: the result does not depend on the number of threads.
 template <class T, bool SCALES> static int run_scaling(const ScalingList &list, float factor, double *partial, mk_stream) {
 #pragma omp parallel for schedule(static) if (list.chunks > 4)
     for (int at = 0; at < list.chunks; ++at) {

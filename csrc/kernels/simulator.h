@@ -1,14 +1,14 @@
 // Runs GPU kernels on the CPU with true lanes, for tests: g++ -DMK_SIMULATE=64, or 32, the width of a wave.
 //
-// Every thread of a block is a fiber with a stack of its own. Lanes run one after the other from one shuffle or barrier
-// to the next, forwards and backwards in turn, so that a result does not hang on timing but does change when the order
-// matters. Misuse ends the process with a message:
+// Every thread of a block is a fiber with a separate stack. Lanes run one after the other from one shuffle or barrier
+// to the next, alternately forwards and backwards, so that a result does not depend on timing but does change when the
+// order matters. Misuse ends the process with a message:
 //
 //   shuffles   with a lane that has left, or is at another shuffle or at a barrier; with a lane outside of the mask,
-//              that is of another row
+//              which belongs to another row
 //   barriers   that part of the block never reaches; lanes of a block at different barriers
-//   LDS        more than a block may have; filled with NaN before each block. Built with AddressSanitizer also: reading
-//              what nobody has written, and two lanes at one byte, one of them writing, with no barrier between
+//   LDS        more than a block may have; filled with NaN before each block. If built with AddressSanitizer, also:
+//              reads of unwritten bytes, and two lanes at one byte, one of them writing, without a barrier between them
 //   launches   of empty or too large grids and blocks
 //
 // With -fsanitize=address and --param asan-instrumentation-with-call-threshold=0 the compiler calls a function before
@@ -55,7 +55,7 @@ typedef void *mk_stream;
 #define MK_LAUNCH(kernel, grid, block, stream, ...) \
     ((void)(stream), sim::launch(__PRETTY_FUNCTION__, grid, block, [=] { (kernel)(__VA_ARGS__); }))
 
-// For what runs between the lanes and at each of their accesses: nothing of a kernel, and most of the time of a test.
+// For code between the lanes and at each of their accesses: no kernel code, but most of the time of a test.
 #define NO_CHECKS __attribute__((no_sanitize("address", "undefined"), optimize("O2")))
 
 namespace sim {
@@ -76,7 +76,7 @@ struct Fiber {
     unsigned mask;
     int distance;
     uint64_t given, received;
-    size_t lds;  // how much of the block's LDS its arrays so far take
+    size_t lds;  // bytes of the block's LDS that its arrays take so far
 };
 
 // What happened to a byte of LDS, and in which interval between barriers; intervals are numbered through all blocks.
@@ -112,8 +112,8 @@ inline std::mutex running;
 }
 
 // ---- fibers ---------------------------------------------------------------------------------------------------------
-// Leaves the registers that a called function must preserve (System V) on one stack and takes up another. A caller must
-// not look into it for the registers that it does not name: another fiber runs before it returns.
+// Saves the registers that a called function must preserve (System V) on one stack and switches to another. The
+// compiler must not infer from its body that other registers survive: another fiber runs before it returns.
 __attribute__((naked, noipa)) inline void switch_stack(void ** /* rdi: where to leave the stack pointer */, void * /* rsi */) {
     __asm__("push %rbp\n\tpush %rbx\n\tpush %r12\n\tpush %r13\n\tpush %r14\n\tpush %r15\n\t"
             "mov %rsp, (%rdi)\n\tmov %rsi, %rsp\n\t"
@@ -160,7 +160,7 @@ inline void live() {
     }
 }
 
-// Stacks for all fibers, each above a page that nobody may touch.
+// Stacks for all fibers, each above a guard page.
 inline void prepare() {
     if (fibers[0].stack) return;
     const size_t each = PAGE + STACK;
@@ -184,7 +184,7 @@ inline void prepare() {
 }
 
 // ---- LDS ------------------------------------------------------------------------------------------------------------
-// An array of the block: every thread asks for the same arrays in the same order and is given the same addresses.
+// An array of the block: every thread requests the same arrays in the same order and gets the same addresses.
 __attribute__((noinline)) inline void *shared(size_t size) {
     char *const array = lds + self->lds;
     self->lds += (size + 15) / 16 * 16 + REDZONE;
@@ -217,7 +217,7 @@ NO_CHECKS inline void check_lds(size_t first, size_t size, bool write) {
 }
 
 // ---- what kernels call ----------------------------------------------------------------------------------------------
-// Which call this is: where it returns to. An optimizing compiler may have made two of one; then it is its line.
+// Identifies a call: by its return address or, since an optimizing compiler may duplicate calls, by its line.
 #if defined(__OPTIMIZE__)
 #define MK_SITE(line) ((const void *)(uintptr_t)(line))
 #else
@@ -256,7 +256,7 @@ template <class T> __attribute__((always_inline)) inline T shuffle_xor(unsigned 
 // The i-th of n in this interval's order.
 NO_CHECKS inline int turn(int i, int n) { return interval % 2 ? i : n - 1 - i; }
 
-// Lets lanes whose partners have all come to the same shuffle go on.
+// Resumes lanes whose partners have all reached the same shuffle.
 NO_CHECKS inline bool shuffles_done(Fiber *wave, int lanes) {
     bool some = false;
     for (int i = 0; i < lanes; ++i) {
@@ -279,7 +279,7 @@ NO_CHECKS inline bool shuffles_done(Fiber *wave, int lanes) {
     return some;
 }
 
-// Until all lanes wait at a barrier or have left.
+// Runs until all lanes wait at a barrier or have left.
 NO_CHECKS inline void run_wave(Fiber *wave, int lanes) {
     do {
         for (int i = 0; i < lanes; ++i) {
@@ -289,7 +289,7 @@ NO_CHECKS inline void run_wave(Fiber *wave, int lanes) {
     } while (shuffles_done(wave, lanes));
 }
 
-// Whether the block has come to a barrier, rather than to its end.
+// Whether the block has reached a barrier, rather than its end.
 NO_CHECKS inline bool at_barrier() {
     Fiber *waiting = nullptr, *gone = nullptr;
     for (int t = 0; t < grid.threads; ++t) {
@@ -343,8 +343,8 @@ template <class F> void launch(const char *launcher, dim3 size, dim3 block, cons
 
 // ---- accesses to memory ---------------------------------------------------------------------------------------------
 #if defined(__SANITIZE_ADDRESS__)
-// Whether AddressSanitizer's shadow (on x86-64 Linux a byte there for 8 of memory, 0 where all 8 may be used) rules out
-// that it would object: asking it each time takes longer than all else in a launch.
+// Whether AddressSanitizer's shadow memory shows an access to be valid (on x86-64 Linux it has a byte for 8 of memory,
+// 0 where all 8 may be used): calling AddressSanitizer each time takes longer than the rest of a launch.
 NO_CHECKS __attribute__((always_inline)) inline bool surely_allowed(uintptr_t at, size_t size) {
     const char *const shadow = (const char *)0x7fff8000;
     char any = 0;

@@ -3,8 +3,8 @@
 
 // Probabilities over the columns a row may see; the others get exactly 0, and a row that sees nothing is all 0.
 //
-// Read once, held; maximum, sum and quotient from there. exp is computed twice rather than kept: it is cheaper than the
-// registers of a second fp32 copy.
+// A row is read once and held for maximum, sum and quotient. exp is computed twice rather than kept: this is cheaper
+// than the registers of a second fp32 copy.
 template <class T, class See> struct Softmax {
     static constexpr int WAVES = 4, HOLDS = 1;
     T *y;
@@ -15,7 +15,7 @@ template <class T, class See> struct Softmax {
 
     template <class G> MEMBER void operator()(const G &g, int64_t row) const {
         const typename See::Row seen = see.row(row);
-        const int limit = seen.limit(n, G::V);  // nothing is read past it
+        const int limit = seen.limit(n, G::V);  // columns past it are not read
         const T *const from = x + row * n;
         T *const to = y + row * n;
         typename G::template Row<T> held;
@@ -30,7 +30,7 @@ template <class T, class See> struct Softmax {
             EACH(k) best[k] = maximum(v[k], best[k]);
         }
         const float top = g.max(fold_max<G>(best));
-        const float shift = top == -MK_INFINITY ? 0.0f : top;  // nothing seen: exp(-inf - 0) is 0
+        const float shift = top == -MK_INFINITY ? 0.0f : top;  // row without visible columns: exp(-inf - 0) is 0
         PACKS(i, g, limit) {
             held.get(i, v);
             seen.template hide<G>(g.column(i), v, scale);
@@ -73,7 +73,7 @@ struct Causal {
 struct Masked {
     // narrow: 3 * ITEMS (the mask, a byte for each element, read in each of three passes)
     const uint8_t *mask;
-    int64_t sq, rows_per_sample;  // heads * sq; of all rows where the mask is one for all samples
+    int64_t sq, rows_per_sample;  // heads * sq; all rows where one mask serves all samples
     int n;
     struct Row {
         const uint8_t *mask;
@@ -88,8 +88,8 @@ struct Masked {
     }
 };
 
-// dx = scale * y * (dy - sum(y * dy)). Where y is 0, as in all that is hidden, dx is 0, so one body serves both kinds;
-// a causal row reads nothing past what it saw.
+// dx = scale * y * (dy - sum(y * dy)). Where y is 0, as in all hidden columns, dx is 0, so one body serves both kinds;
+// a causal row reads only its visible columns.
 template <class T> struct SoftmaxBackward {
     static constexpr int WAVES = 4, HOLDS = 2;
     T *dx;

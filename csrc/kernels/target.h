@@ -24,7 +24,7 @@ typedef cudaStream_t mk_stream;
 #include <hip/hip_fp16.h>
 #include <hip/hip_runtime.h>
 #define MK_DEVICE 1
-#define MK_WAVE 64  // warpSize is no constant in ROCm 7
+#define MK_WAVE 64  // warpSize is not a constant in ROCm 7
 typedef hipStream_t mk_stream;
 #define MK_SHUFFLE_XOR(mask, value, lanes) __shfl_xor(value, lanes)
 #define MK_LAST_ERROR() ((int)hipGetLastError())

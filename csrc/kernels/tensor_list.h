@@ -1,15 +1,15 @@
 // Operations over many tensors in one launch.
 //
-// Pointers and sizes travel by value in the kernel's arguments (less than the 4 KB that CUDA and HIP allow), so nothing
-// has to be copied to the device before. Every tensor is cut into chunks of the same size, one for each block; a block finds
-// its tensor by a search in which all its lanes agree. More tensors than fit into the arguments take more launches.
+// Pointers and sizes are passed by value in the kernel's arguments (less than the 4 KB that CUDA and HIP allow), so
+// they need no copy to the device. Every tensor is cut into chunks of the same size, one for each block; a block finds
+// its tensor by a search that is uniform over its lanes. More tensors than fit into the arguments take more launches.
 //
 //   walk<V>(first, last, packed, body)    body(at) for all elements of a chunk, V of them at a time
 //   at.load(pointer, floats), at.store(pointer, floats)
 #pragma once
 #include "launch.h"
 
-// ARRAYS tensors of equal size stand at each index, e.g. weights and their gradient. MOST is a power of two.
+// Each index has ARRAYS tensors of equal size, e.g. weights and their gradient. MOST is a power of two.
 template <int ARRAYS, int MOST> struct TensorList {
     void *pointer[ARRAYS][MOST];
     int64_t size[MOST];
@@ -86,8 +86,8 @@ template <int V> struct Packed {
     }
 };
 
-// V elements a block apart, for tensors that do not lie on the boundary of a pack and for the end of the others: as many
-// bytes in flight, and the lanes of a wave still read side by side.
+// V elements a block apart, for tensors that are not aligned to a pack and for the end of the others: as many bytes in
+// flight, and the lanes of a wave still read adjacent elements.
 template <int V> struct Scattered {
     static constexpr int WIDTH = V;
     int64_t i, last;
