@@ -278,7 +278,7 @@ def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[s
     for target, given in of_target.items():
         if targets and target not in targets:
             raise BuildError(
-                f"--arch {given[0]} is one of --target {target}, which was not asked for"
+                f"--arch {given[0]} is one of --target {target}, which was not requested"
             )
     chosen = list(dict.fromkeys(targets)) or list(of_target) or [t for t in TARGETS if compiler(t)]
     if not chosen:
@@ -335,7 +335,7 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
         except (BuildError, OSError) as error:
             say(
                 f"warning: kernels for {target} were not built: {error}\nwarning: torch's own "
-                "operators serve in their place; to try again: python setup.py build_kernels "
+                "operators are used instead; to try again: python setup.py build_kernels "
                 f"--target {target}"
             )
     if alone:

@@ -53,9 +53,7 @@ class Finding:
         """Return a line for the log."""
         name = f"{self.package} {self.version}" if self.version else self.package
         return (
-            f"{name}: used"
-            if self.usable
-            else f"{name}: {self.reason}; in its place: {self.fallback}"
+            f"{name}: used" if self.usable else f"{name}: {self.reason}; instead: {self.fallback}"
         )
 
 
@@ -279,7 +277,7 @@ def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_nam
     """Choose what uses the kernels on `device` (None: the CPU) when computing in `dtype_name`.
 
     An operator does if a library is loaded for the device, no flag forbids it, and, on a CPU,
-    HOST_FASTER says that the kernel is faster or `--...-implementation fused` asks for it.
+    HOST_FASTER says that the kernel is faster or `--...-implementation fused` requests it.
     """
     device_type = device.type if device is not None else "cpu"
     fusions = assumed_fusions(kernels, device_type, dtype_name, _loaded(device_type))

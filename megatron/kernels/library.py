@@ -31,7 +31,7 @@ from megatron.kernels.build import LIBRARIES, host_archs, library_name, source_h
 from megatron.kernels.work import Computation
 
 OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
-"""Environment variable: a library to load for CPU tensors in place of the host's, e.g. the
+"""Environment variable: a library to load for CPU tensors instead of the host's, e.g. the
 simulator; "none": no library on any device."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -71,7 +71,7 @@ class Found:
         """Return one line for the log."""
         if self.handle is not None:
             return f"fused kernels: {self.target} {self.arch} ({self.path})"
-        return f"fused kernels: none, {self.reason}; in their place: torch's own operators"
+        return f"fused kernels: none, {self.reason}; instead: torch's own operators"
 
 
 @functools.cache
@@ -188,7 +188,7 @@ def _load(path: Path, target: str | None) -> Found:
             return Found(reason=f"{path.name} was built for {built_for}")
         if source_hash() not in ("", sources):
             return Found(
-                reason=f"{path.name} was built from other sources than csrc/kernels has now"
+                reason=f"{path.name} was built from other sources than those in csrc/kernels"
             )
     problem = _try_on_gpu(handle) if target in ("hip", "cuda") else ""
     if problem:
@@ -218,7 +218,7 @@ def _share_hip_runtime() -> None:
     """Let a library find HIP's functions in the runtime that torch has loaded.
 
     The library is not linked with one: a torch wheel brings its own ROCm, and of two runtimes in a
-    process neither knows the other's streams.
+    process neither can use the other's streams.
     """
     try:
         mapped = Path("/proc/self/maps").read_text()

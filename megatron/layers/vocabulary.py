@@ -229,8 +229,8 @@ class _Loss(torch.autograd.Function):
             ctx.loss.copy_(loss)
         if dx is not None:
             dx = dx.view(x.shape)
-            # A loss may be infinite although its gradient is not. One value of the gradient tells
-            # the optimizer, which then skips the step; nothing else has to be read or agreed on.
+            # A loss may be infinite although its gradient is not. One value of the gradient passes
+            # this on to the optimizer, which then skips the step; no other message is needed.
             dx[:1, :1, :1].add_(0.0 * loss)
         return dx, None if dw is None else dw.to(v.weight.dtype), None, None, None, None
 

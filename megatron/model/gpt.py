@@ -32,7 +32,7 @@ from megatron.parallel.topology import Layout, Topology
 from megatron.protocols import Layer, Stage
 
 OUTPUT_LAYER = "output_layer.weight"
-EMBEDDING_LAYER = -1  # the index under which dropout keys know the embedding
+EMBEDDING_LAYER = -1  # the index of the embedding for dropout keys
 
 
 class GPTChunk(torch.nn.Module):
@@ -256,7 +256,7 @@ def build_chunks(
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each parameter of the model, by name; no memory is used."""
-    # with all stages, none of them cut
+    # with all stages, not cut over tensor ranks
     one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))
     shardings = [sharding_of(p) for p in build_chunks(config, one).parameters()]
     return {s.name: s.global_shape for s in shardings}

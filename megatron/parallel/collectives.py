@@ -201,7 +201,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
         ctx.group = group if sequence_parallel else None
-        ctx.partial_gradient = True  # for engine/gradients.py: each rank put in values of its own
+        ctx.partial_gradient = True  # for engine/gradients.py: the ranks' inputs differ
         if sequence_parallel:
             return reduce_scatter_first(x, group)
         return all_reduce(x.clone(memory_format=torch.contiguous_format), group)

@@ -69,7 +69,7 @@ SETTINGS = (
         _CUDA + _ROCM,
         lambda config: "1",
         "a message that is ready starts before products that are; on ROCm streams of high priority "
-        "have queues of their own, so that a receive which is posted early does not spin in front "
+        "have separate queues, so that a receive which is posted early does not spin in front "
         "of products",
     ),
     Setting(

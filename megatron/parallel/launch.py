@@ -69,7 +69,7 @@ class Launch:
     job           distinguishes this run from others on the same host; the same on all its ranks
     store_served  whether the launcher serves a store at master_addr:master_port (torchrun does)
     notices       where the launch differs from what the variables say, for the log
-    token         MEGATRON_JOB_TOKEN: a random text that only this job's processes know, part of the
+    token         MEGATRON_JOB_TOKEN: a random text known only to this job's processes, part of the
                   keys of the store
     """
 
@@ -113,7 +113,7 @@ class Launch:
         return f"megatron/{secret}/{self.job}/{self.world_size}"
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which torch and DeepSpeed know ranks."""
+        """Return the variables from which torch and DeepSpeed read ranks."""
         names = "rank local_rank world_size local_world_size master_addr master_port"
         return {name.upper(): str(getattr(self, name)) for name in names.split()}
 

@@ -30,7 +30,7 @@ _LONGEST = 200  # characters of a value in it
 
 
 def bus_address(device: torch.device) -> tuple[int, ...]:
-    """Return PCI domain, bus and device; empty for the CPU or where torch does not know."""
+    """Return PCI domain, bus and device; empty for the CPU or where torch has none."""
     if device.type == "cpu":
         return ()
     properties = torch.cuda.get_device_properties(device)

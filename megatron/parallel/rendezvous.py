@@ -122,7 +122,7 @@ class Rendezvous(StoreConnection):
         self._deaf = threading.Event()  # no more calls are answered
         self._pause = self._deaf.wait if sleep is time.sleep else sleep
         self._torch_store: Any = None  # torch's own connection to the store
-        self._answer_s = ANSWER_S + self.pause_s  # a rank may take to hear a call and to answer it
+        self._answer_s = ANSWER_S + self.pause_s  # for a rank to receive a call and to answer it
         self._listener: threading.Thread | None = None
         self._variables = contextlib.ExitStack()  # set until the end
         self._explained: LaunchError | None = None
@@ -164,7 +164,7 @@ class Rendezvous(StoreConnection):
             self.flight = self.flight_file.recorder
             atexit.register(self._leave)
             try:
-                # It meets the deadline by itself unless the store's host hangs or lost power.
+                # It keeps the deadline by itself unless the store's host hangs or lost power.
                 left = max(deadline - self.clock(), 0.0)
                 failure = f"{self._myself}: {self.store_name} gave no answer"
                 bounded(lambda: self._meet(deadline), left + ANSWER_S, failure)
@@ -307,7 +307,7 @@ class Rendezvous(StoreConnection):
             wanted["GLOO_SOCKET_IFNAME"] = "lo"
         raise_file_limit()  # gloo connects each rank with all others of a group
         if on_device and launch.world_size > _FULL_MESH:
-            # Beside NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 knows
+            # With NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 reads
             # the variable.)
             wanted["TORCH_GLOO_LAZY_INIT"] = "1"
             # torch's monitor of NCCL also queries the store, every second on every rank.
@@ -371,7 +371,7 @@ class Rendezvous(StoreConnection):
         """
         if self._explained is None:
             self._failed = True
-            # a watchdog that finds a hang ends this process, and knows more
+            # a watchdog that finds a hang ends this process, with a better diagnosis
             self.judged.wait(2 * self._answer_s)
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"

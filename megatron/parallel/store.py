@@ -34,7 +34,7 @@ class StoreConnection:
     """A connection to this job's part of the store, which the first process or the launcher serves.
 
     launch        this process
-    timeout       for the store to come up, and for requests of torch
+    timeout       for the store to start, and for requests of torch
     clock, sleep  measure and spend the time between requests for a key that is awaited
     server        the rank that serves the store
     """
@@ -69,7 +69,7 @@ class StoreConnection:
         return f"{served_by} at {self.launch.store_host}:{self.launch.master_port}"
 
     def open(self) -> None:
-        """Connect to the store, or serve it; it may come up within `timeout`. Raises LaunchError."""
+        """Connect to the store, or serve it; it may start within `timeout`. Raises LaunchError."""
         if self.launch.world_size == 1 and not self.launch.store_served:
             self.store = dist.HashStore()
         else:
@@ -112,7 +112,7 @@ class StoreConnection:
             ) from error
 
     def _client(self) -> Any:
-        """Connect to the store's server, which may come up within `timeout`."""
+        """Connect to the store's server, which may start within `timeout`."""
         # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
         address = (
             "127.0.0.1" if self.serves_store else self.launch.store_host,

@@ -91,7 +91,7 @@ def _check_adamw(
     check(
         name,
         0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0,
-        f"betas ({beta1}, {beta2}) must lie in [0, 1)",
+        f"betas ({beta1}, {beta2}) must be in [0, 1)",
     )
     check(name, step >= 1, f"step is {step}; the first is 1")
     device = parameters[0].device
@@ -278,7 +278,7 @@ def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> Tensor:
 
     tensors  fp32, fp16 or bf16, all of one type, contiguous and on one device; some may be empty
 
-    The sum is taken in fp64 and in a fixed order: the same bits every time. It comes as a
+    The sum is taken in fp64 and in a fixed order: the same bits every time. It is returned as a
     0-dimensional fp32 tensor on the tensors' device, without a copy to the host: NaN or infinite if
     an element is, and infinite above 3.4e38. An empty list gives 0, on the CPU. With a factor of 1
     nothing is written. Raises KernelError.

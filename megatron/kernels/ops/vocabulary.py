@@ -211,7 +211,7 @@ def reference_(table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | No
     (torch.use_deterministic_algorithms).
     """
     total, place = table, rows
-    # a row is summed where the first of its values lies in their order
+    # a row is summed at the position of its first value
     if table.dtype != torch.float32:
         ordered = rows.sort().values
         total, place = table[ordered].float(), torch.searchsorted(ordered, rows)

@@ -40,14 +40,14 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 # blocks up to 32 MiB kept, and at 3,105 with those up to 1 GiB. glibc before 2.35 accepts no size
 # above half of its HEAP_MAX_SIZE, which is the second one here.
 KEEP_BLOCKS_BYTES = (256 << 20, 32 << 20)
-# The heap's free end is never returned: blocks come and go there in every step. A process keeps the
+# The heap's free end is never returned: its blocks change in every step. A process keeps the
 # peak of its blocks of this size, which it needs again in the next step; this does not add up over
 # steps or processes of a node.
 _NEVER_TRIM = -1
 # While a model is set up, blocks of at least this size are mapped one by one.
 _SET_UP_BLOCK_BYTES = 1 << 20
 _DEFAULT_TOP_PAD = 128 << 10  # malloc.c, DEFAULT_TOP_PAD
-# with "1", torch asks for huge pages for tensors of 2 MiB and more
+# with "1", torch requests huge pages for tensors of 2 MiB and more
 _TORCH_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 

@@ -71,13 +71,13 @@ _GIT_S = 20.0
 _WAIT_S = 60.0
 
 MAY_DIFFER = {
-    # a process's own place, and how it reaches the first
+    # a process's rank on its node, and how it reaches the first process
     "local_rank",
     "master_addr",
     "master_port",
     "data_cache_path",
     "stage_data_to",  # scratch folders of a node
-    # for one rank alone, or for each by itself
+    # for one rank alone, or separately for each
     "metrics_file",
     "tensorboard_dir",
     "trace_dir",

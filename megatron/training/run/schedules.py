@@ -289,7 +289,7 @@ class LearningRateSchedule:
 
     unit      "iterations", "samples" or "tokens": what `warmup` and `decay` count
     warmup    length of the linear warm-up
-    decay     when the learning rate has come down to `min_lr`, warm-up included
+    decay     length until the learning rate has reached `min_lr`, warm-up included
 
     Raises ConfigError for lengths in several units that contradict each other; megatron.config
     checks the others.

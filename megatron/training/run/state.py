@@ -77,7 +77,7 @@ class Run:
     copies_checked  whether copies of weights were compared after a step of this job that was not
                     skipped
     went_back       how often the run went back to the checkpoint of an iteration, after loss spikes
-    under_way       the last step, until its figures are read: `progress` does not know yet whether
+    under_way       the last step, until its figures are read: `progress` does not show yet whether
                     it was skipped
     """
 

@@ -433,7 +433,7 @@ def judge(
     awaited = awaited_ranks(seen, layout)
     roots = {r for ranks in awaited.values() for r in ranks if r not in awaited}
     dead = {r for r, of in seen.items() if of.process in (DEAD, GONE)}
-    # A rank that computes without end holds up others only when they come to a collective.
+    # A rank that computes forever holds up others only when they reach a collective.
     idle = {r for r, of in seen.items() if r not in awaited and of.quiet_s >= timeout_s}
     candidates = sorted(roots | dead | idle)
     stuck = [r for r in candidates if r not in seen or r in dead or seen[r].quiet_s >= timeout_s]
