@@ -1,7 +1,7 @@
 """Errors that a user can cause and fix, and how they are printed.
 
-Each message says what is wrong, where, which value, and what to do instead. Broken invariants of
-our own are assertions instead.
+Each message says what is wrong, where, which value, and what to do instead. Violated internal
+invariants are assertions.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def _target_of(arch: str) -> str:
     if arch in (platform.machine(), "x86-64", *(name for name, _ in _LEVELS)) and arch != "x86_64":
         return "host"
     raise BuildError(
-        f"--arch {arch} is not known; gfx90a (hip), sm_90 (cuda) and x86-64-v3 (host) are examples; "
+        f"--arch {arch} is unknown; gfx90a (hip), sm_90 (cuda) and x86-64-v3 (host) are examples; "
         "no suffix is needed, since one library serves every XNACK and ECC mode"
     )
 

@@ -58,7 +58,7 @@ class Finding:
 
 
 def flash_attention(device_type: str, dtype_name: str) -> Finding:
-    """Look for flash-attn and whether it runs on `device_type` in `dtype_name`.
+    """Check for flash-attn, and whether it runs on `device_type` in `dtype_name`.
 
     `device_type` is "cuda" for CUDA and ROCm, or "cpu".
     """
@@ -123,12 +123,12 @@ def _loaded(device_type: str) -> bool:
 
 
 def fused_adam(device_type: str) -> Finding:
-    """Look whether NVIDIA's apex (or AMD's port) has a FusedAdam for `device_type`."""
+    """Check whether NVIDIA's apex (or AMD's port) has a FusedAdam for `device_type`."""
     return _apex("FusedAdam", "amp_C", "apex.optimizers", "FusedAdam", "optimizer", device_type)
 
 
 def fused_norm(device_type: str) -> Finding:
-    """Look whether apex has its layer and RMS normalisation for `device_type`."""
+    """Check whether apex has its layer and RMS normalisation for `device_type`."""
     module = "apex.normalization.fused_layer_norm"
     return _apex(
         "norm", "fused_layer_norm_cuda", module, "fused_rms_norm_affine", "norm", device_type
@@ -138,7 +138,7 @@ def fused_norm(device_type: str) -> Finding:
 def _apex(
     part: str, extension: str, module: str, name: str, flag: str, device_type: str
 ) -> Finding:
-    """Look whether `module` has `name` and the compiled `extension` that it calls.
+    """Check whether `module` has `name` and the compiled `extension` that it calls.
 
     The package called apex on PyPI is another project; it is recognised and not used.
     """

@@ -58,7 +58,7 @@ _MOST = 1 << 20  # processes of a job: more are a mistake
 
 @dataclass(frozen=True)
 class Launch:
-    """One process's place among all.
+    """A process's place among all processes of the job.
 
     rank          its number in the job; `task` is the launcher's own number for it, which is
                   different where ranks are placed on devices (placing.py)

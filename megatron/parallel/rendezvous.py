@@ -248,7 +248,7 @@ class Rendezvous(StoreConnection):
         return ""
 
     def _participant(self, task: int) -> str:
-        """Return where a process is that has described itself."""
+        """Return the place of a process that has described itself."""
         described = Task(**json.loads(self.store.get(f"participant/{task}")))
         return f"{described.place}, process {described.pid}"
 

@@ -11,9 +11,9 @@ without a sink, or with one that is not `direct`, gets its gradient from autogra
 second case the sink's owner takes it from `.grad`.
 
 Random numbers depend on what they are for, not on what was drawn before. Whether an element is
-dropped depends on (seed, layer, site) and on its place in the tensor of the whole job: sample, head,
-position, column. So masks are the same on any layout, for any size of the micro-batch, with and
-without recomputation and after a resume, and no generator state needs to be stored. A rank that
+dropped depends on (seed, layer, site) and on its place in the tensor of the whole job: sample,
+head, position, column. So masks are the same on any layout, for any size of the micro-batch, with
+and without recomputation and after a resume, and no generator state needs to be stored. A rank that
 holds a part of the tensor has that part of the mask.
 """
 

@@ -151,7 +151,7 @@ def _check_gradient(
     check_shape(name, logarithms.shape, dots=dots)
 
 
-# -- a block, with torch's operators ------------------------------------------------------------------------
+# -- a block, with torch's operators ---------------------------------------------------------------
 
 
 def _mask(
@@ -257,7 +257,7 @@ def dots_reference(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(wide) * b.to(wide)).sum(-1)
 
 
-# -- a block, with the kernels ------------------------------------------------------------------------------
+# -- a block, with the kernels ---------------------------------------------------------------------
 
 
 def _launch(

@@ -2,18 +2,18 @@
 
 The activations are GELU, SwiGLU and squared ReLU; bias-dropout-add is residual + dropout(x + bias).
 
-Activations: bytes moved for results of N elements of e bytes, with a bias of n elements: forward N e
-in (SwiGLU 2 N e) and N e out; backward 2 N e in and N e out (SwiGLU 3 and 2). The bias is read once
-per row, from a cache; its gradient is summed in the pass that makes dx, which adds 8 bytes a column
-for each part of the rows, below 6 % (library.partial_sums).
+Activations: bytes moved for results of N elements of e bytes, with a bias of n elements: forward N
+e in (SwiGLU 2 N e) and N e out; backward 2 N e in and N e out (SwiGLU 3 and 2). The bias is read
+once per row, from a cache; its gradient is summed in the pass that makes dx, which adds 8 bytes a
+column for each part of the rows, below 6 % (library.partial_sums).
 
 Dropout: the mask is computed from a seed wherever it is needed and never stored. Element i is kept
 where word i % 4 of Philox4x32-10 (Salmon et al., SC 2011), with key `seed` and counter i // 4, is
 below floor((1 - p) 2^32): p is exact to 2^-32. i counts the elements of the whole job, of which the
 tensor holds some rows (a Place). So the mask depends on seed, place and p alone, not on the layout,
-the device, its wave size, the type, or the number of threads. Bytes moved for N elements of e bytes:
-forward N e in for each of x and residual, N e out; backward N e in, N e out (the residual's gradient
-is dy itself), and the bias as above.
+the device, its wave size, the type, or the number of threads. Bytes moved for N elements of e
+bytes: forward N e in for each of x and residual, N e out; backward N e in, N e out (the residual's
+gradient is dy itself), and the bias as above.
 """
 
 from __future__ import annotations

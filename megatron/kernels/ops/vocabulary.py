@@ -6,11 +6,11 @@ the local pass N e in, whatever the width of a row; the gradient N e in and N e 
 is no second array of the logits' size. Padding columns are not read. Numbers per token (labels and
 fp32 results, 20 bytes each pass) are negligible.
 
-Embedding: `add_rows_` adds values to the rows that were looked up, in a fixed order. Bytes moved for
-n values of e bytes and width w, which hit d different rows of a table of t bytes per element: n w e
-in, d w t in and out. On a GPU a row that occurs in more than one chunk of values costs 8 w bytes
-more for each of them: at most e = 2 and 16 values to a chunk, 25 percent. Values are sorted by row
-first, 12 bytes of each are kept.
+Embedding: `add_rows_` adds values to the rows that were looked up, in a fixed order. Bytes moved
+for n values of e bytes and width w, which hit d different rows of a table of t bytes per element: n
+w e in, d w t in and out. On a GPU a row that occurs in more than one chunk of values costs 8 w
+bytes more for each of them: at most e = 2 and 16 values to a chunk, 25 percent. Values are sorted
+by row first, 12 bytes of each are kept.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from megatron.training.report.metrics import (
 from megatron.training.run.schedules import Progress
 
 _SHOWN = 8  # slow ranks in the log: as many as one node has
-_FLUSH_S = 30  # the most that a killed run loses of TensorBoard's files
-_GROWTH = 1.05  # of memory since it was last reported, which is worth another line
+_FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
+_GROWTH = 1.05  # of memory since the last report, from which on it is reported again
 # no training run comes near it; a higher figure is an error in time or peak
 _PLAUSIBLE_UTILISATION = 0.9
 

@@ -34,7 +34,7 @@ _DUE, _WRITING = "save", "writing"
 # between a failed save and the next try: trying at every step would slow training and fill the log
 _RETRY_S = 60.0
 
-# Beginnings of the settings that shape learning rate and weight decay over the run.
+# Prefixes of the settings that shape learning rate and weight decay over the run.
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
 
 

@@ -135,7 +135,7 @@ def done_before(run: Run, before: bool) -> None:
 
 
 def count_data(run: Run) -> None:
-    """Count the samples of the last step in the ledger, and report which sources begin a new epoch."""
+    """Count the samples of the last step in the ledger, and report sources that begin an epoch."""
     if run.ledger is not None:
         for source, epoch in run.ledger.advance(run.progress.consumed_samples):
             run.reporter.say(

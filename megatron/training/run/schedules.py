@@ -348,7 +348,7 @@ class LearningRateSchedule:
         return self.min_lr + self._part(n) * (self.max_lr - self.min_lr)
 
     def _part(self, n: float) -> float:
-        """Return how far the learning rate after the warm-up is from `min_lr` (0) to `max_lr` (1)."""
+        """Return where the learning rate after the warm-up is, from `min_lr` (0) to `max_lr` (1)."""
         if self.style == "WSD":
             start = self.decay - self._final
             return 1.0 if n <= start else self._final_decay((n - start) / self._final)

@@ -81,8 +81,8 @@ def run_training(
 
     `signals` are entered already; `started` is when the program began, by time.monotonic, for
     --walltime. `environment` are lines for the log (see
-    megatron.parallel.environment.job_environment). `ranks` place them on a known machine; without
-    it only --rank-order and --device-order change anything.
+    megatron.parallel.environment.job_environment). `ranks` is their placement on a known machine;
+    without it only --rank-order and --device-order have an effect.
     """
     save = config.checkpoint.save
     claim = FolderClaim(Path(save), f"--save {save}") if save else None
