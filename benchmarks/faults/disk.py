@@ -60,15 +60,17 @@ def remount(folder: Path, options: str) -> None:
 
 @dataclass(frozen=True)
 class Closing:
-    """Make a file system read-only from within the run, while none of its files is open."""
+    """Make a folder read-only from within the run, whose lock file in it is open.
+
+    A read-only mount covers the folder: a file system with files open for writing cannot become
+    read-only itself.
+    """
 
     folder: str
 
     def __call__(self, *_: object) -> None:
-        command = ["mount", "-o", "remount,ro", self.folder]
-        # another thread is writing a sign of life
-        while subprocess.run(command, capture_output=True).returncode:
-            pass
+        subprocess.run(["mount", "--bind", self.folder, self.folder], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", self.folder], check=True)
 
 
 def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
@@ -143,7 +145,7 @@ def read_only(
         job = run_job(ranks, arguments(disk, metrics, *flags), folder / "logs", arms=arms)
         faults += after_failed_saves(job, "Read-only file system", disk, metrics)
         last = int(history.newest(disk).name.removeprefix("iter_"))
-        remount(disk, "rw")
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # what covers it
         faults += resumed(ranks, disk, metrics, flags, last, reference, folder)
     return Disk(f"read-only folder, {name} saves", f"resumed from {last}", tuple(faults))
 
