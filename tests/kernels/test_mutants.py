@@ -677,7 +677,12 @@ TOPICS = {
                 "v[k] * factor",
             ),
             Mutant("gradient without scale", "adamw.cpp", "gradient[k] * scale", "gradient[k]"),
-            Mutant("a step with any scale", "adamw.cpp", "== 0x7f800000u", "== 0xffffffffu"),
+            Mutant(
+                "a step with any scale",
+                "adamw.cpp",
+                "(as_uint(scale) & 0x7f800000u) == 0x7f800000u",
+                "(as_uint(scale) & 0x7f800000u) == 0xffffffffu",
+            ),
             Mutant("decay of every weight alike", "adamw.cpp", "s.decay * weight[k]", "s.decay"),
             Mutant(
                 "eps before the scale",
