@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +213,10 @@ def two_runs(root: Path, training: Training) -> dict[str, Any]:
     """Save the same iteration from a second run between the first one's start and its commit."""
     first, second = training.saver(root), training.saver(root, keep_last=1)
     first.start(3, training.engine, {"run": "first"}, {}, background=True)
-    while not first.written:
-        time.sleep(0.001)
+    writing = first._pending.future  # type: ignore[union-attr]
+    assert writing is not None
+    wait([writing])
+    assert first.written
     training.step()
     expected = toy.state_pieces(training.engine)
     second.start(3, training.engine, {"run": "second"}, {})

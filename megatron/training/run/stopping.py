@@ -107,7 +107,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run ends early.
+    """Reason for which a run ends early.
 
     `requeue` is set when the job ends although the user wants the run to continue.
     """
