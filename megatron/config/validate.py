@@ -6,7 +6,8 @@ All problems are collected; no check needs a process group or a file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from megatron.config.duration import duration_s
 from megatron.config.parallel import layout_counts
@@ -44,17 +45,18 @@ NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("recompute_granularity", "full", ("recompute_method",)),
     ("optimizer", "adam", ("optimizer_implementation",)),
 )
-CHECKS: list[tuple[tuple[str, ...], Problems]] = []
 
 
-def check(*needs: str) -> Callable[[Problems], Problems]:
-    """Add a check that runs when all of these settings have valid values, and yields problems."""
+class Check(NamedTuple):
+    """A check that runs if all settings of `needs` have valid values, and yields problems."""
 
-    def add(problems: Problems) -> Problems:
-        CHECKS.append((needs, problems))
-        return problems
+    needs: tuple[str, ...]
+    problems: Problems
 
-    return add
+
+def check(*needs: str) -> Callable[[Problems], Check]:
+    """Make a check of a function; CHECKS at the end of this module collects them."""
+    return partial(Check, needs)
 
 
 def validate(settings: Settings) -> None:
@@ -523,3 +525,6 @@ def _tokenizer(v: Values) -> Iterator[str]:
     for name in _TOKENIZER_NEEDS.get(kind, ()):
         if v[name] is None:
             yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"
+
+
+CHECKS = tuple(value for value in globals().values() if isinstance(value, Check))
