@@ -280,6 +280,8 @@ def test_a_verdict_forged_without_the_jobs_token_ends_nothing() -> None:
     assert ranks_in_threads(
         [0, 1], 2, lambda rank: rank.notices, **given, token="a random text"
     ) == [[], []]
+    # Nor do they write where it can be guessed: with luck that would replace the forged verdict.
+    assert json.loads(intruder.get(f"{launch.store_prefix()}/verdict")) == {"error": "forged"}
     assert server.port == port
 
 
