@@ -25,6 +25,7 @@ from pathlib import Path
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config, parse_args
 from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
@@ -41,7 +42,7 @@ def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 def read_config(flags: Sequence[str]) -> Config:
     """Return the run's configuration. Raises ConfigError, also for an unknown batch size."""
-    config = parse_args(flags)
+    config = parse_args(flags, checkpoint=settings_to_take)
     guessed = [
         name
         for name in ("world_size", "global_batch_size")

@@ -5,9 +5,17 @@ Needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.files import CONFIG, read_manifest
+from megatron.checkpoint.find import find_folder, read_tracker
+from megatron.checkpoint.folder import folder_name, tagged_name
+from megatron.config.model import TokenizerConfig
+from megatron.config.option import options_of
 from megatron.config.pieces import Pieces
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import CheckpointError
@@ -38,6 +46,54 @@ ARCHITECTURE = (
     "apply_residual_connection_post_layernorm",
 )
 """Fields of config.model that determine which weights exist or what they mean."""
+
+
+# Megatron-LM's --use-checkpoint-args takes these as well.
+_TAKEN = ("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout")
+
+
+def settings_to_take(
+    given: Mapping[str, Any],
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return what --use-checkpoint-args takes from the checkpoint of --load and --load-tag.
+
+    These are the file, the settings that must be those of the checkpoint, and those that are taken
+    unless `given` has others. Every rank reads the file for itself, and only this one, if the
+    tracker names a good checkpoint. Loading compares the architecture of the checkpoint that rank 0
+    chooses later. Raises CheckpointError.
+    """
+    place, stored = _stored(given["load"], given.get("load_tag"))
+    model, tokenizer = stored.get("model"), stored.get("tokenizer", {})
+    if not (isinstance(model, dict) and isinstance(tokenizer, dict)):
+        raise CheckpointError(f"{place} does not hold the settings of a run")
+    fixed = {name: model[name] for name in ARCHITECTURE if name in model}
+    others = {name: model[name] for name in _TAKEN if name in model}
+    if model.get("position_embedding_type") == "learned_absolute":
+        fixed["max_position_embeddings"] = others.pop("max_position_embeddings", None)
+    files = "vocab_file" in given and "merge_file" in given
+    kind = given.get("tokenizer_type", "GPT2BPETokenizer" if files else None)
+    if kind in (None, tokenizer.get("tokenizer_type")):
+        kind = tokenizer.get("tokenizer_type")
+        others |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}
+    if kind == "NullTokenizer" and isinstance(fixed.get("vocab_size"), int):
+        fixed["vocab_size"] -= 1  # it adds one id
+    elif kind is not None:
+        fixed.pop("vocab_size", None)  # the tokenizer knows it
+    return str(place), fixed, others
+
+
+def _stored(directory: str, tag: str | None) -> tuple[Path, dict[str, Any]]:
+    """Return the file of a checkpoint's settings, and its content."""
+    tracked = read_tracker(directory).iteration
+    name = (
+        tagged_name(tag) if tag is not None else None if tracked is None else folder_name(tracked)
+    )
+    with contextlib.suppress(CheckpointError):
+        if name is not None:
+            folder = Path(directory) / name
+            return folder / CONFIG, read_manifest(folder).read_json(CONFIG)
+    folder = find_folder(directory, tag)
+    return folder / CONFIG, read_manifest(folder).read_json(CONFIG)
 
 
 def plain(value: Any) -> Any:

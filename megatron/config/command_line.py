@@ -19,10 +19,15 @@ from megatron.config.flags_of_others import Foreign, foreign_flags
 from megatron.config.help_text import render_config, render_help
 from megatron.config.option import Option
 from megatron.config.pieces import PLAIN, Pieces, load_pieces
-from megatron.config.presets import PRESETS, give_preset
+from megatron.config.presets import PRESETS, give_preset, yielding
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.config.translate import DIRECT, LATE, is_off, meaning, translate_late
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
+
+# Returns where a checkpoint's settings are, those that must hold, and those that are taken where
+# none is given. Its argument are the settings given so far, among them `load`. Raises
+# CheckpointError.
+ReadCheckpoint = Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any], Mapping[str, Any]]]
 
 OWN_FLAGS: Mapping[str, str] = {
     "--help": "0",
@@ -32,6 +37,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--rank": "1",
     "--preset": "1",
     "--pieces": "1",
+    "--config": "1",
 }
 
 
@@ -173,13 +179,16 @@ def _is_flag(word: str) -> bool:
 
 
 def parse_args(
-    argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN
+    argv: Sequence[str],
+    world_size: int | None = None,
+    pieces: Pieces = PLAIN,
+    checkpoint: ReadCheckpoint | None = None,
 ) -> Config:
     """Return the configuration of a training command line.
 
-    world_size: number of processes that the launcher started; None without a launcher. --help and
-    --print-config print and raise SystemExit(0). Raises ConfigError with all problems as a numbered
-    list.
+    world_size: number of processes that the launcher started; None without a launcher. checkpoint:
+    reads what --use-checkpoint-args takes; without it nothing is taken. --help and --print-config
+    print and raise SystemExit(0). Raises ConfigError with all problems as a numbered list.
     """
     scanned = scan(argv)
     if "--help" in scanned.flags or "-h" in scanned.flags:
@@ -190,7 +199,7 @@ def parse_args(
     if (cluster := os.environ.get("MEGATRON_CLUSTER", "").strip()) not in ("", "none"):
         settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
     _give_launch(settings, world_size, scanned.flags, printing)
-    _give_flags(settings, scanned.flags)
+    _give_flags(settings, scanned.flags, checkpoint)
     config = finish(settings, run=not printing)
     if printing:
         for notice in config.notices:
@@ -200,23 +209,27 @@ def parse_args(
     return config
 
 
-def parse_plan(argv: Sequence[str], pieces: Pieces = PLAIN) -> Config:
+def parse_plan(
+    argv: Sequence[str], pieces: Pieces = PLAIN, checkpoint: ReadCheckpoint | None = None
+) -> Config:
     """Return the configuration of a command line for planning, before a launch.
 
     --world-size gives the number of processes. Settings that only a run needs (data, length,
     learning rate) may be absent. Raises ConfigError.
     """
-    return finish(read_settings(argv, pieces))
+    return finish(read_settings(argv, pieces, checkpoint))
 
 
-def read_settings(argv: Sequence[str], pieces: Pieces = PLAIN) -> Settings:
+def read_settings(
+    argv: Sequence[str], pieces: Pieces = PLAIN, checkpoint: ReadCheckpoint | None = None
+) -> Settings:
     """Return the settings that a command line chooses, with its preset's, before they are resolved.
 
     Problems are collected in `problems`.
     """
     scanned = scan(argv)
     settings = Settings(problems=scanned.problems, pieces=pieces)
-    _give_flags(settings, scanned.flags)
+    _give_flags(settings, scanned.flags, checkpoint)
     return settings
 
 
@@ -236,20 +249,34 @@ def _give_launch(
     settings.give("world_size", world_size, "launcher")
 
 
-def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
+def _give_flags(
+    settings: Settings, flags: Mapping[str, list[str]], checkpoint: ReadCheckpoint | None
+) -> None:
     chosen = _chosen_values(settings, flags)
-    if "--preset" in flags:
-        words = flags["--preset"]
+    values = {name: value for name, (_, value) in chosen.items()}
+    own = {
+        spelling[2:]: flags[spelling] for spelling in ("--preset", "--pieces") if spelling in flags
+    }
+    file: dict[str, tuple[Any, str]] = {}
+    if "--config" in flags:
+        file = _file_values(settings, flags["--config"], chosen, own)
+    if "preset" in own:
+        words = own["preset"]
         if len(words) == 1:
-            give_preset(settings, words[0], chosen={n: given for n, (_, given) in chosen.items()})
+            below = {name: value for name, (value, _) in file.items()} | values
+            give_preset(settings, words[0], chosen=below)
         else:
             settings.problems.append(f"--preset takes one name, got {len(words)}")
-    if "--pieces" in flags:
-        _give_pieces(settings, flags["--pieces"])
+    if "pieces" in own:
+        _give_pieces(settings, own["pieces"])
     if "--rank" in flags:
         settings.notices.append("--rank has no effect: the launcher sets the rank")
-    for name, (_, value) in chosen.items():
+    for name, (value, origin) in file.items():
+        settings.give(name, value, origin)
+    for name, value in values.items():
         settings.give(name, value, "command line")
+    if checkpoint is not None and settings.given.get("use_checkpoint_args"):
+        _give_checkpoint(settings, checkpoint)
     if "--deepspeed" in flags or "--no-deepspeed" in flags:
         settings.notices.append("--deepspeed has no effect: the engine is always DeepSpeed")
     translate_late(settings, flags)
@@ -258,7 +285,74 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
             foreign.judge(settings, spelling, words)
 
 
-def _give_pieces(settings: Settings, words: list[str]) -> None:
+def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
+    """Give the settings of the checkpoint, and record what contradicts its architecture."""
+    try:
+        place, fixed, others = read(settings.given) if "load" in settings.given else ("", {}, {})
+    except CheckpointError as error:
+        settings.problems.append(f"--use-checkpoint-args: {error}")
+        place, fixed, others = "", {}, {}
+    if not place:  # their absence is no further problem
+        settings.bad |= {
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "seq_length",
+            "vocab_size",
+        }
+    for name, value in {**others, **fixed}.items():
+        option, chosen = all_options()[name], settings.given.get(name)
+        if value is None or name in settings.bad:
+            continue
+        if chosen is None:
+            settings.give(name, value, f"checkpoint {place}")
+        elif name in fixed and chosen != value:
+            settings.problems.append(
+                f"{option.written(chosen)} ({settings.origins[name]}) contradicts "
+                f"{name} {value} of {place}, which --use-checkpoint-args takes: remove one of them"
+            )
+
+
+def _file_values(
+    settings: Settings,
+    words: list[str],
+    chosen: Mapping[str, tuple[str, Any]],
+    own: dict[str, list[str]],
+) -> dict[str, tuple[Any, str]]:
+    """Return {name: (value, origin)} of --config, without what the `chosen` flags override.
+
+    Its preset and pieces are added to `own`, the words of these flags.
+    """
+    from megatron.config.settings_file import read_settings_file
+
+    if len(words) != 1:
+        settings.problems.append(f"--config takes one file, got {len(words)}")
+        return {}
+    file = read_settings_file(settings, words[0])
+    for name in ("preset", "pieces"):
+        value, origin = file.pop(name, (None, ""))
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            settings.problems.append(f"{name} expected text, got {value!r} ({origin})")
+        elif own.setdefault(name, [value]) != [value]:
+            settings.notices.append(f"--{name} {own[name][0]} overrides {value} ({origin})")
+    if "world_size" in settings.given and "world_size" in file:
+        value, origin = file.pop("world_size")
+        if value != (launched := settings.given["world_size"]):
+            settings.problems.append(
+                f"world_size {value} ({origin}) contradicts the launcher, which started {launched} "
+                "processes: remove it"
+            )
+    values = {name: value for name, (value, _) in file.items()}
+    for name, winner in yielding(values, {n: value for n, (_, value) in chosen.items()}).items():
+        value, origin = file.pop(name)
+        if winner != name or chosen[name][1] != value:
+            settings.notices.append(f"{chosen[winner][0]} overrides {value} ({origin})")
+    return file
+
+
+def _give_pieces(settings: Settings, words: Sequence[str]) -> None:
     try:
         if len(words) != 1 or settings.pieces != PLAIN:
             raise ConfigError(

@@ -175,7 +175,7 @@ def _note_inert(settings: Settings) -> None:
         if (
             option.inert
             and value != option.default
-            and not settings.origins[name].startswith("preset")
+            and not settings.origins[name].startswith("preset ")
         ):
             settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
 
@@ -251,12 +251,12 @@ def resolve(settings: Settings) -> None:
 
 def _tokenizer(s: Settings) -> None:
     v = s.values
-    chosen = v["vocab_size"] is not None and not s.origins["vocab_size"].startswith("preset")
+    chosen = v["vocab_size"] is not None and not s.origins["vocab_size"].startswith("preset ")
     if s.is_unset("tokenizer_type") and v["vocab_file"] and v["merge_file"] and not chosen:
         s.derive("tokenizer_type", "GPT2BPETokenizer", "derived from vocab-file and merge-file")
     # A preset has the vocabulary size of the model's own tokenizer; another tokenizer has its own.
     kind = v["tokenizer_type"]
-    if kind not in (None, "NullTokenizer") and s.origins["vocab_size"].startswith("preset"):
+    if kind not in (None, "NullTokenizer") and s.origins["vocab_size"].startswith("preset "):
         s.given.pop("vocab_size", None)
         s.derive("vocab_size", None, "default")
 
@@ -302,7 +302,8 @@ def _parallel(s: Settings) -> None:
             alone = f"{all_options()[size].flag} 1"
             s.derive(name, False, f"derived from {alone[2:]}")
             s.notices.append(f"{all_options()[name].flag} is off: it has no effect with {alone}")
-    if "tp_comm_overlap_chunks" in s.given and not v["tp_comm_overlap"]:
+    chunks = all_options()["tp_comm_overlap_chunks"]
+    if v[chunks.name] != chunks.default and not v["tp_comm_overlap"]:
         s.notices.append("--tp-comm-overlap-chunks has no effect: --tp-comm-overlap is off")
 
 

@@ -56,6 +56,11 @@ def render_help() -> str:
             "(docs/extending.md).",
         ),
         *_entry("--preset NAME", f"Start from a preset; other flags override it. One of {names}."),
+        *_entry(
+            "--config FILE",
+            "Read settings from a TOML file, by name, such as the settings.toml that a run writes. "
+            "They override a preset; flags override them.",
+        ),
     ]
     for section in SECTIONS.values():
         lines += ["", f"{section.title}:"]  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = _read()
 # A setting chosen in addition to the preset -> the preset's settings that it makes meaningless.
 _YIELDS: Mapping[str, tuple[str, ...]] = {
     "fp16": ("bf16",),
+    "bf16": ("fp16",),
     "squared_relu": ("swiglu", "openai_gelu"),
     "swiglu": ("openai_gelu",),
     "openai_gelu": ("swiglu",),
@@ -45,22 +46,34 @@ def give_preset(settings: Settings, name: str, chosen: Mapping[str, Any]) -> Non
         hint = did_you_mean(name, PRESETS) or f": choose one of {', '.join(PRESETS)}"
         settings.problems.append(f"--preset '{name}' is unknown{hint}")
         return
-    takers = [s for s in _YIELDS if s in chosen and chosen[s] is not False]
-    dropped = {other for taker in takers for other in _YIELDS[taker]}
-    if _cannot_interleave(PRESETS[name], chosen.get("pipeline_model_parallel_size")):
-        dropped.add("num_layers_per_virtual_pipeline_stage")
+    yields = yielding(PRESETS[name], chosen)
     for setting, value in PRESETS[name].items():
-        if setting not in chosen and setting not in dropped:
+        if setting not in yields:
             settings.give(setting, value, f"preset {name}")
 
 
-def _cannot_interleave(preset: Mapping[str, Any], pipeline_size: Any) -> bool:
-    """Return whether another pipeline size makes the preset's interleaving impossible.
+def yielding(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of `values` that yield to `chosen` ones, each with the one that wins."""
+    per_chunk, pipeline = "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size"
+    winners = {
+        other: taker
+        for taker, others in _YIELDS.items()
+        if taker in chosen and chosen[taker] is not False
+        for other in others
+    }
+    if _cannot_interleave(values, chosen.get(pipeline)):
+        winners[per_chunk] = pipeline
+    winners |= {name: name for name in chosen}
+    return {name: winner for name, winner in winners.items() if name in values}
 
-    The preset's chunk size then gives fewer than two chunks per rank.
+
+def _cannot_interleave(values: Mapping[str, Any], pipeline_size: Any) -> bool:
+    """Return whether another pipeline size makes the interleaving of `values` impossible.
+
+    Their chunk size then gives fewer than two chunks per rank.
     """
-    each = preset.get("num_layers_per_virtual_pipeline_stage")
-    if each is None or not isinstance(pipeline_size, int) or pipeline_size < 1:
+    each, layers = (values.get(n) for n in ("num_layers_per_virtual_pipeline_stage", "num_layers"))
+    if not all(isinstance(n, int) and n > 0 for n in (each, layers, pipeline_size)):
         return False
-    chunks, rest = divmod(preset["num_layers"], pipeline_size * each)
-    return pipeline_size == 1 or rest != 0 or chunks < 2
+    chunks, rest = divmod(layers, pipeline_size * each)
+    return bool(pipeline_size == 1 or rest or chunks < 2)

@@ -366,7 +366,7 @@ class _Stages:
         return flag in self.flags
 
     def _is_preset(self, name: str) -> bool:
-        return self.settings.origins.get(name, "").startswith("preset")
+        return self.settings.origins.get(name, "").startswith("preset ")
 
     def _read(self, flag: str, rule: Option) -> Any:
         """Return the value of a flag; None without the flag. Raises ValueError."""

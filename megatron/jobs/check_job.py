@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.settings import checkpoint_bytes
+from megatron.checkpoint.settings import checkpoint_bytes, settings_to_take
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
 from megatron.config.option import Parser
@@ -160,7 +160,9 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
     if job.words is not None:  # resolved as on the ranks
         try:
             job.config = parse_args(
-                [*(["--cluster", named] if named else []), *job.words], job.tasks
+                [*(["--cluster", named] if named else []), *job.words],
+                job.tasks,
+                checkpoint=settings_to_take,
             )
         except ConfigError as problem:
             job.find("error", "configuration", str(problem))
@@ -663,8 +665,7 @@ def remaining_steps(config: Config) -> tuple[int, int]:
         and (found.folder or found.rejected or settings.exit_on_missing_checkpoint)
     ):
         checkpoint = open_checkpoint(required(settings.load, found))
-        if not settings.use_checkpoint_args:
-            check_architecture(checkpoint.config, config, str(checkpoint.folder))
+        check_architecture(checkpoint.config, config, str(checkpoint.folder))
         if not settings.finetune and not settings.reset_iteration:
             iteration = checkpoint.iteration
             consumed = checkpoint.state["state"].get("consumed_samples", 0)

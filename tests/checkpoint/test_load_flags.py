@@ -24,10 +24,12 @@ from tools.inspect_checkpoint import contents, read_whole
 pytestmark = pytest.mark.slow
 
 SMALL = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
-    "--max-position-embeddings 8 --micro-batch-size 2 --global-batch-size 4 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 30 --make-vocab-size-divisible-by 8 "
+    "--micro-batch-size 2 --global-batch-size 4 --mock-data --make-vocab-size-divisible-by 8 "
     "--log-interval 1 --eval-iters 0 --num-workers 0"
+).split()
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --tokenizer-type NullTokenizer --vocab-size 30"
 ).split()
 STEP = ["--lr", "1e-30", "--min-lr", "0"]
 OPTIMIZER, ITERATION = ["--no-load-optim"], ["--reset-iteration"]
@@ -41,18 +43,10 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "reset": (["1"], ITERATION),
     "finetune": (["1"], ["--finetune"]),
     "finetune, all others": (["1"], ["--finetune", *OPTIMIZER, *ITERATION, "--no-load-rng"]),
-    "args": (
-        ["5"],
-        [
-            "--use-checkpoint-args",
-            "--exit-on-missing-checkpoint",
-            "--hidden-size",
-            "24",
-            "--num-layers",
-            "3",
-        ],
-    ),
-    "args, finetune": (["1"], ["--use-checkpoint-args", "--ffn-hidden-size", "40", "--finetune"]),
+    # without the flags of the model
+    "args": (["5"], ["--use-checkpoint-args"]),
+    "args, finetune": (["1"], ["--use-checkpoint-args", "--hidden-size", "16", "--finetune"]),
+    "args, other sizes": (["5"], ["--use-checkpoint-args", "--hidden-size", "24"]),
     "other sizes": (["5"], ["--hidden-size", "24", "--swiglu"]),
     "other sizes, finetune": (["1"], ["--num-layers", "1", "--finetune"]),
 }
@@ -73,7 +67,8 @@ def started(root: Path, name: str, flags: list[str]) -> Ended:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     try:
-        code = program.run([*SMALL, *flags])
+        model = [] if "--use-checkpoint-args" in flags else MODEL
+        code = program.run([*SMALL, *model, *flags])
     finally:
         sys.stdout.flush()
         for stream, old in zip((1, 2), kept, strict=True):
@@ -115,6 +110,7 @@ def all_runs(rank: int, directory: str) -> dict[str, Ended]:
     data[len(data) // 3] ^= 16
     file.write_bytes(data)
     again("broken", broken, "--metrics-file", str(root / "broken.jsonl"))
+    again("broken, args", broken, "--use-checkpoint-args")
     again("broken, tag", broken, "--load-tag", "4")
     (broken / "iter_0000004" / "state.json").write_text("{}")
     (broken / "iter_0000002" / "manifest.json").unlink()
@@ -191,6 +187,7 @@ def test_runs_without_random_states_are_the_same_run(ended: Any) -> None:
             ("--hidden-size", "16", "24", "--swiglu", "--use-checkpoint-args", "iter_0000004"),
         ),
         ("other sizes, finetune", ("--num-layers",)),
+        ("args, other sizes", ("--hidden-size 24", "hidden_size 16", "iter_0000004/config.json")),
         ("absent, exit", ("absent",)),
         ("empty, exit", ("empty",)),
         ("no such tag", ("iter_0000003", "iter_0000002", "iter_0000004")),
@@ -200,18 +197,20 @@ def test_runs_without_random_states_are_the_same_run(ended: Any) -> None:
 )
 def test_what_is_refused(ended: Any, name: str, words: tuple[str, ...]) -> None:
     code, output = ended[name]
-    assert code == 2 and "CheckpointError" in output and "Traceback" not in output
+    error = "ConfigError" if name.startswith("args") else "CheckpointError"
+    assert code == 2 and error in output and "Traceback" not in output
     assert all(word in output for word in words)
 
 
 def test_a_broken_checkpoint_is_told_and_the_one_before_is_taken(root: Path, ended: Any) -> None:
     assert ended["empty"].code == 0 and "iteration        1/       5" in ended["empty"].output
-    code, output = ended["broken"]
-    assert (
-        code == 0
-        and "iteration        3/       5" in output
-        and "iteration        2/" not in output
-    )
+    for name in ("broken", "broken, args"):
+        code, output = ended[name]
+        assert (
+            code == 0
+            and "iteration        3/       5" in output
+            and "iteration        2/" not in output
+        )
     (record,) = read_records(root / "broken.jsonl", "rejected_checkpoint")
     assert record["folder"].endswith("iter_0000004") and record["instead"].endswith("iter_0000002")
     assert "__0_0.distcp" in record["reason"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.config.pieces import PLAIN, Pieces
@@ -295,7 +296,7 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     words = list(arguments)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
         words += ["--world-size", str(launched)]
-    config = parse_plan(words, pieces)
+    config = parse_plan(words, pieces, settings_to_take)
     name = config.parallel.cluster or os.environ.get("MEGATRON_CLUSTER", "").strip()
     cluster = None if name in ("", "none") else load_cluster(name)
     config, unknown = with_vocabulary(config)
@@ -305,11 +306,6 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
         else f"--vocab-size {config.model.vocab_size}"
     )
     notes = [f"{unknown}: {assumed} is assumed"] if unknown else []
-    if config.checkpoint.use_checkpoint_args:
-        notes.append(
-            "--use-checkpoint-args: the checkpoint was not read; model sizes are those of the "
-            "command line"
-        )
     config = settled(config, cluster)
     print(_heading(config, cluster), flush=True)
     found = rehearse(config, cluster)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import read_settings, with_preset
 from megatron.config.config import finish
@@ -28,7 +29,7 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
 
     Raises ConfigError, also for a flag of a setting that the search decides.
     """
-    settings = read_settings(with_preset(preset, flags))
+    settings = read_settings(with_preset(preset, flags), checkpoint=settings_to_take)
     stages = 1 + settings.given.get("pipeline_layout", "").count(",")
     neutral = Layout(stages, batch, pp=stages).settings(1)
     for name in (*neutral, "cluster", "deepspeed_config"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import Found, find, required
-from megatron.checkpoint.settings import ARCHITECTURE, plain
+from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.data.sampler import are_ranges, is_consumed
 from megatron.engine.engine import Engine
@@ -227,7 +227,7 @@ def checkpoint_to_load(
     None without --load, or where the folder has no checkpoint at all.
 
     Rank 0 searches for all ranks. Broken checkpoints and a wrong tracker file are reported. Raises
-    CheckpointError where all checkpoints are broken, and where --load-tag or
+    CheckpointError where all checkpoints are broken, and where --load-tag, --use-checkpoint-args or
     --exit-on-missing-checkpoint requires a missing one.
     """
     settings = config.checkpoint
@@ -239,7 +239,8 @@ def checkpoint_to_load(
 
     def look() -> Found:
         found = find(directory, settings.load_tag)
-        if found.rejected or settings.exit_on_missing_checkpoint:
+        needed = settings.exit_on_missing_checkpoint or settings.use_checkpoint_args
+        if found.rejected or needed:
             required(directory, found)
         return found
 
@@ -266,10 +267,9 @@ def say_found(
 
 
 def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Reporter) -> Config:
-    """Return `config` with the settings that are to be taken from a checkpoint.
+    """Return `config`, with --use-checkpoint-opt_param-scheduler with the checkpoint's schedule.
 
-    These are selected by --use-checkpoint-args and --use-checkpoint-opt_param-scheduler. Otherwise
-    the schedule given here holds; the log reports where it differs from the checkpoint's.
+    Otherwise the schedule given here holds; the log reports where it differs from the checkpoint's.
     """
     if folder is None:
         return config
@@ -278,11 +278,6 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
         raise CheckpointError(
             f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint"
         )
-    if config.checkpoint.use_checkpoint_args:
-        names = set(ARCHITECTURE) | {"max_position_embeddings"}
-        if config.tokenizer.tokenizer_type is not None:
-            names.remove("vocab_size")  # the tokenizer defines it, and may add to --vocab-size
-        taken |= {name: value for name, value in stored["model"].items() if name in names}
     theirs, ours = stored["optimizer"], plain(config.optimizer)
     different = {
         name: theirs[name]

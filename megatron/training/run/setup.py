@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config, render_config
 from megatron.config.duration import duration_s
+from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import SPLIT_NAMES, Datasets, build_datasets
 from megatron.data.file_lock import FolderClaim
 from megatron.data.gpt_dataset import PackedDataset
@@ -194,16 +195,13 @@ def connect_groups(
 ) -> Topology:
     """Create the groups of the layout and use each once. Raises LaunchError."""
     parallel = config.parallel
-    untied = (
-        config.model.untie_embeddings_and_output_weights
-        and not config.checkpoint.use_checkpoint_args
-    )
+    tied = not config.model.untie_embeddings_and_output_weights
     topology = Topology.create(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         device=rendezvous.device,
         timeout=timeout,
-        tied_embeddings=not untied,
+        tied_embeddings=tied,
         flight=rendezvous.flight,
         order=rank_order,
     )
@@ -235,6 +233,7 @@ def assemble(
     signals, reporter = signals or Signals(enabled=False), Reporter(config, topology.rank)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     config = with_checkpoint_settings(config, checkpoint, reporter)
+    given_back = partial(record_settings, config, topology, reporter)
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
         config = config.replace(vocab_size=tokenizer.vocab_size)
@@ -265,6 +264,7 @@ def assemble(
     chunks.train()
     with topology.flight.phase("loading"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
+    given_back(progress.iteration)
     loaded_here = (
         progress.iteration
         if checkpoint and config.checkpoint.load == config.checkpoint.save
@@ -323,6 +323,17 @@ def assemble(
     if saves is not None:
         saves.after_save.append(lambda _: call_back(run, "on_save"))
     return run
+
+
+def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
+    """Write the settings of a run from `iteration` on into its folder, for --config."""
+    if config.metrics_path is None or not topology.world.is_first:
+        return
+    path = config.metrics_path.with_name("settings.toml")
+    try:
+        write_settings(path, render_settings(config), iteration)
+    except (OSError, ValueError) as error:
+        reporter.say(f" note: {path} is not written: {getattr(error, 'strerror', None) or error}")
 
 
 def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -> Watchdog | None:

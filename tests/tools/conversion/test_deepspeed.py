@@ -413,10 +413,8 @@ def test_program(
     assert main([source, target]) == 2 and "--overwrite" in capsys.readouterr().err
     assert main([source, target, "--overwrite"]) == 0
     flags = (
-        f"--load {target} --save {tmp_path / 'on'} --use-checkpoint-args --num-layers 9 "
-        f"--hidden-size 8 --num-attention-heads 2 --seq-length {theirs.S} --micro-batch-size 2 "
-        "--lr 1e-3 --train-iters 4 --mock-data --log-interval 1 --eval-iters 0 --num-workers 0 "
-        "--vocab-size 50"
+        f"--load {target} --save {tmp_path / 'on'} --use-checkpoint-args --micro-batch-size 2 "
+        "--lr 1e-3 --train-iters 4 --mock-data --log-interval 1 --eval-iters 0 --num-workers 0"
     )
     (outcome,) = launch(1, flags.split())
     assert outcome is not None and outcome.code == 0, outcome

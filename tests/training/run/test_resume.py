@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import write_manifest
-from megatron.checkpoint.settings import plain
-from megatron.config import Config
-from megatron.errors import CheckpointError
+from megatron.checkpoint.settings import plain, settings_to_take
+from megatron.config import Config, parse_args
+from megatron.errors import CheckpointError, ConfigError
+from megatron.metrics_file import read_records
 from megatron.parallel.topology import Layout, Topology
 from megatron.training.run.checkpoints import (
     checkpoint_to_load,
@@ -21,6 +22,8 @@ from megatron.training.run.checkpoints import (
     with_checkpoint_settings,
 )
 from megatron.training.run.schedules import Progress
+from megatron.training.run.setup import record_settings
+from tests.helpers.launching import TINY, launch
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
@@ -48,15 +51,16 @@ def config(**changes: Any) -> Config:
     return Config.create(**{**fields, **changes})
 
 
-def store(folder: Path, stored: Config) -> Path:
+def store(folder: Path, stored: Config, iteration: int = 5) -> Path:
     """Write a checkpoint's folder, as far as settings are concerned."""
-    checkpoint = folder / "iter_0000005"
+    checkpoint = folder / f"iter_{iteration:07d}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text(json.dumps(plain(stored)))
-    contents = {"format": 3, "iteration": 5, "optimizer": True, "state": {}, "engine": {}}
+    contents = {"format": 3, "iteration": iteration, "optimizer": True, "state": {}, "engine": {}}
     (checkpoint / "state.json").write_text(json.dumps(contents))
-    write_manifest(checkpoint, ["config.json", "state.json"])
-    (folder / "latest_checkpointed_iteration.txt").write_text("5\n")
+    (checkpoint / "boxes.json").write_text("{}")
+    write_manifest(checkpoint, ["config.json", "state.json", "boxes.json"])
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
     return checkpoint
 
 
@@ -86,35 +90,151 @@ def test_a_schedule_that_differs_is_ours_and_said(tmp_path: Path) -> None:
     assert silent.said == []
 
 
-def test_settings_are_taken_where_flags_ask_for_them(tmp_path: Path) -> None:
-    stored = config(hidden_size=32, num_layers=3, swiglu=True, lr=5e-4)
-    checkpoint = store(tmp_path, stored)
-    asked = config(
-        load=str(tmp_path), use_checkpoint_args=True, use_checkpoint_opt_param_scheduler=True
+def test_the_schedule_is_taken_where_a_flag_asks_for_it(tmp_path: Path) -> None:
+    checkpoint = store(tmp_path, config(lr=5e-4))
+    asked = config(load=str(tmp_path), use_checkpoint_opt_param_scheduler=True)
+    taken = with_checkpoint_settings(asked, checkpoint, Listener())  # type: ignore[arg-type]
+    assert taken.optimizer.lr == 5e-4 and taken.batch == asked.batch
+
+
+RUN = "--micro-batch-size 2 --mock-data --train-iters 3 --lr 1e-3".split()
+
+
+def taken(folder: Path, *flags: str, world_size: int = 1) -> Config:
+    """Parse the flags of a run that takes its model from a checkpoint."""
+    words = [*RUN, "--load", str(folder), "--use-checkpoint-args", *flags]
+    return parse_args(words, world_size, checkpoint=settings_to_take)
+
+
+def test_a_run_takes_its_model_from_the_checkpoint(tmp_path: Path) -> None:
+    stored = config(
+        hidden_size=32,
+        num_layers=3,
+        swiglu=True,
+        hidden_dropout=0.0,
+        max_position_embeddings=16,
+        untie_embeddings_and_output_weights=True,
     )
-    taken = with_checkpoint_settings(asked, checkpoint, Listener())  # type: ignore[arg-type]
-    assert taken.model == stored.model and taken.optimizer.lr == 5e-4
-    assert taken.batch == asked.batch
+    place = str(store(tmp_path, stored) / "config.json")
+    found = taken(tmp_path, "--tensor-model-parallel-size", "2", world_size=4)
+    assert found.model == stored.model
+    assert found.parallel.data_parallel_size == 2, "the layout is not the checkpoint's"
+    assert found.origin("num_layers") == f"checkpoint {place}"
+    # What agrees is no contradiction, and the length of a sample is free.
+    other = taken(tmp_path, "--num-layers", "3", "--swiglu", "--seq-length", "4")
+    assert (other.model.seq_length, other.model.max_position_embeddings) == (4, 16)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert taken(tmp_path, "--load-tag", "5").model == taken(tmp_path).model == stored.model
 
 
-def test_a_tokenizer_says_the_vocabulary_itself(tmp_path: Path) -> None:
-    """A tokenizer determines the vocabulary itself.
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--num-layers 9 --no-add-bias-linear",
+            ["num-layers 9", "num_layers 2", "add_bias_linear", "iter_0000005/config.json"],
+        ),
+        (
+            "--preset tiny",
+            ["preset tiny", "num-layers 4", "num_layers 2", "iter_0000005/config.json"],
+        ),
+        ("--tensor-model-parallel-size 4", ["num-attention-heads 2"]),
+        ("--load-tag 7", ["iter_0000007"]),
+    ],
+)
+def test_what_contradicts_the_checkpoint_is_refused(
+    tmp_path: Path, flags: str, words: list[str]
+) -> None:
+    store(tmp_path, config())
+    with pytest.raises(ConfigError) as raised:
+        taken(tmp_path, *flags.split(), world_size=4)
+    assert all(word in str(raised.value) for word in words), raised.value
 
-    NullTokenizer adds an end token to --vocab-size: the checkpoint's 25 passed to it again would
-    become 26.
-    """
-    checkpoint = store(tmp_path, config(hidden_size=32, vocab_size=25))
-    asked = config(load=str(tmp_path), use_checkpoint_args=True, tokenizer_type="NullTokenizer")
-    taken = with_checkpoint_settings(asked, checkpoint, Listener())  # type: ignore[arg-type]
-    assert (taken.model.hidden_size, taken.model.vocab_size) == (32, 24)
+
+def test_there_must_be_a_checkpoint_to_take_a_model_from(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"1 problem: .*{tmp_path}"):
+        taken(tmp_path)
+    with pytest.raises(ConfigError, match="1 problem: .*--use-checkpoint-args.*--load"):
+        parse_args([*RUN, "--use-checkpoint-args"], checkpoint=settings_to_take)
+    # Where it is lost after the flags were read, the run does not start from scratch.
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        checkpoint_to_load(config(load=str(tmp_path), use_checkpoint_args=True), SINGLE)
+
+
+@pytest.mark.parametrize("broken", ["config.json", "manifest.json"])
+def test_the_model_of_a_broken_checkpoint_is_that_of_the_one_before(
+    tmp_path: Path, broken: str
+) -> None:
+    for iteration, layers in ((5, 3), (6, 2)):
+        store(tmp_path, config(num_layers=layers), iteration)
+    assert taken(tmp_path).model.num_layers == 2
+    (tmp_path / "iter_0000006" / broken).write_text("{}")
+    assert taken(tmp_path).model.num_layers == 3
+
+
+def test_the_tokenizer_is_taken_and_says_the_vocabulary(tmp_path: Path) -> None:
+    """NullTokenizer adds one id to --vocab-size, so that 25 ids are --vocab-size 24."""
+    store(tmp_path / "null", config(vocab_size=25, tokenizer_type="NullTokenizer"))
+    found = taken(tmp_path / "null")
+    assert (found.tokenizer.tokenizer_type, found.model.vocab_size) == ("NullTokenizer", 24)
+    with pytest.raises(ConfigError, match=r"vocab-size 25.* 24 "):
+        taken(tmp_path / "null", "--vocab-size", "25")
+    store(tmp_path / "own", config(tokenizer_type="HFTokenizer", tokenizer_model="old"))
+    found = taken(tmp_path / "own", "--tokenizer-model", "new")
+    assert (found.tokenizer.tokenizer_type, found.tokenizer.tokenizer_model) == (
+        "HFTokenizer",
+        "new",
+    )
+    found = taken(tmp_path / "own", "--vocab-file", "v", "--merge-file", "m")
+    assert (found.tokenizer.tokenizer_type, found.tokenizer.tokenizer_model) == (
+        "GPT2BPETokenizer",
+        None,
+    )
+
+
+@pytest.mark.slow
+def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path: Path) -> None:
+    """A run of two ranks resumes that of one, and its settings.toml resumes it once more."""
+    model = TINY[: TINY.index("--micro-batch-size")]
+    rest = [*TINY[len(model) : TINY.index("--tokenizer-type")], "--log-interval", "1"]
+    rest += ["--eval-iters", "0", "--save", str(tmp_path), "--load", str(tmp_path)]
+    tensor = ["--tensor-model-parallel-size", "2"]
+    settings = ["--config", str(tmp_path / "settings.toml"), "--train-iters", "6"]
+    for processes, flags in (
+        (1, [*TINY, *rest]),
+        (2, [*rest, *tensor, "--use-checkpoint-args", "--train-iters", "5"]),
+        (2, settings),
+    ):
+        for outcome in launch(processes, flags):
+            assert outcome is not None and outcome.code == 0, outcome
+    records = list(read_records(tmp_path / "metrics.jsonl", "iteration"))
+    assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5, 6]
+    last = parse_args(settings[:2], 2)
+    assert (last.batch.train_iters, last.parallel.tensor_model_parallel_size) == (6, 2)
+    kept = sorted(file.name for file in tmp_path.glob("settings-*.toml"))
+    assert kept == ["settings-0000004.toml", "settings-0000005.toml"]
+
+
+def test_settings_that_cannot_be_written_are_a_note(tmp_path: Path) -> None:
+    listener = Listener()
+    for name in ("absent/m.jsonl", "there/m.jsonl"):
+        one = config(metrics_file=str(tmp_path / name))
+        (tmp_path / "there").mkdir(exist_ok=True)
+        record_settings(one, SINGLE, listener, 0)  # type: ignore[arg-type]
+    (said,) = listener.said
+    assert str(tmp_path / "absent" / "settings.toml") in said
+    assert (tmp_path / "there" / "settings.toml").exists()
 
 
 def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
     checkpoint = store(tmp_path, config())
-    (checkpoint / "config.json").write_text("{}")
-    write_manifest(checkpoint, ["config.json", "state.json"])
-    with pytest.raises(CheckpointError, match="config.json"):
-        with_checkpoint_settings(config(load=str(tmp_path)), checkpoint, Listener())  # type: ignore[arg-type]
+    for content in ("{}", '{"model": {"num_layers": "x"}}', '{"model": 3}'):
+        (checkpoint / "config.json").write_text(content)
+        write_manifest(checkpoint, ["config.json", "state.json"])
+        with pytest.raises(CheckpointError, match="config.json"):
+            with_checkpoint_settings(config(load=str(tmp_path)), checkpoint, Listener())  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="config.json"):
+            taken(tmp_path)
 
 
 def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Settings in a TOML file: --config, and the file that a run writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config import PRESETS, Config, parse_args
+from megatron.config.command_line import parse_plan
+from megatron.config.settings_file import render_settings, write_settings, written
+from megatron.errors import ConfigError
+from megatron.untrusted import read_toml
+from tools.show_recipe import RECIPES, name_of
+
+SIZES: dict[str, Any] = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
+RUN = """\
+num-layers = 8            # as a flag
+[model]
+hidden_size = 64
+num_attention_heads = 4
+seq_length = 64
+position-embedding-type = "rotary"
+[batch]
+micro_batch_size = 2
+train_iters = 1e2
+lr = 1e-3                 # a key may stand in any table
+[data]
+data_path = [0.3, "a", 0.7, "b"]
+vocab_size = 100
+"""
+
+
+def stored(folder: Path, text: str) -> str:
+    path = folder / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def problems(path: str, *flags: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        parse_args(["--config", path, *flags])
+    return str(raised.value)
+
+
+def test_a_file_is_read_and_flags_override_it(tmp_path: Path) -> None:
+    path = stored(tmp_path, RUN)
+    config = parse_args(["--config", path])
+    assert (config.model.num_layers, config.batch.train_iters) == (8, 100)
+    assert config.model.position_embedding_type == "rope"
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+    assert config.origin("hidden_size") == f"{path}:3: hidden_size"
+    other = parse_args(["--num-layers", "4", "--lr", "1e-3", f"--config={path}"])
+    assert other == config.replace(num_layers=4)
+    (notice,) = other.notices
+    assert all(word in notice for word in ("--num-layers 4", "8", f"{path}:1: num-layers"))
+
+
+def test_a_file_overrides_the_preset_that_it_names(tmp_path: Path) -> None:
+    path = stored(tmp_path, 'preset = "gpt-22b-frontier"\nnum_layers = 24\nfp16 = true\n')
+    config = parse_plan(["--config", path])
+    assert config == Config.create("gpt-22b-frontier", num_layers=24, fp16=True)
+    other = parse_plan(["--config", path, "--preset", "tiny", "--bf16"])
+    assert other == Config.create("tiny", num_layers=24, bf16=True)
+    assert any("--preset tiny" in n and "gpt-22b-frontier" in n for n in other.notices)
+    assert any("--bf16" in n and f"{path}:3: fp16" in n for n in other.notices)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_layer = 4", [":1:", "num_layer", "num_layers"]),
+        ("[modle]\nnum_layers = 4", ["modle", "model"]),
+        ("[model]\nworld = 4", [":2:", "world"]),
+        ("disable_bias_linear = true", ["add_bias_linear = false"]),
+        ('num_layers = "8"', ["--num-layers", "'8'", ":1: num_layers"]),
+        ("swiglu = 1", ["--swiglu", "1", ":1: swiglu"]),
+        ("num_layers = 2\n[model]\nnum-layers = 3", [":3:", "num-layers"]),
+        ("data_parallel_size = 2", ["data_parallel_size"]),
+        ("preset = 3", [":1: preset", "3"]),
+        ("num_layers = = 2", ["run.toml", "line 1"]),
+        ("swiglu = true\nsquared_relu = true", ["--swiglu", "--squared-relu"]),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    found = problems(stored(tmp_path, text))
+    assert all(word in found for word in words), found
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    assert "absent.toml" in problems(str(tmp_path / "absent.toml"))
+    assert "--config" in problems(stored(tmp_path, RUN), "--config", "a", "b")
+
+
+def test_the_number_of_processes_is_the_launchers(tmp_path: Path) -> None:
+    path = stored(tmp_path, RUN + "world_size = 2\n")
+    assert parse_args(["--config", path], 2).parallel.data_parallel_size == 2
+    with pytest.raises(ConfigError, match=rf"world_size 2 .*{path}:14: world_size.* 3 "):
+        parse_args(["--config", path], 3)
+
+
+CASES: dict[str, list[str]] = {
+    **{name: ["--preset", name] for name in PRESETS},
+    **{name_of(recipe): recipe.argv() for recipe in RECIPES},
+    "best fit": "--preset tiny --data-path a --data-packing best-fit --train-samples 9".split(),
+    "off": "--preset tiny --sequence-parallel --save-interval 5 --loss-scale 0 --fp16".split(),
+    "words": "--preset tiny --tokenizer-model é\"\\ --tiktoken-special-tokens <s> '".split(),
+}
+
+
+@pytest.mark.parametrize("argv", CASES.values(), ids=CASES)
+def test_a_resolved_file_gives_the_same_run(tmp_path: Path, argv: list[str]) -> None:
+    config = parse_plan(argv)
+    path = stored(tmp_path, render_settings(config))
+    size = ["--world-size", str(config.parallel.world_size)]
+    assert parse_plan(["--config", path, *size]) == config
+
+
+def test_a_resolved_file_on_other_processes(tmp_path: Path) -> None:
+    """What followed from the number of processes follows from the new number."""
+    path = stored(tmp_path, render_settings(Config.create(**SIZES, world_size=4)))
+    again = parse_plan(["--config", path, "--world-size", "8", "--hidden-size", "128"])
+    assert (again.batch.global_batch_size, again.parallel.data_parallel_size) == (8, 8)
+    assert again.model.ffn_hidden_size == 512
+
+
+def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path: Path) -> None:
+    pieces, ds = tmp_path / "own.py", tmp_path / "ds.json"
+    pieces.write_text("def layer(): ...\nPIECES = {'layer': layer}\n")
+    ds.write_text('{"gradient_clipping": 0.5, "comms_logger": {"verbose": true, "x": null}}')
+    argv = ["--preset", "tiny", "--pieces", str(pieces), "--deepspeed_config", str(ds)]
+    config = parse_plan(argv)
+    assert config.engine.extra and config.pieces.layer is not None
+    assert parse_plan(["--config", stored(tmp_path, render_settings(config))]) == config
+
+
+values = st.recursive(
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(values)
+def test_a_value_is_written_as_toml_reads_it(tmp_path_factory: Any, value: Any) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    path = stored(folder, f"value = {written(value)}\n")
+    assert read_toml(path, 1 << 20, error=ConfigError) == {"value": value}
+
+
+def test_settings_of_an_earlier_start_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    first, second, third = (render_settings(Config.create(**SIZES, seed=n)) for n in (1, 2, 3))
+    for text, iteration in ((first, 0), (first + "# another comment\n", 0), (second, 5)):
+        write_settings(path, text, iteration)
+    write_settings(path, third, 5)  # the second start saved nothing
+    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert found == {
+        "settings.toml": third,
+        "settings-0000005.toml": first + "# another comment\n",
+    }
