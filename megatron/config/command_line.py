@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.config import Config, finish
 from megatron.config.flags_of_others import Foreign, foreign_flags
@@ -55,6 +55,14 @@ class Flag:
     value: Any = None
     foreign: Foreign | None = None
     read: Callable[[list[str]], dict[str, Any]] | None = None
+
+
+class Chosen(NamedTuple):
+    """A chosen value, the flag as written, and where that is."""
+
+    written: str
+    value: Any
+    origin: str
 
 
 @functools.cache
@@ -198,8 +206,8 @@ def parse_args(
     settings = Settings(problems=scanned.problems, pieces=pieces)
     if (cluster := os.environ.get("MEGATRON_CLUSTER", "").strip()) not in ("", "none"):
         settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
-    _give_launch(settings, world_size, scanned.flags, printing)
     _give_flags(settings, scanned.flags, checkpoint)
+    _give_launch(settings, world_size, printing)
     config = finish(settings, run=not printing)
     if printing:
         for notice in config.notices:
@@ -233,48 +241,46 @@ def read_settings(
     return settings
 
 
-def _give_launch(
-    settings: Settings, world_size: int | None, flags: dict[str, list[str]], printing: bool
-) -> None:
-    words = flags.get("--world-size")
-    if world_size is None or (printing and words is not None):
+def _give_launch(settings: Settings, world_size: int | None, printing: bool) -> None:
+    name = "world_size"
+    given = settings.given.get(name)
+    if world_size is None or (printing and given is not None):
         return
-    if words is not None:
-        del flags["--world-size"]
-        if words != [str(world_size)]:
-            settings.problems.append(
-                f"--world-size {' '.join(words)} contradicts the launcher, which started "
-                f"{world_size} processes: remove it; it is for --print-config"
-            )
-    settings.give("world_size", world_size, "launcher")
+    if given not in (None, world_size):
+        settings.problems.append(
+            f"--world-size {given} ({settings.origins[name]}) contradicts the launcher, which "
+            f"started {world_size} processes: remove it; it is for --print-config"
+        )
+    settings.give(name, world_size, "launcher")
 
 
 def _give_flags(
     settings: Settings, flags: Mapping[str, list[str]], checkpoint: ReadCheckpoint | None
 ) -> None:
     chosen = _chosen_values(settings, flags)
-    values = {name: value for name, (_, value) in chosen.items()}
-    own = {
-        spelling[2:]: flags[spelling] for spelling in ("--preset", "--pieces") if spelling in flags
-    }
-    file: dict[str, tuple[Any, str]] = {}
     if "--config" in flags:
-        file = _file_values(settings, flags["--config"], chosen, own)
-    if "preset" in own:
-        words = own["preset"]
+        file, origins = _flags_of_file(settings, flags["--config"])
+        below = _chosen_values(settings, file, origins)
+        winners = yielding(_values_of(below), _values_of(chosen))
+        for name, winner in winners.items():
+            lost, won = below.pop(name), chosen[winner]
+            if winner != name or lost.value != won.value:
+                settings.notices.append(f"{won.written} overrides {lost.written} ({lost.origin})")
+        for spelling in file.keys() & flags.keys() & OWN_FLAGS.keys():
+            settings.notices.append(f"{spelling} overrides {origins[spelling]}")
+        flags, chosen = {**file, **flags}, below | chosen
+    if "--preset" in flags:
+        words = flags["--preset"]
         if len(words) == 1:
-            below = {name: value for name, (value, _) in file.items()} | values
-            give_preset(settings, words[0], chosen=below)
+            give_preset(settings, words[0], chosen=_values_of(chosen))
         else:
             settings.problems.append(f"--preset takes one name, got {len(words)}")
-    if "pieces" in own:
-        _give_pieces(settings, own["pieces"])
+    if "--pieces" in flags:
+        _give_pieces(settings, flags["--pieces"])
     if "--rank" in flags:
         settings.notices.append("--rank has no effect: the launcher sets the rank")
-    for name, (value, origin) in file.items():
-        settings.give(name, value, origin)
-    for name, value in values.items():
-        settings.give(name, value, "command line")
+    for name, one in chosen.items():
+        settings.give(name, one.value, one.origin)
     if checkpoint is not None and settings.given.get("use_checkpoint_args"):
         _give_checkpoint(settings, checkpoint)
     if "--deepspeed" in flags or "--no-deepspeed" in flags:
@@ -313,43 +319,37 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
             )
 
 
-def _file_values(
-    settings: Settings,
-    words: list[str],
-    chosen: Mapping[str, tuple[str, Any]],
-    own: dict[str, list[str]],
-) -> dict[str, tuple[Any, str]]:
-    """Return {name: (value, origin)} of --config, without what the `chosen` flags override.
-
-    Its preset and pieces are added to `own`, the words of these flags.
-    """
+def _flags_of_file(
+    settings: Settings, words: list[str]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the flags of the file that --config names, with their words, and their origins."""
     from megatron.config.settings_file import read_settings_file
 
-    if len(words) != 1:
-        settings.problems.append(f"--config takes one file, got {len(words)}")
-        return {}
-    file = read_settings_file(settings, words[0])
-    for name in ("preset", "pieces"):
-        value, origin = file.pop(name, (None, ""))
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            settings.problems.append(f"{name} expected text, got {value!r} ({origin})")
-        elif own.setdefault(name, [value]) != [value]:
-            settings.notices.append(f"--{name} {own[name][0]} overrides {value} ({origin})")
-    if "world_size" in settings.given and "world_size" in file:
-        value, origin = file.pop("world_size")
-        if value != (launched := settings.given["world_size"]):
-            settings.problems.append(
-                f"world_size {value} ({origin}) contradicts the launcher, which started {launched} "
-                "processes: remove it"
-            )
-    values = {name: value for name, (value, _) in file.items()}
-    for name, winner in yielding(values, {n: value for n, (_, value) in chosen.items()}).items():
-        value, origin = file.pop(name)
-        if winner != name or chosen[name][1] != value:
-            settings.notices.append(f"{chosen[winner][0]} overrides {value} ({origin})")
-    return file
+    flags: dict[str, list[str]] = {}
+    origins: dict[str, str] = {}
+    try:
+        if len(words) != 1:
+            raise ConfigError(f"takes one file, got {len(words)}")
+        entries = read_settings_file(words[0])
+    except ConfigError as error:
+        settings.problems.append(f"--config {error}")
+        return flags, origins
+    for key, values, origin in entries:
+        scanned = scan([f"--{key}"])
+        spelling = next(iter(scanned.flags), "")
+        problems = scanned.problems if spelling or scanned.problems else ["it names no flag"]
+        if spelling in flags:
+            problems = [f"{spelling} is given twice: remove one"]
+        elif spelling in OWN_FLAGS.keys() - {"--preset", "--pieces"}:
+            problems = [f"{spelling} is for the command line only: remove it"]
+        elif spelling:
+            flags[spelling], origins[spelling] = values, origin
+        settings.problems += [f"{problem} ({origin})" for problem in problems]
+    return flags, origins
+
+
+def _values_of(chosen: Mapping[str, Chosen]) -> dict[str, Any]:
+    return {name: one.value for name, one in chosen.items()}
 
 
 def _give_pieces(settings: Settings, words: Sequence[str]) -> None:
@@ -364,34 +364,38 @@ def _give_pieces(settings: Settings, words: Sequence[str]) -> None:
 
 
 def _chosen_values(
-    settings: Settings, flags: Mapping[str, list[str]]
-) -> dict[str, tuple[str, Any]]:
-    """Return (flag as written, value) by setting.
+    settings: Settings, flags: Mapping[str, list[str]], origins: Mapping[str, str] | None = None
+) -> dict[str, Chosen]:
+    """Return what is chosen by setting.
 
-    Two flags with different values for a setting are a problem.
+    `origins` are those of flags that are not on the command line. Two flags with different values
+    for a setting are a problem.
     """
-    chosen: dict[str, tuple[str, Any]] = {}
-    weak: dict[str, tuple[str, Any]] = {}
+    chosen: dict[str, Chosen] = {}
+    weak: dict[str, Chosen] = {}
     for spelling, words in flags.items():
         flag, written = flag_table()[spelling], " ".join([spelling, *words])
+        origin = (origins or {}).get(spelling, "command line")
         if flag.kind == "own" and OWN_FLAGS[spelling] == "0" and words:
             settings.problems.append(f"{written}: {spelling} takes no value")
-        for name, value in _values(settings, spelling, flag, words).items():
+        for name, value in _values(settings, spelling, flag, words, origin).items():
             if flag.kind == "weak":
-                weak[name] = (written, value)
-            elif name in chosen and chosen[name][1] != value:
-                problem = f"{chosen[name][0]} and {written} contradict each other: choose one"
-                settings.mark_bad(name, problem, "command line")
+                weak[name] = Chosen(written, value, origin)
+            elif name in chosen and chosen[name].value != value:
+                problem = f"{chosen[name].written} and {written} contradict each other: choose one"
+                settings.mark_bad(name, problem, origin)
             else:
-                chosen[name] = (written, value)
+                chosen[name] = Chosen(written, value, origin)
         if flag.option is not None:
             for key in (spelling, *(word.lower() for word in words)):
                 for name, value in flag.option.implies.get(key, {}).items():
-                    weak[name] = (written, value)
+                    weak[name] = Chosen(written, value, origin)
     return weak | chosen
 
 
-def _values(settings: Settings, spelling: str, flag: Flag, words: list[str]) -> dict[str, Any]:
+def _values(
+    settings: Settings, spelling: str, flag: Flag, words: list[str], origin: str
+) -> dict[str, Any]:
     """Return the settings that one flag sets. Invalid words are recorded as problems."""
     option, written = flag.option, " ".join([spelling, *words])
     found: dict[str, Any] = {}
@@ -406,7 +410,7 @@ def _values(settings: Settings, spelling: str, flag: Flag, words: list[str]) -> 
                 settings.notices.append(f"{written} means {option.written(value)}: {option.hint}")
     except (ValueError, ConfigError) as error:
         for name in flag.settings:
-            settings.mark_bad(name, f"{spelling} {error}", "command line")
+            settings.mark_bad(name, f"{spelling} {error}", origin)
         return {}
     return found
 

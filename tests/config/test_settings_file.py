@@ -28,6 +28,8 @@ position-embedding-type = "rotary"
 micro_batch_size = 2
 train_iters = 1e2
 lr = 1e-3                 # a key may stand in any table
+disable_bias_linear = true
+use_distributed_optimizer = true
 [data]
 data_path = [0.3, "a", 0.7, "b"]
 vocab_size = 100
@@ -51,6 +53,7 @@ def test_a_file_is_read_and_flags_override_it(tmp_path: Path) -> None:
     config = parse_args(["--config", path])
     assert (config.model.num_layers, config.batch.train_iters) == (8, 100)
     assert config.model.position_embedding_type == "rope"
+    assert not config.model.add_bias_linear and config.engine.zero_stage == 1
     assert config.data.data_path == ("0.3", "a", "0.7", "b")
     assert config.origin("hidden_size") == f"{path}:3: hidden_size"
     other = parse_args(["--num-layers", "4", "--lr", "1e-3", f"--config={path}"])
@@ -65,22 +68,25 @@ def test_a_file_overrides_the_preset_that_it_names(tmp_path: Path) -> None:
     assert config == Config.create("gpt-22b-frontier", num_layers=24, fp16=True)
     other = parse_plan(["--config", path, "--preset", "tiny", "--bf16"])
     assert other == Config.create("tiny", num_layers=24, bf16=True)
-    assert any("--preset tiny" in n and "gpt-22b-frontier" in n for n in other.notices)
+    assert any("--preset" in n and f"{path}:1: preset" in n for n in other.notices)
     assert any("--bf16" in n and f"{path}:3: fp16" in n for n in other.notices)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("num_layer = 4", [":1:", "num_layer", "num_layers"]),
-        ("[modle]\nnum_layers = 4", ["modle", "model"]),
-        ("[model]\nworld = 4", [":2:", "world"]),
-        ("disable_bias_linear = true", ["add_bias_linear = false"]),
-        ('num_layers = "8"', ["--num-layers", "'8'", ":1: num_layers"]),
-        ("swiglu = 1", ["--swiglu", "1", ":1: swiglu"]),
-        ("num_layers = 2\n[model]\nnum-layers = 3", [":3:", "num-layers"]),
+        ("num_layer = 4", ["--num-layers", ":1: num_layer"]),
+        ("[modle]\nnum_layers = 4", ["--modle", "run.toml: modle"]),
+        ("[model]\nworld = 4", ["--world-size", ":2: world"]),
+        ('num_layers = "x"', ["--num-layers", "'x'", ":1: num_layers"]),
+        ("num_layers = [1, 2]", ["--num-layers", "1 2", ":1: num_layers"]),
+        ("swiglu = 3", ["--swiglu", "3", ":1: swiglu"]),
+        ("num_layers = 2\n[model]\nnum-layers = 3", ["--num-layers", ":3: num-layers"]),
+        ("num_experts = 8", ["experts 8"]),
+        ('config = "x"', ["--config", ":1: config"]),
+        ('"" = 3', ["run.toml"]),
         ("data_parallel_size = 2", ["data_parallel_size"]),
-        ("preset = 3", [":1: preset", "3"]),
+        ("preset = 3", ["--preset '3'"]),
         ("num_layers = = 2", ["run.toml", "line 1"]),
         ("swiglu = true\nsquared_relu = true", ["--swiglu", "--squared-relu"]),
     ],
@@ -98,7 +104,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 def test_the_number_of_processes_is_the_launchers(tmp_path: Path) -> None:
     path = stored(tmp_path, RUN + "world_size = 2\n")
     assert parse_args(["--config", path], 2).parallel.data_parallel_size == 2
-    with pytest.raises(ConfigError, match=rf"world_size 2 .*{path}:14: world_size.* 3 "):
+    with pytest.raises(ConfigError, match=rf"world-size 2 .*{path}:16: world_size.* 3 "):
         parse_args(["--config", path], 3)
 
 
@@ -137,19 +143,15 @@ def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path: Path) -> Non
     assert parse_plan(["--config", stored(tmp_path, render_settings(config))]) == config
 
 
-values = st.recursive(
+one_value = (
     st.booleans()
     | st.integers(-(2**63), 2**63 - 1)
-    | st.floats(allow_nan=False)
-    | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: (
-        st.lists(inner) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner)
-    ),
-    max_leaves=8,
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]))
 )
 
 
-@given(values)
+@given(one_value | st.lists(one_value))
 def test_a_value_is_written_as_toml_reads_it(tmp_path_factory: Any, value: Any) -> None:
     folder = tmp_path_factory.getbasetemp()
     path = stored(folder, f"value = {written(value)}\n")
