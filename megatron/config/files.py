@@ -155,7 +155,11 @@ class CheckpointConfig:
     )
     finetune: bool = option(False, "Load weights only, and start at iteration 0.")
     reset_iteration: bool = option(False, "Load the whole checkpoint, but start at iteration 0.")
-    use_checkpoint_args: bool = option(False, "Take the model configuration from the checkpoint.")
+    use_checkpoint_args: bool = option(
+        False,
+        "Take the model from the checkpoint of --load; where none are given also its sequence "
+        "length, dropout and tokenizer.",
+    )
     exit_on_missing_checkpoint: bool = option(
         False, "Exit with an error if --load holds no checkpoint, instead of starting from scratch."
     )

@@ -28,6 +28,7 @@ from megatron.planner.memory import memory_of_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import EXIT_USER_ERROR
+from megatron.training.run.schedules import BatchSchedule, run_costs, total_iterations
 from megatron.untrusted import is_count, read_bytes
 
 USAGE = """preflight.py check [--cluster NAME] [sbatch's options] SCRIPT [ARGUMENT ...]
@@ -630,15 +631,17 @@ def check_cost(job: Job, config: Config) -> None:
     """
     if (cluster := job.cluster) is None:
         return
-    start, end = remaining_steps(config)
-    step_s = estimate(config, cluster).seconds
+    start, end, consumed = remaining_steps(config)
+    found = estimate(config, cluster)
     wall_s = duration_s(job.value("time") or "")
-    seconds = max(end - start, 0) * step_s
-    hours = seconds / 3600 * max(job.nodes, job.asked_nodes)  # spares are paid for
+    nodes = max(job.nodes, job.asked_nodes)  # spares are paid for
+    costs = run_costs(config, nodes, found.tokens_per_s, start, consumed)
+    seconds, hours = costs.seconds or 0.0, costs.node_hours or 0.0
+    job.known["the run"] = costs.size
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
     job.known["it costs"] = (
         f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to "
-        f"{end:,} of {step_s:.3g} s (predicted), without starts, saves and the queue"
+        f"{end:,} of {found.seconds:.3g} s (predicted), without starts, saves and the queue"
     )
     if seconds > _LONG_S:
         job.find(
@@ -649,11 +652,13 @@ def check_cost(job: Job, config: Config) -> None:
         )
 
 
-def remaining_steps(config: Config) -> tuple[int, int]:
-    """Return the run's first and last iteration. Raises CheckpointError and ConfigError."""
+def remaining_steps(config: Config) -> tuple[int, int, int]:
+    """Return the run's first and last iteration, and the samples consumed before the first.
+
+    Raises CheckpointError and ConfigError.
+    """
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
-    from megatron.training.run.schedules import BatchSchedule, total_iterations
 
     settings = config.checkpoint
     iteration = 0
@@ -673,6 +678,5 @@ def remaining_steps(config: Config) -> tuple[int, int]:
                 raise CheckpointError(
                     f"{checkpoint.folder} has {consumed!r} as its number of consumed samples"
                 )
-    return iteration, total_iterations(
-        config, BatchSchedule.from_config(config), iteration, consumed
-    )
+    batches = BatchSchedule.from_config(config)
+    return iteration, total_iterations(config, batches, iteration, consumed), consumed

@@ -34,6 +34,8 @@ from megatron.planner.memory import CATEGORIES, sized_model
 from megatron.planner.placement import choose_placement, layout_of
 from megatron.planner.stage import stages_of
 from megatron.planner.table import Table
+from megatron.planner.timing import estimate
+from megatron.training.run.schedules import run_costs
 
 GIB = 2.0**30
 RESERVE_GIB = 2.0
@@ -310,9 +312,26 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     print(_heading(config, cluster), flush=True)
     found = rehearse(config, cluster)
     print(render(found))
+    if {"train_iters", "train_samples", "train_tokens"} & config.given.keys():
+        print(_costs(config, cluster))
     for note in (*notes, *config.notices):
         print(f"note: {note}")
     return EXIT_DOES_NOT_RUN if found.findings else 0
+
+
+def _costs(config: Config, cluster: Cluster | None) -> str:
+    """Describe what the run costs; its time is predicted if the machine is known."""
+    if cluster is None:
+        return f"the whole run: {run_costs(config).size}"
+    found, nodes = (
+        estimate(config, cluster),
+        -(-config.parallel.world_size // cluster.devices_per_node),
+    )
+    costs = run_costs(config, nodes, found.tokens_per_s)
+    return (
+        f"the whole run: {costs.size}; {costs.time} with steps of {found.seconds:.3g} s "
+        "(predicted), without starts, evaluations and saves"
+    )
 
 
 def _heading(config: Config, cluster: Cluster | None) -> str:

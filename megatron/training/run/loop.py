@@ -292,6 +292,10 @@ def report(run: Run) -> None:
     epochs = {} if run.ledger is None else run.ledger.epochs()
     figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory)
     run.reporter.iteration(figures, times_ms, epochs)
+    if run.costs is not None and run.progress.iteration < run.total_iterations:
+        left = run.costs(figures.tokens_per_s, figures.iteration, figures.consumed_samples)
+        run.reporter.say(f" at this speed: {left.time} for the rest of the run")
+        run.costs = None
     call_back(run, "on_log", figures)
     if run.stragglers is not None:
         run.reporter.stragglers(run.progress.iteration, run.stragglers.report(steps))

@@ -30,8 +30,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron.config.duration import show_duration
 from megatron.config.option import MOST_SAMPLES
 from megatron.errors import ConfigError
+from megatron.model.formulas import flops_per_token_of, parameters_of
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -194,6 +196,61 @@ def total_iterations(
             "the run has no end: give --train-iters, --train-samples or --train-tokens"
         )
     return min(ends)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Size of a run, and the time of what is left of it.
+
+    flops is that of products and attention, without recomputation. seconds and node_hours are None
+    where the speed is unknown.
+    """
+
+    parameters: int
+    tokens: int
+    tokens_per_parameter: float
+    flops: float
+    seconds: float | None = None
+    node_hours: float | None = None
+
+    @property
+    def size(self) -> str:
+        """Return the size of the whole run as text."""
+        return (
+            f"{self.tokens:,} tokens, {self.tokens_per_parameter:.3g} for each parameter, "
+            f"{self.flops:.3g} FLOPs"
+        )
+
+    @property
+    def time(self) -> str:
+        """Return the time and the node-hours of what is left as text."""
+        assert self.seconds is not None and self.node_hours is not None, "the speed is known"
+        days = self.seconds / 86400
+        length = f"{days:,.1f} days" if days >= 1 else show_duration(self.seconds)
+        return f"{length}, {self.node_hours:,.{0 if self.node_hours >= 100 else 2}f} node-hours"
+
+
+def run_costs(
+    config: Config,
+    nodes: int = 1,
+    tokens_per_s: float | None = None,
+    iteration: int = 0,
+    consumed_samples: int = 0,
+) -> Costs:
+    """Return the costs of a run that has done this much, on `nodes` at a speed."""
+    batches, seq_length = BatchSchedule.from_config(config), config.model.seq_length
+    left = total_iterations(config, batches, iteration, consumed_samples) - iteration
+    samples = batches.samples_after(max(left, 0), consumed_samples)
+    parameters, tokens = parameters_of(config), samples * seq_length
+    seconds = tokens_per_s and (samples - consumed_samples) * seq_length / tokens_per_s
+    return Costs(
+        parameters,
+        tokens,
+        tokens / parameters,
+        tokens * flops_per_token_of(config),
+        seconds,
+        None if seconds is None else nodes * seconds / 3600,
+    )
 
 
 def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.pipeline.executor import Exchange
-from megatron.planner.dryrun.rehearsal import dry_run
+from megatron.planner.cluster import load_cluster
+from megatron.planner.dryrun.rehearsal import dry_run, settled
 from megatron.planner.memory import CATEGORIES
+from megatron.planner.timing import estimate
 from tests.helpers.launching import launch
 
 SMALL = (
@@ -60,6 +63,18 @@ def test_a_job_that_fits_but_cannot_run_ends_with_3(
     assert dry_run([*SMALL, "--cluster", "frontier"], launched=4) == 3
     printed = capsys.readouterr().out
     assert "[32, 1, 64]" in printed and "[64, 1, 64]" in printed
+
+
+@pytest.mark.slow
+def test_a_job_of_known_length_and_machine_has_a_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is that of all steps, as the planner predicts them, on the nodes of the job."""
+    argv = [*SMALL, "--world-size", "16", "--cluster", "frontier", "--train-iters", "90000000"]
+    assert dry_run(argv) == 0
+    printed = capsys.readouterr().out
+    config = parse_plan([word for word in argv if word != "--dry-run"])
+    cluster = load_cluster("frontier")
+    node_hours = 2 * 9e7 * estimate(settled(config, cluster), cluster).seconds / 3600
+    assert f"{node_hours:,.0f} node-hours" in printed and f"{90_000_000 * 4 * 64:,} " in printed
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,8 @@ def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path: Path) -> 
     ):
         for outcome in launch(processes, flags):
             assert outcome is not None and outcome.code == 0, outcome
+        # One process speaks, once; there is no rest after the only step of the later jobs.
+        assert outcome.output.count(" node-hours") == (processes == 1)
     records = list(read_records(tmp_path / "metrics.jsonl", "iteration"))
     assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5, 6]
     last = parse_args(settings[:2], 2)

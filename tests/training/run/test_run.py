@@ -72,6 +72,8 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
         "torch",
         "deepspeed",
     }
+    costs = {"parameters": start["parameters"], "tokens": 5 * 4 * 8, "seconds": None}
+    assert start["costs"].items() >= costs.items()
     # Every second iteration, and the rest of the last interval.
     assert values(
         found["iteration"], "iteration", "consumed_samples", "consumed_tokens", "total_iterations"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
+from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples, run_costs
 
 ramps = st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 5), st.integers(1, 500))
 
@@ -53,6 +53,34 @@ def test_a_ramp_up_of_a_thousand_million_steps_takes_no_time() -> None:
     schedule = BatchSchedule(4, 1, (2, 2, 10**12))
     assert schedule.samples_after(10**9) == 2 * 10**9
     assert schedule.iterations_until(10**12, whole=True) == 10**12 // 2
+
+
+def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest() -> None:
+    """A GPT of two layers by hand: 12 h^2 + 13 h parameters each, embeddings, and a last norm.
+
+    Each weight of a product takes 6 FLOPs per token, and attention 12 s h per layer.
+    """
+    layers, h, s, vocabulary = 2, 16, 8, 24
+    config = Config.create(
+        num_layers=layers,
+        hidden_size=h,
+        num_attention_heads=2,
+        seq_length=s,
+        vocab_size=vocabulary,
+        global_batch_size=4,
+        train_iters=10,
+        rampup_batch_size=(2, 2, 4),
+    )
+    whole = run_costs(config)
+    assert whole.parameters == layers * (12 * h * h + 13 * h) + (vocabulary + s + 2) * h
+    assert whole.tokens == (2 * 2 + 8 * 4) * s
+    assert whole.tokens_per_parameter == whole.tokens / whole.parameters
+    each = 6 * (layers * 12 * h * h + vocabulary * h) + layers * 12 * s * h
+    assert whole.flops == each * whole.tokens
+    assert (whole.seconds, whole.node_hours) == (None, None)
+    rest = run_costs(config, 3, 2.0, iteration=4, consumed_samples=12)
+    assert rest.tokens == whole.tokens and rest.seconds == 6 * 4 * s / 2
+    assert rest.node_hours == pytest.approx(3 * 6 * 4 * s / 2 / 3600)
 
 
 def test_more_samples_than_an_index_could_list_are_refused() -> None:
