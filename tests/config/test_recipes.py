@@ -14,6 +14,7 @@ from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import choose_placement
+from megatron.planner.timing import estimate
 from tools import show_recipe
 from tools.show_placement import rank_rows
 from tools.show_recipe import RECIPES, Recipe
@@ -151,6 +152,27 @@ def test_the_document_has_what_the_tool_prints(capsys):
     text = "".join(page.read_text() for page in DOCUMENTS)
     for table in printed(capsys, "--all --markdown"):
         assert table in text, "docs/frontier.md: put this table in again"
+
+
+def test_the_planners_first_choices_are_what_the_document_says() -> None:
+    """Flags, times and memory of first choice and recipe, and the share of a step that is saved."""
+    cluster = load_cluster("frontier")
+    rows = re.findall(r"^\| (\S+) frontier \| `(.*)` \| (.*) \|$", DOCUMENTS[1].read_text(), re.M)
+    recipes = {r.model: r for r in RECIPES if r.kind == "frontier" and not r.note}
+    assert [model for model, *_ in rows] == list(recipes)
+    for model, flags, told in rows:
+        argv = recipes[model].argv()
+        first, ours = (estimate(parse_plan([*argv, *f]), cluster) for f in (flags.split(), []))
+        found = [
+            figure
+            for one in (first, ours)
+            for figure in (
+                f"{one.seconds:.2f}",
+                f"{max(rank.total for rank in one.memory) / GIB:.1f}",
+            )
+        ]
+        saved = 100 * (1 - first.seconds / ours.seconds)
+        assert told == f"{' | '.join(found)} | {saved:.1f} %"
 
 
 def test_commands_of_the_document_print_what_stands_below_them(capsys):
