@@ -67,8 +67,10 @@ TARGETS: Sequence[Target] = (
         "nothing",
     ),
     (TRAIN, f"{MOCK} --deepspeed --deepspeed_config {{f}}/ds.json", "deepspeed_json"),
+    (TRAIN, f"{MOCK} --config {{f}}/run.toml", "settings"),
     (TRAIN, f"{MOCK} --cluster {{f}}/machine.toml", "cluster"),
     (TRAIN, f"{MOCK} --train-iters 4 --load {{f}}/run --save {{f}}/run", "run"),
+    (TRAIN, f"{MOCK} --train-iters 4 --load {{f}}/run --use-checkpoint-args", "run"),
     (TRAIN, f"{MODEL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache", "data"),
     (TRAIN, f"{MOCK} --dry-run --world-size 2 --tensor-model-parallel-size 2", "nothing"),
     (

@@ -110,6 +110,13 @@ def data(folder: Path) -> None:
     tool(folder, "tools/build_index.py", words)
 
 
+def settings(folder: Path) -> None:
+    (folder / "run.toml").write_text(
+        "seed = 7\n[optimizer]\nweight-decay = 0.1\nadam_beta2 = 0.95\n"
+        '[data]\nsplit = "90,5,5"\n[logging]\nprofile_ranks = [0, 1]\nlog-interval = 1\n'
+    )
+
+
 def deepspeed_json(folder: Path) -> None:
     (folder / "ds.json").write_text(
         json.dumps(
@@ -522,6 +529,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
         measured,
         data,
         deepspeed_json,
+        settings,
         cluster,
         space,
         searched,
