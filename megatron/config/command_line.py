@@ -283,7 +283,7 @@ def _give_flags(
         settings.give(name, one.value, one.origin)
     if checkpoint is not None and settings.given.get("use_checkpoint_args"):
         _give_checkpoint(settings, checkpoint)
-    if "--deepspeed" in flags or "--no-deepspeed" in flags:
+    if settings.given.get("deepspeed") or "--no-deepspeed" in flags:
         settings.notices.append("--deepspeed has no effect: the engine is always DeepSpeed")
     translate_late(settings, flags)
     for spelling, words in flags.items():
@@ -335,7 +335,8 @@ def _flags_of_file(
         settings.problems.append(f"--config {error}")
         return flags, origins
     for key, values, origin in entries:
-        scanned = scan([f"--{key}"])
+        option = all_options().get(key.replace("-", "_"))
+        scanned = scan([option.flags[0] if option and option.flags else f"--{key}"])
         spelling = next(iter(scanned.flags), "")
         problems = scanned.problems if spelling or scanned.problems else ["it names no flag"]
         if spelling in flags:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import PRESETS, Config, parse_args
-from megatron.config.command_line import parse_plan
+from megatron.config.command_line import parse_plan, read_settings
+from megatron.config.settings import all_options
 from megatron.config.settings_file import render_settings, write_settings, written
 from megatron.errors import ConfigError
 from megatron.untrusted import read_toml
@@ -122,7 +123,25 @@ def test_a_resolved_file_gives_the_same_run(tmp_path: Path, argv: list[str]) -> 
     config = parse_plan(argv)
     path = stored(tmp_path, render_settings(config))
     size = ["--world-size", str(config.parallel.world_size)]
-    assert parse_plan(["--config", path, *size]) == config
+    again = parse_plan(["--config", path, *size])
+    assert again == config
+    # A preset's settings without effect are no news, but those of a file are.
+    assert all(
+        any(flag in n for flag in ("--openai-gelu", "--use-flash-attn"))
+        for n in {*again.notices} - {*config.notices}
+    )
+
+
+def test_every_setting_is_known_by_its_name(tmp_path: Path) -> None:
+    for name, option in all_options().items():
+        if not option.flags:
+            continue
+        value = option.default
+        if value is None:
+            words = {bool: True, int: 1, float: 0.5, str: "x"}[option.kind]
+            value = option.choices[0] if option.choices else [words] if option.many else words
+        settings = read_settings(["--config", stored(tmp_path, f"{name} = {written(value)}\n")])
+        assert name in settings.given or name in settings.bad, name
 
 
 def test_a_resolved_file_on_other_processes(tmp_path: Path) -> None:
