@@ -312,7 +312,8 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     print(_heading(config, cluster), flush=True)
     found = rehearse(config, cluster)
     print(render(found))
-    if {"train_iters", "train_samples", "train_tokens"} & config.given.keys():
+    lengths = {"train_iters", "train_samples", "train_tokens"}
+    if not found.findings and lengths & config.given.keys():
         print(_costs(config, cluster))
     for note in (*notes, *config.notices):
         print(f"note: {note}")
@@ -323,10 +324,8 @@ def _costs(config: Config, cluster: Cluster | None) -> str:
     """Describe what the run costs; its time is predicted if the machine is known."""
     if cluster is None:
         return f"the whole run: {run_costs(config).size}"
-    found, nodes = (
-        estimate(config, cluster),
-        -(-config.parallel.world_size // cluster.devices_per_node),
-    )
+    found = estimate(config, cluster)
+    nodes = -(-config.parallel.world_size // cluster.devices_per_node)
     costs = run_costs(config, nodes, found.tokens_per_s)
     return (
         f"the whole run: {costs.size}; {costs.time} with steps of {found.seconds:.3g} s "

@@ -333,9 +333,11 @@ def assemble(
 
 def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
     """Write the settings of a run from `iteration` on into its folder, for --config."""
-    if config.metrics_path is None or not topology.world.is_first:
+    metrics = config.metrics_path
+    # /dev/null has no folder of a run beside it
+    if metrics is None or not topology.world.is_first or not metrics.is_file():
         return
-    path = config.metrics_path.with_name("settings.toml")
+    path = metrics.with_name("settings.toml")
     try:
         write_settings(path, render_settings(config), iteration)
     except (OSError, ValueError) as error:

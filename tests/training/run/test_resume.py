@@ -219,13 +219,17 @@ def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path: Path) -> 
 
 def test_settings_that_cannot_be_written_are_a_note(tmp_path: Path) -> None:
     listener = Listener()
-    for name in ("absent/m.jsonl", "there/m.jsonl"):
-        one = config(metrics_file=str(tmp_path / name))
-        (tmp_path / "there").mkdir(exist_ok=True)
+    for name in ("good", "full"):
+        metrics = tmp_path / name / "m.jsonl"
+        metrics.parent.mkdir()
+        metrics.touch()
+        if name == "full":
+            (tmp_path / "full" / "settings.tmp").mkdir()  # in the way, as a full disk is
+        one = config(metrics_file=str(metrics))
         record_settings(one, SINGLE, listener, 0)  # type: ignore[arg-type]
     (said,) = listener.said
-    assert str(tmp_path / "absent" / "settings.toml") in said
-    assert (tmp_path / "there" / "settings.toml").exists()
+    assert str(tmp_path / "full" / "settings.toml") in said
+    assert (tmp_path / "good" / "settings.toml").exists()
 
 
 def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
