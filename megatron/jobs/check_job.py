@@ -635,7 +635,9 @@ def check_cost(job: Job, config: Config) -> None:
     found = estimate(config, cluster)
     wall_s = duration_s(job.value("time") or "")
     nodes = max(job.nodes, job.asked_nodes)  # spares are paid for
-    costs = run_costs(config, nodes, found.tokens_per_s, start, consumed)
+    costs = run_costs(config, nodes, start, consumed).at(
+        found.tokens_per_s, consumed * config.model.seq_length
+    )
     seconds, hours = costs.seconds or 0.0, costs.node_hours or 0.0
     job.known["the run"] = costs.size
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""

@@ -326,7 +326,7 @@ def _costs(config: Config, cluster: Cluster | None) -> str:
         return f"the whole run: {run_costs(config).size}"
     found = estimate(config, cluster)
     nodes = -(-config.parallel.world_size // cluster.devices_per_node)
-    costs = run_costs(config, nodes, found.tokens_per_s)
+    costs = run_costs(config, nodes).at(found.tokens_per_s)
     return (
         f"the whole run: {costs.size}; {costs.time} with steps of {found.seconds:.3g} s "
         "(predicted), without starts, evaluations and saves"

@@ -293,7 +293,8 @@ def report(run: Run) -> None:
     figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory)
     run.reporter.iteration(figures, times_ms, epochs)
     if run.costs is not None and run.progress.iteration < run.total_iterations:
-        left = run.costs(figures.tokens_per_s, figures.iteration, figures.consumed_samples)
+        done = figures.consumed_samples * figures.seq_length
+        left = run.costs.at(figures.tokens_per_s, done)
         run.reporter.say(f" at this speed: {left.time} for the rest of the run")
         run.costs = None
     call_back(run, "on_log", figures)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.duration import show_duration
@@ -200,18 +200,24 @@ def total_iterations(
 
 @dataclass(frozen=True)
 class Costs:
-    """Size of a run, and the time of what is left of it.
+    """Size of a run on a number of nodes, and the time of what is left of it.
 
     flops is that of products and attention, without recomputation. seconds and node_hours are None
     where the speed is unknown.
     """
 
+    nodes: int
     parameters: int
     tokens: int
     tokens_per_parameter: float
     flops: float
     seconds: float | None = None
     node_hours: float | None = None
+
+    def at(self, tokens_per_s: float, done: int = 0) -> Costs:
+        """Return the costs with the time at a speed, after `done` tokens."""
+        seconds = (self.tokens - done) / tokens_per_s
+        return replace(self, seconds=seconds, node_hours=self.nodes * seconds / 3600)
 
     @property
     def size(self) -> str:
@@ -231,26 +237,15 @@ class Costs:
 
 
 def run_costs(
-    config: Config,
-    nodes: int = 1,
-    tokens_per_s: float | None = None,
-    iteration: int = 0,
-    consumed_samples: int = 0,
+    config: Config, nodes: int = 1, iteration: int = 0, consumed_samples: int = 0
 ) -> Costs:
-    """Return the costs of a run that has done this much, on `nodes` at a speed."""
-    batches, seq_length = BatchSchedule.from_config(config), config.model.seq_length
+    """Return the costs of a run that has done this much, without a time."""
+    batches = BatchSchedule.from_config(config)
     left = total_iterations(config, batches, iteration, consumed_samples) - iteration
-    samples = batches.samples_after(max(left, 0), consumed_samples)
-    parameters, tokens = parameters_of(config), samples * seq_length
-    seconds = tokens_per_s and (samples - consumed_samples) * seq_length / tokens_per_s
-    return Costs(
-        parameters,
-        tokens,
-        tokens / parameters,
-        tokens * flops_per_token_of(config),
-        seconds,
-        None if seconds is None else nodes * seconds / 3600,
-    )
+    tokens = batches.samples_after(max(left, 0), consumed_samples) * config.model.seq_length
+    parameters = parameters_of(config)
+    flops = tokens * flops_per_token_of(config)
+    return Costs(nodes, parameters, tokens, tokens / parameters, flops)
 
 
 def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:

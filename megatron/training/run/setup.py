@@ -274,7 +274,7 @@ def assemble(
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
     nodes = len({place.partition(":")[0] for place in places}) or 1
-    costs = run_costs(config, nodes, None, progress.iteration, progress.consumed_samples)
+    costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)
     reporter.say(f" the whole run: {costs.size}")
     reporter.metrics.write(
         "start",
@@ -324,7 +324,7 @@ def assemble(
         stragglers=Stragglers(topology, places) if config.logging.straggler_report else None,
         profiler=Profiler(config, topology.rank, reporter.say),
         accounted_iteration=progress.iteration,
-        costs=partial(run_costs, config, nodes),
+        costs=costs,
     )
     if saves is not None:
         saves.after_save.append(lambda _: call_back(run, "on_save"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +78,7 @@ class Run:
     copies_checked  whether copies of weights were compared after a step of this job that was not
                     skipped
     went_back       how often the run went back to the checkpoint of an iteration, after loss spikes
-    costs           what is left costs at a speed in tokens/s, after this many iterations and
-                    samples; None once it is reported
+    costs           None once the time of the run is reported
     under_way       the last step, until its figures are read: `progress` does not show yet whether
                     it was skipped
     """
@@ -114,7 +113,7 @@ class Run:
     under_way: StepUnderWay | None = None
     skips: Skips = field(default_factory=Skips)
     went_back: Counter[int] = field(default_factory=Counter)
-    costs: Callable[[float, int, int], Costs] | None = None
+    costs: Costs | None = None
 
     @property
     def eod(self) -> int | None:

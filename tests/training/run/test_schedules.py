@@ -78,7 +78,7 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest() -> Non
     each = 6 * (layers * 12 * h * h + vocabulary * h) + layers * 12 * s * h
     assert whole.flops == each * whole.tokens
     assert (whole.seconds, whole.node_hours) == (None, None)
-    rest = run_costs(config, 3, 2.0, iteration=4, consumed_samples=12)
+    rest = run_costs(config, 3, iteration=4, consumed_samples=12).at(2.0, 12 * s)
     assert rest.tokens == whole.tokens and rest.seconds == 6 * 4 * s / 2
     assert rest.node_hours == pytest.approx(3 * 6 * 4 * s / 2 / 3600)
 
