@@ -104,6 +104,7 @@ setup(
     package_dir={
         "megatron_tools": "tools",  # the modules of the console scripts
         "megatron_conversion": "tools/megatron_conversion",
+        "megatron_inference": "tools/megatron_inference",
         "megatron_preparation": "tools/megatron_preparation",
     },
     ext_modules=[helpers, schedule_clock],

@@ -96,6 +96,7 @@ TARGETS: Sequence[Target] = (
         "{f}/deepspeed {f}/new --num-attention-heads 4 --vocab-size 50",
         "deepspeed",
     ),
+    ("tools/evaluate.py", "--load {f}/run --data-path {f}/a --stride 3", "trained"),
     ("tools/generate_text.py", "--load {f}/run --prompt 5 --tokens 2", "spoken"),
     ("tools/inspect_checkpoint.py", "{f}/run --norms --provenance", "run"),
     ("tools/inspect_checkpoint.py", "{f}/run --verify --json", "run"),

@@ -61,9 +61,10 @@ class ByteProgress:
         if now - self._last_line >= LINE_S if due is None else due:
             self._last_line = now
             rate = max((done - self._first) / max(now - self._started, 1e-9), 1.0)
+            digits = 0 if self._total >= 1e8 else 3
             self.say(
-                f" {what or self._what}: {done / 1e6:.0f} of {self._total / 1e6:.0f} MB "
-                f"({done / self._total:.0%}), {rate / 1e6:.1f} MB/s, "
+                f" {what or self._what}: {done / 1e6:.{digits}f} of {self._total / 1e6:.{digits}f} "
+                f"MB ({done / self._total:.0%}), {rate / 1e6:.{digits + 1}f} MB/s, "
                 f"{max(self._total - done, 0) / rate:.0f} s left"
             )
 

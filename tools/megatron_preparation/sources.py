@@ -188,7 +188,7 @@ def read_sources(
                     content,
                     problem,
                 )
-        except _read_errors() as error:
+        except read_errors() as error:
             unit = "row" if source.kind == "parquet" else "line"
             raise DataError(
                 f"{source.path}: cannot be read after {unit} {place.documents}: {error}"
@@ -196,15 +196,18 @@ def read_sources(
         before += source.size
 
 
-def _read_errors() -> tuple[type[Exception], ...]:
+def read_errors() -> tuple[type[Exception], ...]:
     """Return the errors of libraries for damaged files; those of pyarrow only if it is loaded."""
     loaded = sys.modules.get("pyarrow")
     return OSError, EOFError, zlib.error, *((loaded.ArrowException,) if loaded else ())
 
 
 @contextmanager
-def _open(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Yield the unpacked content and a function that returns the bytes of the file read so far."""
+def open_source(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """Yield the unpacked content and a function that returns the bytes of the file read so far.
+
+    Reading a damaged file raises one of read_errors().
+    """
     if source.packing == "zstd":
         import pyarrow
 
@@ -226,7 +229,7 @@ def _open(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 def _read_lines(
     source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]
 ) -> Iterator[Part]:
-    with _open(source) as (stream, read_bytes):
+    with open_source(source) as (stream, read_bytes):
         _skip(stream, place.offset, source, on_skip)
         pieces: list[bytes] = []
         size = 0
@@ -271,7 +274,7 @@ def _read_text(
 ) -> Iterator[Part]:
     if place.documents:
         return
-    with _open(source) as (stream, _):
+    with open_source(source) as (stream, _):
         data = stream.read(MAX_DOCUMENT_BYTES + 1)
     problem, size = "", len(data)
     if size > MAX_DOCUMENT_BYTES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class Sampling:
 def generate(
     config: Config,
     topology: Topology,
-    chunks: Mapping[str, torch.nn.Module],
+    chunks: torch.nn.ModuleDict,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -108,9 +108,7 @@ def choose(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator)
 class _Stages:
     """The whole model, seen from one rank: a forward pass runs through all pipeline stages."""
 
-    def __init__(
-        self, config: Config, topology: Topology, chunks: Mapping[str, torch.nn.Module]
-    ) -> None:
+    def __init__(self, config: Config, topology: Topology, chunks: torch.nn.ModuleDict) -> None:
         self._config, self._topology, self._chunks = config, topology, chunks
         self._last = config.parallel.num_stages - 1
         # Sequence parallelism cuts the text into equal parts.

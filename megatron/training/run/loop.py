@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
 from megatron.training.report.metrics import StepRecord, TokenWeights, local_loss
-from megatron.training.run.data import Stream, open_stream
+from megatron.training.run.data import open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run, Skips, StepUnderWay
 from megatron.training.run.stopping import Stop
@@ -362,19 +362,19 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
         stream = open_stream(run.config, run.topology, dataset, position, run.eod)
         run.chunks.eval()
         try:
-            loss = mean_loss(
+            micro_batches = run.batches.global_batch_size_at_end // run.batches.replica_batch_size
+            iterations = range(run.config.training.eval_iters)
+            measured = mean_loss(
                 forward,
-                stream,
+                (stream.take(micro_batches) for _ in iterations),
                 run.topology,
-                run.config.training.eval_iters,
-                run.batches.global_batch_size_at_end // run.batches.replica_batch_size,
                 per_token=run.config.batch.calculate_per_token_loss,
                 interrupted=lambda: signalled(run),
             )
         finally:
             stream.close()
             run.chunks.train()
-        if loss is None:
+        if measured is None:
             run.reporter.say(
                 f" note: the evaluation at {prefix} was interrupted, because a signal asks to end"
             )
@@ -382,44 +382,41 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
         if advance:
             progress.consumed_valid_samples = position + run.eval_samples
         seconds = time.perf_counter() - start
-        run.reporter.validation(prefix, progress, name, loss, run.eval_samples, seconds)
+        run.reporter.validation(prefix, progress, name, measured[0], run.eval_samples, seconds)
         if run.wall_time is not None:
             run.wall_time.after_evaluation(seconds)
 
 
 def mean_loss(
     forward: Callable[[Sequence[MicroBatch]], list[torch.Tensor]],
-    stream: Stream,
+    batches: Iterable[Sequence[MicroBatch]],
     topology: Topology,
-    iterations: int,
-    micro_batches: int,
     *,
     per_token: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
-) -> float | None:
-    """Return the mean loss over `iterations` x `micro_batches` micro-batches of each data rank.
+) -> tuple[float, float] | None:
+    """Return the mean loss over `batches`, micro-batches of this data rank, and their weight.
 
-    `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list
-    elsewhere. Micro-batches have equal weight; with `per_token` each is weighted by its unmasked
-    tokens, so that the result is the mean over tokens. `interrupted` is called on all ranks before
-    each iteration except the first; once it returns True the result is None. A collective call of
-    the world; every rank gets the result.
+    All ranks have as many. `forward` maps micro-batches to their losses on the last pipeline stage
+    and to an empty list elsewhere. Micro-batches have equal weight; with `per_token` each is
+    weighted by its unmasked tokens, so that the result is the mean over tokens. `interrupted` is
+    called on all ranks before each item of `batches` except the first; once it returns True the
+    result is None. A collective call of the world; every rank gets the result.
     """
     total = torch.zeros(2, dtype=torch.float64, device=topology.device)
-    for iteration in range(iterations):
-        if iteration and interrupted():
+    for number, micro_batches in enumerate(batches):
+        if number and interrupted():
             return None
-        batches = stream.take(micro_batches)
-        losses = forward(batches)
+        losses = forward(micro_batches)
         if not losses or topology.tensor.rank != 0:
             continue  # every tensor rank has the same losses: the first one counts
         values = torch.stack(losses).double()
         weights = torch.ones_like(values)
         if per_token:
-            weights = torch.stack([batch.loss_mask.sum() for batch in batches]).to(values)
+            weights = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).to(values)
         total += torch.stack([(values * weights).sum(), weights.sum()])
-    sum_, count = collectives.all_reduce(total, topology.world).tolist()
-    return float(sum_ / max(count, 1.0))
+    sum_, weight = collectives.all_reduce(total, topology.world).tolist()
+    return float(sum_ / max(weight, 1.0)), weight
 
 
 def signalled(run: Run) -> bool:

@@ -170,9 +170,10 @@ def evaluate(topology: Topology, folder: str) -> Any:
             else []
         )
 
-    def measure(per_token: bool) -> float | None:
+    def measure(per_token: bool) -> tuple[float, float] | None:
         stream = MaskedStream(3, topology.data.rank, topology.data.size, consumed_samples=12)
-        return mean_loss(forward, stream, topology, 3, 2, per_token=per_token)
+        batches = (stream.take(2) for _ in range(3))
+        return mean_loss(forward, batches, topology, per_token=per_token)
 
     return measure(False), measure(True)
 
@@ -384,8 +385,9 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
         np.array([tokens_of(f) for f in firsts]),
     )
     for plain, per_token in found(evaluate, tensor, pipeline):
-        np.testing.assert_allclose(plain, losses.mean(), rtol=1e-6)
-        np.testing.assert_allclose(per_token, (losses * tokens).sum() / tokens.sum(), rtol=1e-6)
+        np.testing.assert_allclose(plain, (losses.mean(), len(firsts)), rtol=1e-6)
+        mean = (losses * tokens).sum() / tokens.sum()
+        np.testing.assert_allclose(per_token, (mean, tokens.sum()), rtol=1e-6)
 
 
 def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found: Found) -> None:

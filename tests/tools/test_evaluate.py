@@ -1,0 +1,225 @@
+"""tools/evaluate.py: every token once, in its window, on any layout; texts as training reads them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from megatron.checkpoint.settings import plain
+from megatron.config import Config
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.errors import DataError
+from megatron_inference import tokens
+from tests.checkpoint.made import make
+from tests.helpers import fault_points
+from tests.helpers.launching import Outcome, launch
+from tests.model.test_huggingface import GPT2, S, V, hugging_face
+from tools import evaluate
+
+DOCUMENTS = [np.random.RandomState(n).randint(0, V - 1, n).tolist() for n in (3, 41, 1, 22)]
+TEXTS = [" ".join(map(str, document)) for document in DOCUMENTS]
+
+
+@functools.cache
+def gpt2() -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return Hugging Face's model, float64, and its weights under our names."""
+    model, convert = hugging_face("gpt2")
+    values = convert({name: p.detach().clone() for name, p in model.named_parameters()})
+    return model.double().eval(), values
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Provide a checkpoint of that model, and DOCUMENTS as text and as token files."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    config = Config.create(**{**GPT2, "tokenizer_type": "NullTokenizer"})
+    weights = {f"master.{name}": value.contiguous() for name, value in gpt2()[1].items()}
+    make(folder / "checkpoint", 7, weights, config=plain(config))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    write_tokens(folder / "data", [[*document, V - 1] for document in DOCUMENTS])
+    return folder
+
+
+def write_tokens(prefix: Path, documents: list[list[int]]) -> None:
+    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
+        for document in documents:
+            writer.add_document(document)
+
+
+def run(folder: Path, n: int, *words: str, **options: Any) -> list[Outcome]:
+    base = ["--load", str(folder / "checkpoint"), "--format", "json"]
+    outcomes = launch(n, [*base, *words], script="tools/evaluate.py", **options)
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def expected(context: int, stride: int) -> float:
+    """Return the mean loss of all tokens but the first, each from the tokens of its window."""
+    sequence = [i for document in DOCUMENTS for i in (V - 1, *document)]
+    losses = []
+    for at in range(1, len(sequence)):
+        begin = stride * max(0, math.ceil((at - context) / stride))
+        with torch.no_grad():
+            logits = gpt2()[0](torch.tensor([sequence[begin:at]])).logits[0, -1]
+        losses.append(-logits.log_softmax(-1)[sequence[at]].item())
+    return float(np.mean(losses))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "words", "stride"),
+    [
+        (1, ["--text", "text.jsonl"], S // 2),
+        (1, ["--data-path", "data", "--stride", str(S), "--micro-batch-size", "1"], S),
+        (2, ["--text", "text.jsonl", "--stride", "3", "--micro-batch-size", "3"], 3),
+        (2, ["--data-path", "data", "--tensor-model-parallel-size", "2"], S // 2),
+        (2, ["--text", "text.jsonl", "--pipeline-model-parallel-size", "2"], S // 2),
+    ],
+)
+def test_loss_is_that_of_each_token_in_its_window(
+    folder: Path, processes: int, words: list[str], stride: int
+) -> None:
+    """The reference is Hugging Face's GPT-2 in float64, one call for each token."""
+    paths = [str(folder / word) if word in ("text.jsonl", "data") else word for word in words]
+    outcomes = run(folder, processes, *paths)
+    assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes
+    result = json.loads(outcomes[0].output.splitlines()[-1])
+    loss = expected(S, stride)
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    number, size = sum(map(len, DOCUMENTS)) + len(DOCUMENTS) - 1, sum(map(len, TEXTS))
+    assert (result["tokens"], result["bytes"], result["iteration"]) == (number, size, 7)
+    assert result["bits_per_byte"] == pytest.approx(loss * number / math.log(2) / size, rel=1e-5)
+
+
+@pytest.mark.parametrize("context", [1, 2, 7])
+def test_windows_predict_each_token_once(context: int) -> None:
+    for stride in range(1, context + 1):
+        for length in range(3 * context + 3):
+            sequence = np.arange(100, 100 + length)
+            seen = {}
+            for window in tokens.windows(np.split(sequence, [1, 1, 5]), context, stride):
+                for i in range(window.start, window.stop):
+                    target = int(window.tokens[i + 1])
+                    assert target not in seen
+                    seen[target] = int(window.tokens[0])
+            assert seen == {
+                100 + at: 100 + stride * max(0, math.ceil((at - context) / stride))
+                for at in range(1, length)
+            }
+
+
+def byte_pairs(path: Path, *, bos: bool) -> Tokenizer:
+    """Train a tokenizer of 300 entries; with `bos` it puts a token before every text."""
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<s>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    fast.train_from_iterator([LINES], trainer)
+    if bos:
+        fast.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    fast.save(str(path))
+    return build_tokenizer("HFTokenizer", tokenizer_model=str(path))
+
+
+LINES = "".join(f"Zeile {n}: größer,\n\n  or not?\n\tso\n" * (n % 3) for n in range(80))
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(
+    bos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "PIECE_BYTES", 700)
+    tokenizer = byte_pairs(tmp_path / "tokenizer.json", bos=bos)
+    (tmp_path / "a.txt").write_text(LINES)
+    (tmp_path / "b").write_text("short")
+    sources = tokens.text_sources([str(tmp_path / "a.txt"), str(tmp_path / "b")])
+    parts = list(tokens.text_parts(sources, "text", tokenizer))
+    assert (len(parts) == 2) == bos  # pieces exist where they can
+    whole = [tokenizer.eod, *tokenizer.encode(LINES), tokenizer.eod, *tokenizer.encode("short")]
+    assert [i for part in parts for i in part.tokens.tolist()] == whole
+    size = len(LINES.encode()) + 5
+    assert (sum(part.text_bytes or 0 for part in parts), parts[-1].read_bytes) == (size, size)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_token_files_are_read_as_their_text(
+    bos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence longer than what is read at once, and runs of short ones."""
+    monkeypatch.setattr(tokens, "PART_TOKENS", 40)
+    tokenizer = byte_pairs(tmp_path / "tokenizer.json", bos=bos)
+    texts = ["ab", "x" * 130, "größer", *map(str, range(50))]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"k": t}) + "\n" for t in texts))
+    prefix = str(tmp_path / "data")
+    write_tokens(tmp_path / "data", [[*tokenizer.encode(t), tokenizer.eod] for t in texts])
+    theirs = list(
+        tokens.text_parts(tokens.text_sources([str(tmp_path / "text.jsonl")]), "k", tokenizer)
+    )
+    ours = list(tokens.file_parts([prefix], tokenizer.vocab_size, tokenizer, count_bytes=True))
+    assert len(ours) > 4
+    assert np.array_equal(*(np.concatenate([p.tokens for p in parts]) for parts in (ours, theirs)))
+    assert sum(part.text_bytes or 0 for part in ours) == len("".join(texts).encode())
+    assert ours[-1].read_bytes == tokens.file_bytes([prefix])
+    with pytest.raises(DataError, match=str(tokenizer.eod)):
+        list(tokens.file_parts([prefix], tokenizer.eod, None, count_bytes=True))
+
+
+def test_unusable_texts_are_named(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=9)
+    path = tmp_path / "a.txt"
+    for content, found in ((b"", "empty"), (b"1 2\n\xff", "byte 4"), (b"1 12", "12")):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=found) as caught:
+            list(tokens.text_parts(tokens.text_sources([str(path)]), "text", tokenizer))
+        assert str(path) in str(caught.value)
+
+
+@pytest.mark.slow
+def test_impossible_requests_are_refused(folder: Path, tmp_path: Path) -> None:
+    write_tokens(tmp_path / "empty", [[]])
+    for words, found in (
+        (["--text", str(folder / "text.jsonl"), "--stride", "17"], "17"),
+        (["--text", str(folder / "text.jsonl"), "--context", "17"], "17"),
+        (["--data-path", str(tmp_path / "empty")], str(tmp_path / "empty")),
+    ):
+        (outcome,) = run(folder, 1, *words)
+        assert outcome.code == 2 and found in outcome.output, outcome
+
+
+def interrupt(name: str) -> None:
+    """Send SIGINT to this process when it opens a file."""
+    fault_points.on("open", lambda *_: os.kill(os.getpid(), signal.SIGINT), containing=name)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_at_once(folder: Path) -> None:
+    words = ["--text", str(folder / "text.jsonl")]
+    (outcome,) = run(folder, 1, *words, arm={0: (interrupt, "text.jsonl")})
+    assert outcome.code == 130 and "Traceback" not in outcome.output, outcome
+
+
+def test_json_has_no_numbers_that_are_none() -> None:
+    assert json.loads(evaluate.as_json({"a": math.nan, "b": math.inf, "c": 1.5, "d": None})) == {
+        "a": None,
+        "b": None,
+        "c": 1.5,
+        "d": None,
+    }

@@ -1,0 +1,300 @@
+"""Measure loss, perplexity and bits per byte of a trained model on whole files.
+
+Examples:
+
+    python tools/evaluate.py --load runs/a --text wiki.test.txt
+    torchrun --nproc-per-node 8 tools/evaluate.py --load checkpoints --data-path held_out_text_document \\
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16 --format json
+
+Every token is predicted once, from the tokens before it: windows of --context tokens begin every
+--stride tokens, and each counts only the predictions that the one before it did not reach. A
+smaller stride gives more context and takes longer. As in training, an end-of-document token (EOD)
+separates documents and is predicted as well; the first document follows one too. Model and
+tokenizer are those of the checkpoint; the layout may differ from that of the training, and the
+result does not depend on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+if not __package__:  # run by its path, perhaps of a clone that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.option import MOST_WIDTH, Parser, whole
+from megatron.errors import ConfigError, DataError
+from megatron.training.run.process import as_tool, leave
+from megatron_inference import tokens
+from megatron_inference.model import Trained, add_flags, run_with_model
+from megatron_inference.tokens import Part, Window
+from megatron_preparation.progress import ByteProgress
+
+if TYPE_CHECKING:
+    from megatron.data.sampler import MicroBatch
+
+_PER_STAGE = 4  # micro-batches of a step for each pipeline stage: a bubble of a fifth
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser."""
+    parser = Parser(description=__doc__)
+    add_flags(parser)
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="UTF-8 text, a document per file; JSON lines (.jsonl) or parquet, a document per row; "
+        "may be compressed (.gz, .zst)",
+    )
+    data.add_argument(
+        "--data-path",
+        nargs="+",
+        metavar="PREFIX",
+        help="token files (.bin and .idx), which cost no tokenization on each process",
+    )
+    parser.add_argument(
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="key or column of the text (default: text)",
+    )
+    parser.add_argument(
+        "--context",
+        type=whole(1, MOST_WIDTH),
+        metavar="N",
+        help="tokens of a window (default: the sequence length of the training)",
+    )
+    parser.add_argument(
+        "--stride",
+        type=whole(1, MOST_WIDTH),
+        metavar="N",
+        help="tokens between the starts of windows (default: half of --context); --context itself "
+        "is the fastest, and as in training",
+    )
+    parser.add_argument(
+        "--micro-batch-size",
+        type=whole(),
+        default=4,
+        metavar="N",
+        help="windows of one forward pass (default: 4)",
+    )
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument(
+        "--bf16", action="store_true", help="compute in bfloat16 (default: fp32)"
+    )
+    precision.add_argument("--fp16", action="store_true", help="compute in float16 (default: fp32)")
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="of the result (default: text)"
+    )
+    return parser
+
+
+@as_tool
+def main(argv: Sequence[str]) -> int:
+    """Run and return the exit code."""
+    args = build_parser().parse_args(argv)
+    changed = {
+        "seq_length": args.context,
+        "micro_batch_size": args.micro_batch_size,
+        "bf16": args.bf16,
+        "fp16": args.fp16,
+    }
+    return run_with_model(args, partial(evaluate, args), changed)
+
+
+def evaluate(args: argparse.Namespace, trained: Trained) -> None:
+    """Evaluate and print the result on rank 0."""
+    from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
+    from megatron.pipeline.executor import Executor
+    from megatron.training.run.loop import mean_loss
+
+    config, topology = trained.config, trained.topology
+    executor = Executor(
+        topology,
+        stages_of(trained.chunks),
+        config.schedule,
+        config.parallel.num_chunks,
+        hidden_shape(config),
+        hidden_dtype(config),
+    )
+    start, first = time.perf_counter(), topology.world.is_first
+    with ExitStack() as stack:
+        text = Input(args, trained)
+        progress = stack.enter_context(ByteProgress("evaluate", text.size_bytes)) if first else None
+        measured = mean_loss(
+            executor.evaluate, text.steps(progress, start), topology, per_token=True
+        )
+    assert measured is not None, "nothing interrupts it"
+    loss, count = measured
+    if not count:
+        raise DataError(
+            f"{', '.join(text.names)}: no token to predict: at least two are needed, or one where "
+            "the tokenizer is known"
+        )
+    if not first:
+        return
+    seconds = time.perf_counter() - start
+    result = {
+        "checkpoint": str(trained.loaded.folder),
+        "iteration": trained.loaded.iteration,
+        "data": text.names,
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": loss * count / math.log(2) / text.bytes if text.bytes else None,
+        "tokens": int(count),
+        "bytes": text.bytes,
+        "context": config.model.seq_length,
+        "stride": text.stride,
+        "seconds": seconds,
+        "tokens_per_second": count / seconds,
+    }
+    trained.metrics.write("evaluate", **result)
+    print(as_json(result) if args.format == "json" else as_text(result), flush=True)
+
+
+class Input:
+    """The data of an evaluation, read once, in order.
+
+    names       of the files
+    size_bytes  of the files
+    bytes       of the text so far; None where it is unknown, and on ranks other than the first
+    """
+
+    def __init__(self, args: argparse.Namespace, trained: Trained) -> None:
+        """Open the data. Raises ConfigError or DataError."""
+        config, tokenizer = trained.config, trained.tokenizer
+        assert config.model.vocab_size is not None, "the model was built with a vocabulary"
+        context = config.model.seq_length
+        self.stride = args.stride or max(1, context // 2)
+        if self.stride > context:
+            raise ConfigError(
+                f"--stride {self.stride} is greater than --context {context}: tokens between "
+                f"windows would be left out; use at most {context}"
+            )
+        self.bytes: int | None = 0
+        self._parts: Iterator[Part]
+        if args.text is not None and tokenizer is None:
+            raise ConfigError(
+                f"{args.load} was trained without a tokenizer, so --text cannot be tokenized: give "
+                "token files with --data-path"
+            )
+        if args.text is not None and tokenizer is not None:
+            sources = tokens.text_sources(args.text)
+            self.names = [source.path for source in sources]
+            self.size_bytes = sum(source.size for source in sources)
+            self._parts = tokens.text_parts(sources, args.json_key, tokenizer)
+        else:
+            self.names, self.size_bytes = args.data_path, tokens.file_bytes(args.data_path)
+            count_bytes, size = trained.topology.world.is_first, config.model.vocab_size
+            self._parts = tokens.file_parts(
+                args.data_path, size, tokenizer, count_bytes=count_bytes
+            )
+            if tokenizer is None:
+                self.bytes = None
+                if trained.topology.world.is_first:
+                    print(
+                        "note: no bits per byte, because the checkpoint has no tokenizer",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+        self._read_bytes = 0
+        self._trained, self._windows = trained, tokens.windows(self._taken(), context, self.stride)
+
+    def _taken(self) -> Iterator[npt.NDArray[Any]]:
+        for part in self._parts:
+            self._read_bytes = part.read_bytes
+            if self.bytes is not None:
+                self.bytes += part.text_bytes or 0
+            yield part.tokens
+
+    def steps(self, progress: ByteProgress | None, start: float) -> Iterator[list[MicroBatch]]:
+        """Yield this rank's micro-batches, as many on each rank."""
+        topology, size = self._trained.topology, self._trained.config.batch.micro_batch_size
+        chunk = size * topology.data.size  # windows of one micro-batch on all replicas
+        count = 1 if topology.pipeline.size == 1 else _PER_STAGE * topology.pipeline.size
+        own, predicted = size * topology.data.rank, 0
+        while found := list(islice(self._windows, chunk * count)):
+            yield [
+                self._micro_batch(found[at + own : at + own + size], size)
+                for at in range(0, len(found), chunk)
+            ]
+            predicted += sum(window.stop - window.start for window in found)
+            if progress is not None:
+                rate = predicted / (time.perf_counter() - start)
+                progress.update(self._read_bytes, f"{predicted} tokens, {rate:.0f} tokens/s")
+
+    def _micro_batch(self, windows: Iterable[Window], size: int) -> MicroBatch:
+        """Return up to `size` windows as a micro-batch; places without one do not count."""
+        import torch
+
+        from megatron.data.sampler import make_micro_batch
+
+        config, tokenizer = self._trained.config, self._trained.tokenizer
+        context, data = config.model.seq_length, config.data
+        ids = np.zeros((size, context + 1), np.int64)
+        counts = np.zeros((size, context), np.float32)
+        for row, window in enumerate(windows):
+            ids[row] = window.tokens
+            counts[row, window.start : window.stop] = 1.0
+        batch = make_micro_batch(
+            ids,
+            eod=None if tokenizer is None else tokenizer.eod,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            # best-fit packing trains no prediction of a document's first token either
+            eod_mask_loss=data.eod_mask_loss or data.data_packing == "best-fit",
+        )
+        mask = batch.loss_mask * torch.from_numpy(counts)
+        return dataclasses.replace(batch, loss_mask=mask).to(self._trained.topology.device)
+
+
+def as_json(result: dict[str, Any]) -> str:
+    """Return one JSON object; numbers that are not finite are null."""
+    return json.dumps(
+        {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in result.items()
+        }
+    )
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """Return a table."""
+    rows = [
+        ("checkpoint", f"{result['checkpoint']} (iteration {result['iteration']})"),
+        ("data", ", ".join(result["data"])),
+        ("windows", f"{result['context']} tokens, every {result['stride']}"),
+        ("tokens predicted", f"{result['tokens']:,}"),
+        ("loss per token", f"{result['loss']:.6f}"),
+        ("perplexity", f"{result['perplexity']:.6g}"),
+    ]
+    if result["bits_per_byte"] is not None:
+        rows.append(("bytes of text", f"{result['bytes']:,}"))
+        rows.append(("bits per byte", f"{result['bits_per_byte']:.6f}"))
+    rate = result["tokens_per_second"]
+    rows.append(("time", f"{result['seconds']:.1f} s, {rate:,.0f} tokens/s"))
+    return "\n".join(f"{name:17} {value}" for name, value in rows)
+
+
+def command() -> None:
+    """Run as a program that exits without waiting for threads of libraries."""
+    leave(main())
+
+
+if __name__ == "__main__":
+    command()

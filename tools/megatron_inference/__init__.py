@@ -1,0 +1,1 @@
+"""Use of a trained model, on any layout."""

@@ -1,0 +1,246 @@
+"""Streams of tokens to evaluate, from texts or token files, and their windows.
+
+Tokens are in the order and form of training data: an end-of-document token (EOD) precedes every
+document of a text. The one before the first gives its first token a context. Memory is bounded by
+the longest document; long plain texts are read in pieces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.indexed_dataset import IndexedDataset, bin_path
+from megatron.data.tokenizer import Tokenizer
+from megatron.errors import DataError
+from megatron_preparation.encode import PreprocessOptions, texts_of_block
+from megatron_preparation.sources import (
+    MAX_DOCUMENT_BYTES,
+    Source,
+    find_sources,
+    open_source,
+    read_errors,
+    read_sources,
+)
+
+Ids = npt.NDArray[np.int64]
+PIECE_BYTES = 1 << 20  # of a plain text that is tokenized at once
+PART_TOKENS = 1 << 20  # of a token file that are read at once
+_CONTEXT_BYTES = 256  # on both sides of a cut, in which the tokens must not change
+_CUTS = 64  # line ends that are tried before more text is read
+_ROWS = {".jsonl", ".json", ".ndjson", ".parquet", ".pq"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive tokens, the bytes of their text, and the bytes of the input read so far.
+
+    text_bytes   in UTF-8, without EOD; None where it was not asked for or there is no tokenizer
+    """
+
+    tokens: Ids
+    text_bytes: int | None
+    read_bytes: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens int64 [context + 1], of which the predictions `start` to `stop` - 1 count.
+
+    Prediction i is of token i + 1 from tokens 0 to i.
+    """
+
+    tokens: Ids
+    start: int
+    stop: int
+
+
+def text_sources(paths: Sequence[str]) -> list[Source]:
+    """Return the files of `paths`: JSON lines and parquet by their suffix, others as plain text.
+
+    Raises DataError for a missing or empty file.
+    """
+    found = []
+    for source in (one for path in paths for one in find_sources([path])):
+        rows = _ROWS & set(Path(source.path).suffixes)
+        found.append(source if rows else replace(source, kind="text"))
+        if not source.size:
+            raise DataError(f"{source.path}: the file is empty: there is nothing to evaluate")
+    return found
+
+
+def text_parts(sources: Sequence[Source], json_key: str, tokenizer: Tokenizer) -> Iterator[Part]:
+    """Yield the tokens of texts.
+
+    Raises DataError, with file and place, for a text that cannot be read, decoded or tokenized.
+    """
+    options, before = PreprocessOptions({}, (json_key,)), 0
+    for source in sources:
+        if source.kind == "text":
+            opened = False
+            for text, read in _pieces(source, tokenizer):
+                tokens, _ = _encode([text], source, tokenizer)
+                if len(tokens) and not opened:
+                    tokens, opened = np.insert(tokens, 0, tokenizer.eod), True
+                yield Part(tokens, len(text.encode()), before + read)
+        else:
+            for block in read_sources([source], [json_key]):
+                (texts,) = texts_of_block(block, options)
+                tokens, sizes = _encode(texts, source, tokenizer)
+                starts = (np.cumsum(sizes, dtype=np.int64) - sizes)[sizes > 0]
+                bytes_ = sum(len(text.encode()) for text in texts)
+                tokens = np.insert(tokens, starts, tokenizer.eod)
+                yield Part(tokens, bytes_, before + block.file_bytes)
+        before += source.size
+
+
+def _encode(
+    texts: Sequence[str], source: Source, tokenizer: Tokenizer
+) -> tuple[Ids, npt.NDArray[np.int32]]:
+    try:
+        return tokenizer.encode_batch_arrays(texts, np.int64)
+    except DataError as error:
+        raise DataError(f"{source.path}: {error}") from error
+
+
+def _pieces(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
+    """Yield a plain text in pieces whose tokens are those of the whole, and the bytes read."""
+    held, done = bytearray(), 0
+
+    def decoded(size: int) -> str:
+        try:
+            return held[:size].decode()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{source.path}: not UTF-8: {error.reason} at byte {done + error.start}"
+            ) from None
+
+    try:
+        with open_source(source) as (stream, read_bytes):
+            while block := stream.read(PIECE_BYTES):
+                held += block
+                if size := _cut(held, tokenizer):
+                    yield decoded(size), read_bytes()
+                    done += size
+                    del held[:size]
+                elif len(held) > MAX_DOCUMENT_BYTES:
+                    raise DataError(
+                        f"{source.path}: more than {MAX_DOCUMENT_BYTES} bytes from byte {done} on "
+                        "without a line end at which this tokenizer's text can be cut: give JSON "
+                        "lines with shorter documents"
+                    )
+            if held:
+                yield decoded(len(held)), source.size
+    except read_errors() as error:
+        raise DataError(f"{source.path}: cannot be read: {error}") from error
+
+
+def _cut(held: bytearray, tokenizer: Tokenizer) -> int:
+    """Return how many bytes to tokenize, up to one of the last line ends; 0 if no cut is safe.
+
+    A cut is safe if the tokens on both sides of it are the same with and without it. Tokenizers
+    that put something before every text have no safe cuts.
+    """
+    end = len(held) - _CONTEXT_BYTES
+    for _ in range(_CUTS):
+        end = held.rfind(b"\n", 0, max(end, 0)) + 1
+        if not end:
+            return 0
+        first = max(end - _CONTEXT_BYTES, 0)
+        left, right = (
+            bytes(part).decode(errors="ignore")
+            for part in (held[first:end], held[end : end + _CONTEXT_BYTES])
+        )
+        whole, *parts = tokenizer.encode_batch([left + right, left, right])
+        if whole == [i for part in parts for i in part]:
+            return end
+        end -= 1
+    return 0
+
+
+def file_parts(
+    prefixes: Sequence[str], vocab_size: int, tokenizer: Tokenizer | None, *, count_bytes: bool
+) -> Iterator[Part]:
+    """Yield the tokens of token files as they are stored, with EOD before the first.
+
+    An EOD at the very end of a file is left out, since none follows the last document of a text.
+    `count_bytes`: decode the tokens to count the bytes of the text; a sequence of more than
+    PART_TOKENS is decoded in parts. Raises DataError for damaged files and for ids of another
+    vocabulary.
+    """
+    # What a tokenizer puts around every text is no part of it.
+    marks = [] if tokenizer is None else [tokenizer.eod, *tokenizer.encode("")]
+    before = 0
+    for prefix in prefixes:
+        data = IndexedDataset(prefix)
+        left = data.num_tokens
+        if tokenizer is not None:
+            yield Part(np.array([tokenizer.eod], np.int64), 0, before)
+            last = data[len(data) - 1] if len(data) else np.empty(0)
+            left -= len(last) > 0 and int(last[-1]) == tokenizer.eod
+        for sequences, offsets, lengths in _runs(data.sizes):
+            tokens = np.empty(int(lengths.sum()), np.int64)
+            data.gather(sequences, offsets, lengths, tokens)
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+                raise DataError(
+                    f"{prefix}: token ids from {tokens.min()} to {tokens.max()}, but the model has "
+                    f"a vocabulary of {vocab_size}: the data were written with another tokenizer"
+                )
+            before += len(tokens) * data.dtype.itemsize
+            text_bytes = None
+            if count_bytes and tokenizer is not None:
+                texts = np.split(tokens, np.cumsum(lengths)[:-1])
+                text_bytes = sum(
+                    len(tokenizer.decode(ids[~np.isin(ids, marks)].tolist()).encode())
+                    for ids in texts
+                )
+            yield Part(tokens[:left], text_bytes, before)
+            left -= len(tokens)
+
+
+def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[tuple[Ids, Ids, Ids]]:
+    """Yield (sequences, offsets, lengths) of runs of about PART_TOKENS."""
+    first = 0
+    while first < len(sizes):
+        ends = np.cumsum(sizes[first : first + PART_TOKENS], dtype=np.int64)
+        count = max(1, int(np.searchsorted(ends, PART_TOKENS, side="right")))
+        size = int(ends[0])
+        if size > PART_TOKENS:
+            for offset in range(0, size, PART_TOKENS):
+                length = min(PART_TOKENS, size - offset)
+                yield np.array([first]), np.array([offset]), np.array([length])
+        else:
+            sequences = np.arange(first, first + count)
+            yield sequences, np.zeros(count, np.int64), sizes[sequences].astype(np.int64)
+        first += count
+
+
+def file_bytes(prefixes: Sequence[str]) -> int:
+    """Return the size of the token files in bytes. Raises DataError for a missing one."""
+    try:
+        return sum(os.stat(bin_path(prefix)).st_size for prefix in prefixes)
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from error
+
+
+def windows(parts: Iterable[Ids], context: int, stride: int) -> Iterator[Window]:
+    """Yield windows that begin every `stride` tokens, and in which every token counts once.
+
+    Each predicts the tokens that the windows before it did not reach, with at least context -
+    stride + 1 tokens before them, except at the very beginning. The first token of all is not
+    predicted. A last window is filled up with zeros.
+    """
+    held, start = np.empty(0, np.int64), 0
+    for part in parts:
+        held = np.concatenate([held, part])
+        while len(held) > context:
+            yield Window(held[: context + 1], start, context)
+            held, start = held[stride:], context - stride
+    stop = len(held) - 1
+    if stop > start:
+        yield Window(np.pad(held, (0, context - stop)), start, stop)
