@@ -212,12 +212,13 @@ class Input:
                         file=sys.stderr,
                         flush=True,
                     )
-        self._read_bytes = 0
+        self._before = self._after = (0, 0)  # tokens and bytes of the input around the last part
         self._trained, self._windows = trained, tokens.windows(self._taken(), context, self.stride)
 
     def _taken(self) -> Iterator[npt.NDArray[Any]]:
         for part in self._parts:
-            self._read_bytes = part.read_bytes
+            self._before = self._after
+            self._after = self._before[0] + len(part.tokens), part.read_bytes
             if self.bytes is not None:
                 self.bytes += part.text_bytes or 0
             yield part.tokens
@@ -236,7 +237,9 @@ class Input:
             predicted += sum(window.stop - window.start for window in found)
             if progress is not None:
                 rate = predicted / (time.perf_counter() - start)
-                progress.update(self._read_bytes, f"{predicted} tokens, {rate:.0f} tokens/s")
+                (first, read), (last, read_then) = self._before, self._after
+                done = np.interp(predicted, [first, last], [read, read_then])
+                progress.update(int(done), f"{predicted} tokens, {rate:.0f} tokens/s")
 
     def _micro_batch(self, windows: Iterable[Window], size: int) -> MicroBatch:
         """Return up to `size` windows as a micro-batch; places without one do not count."""
