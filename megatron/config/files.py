@@ -14,6 +14,16 @@ _NO_RANDOM_STATES = (
 )
 
 
+def named_corpus(word: str) -> tuple[str, str] | None:
+    """Return name and prefix of a corpus NAME=PREFIX; None for a prefix.
+
+    >>> named_corpus("web=data/web"), named_corpus("./a=b")
+    (('web', 'data/web'), None)
+    """
+    name, equals, prefix = word.partition("=")
+    return (name, prefix) if equals and "/" not in name else None
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Training data and how it is read."""
@@ -33,7 +43,11 @@ class DataConfig:
         None, "Training data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
     )
     valid_data_path: tuple[str, ...] | None = option(
-        None, "Validation data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
+        None,
+        "Validation data: a prefix, WEIGHT PREFIX pairs, or NAME=PREFIX words, each of which is "
+        "evaluated and reported alone, on the same samples every time. Write ./A=B for a file "
+        "whose name has an =.",
+        metavar="[WEIGHT] PREFIX ...",
     )
     test_data_path: tuple[str, ...] | None = option(
         None, "Test data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."

@@ -5,11 +5,13 @@ All problems are collected; no check needs a process group or a file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.config.duration import duration_s
+from megatron.config.files import named_corpus
 from megatron.config.parallel import layout_counts
 from megatron.config.settings import Settings, all_options
 
@@ -434,8 +436,25 @@ def _split(v: Values) -> Iterator[str]:
 @check()
 def _data(v: Values) -> Iterator[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        if v[name] and len(v[name]) > 1:
-            yield from _blend(all_options()[name].written(v[name]), v[name])
+        words = v[name] or ()
+        written = all_options()[name].written(words)
+        if name == "valid_data_path" and any(map(named_corpus, words)):
+            yield from _corpora(written, words)
+        elif len(words) > 1:
+            yield from _blend(written, words)
+
+
+def _corpora(written: str, words: tuple[str, ...]) -> Iterator[str]:
+    found = [named_corpus(word) or ("", word) for word in words]
+    names = [name for name, _ in found]
+    for word, (name, prefix) in zip(words, found, strict=True):
+        if not (prefix and re.fullmatch(r"[\w.-]+", name)):
+            yield (
+                f"{written}: {word!r} is not NAME=PREFIX, with a NAME of letters, digits and ._-: "
+                "name all corpora, or none"
+            )
+        elif names.count(name) > 1:
+            yield f"{written}: {name!r} is the name of {names.count(name)} corpora: choose others"
 
 
 def _blend(written: str, words: tuple[str, ...]) -> Iterator[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from megatron.config.files import named_corpus
 from megatron.data import index_cache
 from megatron.data.gpt_dataset import (
     BlendedDataset,
@@ -37,11 +38,15 @@ _MOST_BYTES = 1 << 24  # of a --data-file-list
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three data sets; None for one without data or without samples."""
+    """The three data sets; None for one without data or without samples.
+
+    corpora   named validation sets, each one epoch; there is no `valid` beside them
+    """
 
     train: Source | BlendedDataset | None = None
     valid: Source | BlendedDataset | None = None
     test: Source | BlendedDataset | None = None
+    corpora: Mapping[str, Source] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -54,10 +59,14 @@ class BlendPart:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The data sets of one split and the part of each that it takes: a --split text, or WHOLE."""
+    """The data sets of one split and the part of each that it takes: a --split text, or WHOLE.
+
+    names   of the data sets, if each is one of its own instead of a part of a blend
+    """
 
     blend: tuple[BlendPart, ...]
     split: str
+    names: tuple[str, ...] = ()
 
 
 def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
@@ -143,13 +152,18 @@ def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
             else read_data_file_list(str(data.data_file_list))
         )
         return [SplitPlan(blend, data.split)] * len(SPLIT_NAMES)
-    per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if not any(per_split):
+    if not (data.train_data_path or data.valid_data_path or data.test_data_path):
         raise ConfigError(
             "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data "
             "for a trial"
         )
-    return [SplitPlan(parse_data_path(paths), WHOLE) if paths else None for paths in per_split]
+    named = [pair for word in data.valid_data_path or () if (pair := named_corpus(word))]
+    blends = (data.train_data_path, None if named else data.valid_data_path, data.test_data_path)
+    plans = [SplitPlan(parse_data_path(paths), WHOLE) if paths else None for paths in blends]
+    if named:
+        names, prefixes = zip(*named, strict=True)
+        plans[1] = SplitPlan(tuple(BlendPart(1.0, prefix) for prefix in prefixes), WHOLE, names)
+    return plans
 
 
 def data_prefixes(config: Config) -> list[str]:
@@ -189,6 +203,7 @@ def build_datasets(
         return _mock(config, counts)
     opened: dict[str, IndexedDataset] = {}
     plans, made = plan_splits(config.data), list[Source | BlendedDataset | None]()
+    corpora: dict[str, Source] = {}
     for index, (plan, count) in enumerate(zip(plans, counts, strict=True)):
         if plan is None or count == 0:
             made.append(None)
@@ -200,13 +215,28 @@ def build_datasets(
                     mmap=config.data.mmap_bin_files,
                     location=(locations or {}).get(part.prefix),
                 )
-        made.append(_build_split(config, index, plan, opened, count, pad_id, verify, workers))
+        for name, part in zip(plan.names, plan.blend, strict=False):
+            alone = SplitPlan((part,), plan.split)
+            if opened[part.prefix].num_tokens <= config.model.seq_length:
+                raise DataError(
+                    f"--valid-data-path {name}={part.prefix}: {opened[part.prefix].num_tokens} "
+                    f"tokens are less than one sample of {config.model.seq_length + 1}: leave it "
+                    "out"
+                )
+            corpus = _build_split(config, index, alone, opened, 1, pad_id, verify, 1)
+            assert corpus is not None and not isinstance(corpus, BlendedDataset), "one with tokens"
+            corpora[name] = corpus
+        made.append(
+            None
+            if plan.names
+            else _build_split(config, index, plan, opened, count, pad_id, verify, workers)
+        )
     if train_samples and made[0] is None:
         raise DataError(
             f"there is no training data: change --split {config.data.split!r}, or give "
             "--train-data-path"
         )
-    return Datasets(*made)
+    return Datasets(*made, corpora=corpora)
 
 
 def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:

@@ -254,6 +254,15 @@ CASES = [
     (dict(data_path=("0.5", "a", "b")), ["--data-path"], dict(data_path=("0.5", "a", "0.5", "b"))),
     (dict(data_path=("-1", "a", "1", "b")), ["--data-path"], dict(data_path=("0", "a", "1", "b"))),
     (
+        dict(valid_data_path=("a=x", "y")),
+        ["--valid-data-path", "'y'"],
+        dict(valid_data_path=("y",)),
+    ),
+    (dict(valid_data_path=("a=x", "a=y")), ["'a'"], dict(valid_data_path=("a=x", "b=y"))),
+    (dict(valid_data_path=("a b=x",)), ["'a b=x'"], dict(valid_data_path=("./a b=x",))),
+    (dict(valid_data_path=("=x",)), ["'=x'"], dict(valid_data_path=("a-1.2_b=x=1",))),
+    (dict(valid_data_path=("a=",)), ["'a='"], dict(valid_data_path=("1", "c/d=e", "1", "f"))),
+    (
         dict(data_packing="best-fit", reset_attention_mask=False),
         ["--no-reset-attention-mask", "best-fit"],
         dict(reset_attention_mask=True),

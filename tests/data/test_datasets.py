@@ -118,6 +118,23 @@ def test_paths_of_their_own(tmp_path: Path) -> None:
         build_datasets(config(valid_data_path=(b,)), 4, 4, 0)
 
 
+def test_corpora_of_their_own(tmp_path: Path) -> None:
+    a, b = write(tmp_path, "a", 4), write(tmp_path, "b=c", 1, 100)
+    built = build_datasets(config(valid_data_path=(f"x={a}", f"y={b}")), 0, 40, 4)
+    assert built.valid is None and {n: len(d) for n, d in built.corpora.items()} == {
+        "x": 79 // SEQ_LENGTH,
+        "y": 19 // SEQ_LENGTH,
+    }  # whole samples of one epoch, however many are asked for
+    assert tokens_in(built.corpora["y"]) == {100}
+    assert tokens_in(build_datasets(config(valid_data_path=(b,)), 0, 9, 0).valid) == {100}
+    assert not build_datasets(config(valid_data_path=(f"x={a}",)), 0, 0, 4).corpora
+    short = str(tmp_path / "short")
+    with IndexedDatasetWriter(short, np.uint16) as writer:
+        writer.add_document([1] * SEQ_LENGTH)
+    with pytest.raises(DataError, match=f"z={short}: {SEQ_LENGTH} "):
+        build_datasets(config(valid_data_path=(f"x={a}", f"z={short}")), 0, 1, 0)
+
+
 def test_file_list(tmp_path: Path) -> None:
     a, b = write(tmp_path, "a", 4), write(tmp_path, "b", 4, 100)
     (tmp_path / "list").write_text(f"0.5 {a} web\n0.5 {b} books\n")
@@ -139,6 +156,7 @@ def test_prefixes_in_the_order_of_use(tmp_path: Path) -> None:
         train_data_path=("t",), valid_data_path=("1", "v", "1", "t"), test_data_path=("x",)
     )
     assert data_prefixes(per_split) == ["t", "v", "x"]
+    assert data_prefixes(config(valid_data_path=("a=v", "b=./w=1"))) == ["v", "./w=1"]
 
 
 def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:

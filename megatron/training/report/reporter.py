@@ -220,9 +220,12 @@ class TensorBoard:
         }
         self._write(figures, step.iteration, step.consumed_samples)
 
-    def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
-        """Write one evaluation of the validation set."""
-        tags = ("lm loss validation", "lm-loss-validation/lm loss validation")
+    def validation(
+        self, iteration: int, consumed_samples: int, loss: float, corpus: str | None = None
+    ) -> None:
+        """Write one evaluation of the validation set, or of one corpus of it."""
+        name = f" {corpus}" if corpus else ""
+        tags = (f"lm loss validation{name}", f"lm-loss-validation/lm loss validation{name}")
         figures: dict[str, float | None] = dict.fromkeys(tags, loss)
         if self._flags.log_validation_ppl_to_tensorboard:
             figures |= {f"{tag} ppl": perplexity(loss) for tag in tags}
@@ -314,8 +317,12 @@ class Reporter:
         loss: float,
         samples: int,
         seconds: float,
+        corpus: str | None = None,
     ) -> None:
-        """Report one evaluation on `samples` samples of the 'valid' or 'test' data set."""
+        """Report one evaluation on `samples` samples of the 'valid' or 'test' data set.
+
+        `corpus` is the name of a validation corpus; None for the whole set.
+        """
         self.say(format_validation(prefix, loss))
         self.metrics.write(
             "validation",
@@ -323,13 +330,16 @@ class Reporter:
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
             dataset=dataset,
+            corpus=corpus,
             lm_loss=loss,
             perplexity=perplexity(loss),
             samples=samples,
             elapsed_s=seconds,
         )
         if dataset == "valid":
-            self._tensorboard.validation(progress.iteration, progress.consumed_samples, loss)
+            self._tensorboard.validation(
+                progress.iteration, progress.consumed_samples, loss, corpus
+            )
 
     def stragglers(self, iteration: int, record: Mapping[str, Any]) -> None:
         """Report the computing time of the ranks, a record of `summarise`."""

@@ -73,11 +73,13 @@ def open_stream(
     consumed_samples: int,
     eod: int | None,
     left_out: Iterable[Sequence[int]] = (),
+    *,
+    cyclic: bool = False,
 ) -> Stream:
     """Return this rank's micro-batches of `dataset` after the first `consumed_samples`.
 
-    Positions in `left_out` are skipped. Returns placeholders where this rank reads no data. Close
-    the stream when done.
+    Positions in `left_out` are skipped. `cyclic`: as with --dataloader-type cyclic. Returns
+    placeholders where this rank reads no data. Close the stream when done.
     """
     data, size, group = config.data, config.batch.micro_batch_size, topology.data
     if dataset is None or not reads_data(config, topology):
@@ -89,7 +91,7 @@ def open_stream(
         group.size,
         consumed_samples,
         topology.device,
-        dataloader_type=data.dataloader_type,
+        dataloader_type="cyclic" if cyclic else data.dataloader_type,
         num_workers=data.num_workers,
         eod=eod,
         reset_position_ids=data.reset_position_ids,

@@ -18,7 +18,7 @@ from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
 from megatron.training.report.metrics import StepRecord, TokenWeights, local_loss
-from megatron.training.run.data import open_stream
+from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run, Skips, StepUnderWay
 from megatron.training.run.stopping import Stop
@@ -308,11 +308,14 @@ def validate(run: Run) -> None:
     The evaluation before the first step and the next one use the same samples, so a run needs as
     many samples as in Megatron.
     """
-    if run.datasets.valid is None or not run.config.training.eval_iters:
+    if not run.config.training.eval_iters:
         return
     finish_step(run)
     prefix = f"iteration {run.progress.iteration}"
-    evaluate(run, "valid", run.datasets.valid, prefix, advance=run.progress.iteration > 0)
+    if run.datasets.corpora:
+        evaluate_corpora(run, prefix)
+    elif run.datasets.valid is not None:
+        evaluate(run, "valid", run.datasets.valid, prefix, advance=run.progress.iteration > 0)
     account_data(run)
 
 
@@ -327,22 +330,50 @@ def final_evaluations(run: Run) -> None:
         ("valid", "validation", run.datasets.valid),
         ("test", "test", run.datasets.test),
     ):
+        prefix = f"iteration {run.progress.iteration}"
         if run.stop.signalled(run.agreement.now()):
             run.reporter.say(f" note: no evaluation on {label} data, because a signal asks to end")
+        elif name == "valid" and run.datasets.corpora:
+            evaluate_corpora(run, prefix)
         elif dataset is not None:
-            prefix = (
-                f"iteration {run.progress.iteration} on {run.eval_samples}-sample draw from "
-                f"{label} set"
-            )
+            prefix += f" on {run.eval_samples}-sample draw from {label} set"
             evaluate(run, name, dataset, prefix, advance=False)
     run.agreement.read()  # discarded
 
 
-def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance: bool) -> None:
-    """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'."""
+def evaluate_corpora(run: Run, prefix: str) -> None:
+    """Measure and report the loss on each named validation corpus, and their unweighted mean."""
+    start, losses = time.perf_counter(), list[float]()
+    for name, dataset in run.datasets.corpora.items():
+        loss = evaluate(run, "valid", dataset, f"{prefix} on {name}", advance=False, corpus=name)
+        if loss is None:
+            return
+        losses.append(loss)
+    samples = sum(min(run.eval_samples, len(one)) for one in run.datasets.corpora.values())
+    mean, seconds = sum(losses) / len(losses), time.perf_counter() - start
+    run.reporter.validation(prefix, run.progress, "valid", mean, samples, seconds)
+    if run.wall_time is not None:
+        run.wall_time.after_evaluation(seconds)
+
+
+def evaluate(
+    run: Run,
+    name: str,
+    dataset: TokenDataset,
+    prefix: str,
+    *,
+    advance: bool,
+    corpus: str | None = None,
+) -> float | None:
+    """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'.
+
+    For a named `corpus` these are the same every time, at most its samples, each once, and the loss
+    is the mean over tokens. Returns the loss; None if a signal interrupted.
+    """
     progress, start = run.progress, time.perf_counter()
-    position = progress.consumed_valid_samples if name == "valid" else 0
-    if position + run.eval_samples > len(dataset):
+    samples = run.eval_samples if corpus is None else min(run.eval_samples, len(dataset))
+    position = progress.consumed_valid_samples if name == "valid" and corpus is None else 0
+    if position + samples > len(dataset):
         position = 0  # a run longer than the data set was made for starts from its beginning
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
@@ -359,16 +390,17 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
     with run.watch.paused(), run.topology.flight.phase("evaluation"), not_counted:
         if run.config.training.manual_gc:
             gc.collect()
-        stream = open_stream(run.config, run.topology, dataset, position, run.eod)
+        # cyclic, because the last micro-batches of a corpus may reach beyond its end
+        stream = open_stream(
+            run.config, run.topology, dataset, position, run.eod, cyclic=corpus is not None
+        )
         run.chunks.eval()
         try:
-            micro_batches = run.batches.global_batch_size_at_end // run.batches.replica_batch_size
-            iterations = range(run.config.training.eval_iters)
             measured = mean_loss(
                 forward,
-                (stream.take(micro_batches) for _ in iterations),
+                batches_of(run, stream, samples),
                 run.topology,
-                per_token=run.config.batch.calculate_per_token_loss,
+                per_token=run.config.batch.calculate_per_token_loss or corpus is not None,
                 interrupted=lambda: signalled(run),
             )
         finally:
@@ -378,13 +410,30 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
             run.reporter.say(
                 f" note: the evaluation at {prefix} was interrupted, because a signal asks to end"
             )
-            return
+            return None
         if advance:
-            progress.consumed_valid_samples = position + run.eval_samples
-        seconds = time.perf_counter() - start
-        run.reporter.validation(prefix, progress, name, measured[0], run.eval_samples, seconds)
-        if run.wall_time is not None:
+            progress.consumed_valid_samples = position + samples
+        loss, seconds = measured[0], time.perf_counter() - start
+        run.reporter.validation(prefix, progress, name, loss, samples, seconds, corpus)
+        if run.wall_time is not None and corpus is None:
             run.wall_time.after_evaluation(seconds)
+    return loss
+
+
+def batches_of(run: Run, stream: Stream, samples: int) -> Iterator[list[MicroBatch]]:
+    """Yield global batches of the next `samples` samples; the loss of others is masked."""
+    stop, batches = stream.consumed_samples + samples, run.batches
+    while (left := stop - stream.consumed_samples) > 0:
+        found = stream.take(
+            -(-min(left, batches.global_batch_size_at_end) // batches.replica_batch_size)
+        )
+        for i, batch in enumerate(found):
+            over = batch.first_sample + len(batch.loss_mask) - stop
+            if over > 0:
+                mask = batch.loss_mask.clone()
+                mask[-over:] = 0.0
+                found[i] = dataclasses.replace(batch, loss_mask=mask)
+        yield found
 
 
 def mean_loss(

@@ -522,9 +522,13 @@ def describe_setup(
 
 def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> None:
     """Print the number of samples of each data set, and notes on padding and missing data."""
-    found = ((name, getattr(datasets, name)) for name in SPLIT_NAMES)
+    found = {name: getattr(datasets, name) for name in SPLIT_NAMES}
+    if datasets.corpora:
+        del found["valid"]
+        found |= {f"valid {name}": corpus for name, corpus in datasets.corpora.items()}
     listed = ", ".join(
-        f"{name} {len(dataset) if dataset is not None else 'none'}" for name, dataset in found
+        f"{name} {len(dataset) if dataset is not None else 'none'}"
+        for name, dataset in found.items()
     )
     reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
     if datasets.train is not None and config.data.data_packing == "best-fit":
@@ -537,7 +541,7 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
                 f" > packed by best fit: padding is up to {padding[most]:.3f} % of the tokens of a "
                 f"source (the most in {most})"
             )
-    if datasets.valid is None and config.training.eval_iters:
+    if datasets.valid is None and not datasets.corpora and config.training.eval_iters:
         reporter.say(
             " note: no validation data, so no validation loss: see --split and --valid-data-path"
         )
