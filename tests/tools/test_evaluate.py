@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -195,10 +196,16 @@ def test_unusable_texts_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_impossible_requests_are_refused(folder: Path, tmp_path: Path) -> None:
     write_tokens(tmp_path / "empty", [[]])
+    shutil.copytree(folder / "checkpoint", tmp_path / "damaged")
+    damaged = max(tmp_path.glob("damaged/iter_*/*"), key=lambda path: path.stat().st_size)
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
     for words, found in (
         (["--text", str(folder / "text.jsonl"), "--stride", "17"], "17"),
         (["--text", str(folder / "text.jsonl"), "--context", "17"], "17"),
         (["--data-path", str(tmp_path / "empty")], str(tmp_path / "empty")),
+        # the last --load counts
+        (["--text", str(folder / "text.jsonl"), "--load", str(tmp_path / "damaged")], damaged.name),
     ):
         (outcome,) = run(folder, 1, *words)
         assert outcome.code == 2 and found in outcome.output, outcome
