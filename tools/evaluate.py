@@ -46,6 +46,7 @@ from megatron_preparation.progress import ByteProgress
 if TYPE_CHECKING:
     from megatron.data.sampler import MicroBatch
 
+_SHOWN = 4  # files in the table
 _PER_STAGE = 4  # micro-batches of a step for each pipeline stage: a bubble of a fifth
 
 
@@ -136,6 +137,10 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
     with ExitStack() as stack:
         text = Input(args, trained)
         progress = stack.enter_context(ByteProgress("evaluate", text.size_bytes)) if first else None
+        if progress is not None:
+            progress.say(
+                f" evaluating iteration {trained.loaded.iteration} on {text.size_bytes / 1e6:.3f} MB"
+            )
         measured = mean_loss(
             executor.evaluate, text.steps(progress, start), topology, per_token=True
         )
@@ -278,9 +283,10 @@ def as_json(result: dict[str, Any]) -> str:
 
 def as_text(result: dict[str, Any]) -> str:
     """Return a table."""
+    names, more = result["data"][:_SHOWN], len(result["data"]) - _SHOWN
     rows = [
         ("checkpoint", f"{result['checkpoint']} (iteration {result['iteration']})"),
-        ("data", ", ".join(result["data"])),
+        ("data", ", ".join(names) + (f" and {more} more" if more > 0 else "")),
         ("windows", f"{result['context']} tokens, every {result['stride']}"),
         ("tokens predicted", f"{result['tokens']:,}"),
         ("loss per token", f"{result['loss']:.6f}"),

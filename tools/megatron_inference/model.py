@@ -137,12 +137,15 @@ def _load(
         # the model's vocabulary counts the end token that this tokenizer adds to the given size
         vocab_size -= 1
     tokenizer = load_tokenizer(config.replace(vocab_size=vocab_size))
+    say: Callable[[str], object] = partial(print, file=sys.stderr, flush=True)
+    if launch.rank == 0:
+        say(f" loading {args.load}")
     chunks = build_chunks(config, topology)
     chunks.to(getattr(torch, config.precision.dtype_name)).eval()
     loaded = load_weights(args.load, chunks, topology, args.load_tag)
     metrics = MetricsFile(args.metrics_file if launch.rank == 0 else None)
     if launch.rank == 0:
-        say_found(loaded, partial(print, file=sys.stderr, flush=True), metrics)
+        say_found(loaded, say, metrics)
     return Trained(config, topology, tokenizer, chunks, loaded, metrics)
 
 
