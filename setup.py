@@ -106,6 +106,7 @@ setup(
         "megatron_conversion": "tools/megatron_conversion",
         "megatron_inference": "tools/megatron_inference",
         "megatron_preparation": "tools/megatron_preparation",
+        "megatron_report": "tools/megatron_report",
     },
     ext_modules=[helpers, schedule_clock],
     cmdclass={"build_ext": Build, "build_kernels": BuildKernels},

@@ -32,11 +32,28 @@ def _table(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def _numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(v is None or _number(v) for v in values)
+
+
+def _tables_of_numbers(value: Any) -> bool:
+    return _table(value) and all(_table(v) and _numbers([*v.values()]) for v in value.values())
+
+
+def _tables(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_table, values))
+
+
 RECORD: Kinds = {
     is_count: (
         "iteration",
+        "total_iterations",
+        "back_to_iteration",
+        "parameters",
         "global_batch_size",
         "consumed_samples",
+        "consumed_tokens",
+        "size_bytes",
         "memory_bytes",
         "memory_rank",
         "reserved_bytes",
@@ -55,9 +72,20 @@ RECORD: Kinds = {
         "grad_norm",
         "lm_loss",
         "learning_rate",
+        "mfu",
+        "hfu",
+        "elapsed_s",
+        "stall_s",
+        "bubble",
+        "predicted_bubble",
+        "energy_j",
+        "joules_per_token",
     ),
-    is_text: ("event", "device", "reason", "dataset"),
-    _table: ("config", "layout", "times_ms"),
+    is_text: ("event", "device", "reason", "dataset", "corpus", "folder", "instead"),
+    _table: ("config", "layout", "differs", "costs", "versions"),
+    _numbers: ("stage_memory_bytes",),
+    _tables: ("slow",),
+    _tables_of_numbers: ("times_ms", "phases_ms", "sources"),
 }
 """Fields of a record."""
 SETTINGS: Kinds = {

@@ -8,7 +8,7 @@
 Inside an allocation it is called by weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh in
 examples/frontier. Flags of pretrain_gpt.py for all points follow --. Each point gets a folder with
 its description (point.json), metrics.jsonl, log and result (result.json), which
-tools/report_scaling.py turns into tables and plots.
+tools/report.py turns into tables and plots.
 
 Exit codes: 0 all points done; 1 a point failed or does not fit; 2 error in the input; 3 out of
 time: the same command resumes; 4 out of time before any point was done.
@@ -261,7 +261,7 @@ def summary(outcome: Experiment, root: Path) -> None:
     for name, why in {**outcome.failed, **outcome.waiting}.items():
         _say(f"  {name}: {why}")
     folder = shlex.quote(str(root))
-    _say(f"report: python tools/report_scaling.py {folder} --out {folder}/report")
+    _say(f"report: python tools/report.py {folder} --output {folder}/report.html")
 
 
 @as_tool

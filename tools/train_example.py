@@ -2,7 +2,7 @@
 
 Creates a corpus from the Python standard library and trains a vocabulary on it; both are kept in
 --folder and reused. Then runs pretrain_gpt.py on 2 processes (interleaved pipeline of 2 stages,
-ZeRO-1), or on the machine's accelerators, and plots the loss. Exit code 1 if the validation loss
+ZeRO-1), or on the machine's accelerators, and writes a report. Exit code 1 if the validation loss
 does not fall as expected.
 """
 
@@ -180,17 +180,8 @@ def main(argv: Sequence[str]) -> int:
         ),
     )
     steps.run(
-        "loss curve",
-        lambda: execute(
-            tool(
-                "plot_metrics.py",
-                run / "metrics.jsonl",
-                "--output",
-                picture,
-                "--title",
-                "make train",
-            )
-        ),
+        "report",
+        lambda: execute(tool("report.py", run, "--picture", picture, "--title", "make train")),
     )
     return summary(size, run, picture, steps)
 
@@ -392,6 +383,7 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
     )
     print(f" speed: {tokens_per_s:,.0f} tokens per second")
     print(f" checkpoint and metrics: {run}\n loss curve: {picture}")
+    print(f" report, for a browser: {run / 'report.html'}")
     if drop >= size.least_drop_nats:
         return 0
     print_error(

@@ -1,14 +1,12 @@
 """Measured runs: metrics from their folders, figures of their steady steps, and contradictions.
 
 Steady steps are those after the warm-up, of the full batch, that were not skipped and had a finite
-loss. Figures use the median of their times; the spread is their range divided by the median. Does
-not need torch.
+loss. Figures use the median of their times; the spread is their range divided by the median. Two
+runs differ only if the 95 % intervals of their medians do not overlap. Does not need torch.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 import statistics
@@ -18,12 +16,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron import metrics_file
-from megatron.drawing import pyplot, save, tidy
 from megatron.errors import DataError
 from megatron.metrics_file import SETTINGS, check_kinds, read_beside, read_records
 from megatron.model import formulas
 from megatron.planner.published import Published, published
-from megatron.planner.table import Table
 
 METRICS = "metrics.jsonl"
 POINT = "point.json"
@@ -175,6 +171,8 @@ class Figures:
     """Figures of one run; None if unavailable. Rates are in tokens/s; TFLOP/s are per device.
 
     range_s       the fastest and the slowest steady step; None for a single step
+    median_s      95 % interval of the median step; None for a single step
+    independent   number of independent values among the steady ones, see independent_values
     memory_bytes  peak over all ranks
     skipped, nan  steps of the whole run
     problems      contradictions; with any, the figures are invalid
@@ -188,6 +186,8 @@ class Figures:
     steady: int = 0
     step_s: float | None = None
     range_s: tuple[float, float] | None = None
+    median_s: tuple[float, float] | None = None
+    independent: float | None = None
     batch: int | None = None
     tokens_per_s: float | None = None
     tokens_per_s_per_device: float | None = None
@@ -285,6 +285,8 @@ def figures(
         batch=full,
         tokens_per_s=tokens,
         range_s=(min(times), max(times)) if len(times) > 1 else None,
+        median_s=median_interval(times) if len(times) > 1 else None,
+        independent=independent_values(times),
         tokens_per_s_per_device=tokens / run.world_size if tokens and run.world_size else None,
         model_tflops=model,
         hardware_tflops=hardware,
@@ -293,6 +295,35 @@ def figures(
         problems=tuple(problems),
         notes=tuple(text for text, holds in notes.items() if holds),
     )
+
+
+def independent_values(values: Sequence[float]) -> float:
+    """Return the number of independent values that would scatter as `values` do.
+
+    n (1 - r) / (1 + r) for an autoregressive process of order 1 (Wilks, Statistical Methods in the
+    Atmospheric Sciences, section on the sampling distribution of a mean); r is the correlation of
+    neighbours, from 10 values on and if above 0.
+    """
+    mean, n = statistics.fmean(values), len(values)
+    variance = sum((value - mean) ** 2 for value in values)
+    if n < 10 or not variance:
+        return float(n)
+    together = sum((a - mean) * (b - mean) for a, b in itertools.pairwise(values))
+    r = min(0.99, max(0.0, together / variance))
+    return n * (1 - r) / (1 + r)
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median, between two of the values.
+
+    The interval of the sign test, which assumes no distribution (Conover, Practical Nonparametric
+    Statistics, section 3.2, in its normal approximation), for the independent ones of the values.
+    Up to 8 values it is their range.
+    """
+    ordered, n = sorted(values), independent_values(values)
+    outside = max(0.0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    index = math.floor(outside * (len(ordered) - 1) / max(1.0, n - 1))
+    return ordered[index], ordered[-1 - index]
 
 
 def _contradictions(run: MeasuredRun) -> Iterator[str]:
@@ -321,11 +352,6 @@ WEAK = "weak"
 STRONG = "strong"
 SWEEP = "sweep"
 OTHER = "other"
-_TITLES = {
-    WEAK: "weak scaling: batch per replica fixed",
-    STRONG: "strong scaling: batch fixed",
-    OTHER: "runs",
-}
 _ALIKE = (
     "num_layers hidden_size seq_length tensor_model_parallel_size pipeline_model_parallel_size "
     "micro_batch_size virtual_pipeline_model_parallel_size fp16 bf16 recompute_granularity"
@@ -341,7 +367,8 @@ class Series:
     kind       weak (batch per replica is fixed), strong (batch is fixed), sweep (of `parameter`) or
                other
     members    in order of the parameter
-    base       smallest valid run of weak or strong scaling, the reference for efficiency
+    base       reference for efficiency: the smallest valid run of weak or strong scaling, the first
+               valid one of other runs; None for a sweep
     published  the paper's model, if the runs are of it
     """
 
@@ -353,14 +380,15 @@ class Series:
     published: Published | None
 
     @property
-    def device(self) -> str:
-        """Name the device of a process; GCD also for the paper's models."""
-        return "GCD" if self.published else formulas.device_unit(self.members[0].run.device)
+    def scales(self) -> bool:
+        """Return whether the number of devices varies, with a fixed batch or batch per replica."""
+        return self.kind in (WEAK, STRONG)
 
     def efficiency(self, member: Figures) -> Range | None:
         """Return throughput per device relative to the base; None without a base or if invalid.
 
-        The ends compare the slowest steps of one run with the fastest of the other.
+        The ends compare the slow end of one run's interval with the fast end of the other's, so
+        that they are on different sides of 1 where the intervals overlap.
         """
         base = self.base and throughput(self.base)
         mine = throughput(member)
@@ -369,7 +397,7 @@ class Series:
         return mine[0] / base[2], mine[1] / base[1], mine[2] / base[0] if base[0] else math.inf
 
     def best(self) -> list[Figures]:
-        """Return the valid runs with the highest throughput per device, within their spread."""
+        """Return the valid runs with the highest throughput per device, within the noise."""
         rates = [(rate, m) for m in self.members if (rate := throughput(m))]
         top = max((rate for rate, _ in rates), key=lambda rate: rate[1], default=None)
         return [m for rate, m in rates if top and rate[2] >= top[0]]
@@ -381,7 +409,7 @@ class Series:
             said.append(
                 "best"
                 if len(best) == 1
-                else f"among the best: {len(best)} runs are equal within their spread"
+                else f"among the best: {len(best)} runs are equal within the noise"
             )
         return said
 
@@ -391,24 +419,35 @@ class Series:
 
 
 def throughput(m: Figures) -> Range | None:
-    """Return tokens/s per device in the slowest, the median and the fastest steady step.
+    """Return tokens/s per device in the median steady step, between the ends of its interval.
 
-    None for an invalid run. A single step has no range.
+    None for an invalid run. A single step has no interval.
     """
     rate = m.tokens_per_s_per_device
     if rate is None or m.step_s is None or not m.valid:
         return None
-    fast, slow = m.range_s or (0.0, math.inf)
+    fast, slow = m.median_s or (0.0, math.inf)
     return rate * m.step_s / slow, rate, rate * m.step_s / fast if fast else math.inf
 
 
 def compare(measured: Sequence[Figures]) -> list[Series]:
-    """Group runs into series: by their points' experiment, or by model and replica layout."""
+    """Group runs into series: by their points' experiment, or by model and replica layout.
+
+    Runs that belong to no experiment and show no scaling form one series, in the given order.
+    """
     groups: dict[str, list[Figures]] = {}
     for each in measured:
         key = each.run.point.get("experiment") or [each.run.get(name) for name in _ALIKE]
         groups.setdefault(str(key), []).append(each)
-    return [_series(groups[key]) for key in sorted(groups)]
+    found = [_series(groups[key]) for key in sorted(groups)]
+    loose = [s for s in found if s.kind == OTHER and not s.members[0].run.point]
+    if len(loose) > 1:
+        kept = {id(member) for series in loose for member in series.members}
+        members = tuple(m for m in measured if id(m) in kept)
+        base = next((m for m in members if m.valid), None)
+        found = [s for s in found if s not in loose]
+        found.append(Series("runs", OTHER, "devices", members, base, None))
+    return found
 
 
 def _series(members: list[Figures]) -> Series:
@@ -428,10 +467,10 @@ def _series(members: list[Figures]) -> Series:
     if len({m.run.world_size for m in valid}) > 1:
         shares = {m.batch / m.run.replicas for m in valid if m.batch and m.run.replicas}
         kind = STRONG if len({m.batch for m in valid}) == 1 else WEAK if len(shares) == 1 else OTHER
-    return Series(name, kind, "devices", tuple(members), None if kind == OTHER else valid[0], known)
+    return Series(name, kind, "devices", tuple(members), valid[0] if valid else None, known)
 
 
-# -- tables ----------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 def state(m: Figures) -> str:
@@ -442,137 +481,47 @@ def state(m: Figures) -> str:
 
 
 _FIGURES = (
-    "steady step_s spread tokens_per_s tokens_per_s_per_device model_tflops hardware_tflops mfu "
-    "hfu memory_bytes skipped"
+    "steady independent step_s spread tokens_per_s_per_device model_tflops "
+    "hardware_tflops mfu hfu memory_bytes skipped"
 ).split()
-_HEADS = {
-    "run": "run",
-    "devices": "{}s",
-    "layout": "TPxPPxDP",
-    "micro_batch": "micro",
-    "global_batch": "batch",
-    "step_s": "s/step",
-    "spread": "spread",
-    "tokens_per_s": "tokens/s",
-    "model_tflops": "TFLOP/s",
-    "mfu": "MFU",
-    "hfu": "HFU",
-    "efficiency": "efficiency",
-    "within": "within",
-    "memory_bytes": "GiB",
-    "state": "state",
-}
-"""Column titles by the names of the CSV file; {} is a device."""
-_SHARES = {"spread", "mfu", "hfu", "efficiency"}
 
 
-def _row(series: Series, m: Figures) -> dict[str, Any]:
-    """Return a run's unrounded values by the names of the CSV file; None for no figure."""
+def row(series: Series, m: Figures) -> dict[str, Any]:
+    """Return a run's unrounded values by name; None for no figure.
+
+    `noise` is half the interval of the median over the median.
+    """
     sizes = (m.run.get(f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
-    efficiency = series.efficiency(m)
+    low, efficiency, high = series.efficiency(m) or (None, None, None)
+    against = m is not series.base and efficiency is not None and low is not None and high
+    interval, step_s = m.median_s, m.step_s
     return {
-        "series": series.name,
-        "kind": series.kind,
-        "parameter": series.parameter,
-        "value": series.value(m),
         "run": m.run.name,
+        "verdict": _verdict(low or 0.0, efficiency or 0.0, high or 0.0) if against else None,
+        "value": series.value(m) if series.kind == SWEEP else None,
         "devices": m.run.world_size,
-        "micro_batch": m.run.get("micro_batch_size"),
         "layout": "x".join(str(size or "?") for size in (*sizes, m.run.replicas)),
+        "tokens_per_s": m.tokens_per_s,
+        "noise": (interval[1] - interval[0]) / 2 / step_s if interval and step_s else None,
+        "efficiency": efficiency,
+        "efficiency_low": low,
+        "efficiency_high": high if high != math.inf else None,
+        "state": state(m),
+        "micro_batch": m.run.get("micro_batch_size"),
         "global_batch": m.batch or m.run.get("global_batch_size"),
         **{name: getattr(m, name) for name in _FIGURES},
-        "efficiency": efficiency[1] if efficiency else None,
-        "within": f"{efficiency[0]:.1%} to {efficiency[2]:.1%}"
-        if efficiency and efficiency[2] < math.inf
-        else None,
-        "state": state(m),
-        "remarks": "; ".join(series.remarks(m)),
+        "remarks": "; ".join(series.remarks(m)) or None,
     }
 
 
-def _text(name: str, value: Any) -> str:
-    """Format a cell, with three digits for measured values.
+def _verdict(low: float, efficiency: float, high: float) -> str:
+    """Say how a run compares with the base.
 
-    >>> _text("step_s", 69.234), _text("tokens_per_s", 12345.6), _text("mfu", 0.3614), _text("hfu", None)
-    ('69.2', '12,346', '36.14 %', '')
+    >>> _verdict(0.97, 1.0, 1.02), _verdict(1.02, 1.05, 1.08), _verdict(0.9, 0.95, 0.99)
+    ('no difference beyond noise', '5.0 % faster (2.0 to 8.0 %)', '5.0 % slower (1.0 to 10.0 %)')
     """
-    if value is None or isinstance(value, str):
-        return value or ""
-    if name in _SHARES:
-        return f"{100 * value:.2f} %"
-    value = value / 2**30 if name == "memory_bytes" else value
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 999.5 else f"{value:.3g}"
-
-
-def table(series: Series) -> Table:
-    """Make a table of the columns that are not empty."""
-    says = (
-        f"throughput against {series.parameter}" if series.kind == SWEEP else _TITLES[series.kind]
-    )
-    if series.base is not None:
-        says += f"; efficiency against {series.base.run.world_size} {series.device}s"
-    if series.published is not None:
-        says += f"; published HFU: {series.published.percent} %"
-    rows = [_row(series, m) for m in series.members]
-    shown = [name for name in _HEADS if any(row[name] is not None for row in rows)]
-    return Table(
-        f"{series.name} ({says})",
-        tuple(_HEADS[name].format(series.device) for name in shown),
-        [tuple(_text(name, row[name]) for name in shown) for row in rows],
-    )
-
-
-def as_csv(everything: Sequence[Series]) -> str:
-    """Format all runs as CSV, unrounded, with the remarks."""
-    rows = [_row(series, m) for series in everything for m in series.members]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-# -- the picture -----------------------------------------------------------------------------------
-
-
-def draw(everything: Sequence[Series], path: Path) -> bool:
-    """Draw scaling efficiency with the published point, and the throughput of each sweep.
-
-    Bars are the range of the steady steps. Returns False if there is nothing to draw. Raises
-    ConfigError without matplotlib, or if the file cannot be written.
-    """
-    plot = pyplot(instead="give --no-plots")
-    shown = [series for series in everything if series.kind == SWEEP or series.base is not None]
-    if not shown:
-        return False
-    figure, row = plot.subplots(
-        1, len(shown), figsize=(5.4 * len(shown), 4.4), layout="constrained", squeeze=False
-    )
-    for axes, series in zip(row[0], shown, strict=True):
-        sweep = series.kind == SWEEP
-        axes.set_title(series.name)
-        axes.set_xlabel(series.parameter if sweep else f"{series.device}s")
-        axes.set_ylabel(
-            f"tokens/s per {series.device}" if sweep else f"efficiency of {series.kind} scaling"
-        )
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        points = [
-            (series.value(m), throughput(m) if sweep else series.efficiency(m))
-            for m in series.members
-        ]
-        known = [
-            (x, y[1], y[1] - y[0], y[2] - y[1] if y[2] < math.inf else 0.0)
-            for x, y in points
-            if x and y
-        ]
-        xs, ys, *bars = zip(*known, strict=True) if known else ((), (), (), ())
-        axes.errorbar(xs, ys, bars, fmt="o-", capsize=3)
-        target = getattr(series.published, series.kind, None)
-        if target is not None:
-            axes.plot(*target, "*", markersize=12, label=f"published: {100 * target[1]:.4g} %")
-            axes.legend(frameon=False, loc="lower left")
-        tidy(axes)
-        axes.set_ylim(0, None)
-    save(figure, path)
-    return True
+    if low <= 1 <= high:
+        return "no difference beyond noise"
+    less, most = sorted((abs(low - 1), abs(high - 1)))
+    word = "faster" if low > 1 else "slower"
+    return f"{100 * abs(efficiency - 1):.1f} % {word} ({100 * less:.1f} to {100 * most:.1f} %)"

@@ -109,7 +109,6 @@ TARGETS: Sequence[Target] = (
         "--model tiny --cluster {f}/machine.toml --devices 2 --global-batch 8 --processes 1",
         "cluster",
     ),
-    ("tools/plot_metrics.py", "{f}/run/metrics.jsonl --output {f}/loss.png", "measured"),
     (
         "tools/preflight.py",
         "check --cluster {f}/machine.toml {f}/job.sh -- srun -N 2 -n 16 python pretrain_gpt.py "
@@ -159,7 +158,8 @@ TARGETS: Sequence[Target] = (
         "GPTSentencePieceTokenizer --tokenizer-model {f}/spm.model",
         "pieces",
     ),
-    ("tools/report_scaling.py", "{f}/run --out {f}/report", "measured"),
+    ("tools/report.py", "{f}/run --format json --picture {f}/loss.png", "measured"),
+    ("tools/report.py", "{f}/run {f}/run --format md --output {f}/report.md", "measured"),
     (
         "tools/run_experiment.py",
         "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --dry-run "

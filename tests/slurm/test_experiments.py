@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import signal
@@ -57,10 +56,12 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_pat
     done = subprocess.run(
         [
             sys.executable,
-            "tools/report_scaling.py",
+            "tools/report.py",
             str(tmp_path / "tp-tiny"),
-            "--out",
-            str(tmp_path / "report"),
+            "--format",
+            "json",
+            "--output",
+            "-",
         ],
         cwd=ROOT,
         capture_output=True,
@@ -69,11 +70,10 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_pat
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    with open(tmp_path / "report/report.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["run"], row["devices"], row["state"]) for row in rows] == [
-        ("tp-00001", "1", "valid"),
-        ("tp-00002", "2", "valid"),
+    comparison = json.loads(done.stdout)["sections"][1]["tables"][0]["rows"]
+    assert [(row["run"], row["devices"], row["state"]) for row in comparison] == [
+        ("tp-00001", 1, "valid"),
+        ("tp-00002", 2, "valid"),
     ]
 
 

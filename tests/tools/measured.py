@@ -111,7 +111,7 @@ def records(
                 "model_tflops": 0.75 * rate * flops_per_sample / world / 1e12,
                 "hardware_tflops": rate * flops_per_sample / world / 1e12,
                 "memory_bytes": (40 + number) * 2**30,
-                "memory_rank": world - number,
+                "memory_rank": max(0, world - number),
             }
         )
     found.append({"event": "end", "time": clock, "iteration": first + len(times), "reason": "done"})

@@ -21,7 +21,7 @@ LONG = "a" * 5000
         ("build_corpus", ["--stdlib", "{tmp}", "--output", LONG]),
         ("inspect_dataset", [LONG]),
         ("merge_datasets", ["--inputs", LONG, "--output-prefix", "x"]),
-        ("plot_metrics", [LONG, "--output", "x.png"]),
+        ("report", [LONG, "--output", "x.html"]),
         ("show_placement", ["--cluster", LONG, "--world-size", "2", "--preset", "tiny"]),
         ("show_recipe", ["--cluster", LONG, "--preset", "tiny"]),
         ("inspect_checkpoint", [LONG]),

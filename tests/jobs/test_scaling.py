@@ -1,10 +1,9 @@
-"""tools/report_scaling.py: figures of known runs, validity, efficiencies, logs, files, plots."""
+"""Figures of known runs: validity, efficiencies, and what is a difference beyond the noise."""
 
 from __future__ import annotations
 
-import csv
-import importlib.util
-import json
+import math
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,16 @@ from typing import Any
 
 import pytest
 
-from megatron.jobs.scaling import Figures, compare, figures, find_runs, read_run
-from tests.helpers.launching import ROOT
+from megatron.jobs.scaling import (
+    Figures,
+    compare,
+    figures,
+    find_runs,
+    independent_values,
+    median_interval,
+    read_run,
+    row,
+)
 from tests.tools.measured import (
     SEQUENCE,
     paper_flops,
@@ -24,16 +31,6 @@ from tests.tools.measured import (
 
 Records = list[dict[str, Any]]
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
-
-
-def tool() -> Any:
-    specification = importlib.util.spec_from_file_location(
-        "report_scaling", ROOT / "tools/report_scaling.py"
-    )
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def measure(
@@ -255,7 +252,7 @@ def test_a_base_of_one_step_bounds_no_efficiency_from_above(tmp_path: Path) -> N
         )
     (series,) = compare([figures(run) for run in find_runs([tmp_path])])
     assert series.efficiency(series.members[1]) == (0.0, 1.0, float("inf"))
-    assert tool().main([str(tmp_path)]) == 0
+    assert row(series, series.members[1])["efficiency_high"] is None
 
 
 @pytest.mark.parametrize("above", [".", "attempt-3", "attempt-3/runs"])
@@ -270,105 +267,41 @@ def test_what_a_run_moved_aside_is_no_run(tmp_path: Path, above: str) -> None:
     assert [run.path.parent for run in find_runs([first / "attempt-1"])] == [first / "attempt-1"]
 
 
-# ---- the tool
+@pytest.mark.parametrize("n", [2, 5, 8, 9, 20, 51, 200])
+def test_the_interval_of_a_median_covers_it(n: int) -> None:
+    """The chance that k or fewer of n values are below the true median is a binomial sum."""
+    values = [i // 2 if i % 2 else n - 1 - i // 2 for i in range(n)]  # neighbours are far apart
+    assert sorted(values) == list(range(n))
+    k, high = median_interval(values)
+    assert high == n - 1 - k
+    outside = 2 * sum(math.comb(n, i) for i in range(int(k) + 1)) / 2**n
+    assert k == 0 or outside == pytest.approx(0.05, abs=0.03)
 
 
-def failed_point(folder: Path, value: int, reason: str) -> None:
-    folder.mkdir(parents=True)
-    point = {
-        "name": folder.name,
-        "experiment": "tp-22b-paper",
-        "kind": "sweep",
-        "parameter": "tensor-parallel size",
-        "value": value,
-        "settings": settings("22b", value, 8, 1, 128),
-    }
-    (folder / "point.json").write_text(json.dumps(point))
-    (folder / "result.json").write_text(json.dumps({"status": "failed", "reason": reason}))
+def test_values_that_follow_each_other_count_less() -> None:
+    """An autoregressive series of order 1 with r = 0.8 has a ninth of its values in effect."""
+    source, values = random.Random(1), [0.0]
+    for _ in range(20_000):
+        values.append(0.8 * values[-1] + source.gauss(0, 1))
+    assert independent_values(values) == pytest.approx(20_001 / 9, rel=0.1)
+    assert independent_values([source.gauss(0, 1) for _ in range(20_000)]) > 19_000
+    assert independent_values([1.0] * 30) == 30
 
 
-def sweep(folder: Path) -> Path:
-    for value, step_s in ((2, 46.0), (4, 26.0), (8, 17.0)):
-        point = {
-            "name": f"tp-{value:05d}",
-            "experiment": "tp-22b-paper",
-            "kind": "sweep",
-            "value": value,
-            "warm_up": 1,
-            "parameter": "tensor-parallel size",
-        }
-        write(
-            folder / f"tp-{value:05d}",
-            records(settings("22b", value, 8, 1, 128), [step_s] * 4),
-            point,
-        )
-    failed_point(folder / "tp-00001", 1, "OutOfMemory")
-    return folder
-
-
-@pytest.mark.slow
-def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scaled(tmp_path / "runs/weak", "weak", WEAK)
-    scaled(tmp_path / "runs/strong", "strong", STRONG)
-    sweep(tmp_path / "runs/tp")
-    out = tmp_path / "report"
-    assert tool().main([str(tmp_path / "runs"), "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    assert "tp-00001" in printed and "89.9" not in printed
-    with open(out / "report.csv", newline="") as file:
-        rows = {(row["series"], row["run"]): row for row in csv.DictReader(file)}
-    assert len(rows) == 10
-    row = rows["strong-175b-paper", "gcds-01024"]
-    assert float(row["efficiency"]) == pytest.approx(5400 * 64 / (375 * 1024), rel=1e-12)
-    assert "published HFU: 36.14 %" in printed and row["state"] == "valid"
-    failed = rows["tp-22b-paper", "tp-00001"]
-    assert (failed["state"], failed["step_s"], failed["remarks"]) == ("failed", "", "OutOfMemory")
-    assert row["memory_bytes"] == str(44 * 2**30)
-    assert "tp-00001: OutOfMemory" in printed and "efficiency against 64 GCDs" in printed
-    assert (out / "scaling.png").read_bytes().startswith(b"\x89PNG")
-
-
-RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
-
-
-@pytest.mark.parametrize(
-    "arguments_",
-    [
-        ["{tmp}/nothing"],
-        ["{tmp}/empty"],
-        ["{tmp}/text.log"],
-        ["{tmp}/run", "--out", "{tmp}/text.log"],
-        ["{tmp}/forged"],
-        ["{tmp}/sizes"],
-        ["{tmp}/point"],
-    ],
-)
-def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments_: list[str]) -> None:
-    (tmp_path / "text.log").write_text("nothing of interest\n")
-    (tmp_path / "empty").mkdir()
-    write(tmp_path / "run", RUN)
-    for name, change in (
-        ("forged", {"step_time_s": "fast"}),
-        ("sizes", {"config": {"num_layers": [2]}}),
-    ):
-        write(tmp_path / name, [{**r, **{k: v for k, v in change.items() if k in r}} for r in RUN])
-    write(tmp_path / "point", RUN, {"experiment": ["a"]})
-    given = [a.format(tmp=tmp_path) for a in arguments_]
-    assert tool().main(given) == 2 and given[-1] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", [["--warm-up", "-1"], ["--peak-tflops", "nan"]])
-def test_bad_flags(flags: list[str]) -> None:
-    assert tool().main(["x", *flags]) == 2
-
-
-@pytest.mark.parametrize(
-    "written", [RUN[:1], RUN[:2]], ids=["no step", "no step after the warm-up"]
-)
-def test_nothing_to_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], written: Records
+@pytest.mark.parametrize(("faster", "said"), [(1.0005, False), (1.05, True)])
+def test_only_a_difference_beyond_the_noise_is_one(
+    tmp_path: Path, faster: float, said: bool
 ) -> None:
-    write(tmp_path / "run", written)
-    assert tool().main([str(tmp_path)]) == 1
-    shown = capsys.readouterr()
-    assert shown.err.startswith("error: ") and "1 run" in shown.err and shown.out
+    """Steps scatter by 1 %; the runs differ in their layout, and are compared in one table."""
+    source = random.Random(2)
+    for name, tensor, step_s in (("a", 1, 420.0), ("b", 2, 420.0 / faster)):
+        steps = [step_s * (1 + 0.01 * source.gauss(0, 1)) for _ in range(40)]
+        write(tmp_path / name, records(settings("22b", tensor, 8 // tensor, 1, 640), [900, *steps]))
+    (series,) = compare([figures(run) for run in find_runs([tmp_path])])
+    first, second = (row(series, member) for member in series.members)
+    assert first["verdict"] is None and first["efficiency"] == 1
+    assert ("no difference" not in second["verdict"]) is said
+    assert (second["efficiency_low"] > 1) is said
+    if said:
+        assert "faster" in second["verdict"]
+        assert second["efficiency_low"] < faster < second["efficiency_high"]

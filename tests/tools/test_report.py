@@ -1,0 +1,436 @@
+"""tools/report.py: what a page says of known runs, in every format and in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_report import pages
+from megatron_report.reading import holding
+from tests.tools.measured import records, settings, write
+from tools import report
+
+Records = list[dict[str, Any]]
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+HOSTILE = (
+    "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+    "<b>bold</b><a href='http://127.0.0.1:9/'>link</a>|`*[a](javascript:b)\u2028'\""
+)
+
+
+def a_run() -> Records:
+    """Return the records of a run with everything: resumed, rolled back, measured, evaluated."""
+    config = settings("22b", 1, 8, 1, 640)
+    first = records(config, [500.0, *[420.0 + i % 3 for i in range(9)]])[:-1]
+    last = records(config, [425.0] * 4, first=8, clock=2e9)
+    for number, record in enumerate([*first, *last]):
+        if record["event"] == "iteration":
+            record |= {
+                "lm_loss": 9.0 - record["iteration"] / 10,
+                "learning_rate": 1e-3,
+                "mfu": 0.25,
+                "consumed_tokens": 640 * 2048 * record["iteration"],
+                "phases_ms": {"forward": {"min": 90.0, "mean": 100.0, "max": 120.0}},
+                "stage_memory_bytes": [(40 + number) << 30, 30 << 30],
+                "energy_j": 1.8e6,
+                "joules_per_token": 0.5,
+            }
+    middle = [
+        validation(5, None, 8.6),
+        validation(5, "wiki", 8.1),
+        {"event": "checkpoint", "iteration": 6, "size_bytes": 3 << 30, "elapsed_s": 12.5},
+        {"event": "loss_spike", "iteration": 10, "lm_loss": 30.0, "back_to_iteration": 8},
+        {"event": "checkpoint_failed", "iteration": 10, "reason": "No space left on device"},
+        {
+            "event": "rejected_checkpoint",
+            "folder": "iter_10",
+            "reason": "torn",
+            "instead": "iter_8",
+        },
+    ]
+    sources = {"wiki": {"samples": 7680, "tokens": 15728640, "epochs": 1.5}}
+    end = [
+        validation(12, None, 7.7),
+        {
+            "event": "stragglers",
+            "iteration": 12,
+            "slow": [{"rank": 3, "place": "n1:3", "ratio": 1.2}],
+        },
+        {"event": "timeline", "iteration": 12, "bubble": 0.21, "predicted_bubble": 0.2},
+        {"event": "data", "iteration": 12, "sources": sources},
+    ]
+    return [*first, *middle, *last[:-1], *end, last[-1]]
+
+
+def validation(at: int, corpus: str | None, loss: float) -> dict[str, Any]:
+    return {
+        "event": "validation",
+        "iteration": at,
+        "dataset": "valid",
+        "corpus": corpus,
+        "lm_loss": loss,
+    }
+
+
+TIMELINE = {
+    "traceEvents": [
+        {"ph": "M", "name": "process_name", "pid": 0},
+        *(
+            {
+                "name": "forward",
+                "ph": "X",
+                "ts": 5e6 + 1000.0 * (stage + batch),
+                "dur": 900.0,
+                "pid": stage,
+                "tid": 0,
+                "args": {"stage": stage, "micro_batch": batch, "op": "forward"},
+            }
+            for stage in range(2)
+            for batch in range(3)
+        ),
+        {"name": "another rank of the stage", "ph": "X", "ts": 1.0, "dur": 1.0, "pid": 7, "tid": 0}
+        | {"args": {"stage": 0}},
+        {"name": "not finished", "ph": "X", "ts": "soon"},
+    ]
+}
+
+
+def written(folder: Path, found: Records) -> Path:
+    write(folder, found)
+    (folder / "timeline.json").write_text(json.dumps(TIMELINE))
+    return folder
+
+
+def told(*words: object) -> dict[str, Any]:
+    """Return a report as JSON: its sections by title."""
+    with tempfile.NamedTemporaryFile() as file:
+        assert report.main([*map(str, words), "--format", "json", "--output", file.name]) == 0
+        found = json.load(open(file.name))  # noqa: SIM115
+    return {section["title"]: section for section in found["sections"]}
+
+
+def rows(section: dict[str, Any], number: int = 0) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = section["tables"][number]["rows"]
+    return found
+
+
+# ---- content
+
+
+def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
+    found = told(written(tmp_path / "run", a_run()))
+    (summary,) = rows(found["At a glance"])
+    assert {name: summary[name] for name in ("ended", "iteration", "tokens", "step_s")} == {
+        "ended": "completed",
+        "iteration": 12,
+        "tokens": 12 * 640 * 2048,
+        "step_s": 425.0,
+    }
+    assert (summary["lm_loss"], summary["valid_loss"], summary["valid loss of wiki"]) == (
+        7.8,
+        7.7,
+        8.1,
+    )
+    assert summary["tokens_per_s"] == 640 * 2048 / 425
+    assert summary["energy_kwh"] == pytest.approx(14 * 0.5)  # of lost steps too
+    training, blend, wiki, events = found["Loss"]["plots"][0]["traces"]
+    assert training["axes"]["iteration"] == [*range(1, 13)]
+    assert training["y"] == pytest.approx([9.0 - i / 10 for i in range(1, 13)])
+    assert training["axes"]["tokens"][-1] == summary["tokens"]
+    # hours of both jobs, without the pause between them
+    seconds = 500 + sum(420.0 + i % 3 for i in range(9)) + 4 * 425
+    assert training["axes"]["hours"][-1] == pytest.approx(seconds / 3600)
+    assert (blend["y"], wiki["y"]) == ([8.6, 7.7], [8.1])
+    assert events["axes"]["iteration"] == [
+        10,
+        10,
+        8,
+        12,
+    ]  # roll-back, failed save, resume, slow rank
+    assert {row["event"] for row in rows(found["Events"])} == {
+        "resume",
+        "roll-back",
+        "save failed",
+        "checkpoint rejected",
+        "stragglers",
+    }
+    (phase,) = rows(found["Phases of a step"])
+    assert (phase["least_ms"], phase["mean_ms"], phase["most_ms"]) == (90.0, 100.0, 120.0)
+    assert rows(found["Pipeline"])[0]["bubble"] == 0.21
+    (forward,) = found["Pipeline"]["plots"][0]["traces"]
+    assert sorted(zip(forward["y"], forward["base"], forward["text"], strict=True)) == [
+        (f"stage {stage}", float(stage + batch), str(batch))
+        for stage in (0, 1)
+        for batch in (0, 1, 2)
+    ]
+    assert set(forward["x"]) == {0.9}
+    assert rows(found["Memory"])[0]["memory_bytes"] == 52 << 30
+    assert rows(found["Data"])[0]["epochs"] == 1.5
+    assert rows(found["Checkpoints"])[0]["size_bytes"] == 3 << 30
+    assert {"setting": "num_layers", "value": 48} in rows(found["Settings"])
+    assert "Not in this report" not in found
+
+
+def test_what_an_older_run_lacks_is_left_out_with_a_line(tmp_path: Path) -> None:
+    """An older run logged iterations only; every part that it lacks is named."""
+    found = told(write(tmp_path / "run", records(settings("22b", 1, 8, 1, 640), [420.0] * 4)))
+    left_out = {line.partition(":")[0] for line in found["Not in this report"]["notes"]}
+    assert left_out == {"Learning rate and batch", "Phases of a step", "Pipeline", "Energy"} | {
+        "Data",
+        "Checkpoints",
+        "Events",
+    }
+    assert not left_out & set(found)
+
+
+def test_a_resumed_run_and_a_roll_back_replace_what_is_done_again() -> None:
+    def step(at: int, loss: float) -> dict[str, Any]:
+        return {"event": "iteration", "iteration": at, "lm_loss": loss}
+
+    start = {"event": "start", "iteration": 0}
+    spike = {"event": "loss_spike", "iteration": 40, "back_to_iteration": 20}
+    again = {"event": "start", "iteration": 20}
+    first = [start, step(10, 3.0), step(20, 2.0), step(30, 9.0), step(40, 9.0)]
+    for back in (spike, again):
+        kept = [r for r in holding([*first, back, step(30, 1.5)]) if r["event"] == "iteration"]
+        assert [(r["iteration"], r["lm_loss"]) for r in kept] == [(10, 3.0), (20, 2.0), (30, 1.5)]
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    paths = [
+        write(tmp_path / str(tensor), records(settings("22b", tensor, 8, 1, 640), times))
+        for tensor, times in ((1, [900.0, 420.0, 424.0, 422.0]), (2, [900.0, 421.0, 423.0, 425.0]))
+    ]
+    found = told(*paths)
+    one, two = rows(found["Comparison"])
+    assert one["verdict"] is None and one["tokens_per_s"] == 640 * 2048 / 422
+    # twice as many devices at the same speed
+    assert two["efficiency"] == pytest.approx(422 / 423 / 2)
+    assert two["efficiency_low"] < two["efficiency"] < two["efficiency_high"] < 1
+    different = {row["setting"]: (row["in 1"], row["in 2"]) for row in rows(found["Comparison"], 1)}
+    assert different == {"tensor_model_parallel_size": (1, 2), "world_size": (8, 16)}
+    traces = found["Loss"]["plots"][0]["traces"]
+    assert [trace["name"] for trace in traces] == ["1", "2"]
+
+
+def test_an_experiment_is_one_folder(tmp_path: Path) -> None:
+    for value, step_s in ((2, 46.0), (4, 26.0)):
+        point = {"name": f"tp-{value}", "experiment": "tp-22b", "kind": "sweep", "value": value}
+        write(
+            tmp_path / f"tp-{value}",
+            records(settings("22b", value, 8, 1, 128), [step_s] * 4),
+            point,
+        )
+    failed = tmp_path / "tp-1"
+    failed.mkdir()
+    (failed / "point.json").write_text(
+        json.dumps({"name": "tp-1", "experiment": "tp-22b"} | {"value": 1})
+    )
+    (failed / "result.json").write_text(json.dumps({"status": "failed", "reason": "OutOfMemory"}))
+    found = {row["run"]: row for row in rows(told(tmp_path)["Comparison"])}
+    assert {name: row["state"] for name, row in found.items()} == {
+        "tp-1": "failed",
+        "tp-2": "valid",
+        "tp-4": "valid",
+    }
+    assert found["tp-1"]["remarks"] == "OutOfMemory" and found["tp-1"]["step_s"] is None
+
+
+def test_long_curves_keep_their_peaks_on_the_page(tmp_path: Path) -> None:
+    y = [0.0] * 100_000
+    y[54_321] = 7.0
+    trace = {"y": y, "axes": {"iteration": [*range(len(y))]}}
+    thin = pages._thinned(trace)
+    assert len(thin["y"]) < 5000 and thin["axes"]["iteration"][thin["y"].index(7.0)] == 54_321
+
+
+# ---- files and errors
+
+
+def test_where_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = write(tmp_path / "run", a_run())
+    assert report.main([str(run / "metrics.jsonl"), "--format", "md"]) == 0
+    assert (run / "report.md").read_text().startswith("# run\n")
+    assert report.main([str(run), str(run), "--format", "json", "--title", "twice"]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["title"] == "twice"
+    capsys.readouterr()
+    assert report.main([str(run), "--format", "md", "--output", "-"]) == 0
+    assert capsys.readouterr().out == (run / "report.md").read_text()
+
+
+def test_without_the_plotting_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    run = write(tmp_path / "run", a_run())
+    assert report.main([str(run)]) == 2 and "pip install plotly" in capsys.readouterr().err
+    assert report.main([str(run), "--format", "md"]) == 0
+    assert [path.name for path in run.glob("report.*")] == ["report.md"]
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = write(tmp_path / "run", a_run())
+    picture = tmp_path / "loss.png"
+    assert report.main([str(run), "--format", "json", "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, ["{tmp}/nothing"]),
+        ({"empty/a": ""}, ["{tmp}/empty"]),
+        ({"log/metrics.jsonl": "nothing of interest\n"}, ["{tmp}/log/metrics.jsonl"]),
+        ({"x/metrics.jsonl": json.dumps(RUN[1] | {"step_time_s": "fast"})}, ["{tmp}/x"]),
+        ({"x/metrics.jsonl": json.dumps(RUN[1] | {"phases_ms": {"a": 3}})}, ["{tmp}/x"]),
+        ({"x/metrics.jsonl": json.dumps(RUN[1])}, ["{tmp}/x", "--output", "{tmp}"]),
+        ({"x/metrics.jsonl": json.dumps(RUN[1])}, ["{tmp}/x", "--picture", "{tmp}/a.nothing"]),
+    ],
+)
+def test_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], words: list[str]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    given = [word.format(tmp=tmp_path) for word in words]
+    assert report.main([*given, "--format", "md"]) == 2 and given[-1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--warm-up", "-1"], ["--peak-tflops", "nan"]])
+def test_bad_flags(flags: list[str]) -> None:
+    assert report.main(["x", *flags]) == 2
+
+
+def test_a_run_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "run", RUN[:1])
+    assert report.main([str(run), "--format", "md"]) == 1
+    assert capsys.readouterr().err.startswith("error: ") and (run / "report.md").exists()
+    assert report.main([str(run), "--format", "md", "--picture", str(tmp_path / "x.png")]) == 2
+
+
+# ---- the page
+
+
+class Page(HTMLParser):
+    """What a browser may run or load: scripts, attributes, ids and visible text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self._hidden = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self._hidden = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden:
+            self.text += data
+
+
+def hostile(found: Records) -> Records:
+    """Return records in which every text is hostile, names of sources too."""
+    spoilt = {"reason", "device", "corpus", "folder", "instead", "place", "op", "stage"}
+
+    def spoil(value: Any) -> Any:
+        if isinstance(value, dict):
+            named = {k: HOSTILE if k in spoilt else spoil(v) for k, v in value.items()}
+            return {f"wiki {HOSTILE}" if k == "wiki" else k: v for k, v in named.items()}
+        return [spoil(one) for one in value] if isinstance(value, list) else value
+
+    spoiled: Records = spoil(found)
+    return spoiled
+
+
+def test_nothing_from_a_file_is_run_or_loaded(tmp_path: Path) -> None:
+    found = hostile(a_run())
+    found[0]["config"] |= {HOSTILE: HOSTILE, "data_path": [HOSTILE]}
+    run = written(tmp_path / "<b>run<", found)
+    assert report.main([str(run), "--title", HOSTILE]) == 0
+    page = Page((run / "report.html").read_text())
+    assert page.tags.count("script") == 3 and "img" not in page.tags and "b" not in page.tags
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    links = [value or "" for name, value in page.attributes if name in ("src", "href", "action")]
+    assert all(link.startswith(("#", "data:")) for link in links), links
+    assert page.text.count("alert(1)") > 5
+    assert report.main([str(run), "--format", "md"]) == 0
+    text = re.sub(r"\\.", "", (run / "report.md").read_text())
+    assert "<" not in text.replace("<!--", "") and "](" not in text
+
+
+def dom(page: Path) -> tuple[str, list[str]]:
+    """Return the document of a page after its scripts have run, and what its console says."""
+    assert BROWSER is not None
+    with tempfile.TemporaryDirectory() as profile:
+        done = subprocess.run(
+            [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+            + ["--enable-logging=stderr", "--window-size=390,800", "--dump-dom", page.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=True,
+        )
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium")
+@pytest.mark.parametrize("several", [False, True])
+def test_a_browser_draws_it(tmp_path: Path, several: bool) -> None:
+    """Every plot is drawn; the page's policy, which forbids every request, is not violated."""
+    runs = [written(tmp_path / "run", hostile(a_run()))]
+    (runs[0] / "timeline.json").write_text(
+        json.dumps({"traceEvents": hostile([*TIMELINE["traceEvents"]])})
+    )
+    runs += [written(tmp_path / "other", a_run())] if several else []
+    page = tmp_path / "page.html"
+    assert report.main([*map(str, runs), "--output", str(page)]) == 0
+    assert "default-src 'none'" in page.read_text()[:1000]
+    found, console = dom(page)
+    assert not console, console
+    found = re.sub(r"<script.*?</script>", "", found, flags=re.DOTALL)
+    figures = found.split("<figure>")[1:]
+    assert len(figures) >= 7 and all('class="main-svg"' in figure for figure in figures)
+    (loss,) = (figure for figure in figures if "Loss (nats per token)" in figure)
+    assert loss.count('class="js-line"') >= len(runs)
+    # texts of files are shown as they are, in the plot's legend too
+    assert "<b>" not in found and "<img" not in found and "&lt;img src=x" in loss
+    assert "&lt;b&gt;bold" in loss and 'href="http' not in found and "font-weight: bold" not in loss
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium")
+def test_a_browser_reports_what_the_policy_forbids(tmp_path: Path) -> None:
+    """The console does say so if a page asks the network for something, or runs another script."""
+    run = write(tmp_path / "run", a_run())
+    assert report.main([str(run)]) == 0
+    page = run / "report.html"
+    for spoilt in ('<img src="http://127.0.0.1:9/x.png">', "<script>document.title = 1</script>"):
+        page.write_text(page.read_text().replace("</main>", f"{spoilt}</main>"))
+        assert "Content Security Policy" in " ".join(dom(page)[1])
