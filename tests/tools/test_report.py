@@ -217,8 +217,9 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert one["verdict"] is None and one["tokens_per_s"] == 640 * 2048 / 422
     # twice as many devices at the same speed
     assert two["efficiency"] == pytest.approx(422 / 423 / 2)
-    assert two["efficiency_low"] < two["efficiency"] < two["efficiency_high"] < 1
-    different = {row["setting"]: (row["in 1"], row["in 2"]) for row in rows(found["Comparison"], 1)}
+    low, high = two["efficiency_interval"]
+    assert low < two["efficiency"] < high < 1 and "slower" in two["verdict"]
+    different = {row["setting"]: (row["in 1"], row["in 2"]) for row in rows(found["Comparison"], 2)}
     assert different == {"tensor_model_parallel_size": (1, 2), "world_size": (8, 16)}
     traces = found["Loss"]["plots"][0]["traces"]
     assert [trace["name"] for trace in traces] == ["1", "2"]
@@ -244,7 +245,7 @@ def test_an_experiment_is_one_folder(tmp_path: Path) -> None:
         "tp-2": "valid",
         "tp-4": "valid",
     }
-    assert found["tp-1"]["remarks"] == "OutOfMemory" and found["tp-1"]["step_s"] is None
+    assert found["tp-1"]["remarks"] == "OutOfMemory" and found["tp-1"]["tokens_per_s"] is None
 
 
 def test_long_curves_keep_their_peaks_on_the_page(tmp_path: Path) -> None:

@@ -20,6 +20,9 @@ from megatron_report.reading import Record, Run, axes, events
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _FOLDED = 30  # rows of a table that is shown at once
+_SPEED = (
+    "run verdict value devices layout tokens_per_s noise efficiency efficiency_interval state remarks"
+).split()
 _MANY = 5  # runs from which on they are told of in tables only
 
 
@@ -105,7 +108,6 @@ def summary(run: Run) -> Record:
     }
     spread = found.median_s and found.tokens_per_s and found.step_s
     shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    energy = [r["energy_j"] for r in run.records if r.get("energy_j") is not None]
     return {
         "run": run.name,
         "ended": run.ended,
@@ -129,7 +131,7 @@ def summary(run: Run) -> Record:
         "mfu": found.mfu,
         "hfu": found.hfu,
         "memory_bytes": found.memory_bytes,
-        "energy_kwh": sum(energy) / 3.6e6 if energy else None,
+        "energy_kwh": _kwh(run),
         "skipped": sum(r.get("skipped") or 0 for r in steps),
         "parameters": run.start.get("parameters"),
         "shape": ", ".join(f"{n.replace('_', ' ')} {config[n]}" for n in shape if config.get(n)),
@@ -180,7 +182,10 @@ def _comparison(runs: Sequence[Run]) -> Iterator[Block]:
             said += f"; efficiency is tokens/s per device relative to {series.base.run.name}"
         if series.published is not None:
             said += f"; published HFU: {series.published.percent} %"
-        yield Table(said, [row(series, member) for member in series.members])
+        rows = [row(series, member) for member in series.members]
+        yield Table(said, [{name: each[name] for name in _SPEED} for each in rows])
+        more = [{k: v for k, v in each.items() if k == "run" or k not in _SPEED} for each in rows]
+        yield Table("Further figures", more, folded=True)
         yield from _efficiency(series)
     configs = [run.config for run in runs]
     names = sorted({name for config in configs for name in config})
@@ -480,22 +485,19 @@ def _memory(runs: Sequence[Run]) -> Iterator[Block]:
 def _energy(runs: Sequence[Run]) -> Iterator[Block]:
     rows = []
     for run in runs:
-        known = [r for r in run.of("iteration") if r.get("energy_j") is not None]
-        if known:
-            joules, tokens = sum(r["energy_j"] for r in known), known[-1]["tokens"]
-            first = known[0]["tokens"]
-            per = [r["joules_per_token"] for r in known if r.get("joules_per_token") is not None]
-            rows.append(
-                {
-                    "run": run.name,
-                    "energy_kwh": joules / 3.6e6,
-                    "joules_per_token": statistics.median(per) if per else None,
-                    "tokens": tokens - first if tokens and first and len(known) > 1 else tokens,
-                }
-            )
+        per = [r["joules_per_token"] for r in run.of("iteration") if r.get("joules_per_token")]
+        if (kwh := _kwh(run)) is not None:
+            median = statistics.median(per) if per else None
+            rows.append({"run": run.name, "energy_kwh": kwh, "joules_per_token": median})
     if rows:
-        yield Table("Energy of all nodes, as far as it was metered", rows)
+        yield Table("Energy of all nodes while it was metered; median per token", rows)
     yield from _curves(runs, "Energy (J per token)", "joules_per_token", "J/token")
+
+
+def _kwh(run: Run) -> float | None:
+    """Return the energy of a run, with the steps that were done again; None if unknown."""
+    joules = [r["energy_j"] for r in run.records if r.get("energy_j") is not None]
+    return sum(joules) / 3.6e6 if joules else None
 
 
 def _data(runs: Sequence[Run]) -> Iterator[Block]:

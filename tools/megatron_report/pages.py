@@ -21,9 +21,7 @@ from megatron_report.content import Plot, Section, Table
 
 _HERE = Path(__file__).parent
 _MOST_POINTS = 4000  # of a curve: more than a screen can show
-_SHARES = {"spread", "noise", "mfu", "hfu", "bubble", "predicted_bubble"} | {
-    f"efficiency{end}" for end in ("", "_low", "_high")
-}
+_SHARES = {"spread", "noise", "mfu", "hfu", "bubble", "predicted_bubble", "efficiency"}
 _UNITS = {"_per_s_per_device": "/s per device", "_per_s": "/s", "_bytes": "", "_s": ""}
 _HEADS = {
     "lm_loss": "loss",
@@ -34,6 +32,7 @@ _HEADS = {
     "energy_kwh": "energy (kWh)",
     "joules_per_token": "J per token",
     "tokens_per_s_interval": "tokens/s, 95 % interval of the median",
+    "efficiency_interval": "between",
     "layout": "layout (TP x PP x DP)",
 }
 
@@ -86,7 +85,7 @@ def shown(column: str, value: Any) -> str:
     ('12,346', '300', '2.3457')
     """
     if isinstance(value, list):
-        return " to ".join(shown(column.removesuffix("_interval"), one) for one in value)
+        return " to ".join(shown(column.removesuffix("_interval"), one) or "?" for one in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, (int, float)):
@@ -273,7 +272,7 @@ def _table(table: Table) -> str:
     top = "".join(f'<th scope="col">{_html(cell)}</th>' for cell in first)
     rows = "".join(
         f'<tr><th scope="row">{_html(line[0])}</th>'
-        + "".join(f"<td{long if len(c) > 24 else ''}>{_html(c)}</td>" for c in line[1:])
+        + "".join(f"<td{long if len(c) > 40 else ''}>{_html(c)}</td>" for c in line[1:])
         + "</tr>"
         for line in rest
     )

@@ -1,48 +1,17 @@
-"""Picture of a run, and the whole example from corpus to text on a tiny model."""
+"""The whole example from corpus to text on a tiny model, and its command line."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.metrics_file import read_records
 from tests.helpers.launching import ROOT, Script, launch
-from tools import plot_metrics, train_example
-
-
-def write_metrics(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    return path
-
-
-def iteration(at: int, loss: float | None) -> dict[str, Any]:
-    return {"event": "iteration", "iteration": at, "lm_loss": loss, "learning_rate": 0.1}
-
-
-def test_a_resumed_run_replaces_what_it_does_again() -> None:
-    start = {"event": "start", "iteration": 0}
-    first = [start, iteration(10, 3.0), iteration(20, 2.0), iteration(30, None), iteration(40, 9.0)]
-    again = [{"event": "start", "iteration": 20}, iteration(30, 1.5)]
-    assert plot_metrics.series(first, "iteration", "lm_loss") == ([10, 20, 40], [3.0, 2.0, 9.0])
-    assert plot_metrics.series(first + again, "iteration", "lm_loss") == (
-        [10, 20, 30],
-        [3.0, 2.0, 1.5],
-    )
-
-
-def test_a_picture_of_nothing_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    metrics = write_metrics(tmp_path / "m.jsonl", [{"event": "start", "iteration": 0}])
-    for path in (metrics, tmp_path / "absent"):
-        assert plot_metrics.main([str(path), "--output", str(tmp_path / "loss.png")]) == 2
-        assert str(path) in capsys.readouterr().err and not (tmp_path / "loss.png").exists()
+from tools import train_example
 
 
 def what_was_made(folder: Path) -> int:
@@ -52,6 +21,7 @@ def what_was_made(folder: Path) -> int:
     assert valid[-1] < valid[0] - 0.5  # from about log(512) towards the entropy of single tokens
     assert [r for r in records if r["event"] == "generate" and r["tokens"] > 0]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "run" / "report.html").read_text().startswith("<!DOCTYPE html>")
     return (folder / "corpus.jsonl").stat().st_mtime_ns
 
 
