@@ -75,7 +75,14 @@ $(STAMP): $(MADE_FROM)
 train: $(STAMP)
 	@$(PY) tools/train_example.py
 
-test: $(STAMP)
+# Tests open pages in a browser where there is one; as root on Debian it is installed.
+BROWSER := $(VENV)/.browser
+
+$(BROWSER): | $(STAMP)
+	@command -v chromium >/dev/null || bash requirements/setup.sh browser
+	@touch $@
+
+test: $(STAMP) $(BROWSER)
 	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 quick: $(STAMP)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes or completes the virtual environment; called by `make setup` with PYTHON, VENV, TORCH and SYSTEM_SITE.
-# Run again, it installs only what is missing or what changed.
+# Run again, it installs only what is missing or what changed. `setup.sh browser` installs Chromium for tests.
 set -euo pipefail
 
 die() { echo "setup: $*" >&2; exit 1; }
@@ -78,6 +78,12 @@ print("host,hip" if torch.version.hip else "host,cuda" if torch.version.cuda els
 }
 
 pip() { "$VENV/bin/python" -m pip "$@" -qq; }  # errors only
+
+# Of `make test`: without a browser the tests that open a page are skipped.
+if [[ ${1:-} == browser ]]; then
+    install_debian --no-install-recommends chromium || say "no chromium: tests that need a browser are skipped"
+    exit 0
+fi
 
 [[ -x $VENV/bin/python ]] || make_venv
 check_python "$VENV/bin/python"

@@ -99,8 +99,17 @@ TIMELINE = {
             for stage in range(2)
             for batch in range(3)
         ),
-        {"name": "another rank of the stage", "ph": "X", "ts": 1.0, "dur": 1.0, "pid": 7, "tid": 0}
-        | {"args": {"stage": 0}},
+        {
+            "ph": "X",
+            "name": "around all",
+            "cat": "other",
+            "ts": 1.0,
+            "dur": 9e9,
+            "pid": 0,
+            "tid": 0,
+        },
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "args": {"pipeline": 0}},
+        {"ph": "X", "name": "another rank of a stage", "ts": 1.0, "dur": 1.0, "pid": 0, "tid": 7},
         {"name": "not finished", "ph": "X", "ts": "soon"},
     ]
 }

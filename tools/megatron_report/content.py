@@ -426,12 +426,6 @@ def _pipeline(runs: Sequence[Run]) -> Iterator[Block]:
 
 def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
     """Plot spans as bars in a row for each stage, coloured by what is done."""
-    threads = {(str(s["stage"]), s["row"]) for s in spans}
-    several = len(threads) > len({stage for stage, _ in threads})
-
-    def label(span: Record) -> str:
-        return f"stage {span['stage']}" + (f", {span['row'][1]}" if several else "")
-
     traces = []
     for number, name in enumerate(dict.fromkeys(span["name"] for span in spans)):
         own = [span for span in spans if span["name"] == name]
@@ -444,7 +438,7 @@ def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
                     "color": COLORS[number] if number < len(COLORS) else "#999999",
                     "line": {"color": "#ffffff", "width": 0.5},
                 },
-                "y": [label(span) for span in own],
+                "y": [span["row"] for span in own],
                 "x": [span["ms"] for span in own],
                 "base": [span["start_ms"] for span in own],
                 "text": ["" if (m := span["micro_batch"]) is None else str(m) for span in own],
@@ -454,7 +448,7 @@ def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
                 "constraintext": "inside",
             }
         )
-    rows = sorted({label(span) for span in spans}, key=lambda text: (len(text), text))
+    rows = sorted({span["row"] for span in spans}, key=lambda text: (len(text), text))
     order = {"categoryorder": "array", "categoryarray": rows, "autorange": "reversed"}
     height = 130 + 34 * len(rows)
     return Plot(caption, traces, {"yaxis": order, "barmode": "overlay", "height": height})

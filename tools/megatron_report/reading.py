@@ -142,44 +142,44 @@ def axes(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def read_timeline(path: Path) -> tuple[list[Record], str]:
-    """Return the spans of the timeline {name, stage, row, start_ms, ms}, and why there are none.
+    """Return the spans of a timeline {name, row, start_ms, ms, micro_batch}, or why there are none.
 
-    Reads complete events ("ph": "X", times in microseconds) of Chrome's trace format, of the first
-    process of each stage.
+    Reads complete events ("ph": "X", times in microseconds) of the trace event format. There is a
+    row for each stage: the first thread of the stage that a thread's metadata or an event's
+    arguments name. The event's category is its name, unless it is "other": such events are around
+    others.
     """
     if not path.exists():
         return [], f"no {path.name} in the run's folder"
     try:
-        found = read_json(path, _TIMELINE_BYTES, error=DataError)
+        listed = read_json(path, _TIMELINE_BYTES, error=DataError).get("traceEvents")
     except DataError as error:
         return [], str(error)
-    listed = found.get("traceEvents")
+    threads: dict[tuple[str, str], Any] = {}
+    rows: dict[str, tuple[str, str]] = {}
     spans: list[Record] = []
     for event in listed if isinstance(listed, list) else []:
-        if not (isinstance(event, dict) and event.get("ph") == "X"):
+        if not isinstance(event, dict):
             continue
-        extra: Record = event["args"] if isinstance(event.get("args"), dict) else {}
+        thread = str(event.get("pid")), str(event.get("tid"))
+        told: Record = event["args"] if isinstance(event.get("args"), dict) else {}
+        if event.get("ph") == "M" and "pipeline" in told:
+            threads[thread] = told["pipeline"]
         start: Any = event.get("ts")
         length: Any = event.get("dur")
-        if _is_time(start) and _is_time(length):
+        if event.get("ph") != "X" or not (_is_time(start) and _is_time(length)):
+            continue
+        name = str(event.get("cat") or told.get("op") or event.get("name"))
+        row = f"stage {threads.get(thread, told.get('stage', thread[0]))}"
+        if name != "other" and rows.setdefault(row, thread) == thread:
+            times = {"start_ms": start / 1e3, "ms": length / 1e3}
             spans.append(
-                {
-                    "name": str(extra.get("op") or event.get("name")),
-                    "stage": extra.get("stage", event.get("pid")),
-                    "row": (str(event.get("pid")), str(event.get("tid"))),
-                    "start_ms": start / 1e3,
-                    "ms": length / 1e3,
-                    "micro_batch": extra.get("micro_batch"),
-                }
+                {"name": name, "row": row, "micro_batch": told.get("micro_batch"), **times}
             )
-    first: dict[Any, str] = {}
-    for span in spans:
-        first.setdefault(str(span["stage"]), span["row"][0])
-    spans = [span for span in spans if first[str(span["stage"])] == span["row"][0]]
     if not spans:
         return [], f"{path.name} has no complete event"
     begin = min(span["start_ms"] for span in spans)
-    shown = sorted(spans, key=lambda span: span["start_ms"])[:_MOST_BARS]
+    shown = sorted(spans, key=lambda span: (span["start_ms"], -span["ms"]))[:_MOST_BARS]
     return [{**span, "start_ms": span["start_ms"] - begin} for span in shown], ""
 
 
