@@ -72,9 +72,11 @@ from megatron.jobs.space import load_space
 print(parse_args(["--preset", "gpt-22b", "--mock-data", "--train-iters", "1",
                   "--global-batch-size", "8", "--bf16"], 8).model.hidden_size)
 print(load_cluster("frontier").name)
+import megatron_report, pathlib
+print(*sorted(path.name for path in pathlib.Path(megatron_report.__file__).parent.glob("page.*")))
 """,
     )
-    assert out.split() == ["6144", "frontier"]
+    assert out.split() == ["6144", "frontier", "page.css", "page.js"]
 
 
 def test_megatron_core_imports_beside_it(site: Path) -> None:
