@@ -64,7 +64,7 @@ def test_from_text_to_a_report(tmp_path: Path) -> None:
         assert running.wait().code == 0
     report = json.loads((tmp_path / "report.json").read_text())["sections"]
     comparison = next(section for section in report if section["title"] == "Comparison")
-    differing = {row["setting"]: row for row in comparison["tables"][-1]["rows"]}
+    differing = {row["setting"]: row for row in comparison["blocks"][-1]["rows"]}
     assert (differing["lr"]["in a"], differing["lr"]["in b"]) == (1e-3, 3e-3)
     events = next(section for section in report if section["title"] == "Events")
-    assert {"end", "resume"} <= {row["event"] for row in events["tables"][0]["rows"]}
+    assert {"end", "start"} <= {row["event"] for row in events["blocks"][0]["rows"]}

@@ -70,7 +70,8 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_pat
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    comparison = json.loads(done.stdout)["sections"][1]["tables"][0]["rows"]
+    blocks = json.loads(done.stdout)["sections"][1]["blocks"]
+    comparison = next(block for block in blocks if "rows" in block)["rows"]
     assert [(row["run"], row["devices"], row["state"]) for row in comparison] == [
         ("tp-00001", 1, "valid"),
         ("tp-00002", 2, "valid"),

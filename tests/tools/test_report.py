@@ -110,7 +110,6 @@ TIMELINE = {
         },
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "args": {"pipeline": 0}},
         {"ph": "X", "name": "another rank of a stage", "ts": 1.0, "dur": 1.0, "pid": 0, "tid": 7},
-        {"name": "not finished", "ph": "X", "ts": "soon"},
     ]
 }
 
@@ -126,11 +125,17 @@ def told(*words: object) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile() as file:
         assert report.main([*map(str, words), "--format", "json", "--output", file.name]) == 0
         found = json.load(open(file.name))  # noqa: SIM115
-    return {section["title"]: section for section in found["sections"]}
+    return {section["title"]: section["blocks"] for section in found["sections"]}
 
 
-def rows(section: dict[str, Any], number: int = 0) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = section["tables"][number]["rows"]
+def rows(blocks: list[Any], number: int = 0) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [block for block in blocks if "rows" in block][number]["rows"]
+    return found
+
+
+def traces(blocks: list[Any]) -> list[dict[str, Any]]:
+    """Return the traces of the first plot."""
+    found: list[dict[str, Any]] = next(block for block in blocks if "traces" in block)["traces"]
     return found
 
 
@@ -153,7 +158,7 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     )
     assert summary["tokens_per_s"] == 640 * 2048 / 425
     assert summary["energy_kwh"] == pytest.approx(14 * 0.5)  # of lost steps too
-    training, blend, wiki, events = found["Loss"]["plots"][0]["traces"]
+    training, blend, wiki, events = traces(found["Loss"])
     assert training["axes"]["iteration"] == [*range(1, 13)]
     assert training["y"] == pytest.approx([9.0 - i / 10 for i in range(1, 13)])
     assert training["axes"]["tokens"][-1] == summary["tokens"]
@@ -168,23 +173,27 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
         12,
     ]  # roll-back, failed save, resume, slow rank
     assert {row["event"] for row in rows(found["Events"])} == {
-        "resume",
-        "roll-back",
-        "save failed",
-        "checkpoint rejected",
+        "start",
+        "loss spike",
+        "checkpoint failed",
+        "rejected checkpoint",
         "stragglers",
     }
     (phase,) = rows(found["Phases of a step"])
-    assert (phase["least_ms"], phase["mean_ms"], phase["most_ms"]) == (90.0, 100.0, 120.0)
+    assert (phase["least"], phase["middle"], phase["most"]) == (90.0, 100.0, 120.0)
     assert rows(found["Pipeline"])[0]["bubble"] == 0.21
-    (forward,) = found["Pipeline"]["plots"][0]["traces"]
+    (forward,) = traces(found["Pipeline"])
     assert sorted(zip(forward["y"], forward["base"], forward["text"], strict=True)) == [
         (f"stage {stage}", float(stage + batch), str(batch))
         for stage in (0, 1)
         for batch in (0, 1, 2)
     ]
     assert set(forward["x"]) == {0.9}
-    assert rows(found["Memory"])[0]["memory_bytes"] == 52 << 30
+    assert [(row["part"], row["most"]) for row in rows(found["Memory"])] == [
+        ("stage 0", 55.0),
+        ("stage 1", 30.0),
+    ]
+    assert summary["memory_bytes"] == 52 << 30
     assert rows(found["Data"])[0]["epochs"] == 1.5
     assert rows(found["Checkpoints"])[0]["size_bytes"] == 3 << 30
     assert {"setting": "num_layers", "value": 48} in rows(found["Settings"])
@@ -194,8 +203,9 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
 def test_what_an_older_run_lacks_is_left_out_with_a_line(tmp_path: Path) -> None:
     """An older run logged iterations only; every part that it lacks is named."""
     found = told(write(tmp_path / "run", records(settings("22b", 1, 8, 1, 640), [420.0] * 4)))
-    left_out = {line.partition(":")[0] for line in found["Not in this report"]["notes"]}
+    left_out = {line.partition(":")[0] for line in found["Not in this report"]}
     assert left_out == {"Learning rate and batch", "Phases of a step", "Pipeline", "Energy"} | {
+        "Memory",
         "Data",
         "Checkpoints",
         "Events",
@@ -230,8 +240,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert low < two["efficiency"] < high < 1 and "slower" in two["verdict"]
     different = {row["setting"]: (row["in 1"], row["in 2"]) for row in rows(found["Comparison"], 2)}
     assert different == {"tensor_model_parallel_size": (1, 2), "world_size": (8, 16)}
-    traces = found["Loss"]["plots"][0]["traces"]
-    assert [trace["name"] for trace in traces] == ["1", "2"]
+    assert [trace["name"] for trace in traces(found["Loss"])] == ["1", "2"]
 
 
 def test_an_experiment_is_one_folder(tmp_path: Path) -> None:
@@ -255,6 +264,24 @@ def test_an_experiment_is_one_folder(tmp_path: Path) -> None:
         "tp-4": "valid",
     }
     assert found["tp-1"]["remarks"] == "OutOfMemory" and found["tp-1"]["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", '{"traceEvents": [3]}', '{"traceEvents": [{"ph": "X"}]}']
+)
+def test_a_damaged_timeline_ends_no_report(tmp_path: Path, text: str) -> None:
+    run = written(tmp_path / "run", a_run())
+    (run / "timeline.json").write_text(text)
+    assert "timeline.json" in told(run)["Pipeline"][-1]
+
+
+def test_times_that_are_no_numbers_are_not_drawn(tmp_path: Path) -> None:
+    """NaN and infinity, which JSON has not, would leave the page without any plot."""
+    run = written(tmp_path / "run", a_run())
+    whole = (run / "timeline.json").read_text()
+    for value in ("NaN", "Infinity", "1e200"):
+        (run / "timeline.json").write_text(whole.replace("900.0", value))
+        assert "timeline.json" in told(run)["Pipeline"][-1]
 
 
 def test_long_curves_keep_their_peaks_on_the_page(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ units in their names. Plots are in the notation of plotly (https://plotly.com/ja
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import statistics
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.jobs.scaling import SWEEP, Series, compare, row, throughput
-from megatron_report.reading import Record, Run, axes, events
+from megatron_report.reading import Record, Run, axes, events, provenance, read_timeline
+from megatron_report.values import head, shown
 
 # Okabe and Ito, Color Universal Design (2008), in an order of contrast on white; without yellow
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -23,6 +25,7 @@ _FOLDED = 30  # rows of a table that is shown at once
 _SPEED = (
     "run verdict value devices layout tokens_per_s noise efficiency efficiency_interval state remarks"
 ).split()
+_MEASURED = ("step_s", "model_tflops", "mfu", "hfu", "memory_bytes")
 _MANY = 5  # runs from which on they are told of in tables only
 
 
@@ -71,12 +74,12 @@ def sections(runs: Sequence[Run]) -> Iterator[Section]:
         yield Section("Comparison", list(_comparison(runs)))
     absent = []
     for title, build, missing in (
-        ("Loss", _loss, "no run has logged an iteration or evaluated"),
-        ("Learning rate and batch", _rates, "no run has logged an iteration"),
+        ("Loss", loss, "no run has logged an iteration or evaluated"),
+        ("Learning rate and batch", rates, "no run has logged an iteration"),
         ("Throughput", _throughput, "no run has logged an iteration"),
         ("Phases of a step", _phases, "not measured: see --timing-log-level"),
         ("Pipeline", _pipeline, "no timeline was recorded"),
-        ("Memory", _memory, "no peak memory was recorded"),
+        ("Memory", _memory, "no peak of each stage was recorded"),
         ("Energy", _energy, "not recorded: no meter on the machine, or an older run"),
         ("Data", _data, "no account of the data sources was recorded"),
         ("Checkpoints", _checkpoints, "none was saved"),
@@ -106,32 +109,25 @@ def summary(run: Run) -> Record:
         f"valid loss of {name}" if name else "valid_loss": checks[-1].get("lm_loss")
         for name, checks in _validations(run).items()
     }
-    spread = found.median_s and found.tokens_per_s and found.step_s
+    interval = throughput(found)
+    joules = [r["energy_j"] for r in run.records if r.get("energy_j") is not None]
     shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     return {
         "run": run.name,
         "ended": run.ended,
         "iteration": last.get("iteration"),
-        "iterations_planned": next(
-            (r["total_iterations"] for r in steps[-1:] if r.get("total_iterations")), None
-        )
+        "iterations_planned": (steps or [{}])[-1].get("total_iterations")
         or config.get("train_iters"),
         "tokens": next((r["tokens"] for r in reversed(run.kept) if r["tokens"]), None),
         "hours": last.get("hours"),
         "lm_loss": losses[-1] if losses else None,
         **valid,
         "tokens_per_s": found.tokens_per_s,
-        "tokens_per_s_interval": [
-            found.tokens_per_s * found.step_s / s for s in found.median_s[::-1]
-        ]
-        if spread and found.median_s and found.tokens_per_s and found.step_s
+        "tokens_per_s_interval": [rate * found.run.world_size for rate in interval[::2]]
+        if interval and found.median_s and found.run.world_size
         else None,
-        "step_s": found.step_s,
-        "model_tflops": found.model_tflops,
-        "mfu": found.mfu,
-        "hfu": found.hfu,
-        "memory_bytes": found.memory_bytes,
-        "energy_kwh": _kwh(run),
+        **{name: getattr(found, name) for name in _MEASURED},
+        "energy_kwh": sum(joules) / 3.6e6 if joules else None,
         "skipped": sum(r.get("skipped") or 0 for r in steps),
         "parameters": run.start.get("parameters"),
         "shape": ", ".join(f"{n.replace('_', ' ')} {config[n]}" for n in shape if config.get(n)),
@@ -148,18 +144,9 @@ def summary(run: Run) -> Record:
 def _verdict(run: Run) -> str:
     """Say in one sentence how a run went."""
     told = summary(run)
-    parts = [f"{run.name}: {run.ended}"]
-    if told["iteration"] is not None:
-        planned = f" of {told['iterations_planned']:,}" if told["iterations_planned"] else ""
-        parts.append(f"iteration {told['iteration']:,}{planned}")
-    if told["lm_loss"] is not None:
-        parts.append(f"loss {told['lm_loss']:.4f}")
-    parts += [f"{k.replace('_', ' ')} {v:.4f}" for k, v in told.items() if k.startswith("valid")]
-    if told["tokens_per_s"] is not None:
-        parts.append(f"{told['tokens_per_s']:,.0f} tokens/s")
-    if told["mfu"] is not None:
-        parts.append(f"MFU {100 * told['mfu']:.1f} %")
-    return "; ".join(parts) + "."
+    names = ("iteration", "lm_loss", "valid_loss", "tokens_per_s", "mfu")
+    parts = [f"{head(k)} {shown(k, told[k])}" for k in names if told.get(k) is not None]
+    return "; ".join([f"{run.name}: {run.ended}", *parts]) + "."
 
 
 def _overview(runs: Sequence[Run]) -> Table:
@@ -186,7 +173,7 @@ def _comparison(runs: Sequence[Run]) -> Iterator[Block]:
         yield Table(said, [{name: each[name] for name in _SPEED} for each in rows])
         more = [{k: v for k, v in each.items() if k == "run" or k not in _SPEED} for each in rows]
         yield Table("Further figures", more, folded=True)
-        yield from _efficiency(series)
+        yield from _efficiency(series) if len(series.members) > 1 else ()
     configs = [run.config for run in runs]
     names = sorted({name for config in configs for name in config})
     different = [n for n in names if len({json.dumps(c.get(n)) for c in configs}) > 1]
@@ -196,55 +183,32 @@ def _comparison(runs: Sequence[Run]) -> Iterator[Block]:
         yield "No setting differs between the runs."
 
 
-def _efficiency(series: Series) -> Iterator[Plot]:
-    """Yield a plot of efficiency, or of the throughput of a sweep, with intervals."""
+def _efficiency(series: Series) -> Iterator[Block]:
+    """Yield bars of efficiency, or of the throughput of a sweep, with the published point."""
     sweep = series.kind == SWEEP
-    ranges = [throughput(m) if sweep else series.efficiency(m) for m in series.members]
-    known = [(m, y) for m, y in zip(series.members, ranges, strict=True) if y is not None]
-    if len(known) < 2:
-        return
-    numbered = sweep or series.scales
-    x = [series.value(m) if numbered else m.run.name for m, _ in known]
-    bars = {
-        "type": "data",
-        "array": [min(high, 2 * y) - y for _, (_, y, high) in known],
-        "arrayminus": [y - low for _, (low, y, _) in known],
-        "symmetric": False,
-    }
-    line = _line("measured", 0, x=x, y=[y[1] for _, y in known], error_y=bars)
-    traces = [line | {"mode": "lines+markers" if numbered else "markers"}]
+    ranges = {m.run.name: throughput(m) if sweep else series.efficiency(m) for m in series.members}
+    known = {k: (v[0], v[1], min(v[2], 2 * v[1])) for k, v in ranges.items() if v}
     if target := getattr(series.published, series.kind, None):
-        traces.append(_points("published", 1, "star", x=[target[0]], y=[target[1]]))
-    ticks = {"type": "log", "tickvals": x, "ticktext": [f"{v:,}" for v in x]} if numbered else {}
-    what = f"Efficiency over {series.parameter}" if series.scales else "Relative speed"
-    yield Plot(
-        f"{f'Tokens/s per device over {series.parameter}' if sweep else what}, with the intervals "
-        "of the medians",
-        traces,
-        {"xaxis": ticks or {"type": "category"}, "yaxis": {"rangemode": "tozero"}},
-    )
+        known[f"published: {target[0]:,} GCDs"] = (target[1],) * 3
+    what = "Tokens/s per device" if sweep else "Efficiency" if series.scales else "Relative speed"
+    plot = _bars(f"{what}, with the intervals of the medians", [series.name], [known])
+    yield from itertools.islice(plot, 1)
 
 
 # -- curves ----------------------------------------------------------------------------------------
 
 
-def _line(name: str, color: int, dash: int = 0, **trace: Any) -> Record:
-    style = {
-        "color": COLORS[color % len(COLORS)],
-        "dash": _DASHES[dash % len(_DASHES)],
-        "width": 1.6,
+def _curve(name: str, number: int, mode: str = "lines", **trace: Any) -> Record:
+    """Return a trace in the colour of this number, after all colours with another dash."""
+    color, dash = COLORS[number % len(COLORS)], _DASHES[number // len(COLORS) % len(_DASHES)]
+    return {
+        "type": "scatter",
+        "mode": mode,
+        "name": name,
+        "line": {"color": color, "dash": dash, "width": 1.6},
+        "marker": {"color": color, "size": 8, "symbol": "x-thin-open", "line": {"width": 1.6}},
+        **trace,
     }
-    return {"type": "scatter", "mode": "lines", "name": name, "line": style, **trace}
-
-
-def _points(name: str, color: int, symbol: str = "circle-open", **trace: Any) -> Record:
-    marker = {
-        "color": COLORS[color % len(COLORS)],
-        "size": 8,
-        "symbol": symbol,
-        "line": {"width": 1.6},
-    }
-    return {"type": "scatter", "mode": "markers", "name": name, "marker": marker, **trace}
 
 
 def _curves(
@@ -260,8 +224,7 @@ def _curves(
         steps = [r for r in run.of("iteration") if r.get(field) is not None]
         if steps:
             name, y = run.name if len(runs) > 1 else what, [r[field] for r in steps]
-            dash = number // len(COLORS)
-            traces.append(_line(name, number, dash, y=y, axes=axes(steps)))
+            traces.append(_curve(name, number, y=y, axes=axes(steps)))
     if traces:
         yield Plot(
             caption, traces, {"yaxis": {"rangemode": "tozero"}} if layout is None else layout
@@ -277,53 +240,40 @@ def _validations(run: Run) -> dict[str, list[Record]]:
     return found
 
 
-def _loss(runs: Sequence[Run]) -> Iterator[Block]:
-    plots = list(_curves(runs, "", "lm_loss", "training"))
-    traces = [trace for plot in plots for trace in plot.traces]
-    rows = []
+def loss(runs: Sequence[Run]) -> Iterator[Block]:
+    """Yield training and validation loss, with the events as marks."""
+    traces = [t for plot in _curves(runs, "", "lm_loss", "training") for t in plot.traces]
+    symbols = ("circle-open", "square-open", "diamond-open", "triangle-up-open", "star-open")
     for number, run in enumerate(runs):
-        symbols = ("circle-open", "square-open", "diamond-open", "triangle-up-open", "star-open")
+        legend = {"showlegend": not number}
         for at, (corpus, checks) in enumerate(_validations(run).items()):
             color = number if len(runs) > 1 else at + 1
             y, name = [r["lm_loss"] for r in checks], f"validation {corpus}".strip()
-            trace = _points(name, color, symbols[at % len(symbols)], y=y, axes=axes(checks))
-            trace |= {"mode": "lines+markers", "line": {"width": 0.8, "dash": "dot"}}
-            traces.append(trace | {"text": run.name, "showlegend": not number})
-            rows += [
-                {
-                    "run": run.name,
-                    "corpus": corpus or None,
-                    **{
-                        k: r.get(k)
-                        for k in ("iteration", "tokens", "lm_loss", "perplexity", "samples")
-                    },
-                    "elapsed_s": r.get("elapsed_s"),
-                }
-                for r in checks
+            trace = _curve(name, color, "lines+markers", y=y, axes=axes(checks), text=run.name)
+            trace["line"] |= {"width": 0.8, "dash": "dot"}
+            trace["marker"]["symbol"] = symbols[at % len(symbols)]
+            traces.append(trace | legend)
+        steps = [r for r in run.of("iteration") if r.get("lm_loss") is not None]
+        marks = [e for e in events(run) if e["iteration"] is not None]
+        if steps and marks:
+            at_step = [
+                min(steps, key=lambda r: abs(r["iteration"] - e["iteration"])) for e in marks
             ]
-        traces += _marks(run, not number)
+            y, text = (
+                [r["lm_loss"] for r in at_step],
+                [f"{e['event']}: {e['what']}"[:99] for e in marks],
+            )
+            traces.append(
+                _curve("events", 6, "markers", y=y, axes=axes(at_step), text=text) | legend
+            )
     if traces:
         yield Plot("Loss (nats per token)", traces, {})
-    if rows:
-        yield Table("Validation", rows, folded=len(rows) > 12)
+    names = "corpus iteration tokens lm_loss perplexity samples elapsed_s"
+    yield from _listed("Validation", runs, "validation", names)
 
 
-def _marks(run: Run, listed: bool) -> list[Record]:
-    """Return the events of a run as marks on its loss curve."""
-    steps = [r for r in run.of("iteration") if r.get("lm_loss") is not None]
-    if not steps:
-        return []
-    found = [e for e in events(run) if e["iteration"] is not None]
-    at = [min(steps, key=lambda r: abs(r["iteration"] - e["iteration"])) for e in found]
-    text = [f"{run.name}: {e['event']} at {e['iteration']}: {e['what']}"[:200] for e in found]
-    if not found:
-        return []
-    y = [r["lm_loss"] for r in at]
-    marks = _points("events", 6, "x-thin-open", y=y, axes=axes(at), text=text)
-    return [marks | {"showlegend": listed}]
-
-
-def _rates(runs: Sequence[Run]) -> Iterator[Block]:
+def rates(runs: Sequence[Run]) -> Iterator[Block]:
+    """Yield the learning rate and, where it varies, the batch."""
     scientific = {"yaxis": {"rangemode": "tozero", "exponentformat": "power"}}
     yield from _curves(runs, "Learning rate", "learning_rate", "learning rate", scientific)
     batches = {r.get("global_batch_size") for run in runs for r in run.of("iteration")}
@@ -340,47 +290,40 @@ def _throughput(runs: Sequence[Run]) -> Iterator[Block]:
 
 
 def _bars(
-    caption: str, runs: Sequence[Run], found: Sequence[Mapping[str, Sequence[float]]], unit: str
+    caption: str, names: Sequence[str], found: Sequence[Mapping[str, Sequence[float]]]
 ) -> Iterator[Block]:
-    """Yield horizontal bars of (least, mean, most) by name for each run, if there are any."""
+    """Yield horizontal bars of (least, middle, most) by part for each name, if there are any."""
     traces: list[Record] = []
-    for number, (run, values) in enumerate(zip(runs, found, strict=True)):
-        if values:
-            mean = [v[1] for v in values.values()]
-            bars: Record = {
-                "type": "data",
-                "symmetric": False,
-                "array": [v[2] - v[1] for v in values.values()],
-                "arrayminus": [v[1] - v[0] for v in values.values()],
-            }
-            traces.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": run.name,
-                    "marker": {"color": COLORS[number % len(COLORS)]},
-                    "y": list(values),
-                    "x": mean,
-                    "error_x": bars if any(bars["array"]) else {},
-                    "showlegend": len(runs) > 1,
-                }
-            )
+    rows = []
+    for number, (name, values) in enumerate(zip(names, found, strict=True)):
+        least, middle, most = zip(*values.values(), strict=True) if values else ((), (), ())
+        bars: Record = {
+            "type": "data",
+            "symmetric": False,
+            "array": [c - b for b, c in zip(middle, most, strict=True)],
+            "arrayminus": [b - a for a, b in zip(least, middle, strict=True)],
+        }
+        trace = {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "marker": {"color": COLORS[number % len(COLORS)]},
+            "y": list(values),
+            "x": middle,
+            "error_x": bars if any(bars["array"]) else {},
+            "showlegend": len(names) > 1,
+        }
+        traces += [trace] if values else []
+        rows += [
+            {"run": name, "part": part, "least": v[0], "middle": v[1], "most": v[2]}
+            for part, v in values.items()
+        ]
     if traces:
-        rows = max(len(t["y"]) for t in traces) * len(traces)
-        height = {"height": 110 + 26 * rows}
+        height = {"height": 110 + 26 * len(rows)}
         yield Plot(
             caption, traces, {"yaxis": {"autorange": "reversed"}, "barmode": "group", **height}
         )
-        yield Table(
-            f"{caption.partition(',')[0]} in figures",
-            [
-                {"run": run.name, "part": name, f"least_{unit}": v[0], f"mean_{unit}": v[1]}
-                | {f"most_{unit}": v[2]}
-                for run, values in zip(runs, found, strict=True)
-                for name, v in values.items()
-            ],
-            folded=True,
-        )
+        yield Table(f"{caption.partition(',')[0]} in figures", rows, folded=True)
 
 
 def _phases(runs: Sequence[Run]) -> Iterator[Block]:
@@ -392,36 +335,27 @@ def _phases(runs: Sequence[Run]) -> Iterator[Block]:
             for part, ms in (record.get("phases_ms") or record["times_ms"]).items():
                 parts.setdefault(part, []).append(ms)
         found.append({part: v for part, ms in parts.items() if (v := _over_ranks(ms))})
-    yield from _bars(
-        "Time of each phase (ms per step), median step, over all ranks", runs, found, "ms"
-    )
+    names = [run.name for run in runs]
+    yield from _bars("Time of each phase (ms per step), median step, over all ranks", names, found)
 
 
-def _over_ranks(records: Sequence[Record]) -> tuple[float, float, float] | None:
+def _over_ranks(records: Sequence[Record]) -> tuple[float, ...]:
     """Return the medians of the least, the mean and the greatest value over the ranks."""
-    both = [r for r in records if r.get("min") is not None and r.get("max") is not None]
-    if not both:
-        return None
-    means = [r["mean"] if r.get("mean") is not None else (r["min"] + r["max"]) / 2 for r in both]
-    low, high = (statistics.median(r[name] for r in both) for name in ("min", "max"))
-    return low, min(max(low, statistics.median(means)), high), high
+    known = [(r["min"], r.get("mean"), r["max"]) for r in records if r.get("min") is not None]
+    triples = [(a, (a + c) / 2 if b is None else b, c) for a, b, c in known if c is not None]
+    return tuple(map(statistics.median, zip(*triples, strict=True)))
 
 
 def _pipeline(runs: Sequence[Run]) -> Iterator[Block]:
-    names = ("iteration", "bubble", "predicted_bubble")
-    rows = [
-        {"run": run.name, **{name: record.get(name) for name in names}}
-        for run in runs
-        for record in run.of("timeline")
-    ]
-    if rows:
-        yield Table("Bubble: time of the pipeline's ranks without computation", rows)
+    caption = "Bubble: time of the pipeline's ranks without computation"
+    rows = list(_listed(caption, runs, "timeline", "iteration bubble predicted_bubble"))
+    yield from rows
     for run in runs if len(runs) < _MANY else ():
-        if run.timeline:
-            caption = "One step of the pipeline (ms)"
-            yield _timeline(f"{caption}: {run.name}" if len(runs) > 1 else caption, run.timeline)
-        elif rows:
-            yield f"Nothing to draw{f' for {run.name}' if len(runs) > 1 else ''}: {run.no_timeline}."
+        spans, why_not = read_timeline(run)
+        if spans:
+            yield _timeline(f"One step of {run.name} (ms)", spans)
+        elif rows or "no timeline.json" not in why_not:
+            yield f"{run.name}: {why_not}."
 
 
 def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
@@ -435,7 +369,7 @@ def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
                 "orientation": "h",
                 "name": name,
                 "marker": {
-                    "color": COLORS[number] if number < len(COLORS) else "#999999",
+                    "color": "#c8c8c8" if "wait" in name else COLORS[number % len(COLORS)],
                     "line": {"color": "#ffffff", "width": 0.5},
                 },
                 "y": [span["row"] for span in own],
@@ -458,40 +392,19 @@ def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
 
 
 def _memory(runs: Sequence[Run]) -> Iterator[Block]:
-    found, rows = [], []
+    found = []
     for run in runs:
         stages: dict[str, float] = {}
         for record in run.of("iteration"):
             for stage, held in enumerate(record.get("stage_memory_bytes") or []):
-                if held is not None:
-                    name = f"stage {stage}"
-                    stages[name] = max(stages.get(name, 0.0), held / 2**30)
+                name = f"stage {stage}"
+                stages[name] = max(stages.get(name, 0.0), (held or 0) / 2**30)
         found.append({name: (held, held, held) for name, held in stages.items()})
-        peak = max(run.of("iteration"), key=lambda r: r.get("memory_bytes") or 0, default={})
-        if peak.get("memory_bytes"):
-            names = ("memory_bytes", "memory_rank", "reserved_bytes")
-            rows.append({"run": run.name, **{name: peak.get(name) for name in names}})
-    if rows:
-        yield Table("Most memory held by a rank", rows)
-    yield from _bars("Peak memory of each stage (GiB)", runs, found, "GiB")
+    yield from _bars("Peak memory of each stage (GiB)", [run.name for run in runs], found)
 
 
 def _energy(runs: Sequence[Run]) -> Iterator[Block]:
-    rows = []
-    for run in runs:
-        per = [r["joules_per_token"] for r in run.of("iteration") if r.get("joules_per_token")]
-        if (kwh := _kwh(run)) is not None:
-            median = statistics.median(per) if per else None
-            rows.append({"run": run.name, "energy_kwh": kwh, "joules_per_token": median})
-    if rows:
-        yield Table("Energy of all nodes while it was metered; median per token", rows)
     yield from _curves(runs, "Energy (J per token)", "joules_per_token", "J/token")
-
-
-def _kwh(run: Run) -> float | None:
-    """Return the energy of a run, with the steps that were done again; None if unknown."""
-    joules = [r["energy_j"] for r in run.records if r.get("energy_j") is not None]
-    return sum(joules) / 3.6e6 if joules else None
 
 
 def _data(runs: Sequence[Run]) -> Iterator[Block]:
@@ -506,21 +419,26 @@ def _data(runs: Sequence[Run]) -> Iterator[Block]:
 
 
 def _checkpoints(runs: Sequence[Run]) -> Iterator[Block]:
-    names = ("iteration", "time", "size_bytes", "elapsed_s", "stall_s", "background")
-    rows = [
-        {"run": run.name, **{name: record.get(name) for name in names}}
-        for run in runs
-        for record in run.records
-        if record["event"] == "checkpoint"
-    ]
-    if rows:
-        yield Table("Checkpoints", rows, folded=len(rows) > _FOLDED)
+    names = "iteration time size_bytes elapsed_s stall_s background"
+    yield from _listed("Checkpoints", runs, "checkpoint", names)
 
 
 def _events(runs: Sequence[Run]) -> Iterator[Block]:
     rows = [{"run": run.name, **event} for run in runs for event in events(run)]
     if rows:
         yield Table("Events", rows, folded=len(rows) > _FOLDED)
+
+
+def _listed(caption: str, runs: Sequence[Run], event: str, names: str) -> Iterator[Table]:
+    """Yield a table of these fields of the records of an event, if there are any."""
+    rows = [
+        {"run": run.name, **{name: record.get(name) for name in names.split()}}
+        for run in runs
+        for record in run.of(event)
+        if record.get("dataset") != "test"
+    ]
+    if rows:
+        yield Table(caption, rows, folded=len(rows) > _FOLDED)
 
 
 # -- where it comes from ---------------------------------------------------------------------------
@@ -547,13 +465,11 @@ def _settings(runs: Sequence[Run]) -> Iterator[Block]:
 
 def _provenance(runs: Sequence[Run]) -> Iterator[Block]:
     for run in runs if len(runs) < _MANY else ():
-        told: Record = {"metrics": str(run.measured.run.path), **run.provenance}
-        if not run.provenance:
+        found, why_not = provenance(run)
+        told: Record = {"metrics": str(run.measured.run.path), **found}
+        if why_not:
             told |= {name: run.start.get(name) for name in ("versions", "device", "places")}
-            yield (
-                f"{run.name}: from the metrics file, without a checkpoint's record: "
-                f"{run.no_provenance}."
-            )
+            yield (f"{run.name}: from the metrics file, without a checkpoint's record: {why_not}.")
         rows = [{"what": name, "value": value} for name, value in _flat("", told)]
         yield Table(f"Provenance of {run.name}", rows, exact=True, folded=len(runs) > 1)
 

@@ -7,7 +7,6 @@ files is escaped, and the page's policy forbids every other script and every req
 from __future__ import annotations
 
 import base64
-import datetime
 import hashlib
 import html
 import json
@@ -18,100 +17,15 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron_report.content import Plot, Section, Table
+from megatron_report.values import head, shown
 
 _HERE = Path(__file__).parent
 _MOST_POINTS = 4000  # of a curve: more than a screen can show
-_SHARES = {"spread", "noise", "mfu", "hfu", "bubble", "predicted_bubble", "efficiency"}
-_UNITS = {"_per_s_per_device": "/s per device", "_per_s": "/s", "_bytes": "", "_s": ""}
-_HEADS = {
-    "lm_loss": "loss",
-    "model_tflops": "TFLOP/s per device",
-    "hardware_tflops": "TFLOP/s with recomputation",
-    "mfu": "MFU",
-    "hfu": "HFU",
-    "energy_kwh": "energy (kWh)",
-    "joules_per_token": "J per token",
-    "tokens_per_s_interval": "tokens/s, 95 % interval of the median",
-    "efficiency_interval": "between",
-    "layout": "layout (TP x PP x DP)",
-}
 
 
 def as_json(title: str, sections: Sequence[Section]) -> str:
-    """Return the content as JSON: tables as lists of rows, plots as traces, without loss."""
-    found = [
-        {
-            "title": section.title,
-            "notes": [block for block in section.blocks if isinstance(block, str)],
-            "tables": [
-                {"caption": block.caption, "rows": list(block.rows)}
-                for block in section.blocks
-                if isinstance(block, Table)
-            ],
-            "plots": [
-                {"caption": block.caption, "traces": list(block.traces)}
-                for block in section.blocks
-                if isinstance(block, Plot)
-            ],
-        }
-        for section in sections
-    ]
-    return json.dumps({"title": title, "sections": found}, indent=1) + "\n"
-
-
-# -- values ----------------------------------------------------------------------------------------
-
-
-def head(column: str) -> str:
-    """Return the title of a column.
-
-    >>> head("tokens_per_s"), head("elapsed_s"), head("lm_loss"), head("in a_b_s")
-    ('tokens/s', 'elapsed', 'loss', 'in a_b_s')
-    """
-    if column in _HEADS or " " in column:
-        return _HEADS.get(column, column)
-    for end, unit in _UNITS.items():
-        if column.endswith(end):
-            return column.removesuffix(end).replace("_", " ") + unit
-    return column.replace("_", " ")
-
-
-def shown(column: str, value: Any) -> str:
-    """Format a value by the unit in the name of its column.
-
-    >>> shown("size_bytes", 3 * 2**30), shown("elapsed_s", 0.0123), shown("mfu", 0.3614), shown("x", None)
-    ('3 GiB', '12.3 ms', '36.1 %', '')
-    >>> shown("tokens_per_s", 12345.6), shown("iteration", 300), shown("lm_loss", 2.34567)
-    ('12,346', '300', '2.3457')
-    """
-    if isinstance(value, list):
-        return " to ".join(shown(column.removesuffix("_interval"), one) or "?" for one in value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if not isinstance(value, (int, float)):
-        return "" if value is None else str(value)
-    if column in _SHARES:
-        return f"{100 * value:.1f} %"
-    if column == "time":
-        return _date(value)
-    if column.endswith("_bytes"):
-        power = min(3, max(0, (int(abs(value)).bit_length() - 1) // 10))
-        return f"{value / 1024**power:.3g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
-    if column.endswith("_s") and not column.endswith("_per_s"):
-        return f"{1e3 * value:.3g} ms" if abs(value) < 1 else f"{value:,.4g} s"
-    if "loss" in column:
-        return f"{value:.4f}"
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
-def _date(seconds: float) -> str:
-    try:
-        moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-    except (ValueError, OverflowError, OSError):
-        return str(seconds)
-    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+    """Return the content as JSON, without loss: the fields of Section, Table and Plot."""
+    return json.dumps({"title": title, "sections": sections}, indent=1, default=vars) + "\n"
 
 
 def _cells(table: Table) -> list[list[str]]:
@@ -138,34 +52,16 @@ def _cells(table: Table) -> list[list[str]]:
 
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """Return the content as Markdown; of a curve its first, last, least and greatest value."""
+    """Return the lines and tables as Markdown."""
     lines = [f"# {_plain(title)}"]
     for section in sections:
         lines.append(f"## {section.title}")
         for block in section.blocks:
             if isinstance(block, str):
                 lines.append(_plain(block))
-                continue
-            table = block if isinstance(block, Table) else _ends(block)
-            if table is not None:
-                lines += [f"**{_plain(table.caption)}**", _pipes(_cells(table))]
+            elif isinstance(block, Table):
+                lines += [f"**{_plain(block.caption)}**", _pipes(_cells(block))]
     return "\n\n".join(lines) + "\n"
-
-
-def _ends(plot: Plot) -> Table | None:
-    """Return a table of the ends of the curves of a plot; None for one without curves."""
-    rows = []
-    for trace in plot.traces:
-        values = [y for y in trace.get("y", ()) if isinstance(y, (int, float))]
-        if "axes" in trace and values:
-            ends = {
-                "first": values[0],
-                "last": values[-1],
-                "least": min(values),
-                "most": max(values),
-            }
-            rows.append({"curve": trace["name"], "points": len(values), **ends})
-    return Table(plot.caption, rows) if rows else None
 
 
 def _pipes(lines: Sequence[Sequence[str]]) -> str:
@@ -298,14 +194,8 @@ def _thinned(trace: Mapping[str, Any]) -> dict[str, Any]:
     if "axes" not in trace or len(y) <= _MOST_POINTS:
         return dict(trace)
     width = math.ceil(2 * len(y) / _MOST_POINTS)
-    kept = sorted(
-        {
-            choose(range(at, min(at + width, len(y))), key=y.__getitem__)
-            for at in range(0, len(y), width)
-            for choose in (min, max)
-        }
-        | {0, len(y) - 1}
-    )
+    parts = [range(at, min(at + width, len(y))) for at in range(0, len(y), width)]
+    kept = sorted({choose(part, key=y.__getitem__) for part in parts for choose in (min, max)})
     positions = {name: [values[i] for i in kept] for name, values in trace["axes"].items()}
     return {**trace, "y": [y[i] for i in kept], "axes": positions}
 

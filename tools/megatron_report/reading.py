@@ -6,9 +6,8 @@ Needs no torch. Nothing that the files name is opened: only files of fixed names
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpoint.files import PROVENANCE, read_manifest
@@ -23,6 +22,17 @@ Record = dict[str, Any]
 TIMELINE = "timeline.json"
 _TIMELINE_BYTES = 1 << 28
 _MOST_BARS = 20_000  # of a timeline: more cannot be told apart
+_TOLD = {
+    "start": "iteration",
+    "iteration": "skipped nan",
+    "loss_spike": "lm_loss median back_to_iteration samples",
+    "not_finite": "skipped_since first",
+    "stragglers": "slow",
+    "checkpoint_failed": "reason",
+    "rejected_checkpoint": "folder reason instead",
+    "end": "reason",
+}
+"""Fields of the records that are events, if one of the fields is not empty."""
 _AXES = ("iteration", "tokens", "hours")
 
 
@@ -30,22 +40,16 @@ _AXES = ("iteration", "tokens", "hours")
 class Run:
     """One run of a report.
 
-    name        unique in the report
-    measured    figures of its steady steps since its last start
-    records     all records; each with `tokens` and `hours` of the job, where known
-    kept        those of them that hold: without what a resumed run did again
-    timeline    spans of one step, see `read_timeline`; with `no_timeline`, why there are none
-    provenance  of the newest checkpoint in the run's folder; with `no_provenance`, why there is none
+    name      unique in the report
+    measured  figures of its steady steps since its last start
+    records   all records; each with `tokens` and `hours` of the job, where known
+    kept      those of them that hold, see `holding`
     """
 
     name: str
     measured: Figures
     records: Sequence[Record]
     kept: Sequence[Record]
-    timeline: Sequence[Record] = ()
-    no_timeline: str = ""
-    provenance: Record = field(default_factory=dict)
-    no_provenance: str = ""
 
     def of(self, event: str) -> list[Record]:
         """Return the records of an event that hold."""
@@ -57,12 +61,12 @@ class Run:
         return next((r for r in reversed(self.records) if r["event"] == "start"), {})
 
     @property
-    def config(self) -> Record:
+    def config(self) -> Mapping[str, Any]:
         """Return all settings as far as they are known."""
-        return {**self.measured.run.settings, **(self.start.get("config") or {})}
+        return self.measured.run.settings
 
     @property
-    def chosen(self) -> Record:
+    def chosen(self) -> Mapping[str, Any]:
         """Return the settings that differ from their defaults."""
         defaults = {name: option.default for name, option in all_options().items()}
         different = {k: v for k, v in self.config.items() if _plain(defaults.get(k)) != v}
@@ -88,23 +92,9 @@ def read_runs(
     runs = []
     for run in found:
         name = run.name if names.count(run.name) == 1 else str(run.path)
-        records = read_records(run.path) if run.path.is_file() else []
-        placed = list(_placed(records))
-        folder = run.path.parent
-        provenance, no_provenance = _provenance(folder)
-        timeline, no_timeline = read_timeline(folder / TIMELINE)
-        runs.append(
-            Run(
-                name,
-                figures(dataclasses.replace(run, name=name), warm_up, peak_tflops),
-                placed,
-                holding(placed),
-                timeline,
-                no_timeline,
-                provenance,
-                no_provenance,
-            )
-        )
+        records = list(_placed(read_records(run.path) if run.path.is_file() else []))
+        measured = figures(dataclasses.replace(run, name=name), warm_up, peak_tflops)
+        runs.append(Run(name, measured, records, holding(records)))
     return runs
 
 
@@ -141,7 +131,7 @@ def axes(records: Sequence[Record]) -> dict[str, list[Any]]:
     return {axis: [record.get(axis) for record in records] for axis in _AXES}
 
 
-def read_timeline(path: Path) -> tuple[list[Record], str]:
+def read_timeline(run: Run) -> tuple[list[Record], str]:
     """Return the spans of a timeline {name, row, start_ms, ms, micro_batch}, or why there are none.
 
     Reads complete events ("ph": "X", times in microseconds) of the trace event format. There is a
@@ -149,48 +139,40 @@ def read_timeline(path: Path) -> tuple[list[Record], str]:
     arguments name. The event's category is its name, unless it is "other": such events are around
     others.
     """
+    path = run.measured.run.path.with_name(TIMELINE)
     if not path.exists():
         return [], f"no {path.name} in the run's folder"
-    try:
-        listed = read_json(path, _TIMELINE_BYTES, error=DataError).get("traceEvents")
-    except DataError as error:
-        return [], str(error)
     threads: dict[tuple[str, str], Any] = {}
     rows: dict[str, tuple[str, str]] = {}
     spans: list[Record] = []
-    for event in listed if isinstance(listed, list) else []:
-        if not isinstance(event, dict):
-            continue
-        thread = str(event.get("pid")), str(event.get("tid"))
-        told: Record = event["args"] if isinstance(event.get("args"), dict) else {}
-        if event.get("ph") == "M" and "pipeline" in told:
-            threads[thread] = told["pipeline"]
-        start: Any = event.get("ts")
-        length: Any = event.get("dur")
-        if event.get("ph") != "X" or not (_is_time(start) and _is_time(length)):
-            continue
-        name = str(event.get("cat") or told.get("op") or event.get("name"))
-        row = f"stage {threads.get(thread, told.get('stage', thread[0]))}"
-        if name != "other" and rows.setdefault(row, thread) == thread:
-            times = {"start_ms": start / 1e3, "ms": length / 1e3}
-            spans.append(
-                {"name": name, "row": row, "micro_batch": told.get("micro_batch"), **times}
-            )
-    if not spans:
-        return [], f"{path.name} has no complete event"
-    begin = min(span["start_ms"] for span in spans)
-    shown = sorted(spans, key=lambda span: (span["start_ms"], -span["ms"]))[:_MOST_BARS]
-    return [{**span, "start_ms": span["start_ms"] - begin} for span in shown], ""
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e100
-
-
-def _provenance(folder: Path) -> tuple[Record, str]:
-    """Return the provenance of the newest good checkpoint in a folder, and why there is none."""
     try:
-        checkpoint = find(folder).folder
+        for event in read_json(path, _TIMELINE_BYTES, error=DataError)["traceEvents"]:
+            thread, told = (str(event.get("pid")), str(event.get("tid"))), event.get("args") or {}
+            if event["ph"] == "M" and "pipeline" in told:
+                threads[thread] = told["pipeline"]
+            name = str(event.get("cat") or told.get("op") or event.get("name"))
+            if event["ph"] != "X" or name == "other":
+                continue
+            row = f"stage {threads.get(thread, told.get('stage', thread[0]))}"
+            if rows.setdefault(row, thread) == thread:
+                start, length = event["ts"] / 1e3, event["dur"] / 1e3
+                if not abs(start) + abs(length) < 1e100:
+                    raise OverflowError("its times are not finite")
+                span = {"name": name, "row": row, "micro_batch": told.get("micro_batch")}
+                spans.append({**span, "start_ms": start, "ms": length})
+        spans.sort(key=lambda span: (span["start_ms"], -span["ms"]))
+        begin = spans[0]["start_ms"]
+        return [{**span, "start_ms": span["start_ms"] - begin} for span in spans[:_MOST_BARS]], ""
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
+        return [], f"{path.name} is no timeline of a run ({error!r})"
+    except DataError as error:
+        return [], str(error)
+
+
+def provenance(run: Run) -> tuple[Record, str]:
+    """Return the provenance of the newest good checkpoint in the run's folder, or why not."""
+    try:
+        checkpoint = find(run.measured.run.path.parent).folder
         if checkpoint is None:
             return {}, "no checkpoint in the run's folder"
         manifest = read_manifest(checkpoint)
@@ -203,46 +185,15 @@ def _provenance(folder: Path) -> tuple[Record, str]:
 
 def events(run: Run) -> Iterator[Record]:
     """Yield {iteration, time, event, what} for whatever was not a plain step of the run."""
-    started = False
-    for record in run.records:
-        event, what = record["event"], ""
-        if event == "start":
-            event, what = "resume", f"from iteration {record['iteration']}"
-            if not (started or record["iteration"]):
-                what = ""
-            started = True
-        elif event == "iteration":
-            counts = {"skipped": record.get("skipped"), "not finite": record.get("nan")}
-            event = "skip"
-            what = ", ".join(f"{count} step(s) {name}" for name, count in counts.items() if count)
-        elif event == "loss_spike":
-            back = record.get("back_to_iteration")
-            what = f"loss {record.get('lm_loss')}, median {record.get('median')}: "
-            what += "training continued" if back is None else f"back to iteration {back}"
-            event = "loss spike" if back is None else "roll-back"
-        elif event == "stragglers":
-            slow = [
-                f"rank {one.get('rank')} ({one.get('place')}) {one.get('ratio')} x"
-                for one in record.get("slow") or []
-            ]
-            what = ", ".join(slow[:8]) + (f" and {len(slow) - 8} more" if len(slow) > 8 else "")
-        elif event == "not_finite":
-            event, what = "not finite", f"{record.get('first')}"
-        elif event == "checkpoint_failed":
-            event, what = "save failed", record.get("reason") or "?"
-        elif event == "rejected_checkpoint":
-            event = "checkpoint rejected"
-            what = (
-                f"{record.get('folder')}: {record.get('reason')}; {record.get('instead')} instead"
-            )
-        elif event == "end" and record.get("reason") != "done":
-            what = f"{record.get('reason')}"
+    for number, record in enumerate(run.records):
+        event = record["event"]
+        if (event, record.get("reason")) == ("end", "done") or (not number and event == "start"):
+            continue
+        told = {name: record.get(name) for name in _TOLD.get(event, "").split()}
+        what = [f"{name.replace('_', ' ')} {value}" for name, value in told.items() if value]
         if what:
-            yield {
-                **{k: record.get(k) for k in ("iteration", "time")},
-                "event": event,
-                "what": what,
-            }
+            place = {name: record.get(name) for name in ("iteration", "time")}
+            yield {**place, "event": event.replace("_", " "), "what": ", ".join(what)}
 
 
 def _plain(value: Any) -> Any:
