@@ -25,7 +25,7 @@ BROWSER = (
 )
 HOSTILE = (
     "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
-    "<b>bold</b><a href='http://127.0.0.1:9/'>link</a>|`*[a](javascript:b)\u2028'\""
+    "<b>bold</b><a href='http://127.0.0.1:9/'>link</a>|`*[a](javascript:b)\u2028\ud800'\""
 )
 
 

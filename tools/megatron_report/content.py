@@ -341,8 +341,8 @@ def _phases(runs: Sequence[Run]) -> Iterator[Block]:
 
 def _over_ranks(records: Sequence[Record]) -> tuple[float, ...]:
     """Return the medians of the least, the mean and the greatest value over the ranks."""
-    known = [(r["min"], r.get("mean"), r["max"]) for r in records if r.get("min") is not None]
-    triples = [(a, (a + c) / 2 if b is None else b, c) for a, b, c in known if c is not None]
+    known = [r for r in records if r.get("min") is not None and r.get("max") is not None]
+    triples = [(r["min"], r.get("mean") or (r["min"] + r["max"]) / 2, r["max"]) for r in known]
     return tuple(map(statistics.median, zip(*triples, strict=True)))
 
 

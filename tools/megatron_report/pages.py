@@ -72,8 +72,13 @@ def _pipes(lines: Sequence[Sequence[str]]) -> str:
 
 def _plain(text: str) -> str:
     """Return a text that Markdown shows as it is, in one line."""
-    escaped = "".join(f"\\{c}" if c in "\\`*[]<>|_#" else c for c in text)
+    escaped = "".join(f"\\{c}" if c in "\\`*[]<>|_#" else c for c in _valid(text))
     return " ".join(escaped.split())
+
+
+def _valid(text: str) -> str:
+    """Return a text that can be written: half a surrogate pair becomes its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 # -- HTML ------------------------------------------------------------------------------------------
@@ -119,7 +124,7 @@ def as_page(title: str, sections: Sequence[Section]) -> str:
 
 def _html(text: object) -> str:
     """Return a text for HTML, in elements and in attributes."""
-    return html.escape(str(text).encode("utf-8", "backslashreplace").decode())
+    return html.escape(_valid(str(text)))
 
 
 def _id(title: str) -> str:
@@ -203,7 +208,7 @@ def _thinned(trace: Mapping[str, Any]) -> dict[str, Any]:
 def _escaped(value: Any) -> Any:
     """Return a value whose texts are escaped: plotly reads some HTML in them."""
     if isinstance(value, str):
-        return html.escape(value, quote=False)
+        return html.escape(_valid(value), quote=False)
     if isinstance(value, Mapping):
         return {key: _escaped(inner) for key, inner in value.items()}
     return [_escaped(inner) for inner in value] if isinstance(value, Iterable) else value
