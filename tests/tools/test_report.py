@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
 import shutil
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from megatron_report import pages
+from megatron.jobs import scaling
+from megatron_report import pages, values
 from megatron_report.reading import holding
 from tests.tools.measured import records, settings, write
 from tools import report
@@ -140,6 +142,12 @@ def traces(blocks: list[Any]) -> list[dict[str, Any]]:
 
 
 # ---- content
+
+
+def test_examples_of_names_and_values() -> None:
+    for module in (values, scaling):
+        failed, attempted = doctest.testmod(module)
+        assert attempted and not failed
 
 
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:

@@ -99,7 +99,8 @@ def as_page(title: str, sections: Sequence[Section]) -> str:
         for script in scripts
     )
     policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {hashes}"
+        "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
+        f"img-src data: blob:; script-src {hashes}"
     )
     plots: dict[str, Plot] = {}
     body = "".join(_section(section, plots) for section in sections)
