@@ -67,4 +67,4 @@ def test_from_text_to_a_report(tmp_path: Path) -> None:
     differing = {row["setting"]: row for row in comparison["blocks"][-1]["rows"]}
     assert (differing["lr"]["in a"], differing["lr"]["in b"]) == (1e-3, 3e-3)
     events = next(section for section in report if section["title"] == "Events")
-    assert {"end", "start"} <= {row["event"] for row in events["blocks"][0]["rows"]}
+    assert {"end", "resume"} <= {row["event"] for row in events["blocks"][0]["rows"]}

@@ -181,7 +181,7 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
         12,
     ]  # roll-back, failed save, resume, slow rank
     assert {row["event"] for row in rows(found["Events"])} == {
-        "start",
+        "resume",
         "loss spike",
         "checkpoint failed",
         "rejected checkpoint",

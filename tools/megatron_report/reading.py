@@ -190,10 +190,24 @@ def events(run: Run) -> Iterator[Record]:
         if (event, record.get("reason")) == ("end", "done") or (not number and event == "start"):
             continue
         told = {name: record.get(name) for name in _TOLD.get(event, "").split()}
-        what = [f"{name.replace('_', ' ')} {value}" for name, value in told.items() if value]
+        what = [_said(name, value) for name, value in told.items() if value or event == "start"]
         if what:
-            place = {name: record.get(name) for name in ("iteration", "time")}
-            yield {**place, "event": event.replace("_", " "), "what": ", ".join(what)}
+            label = {"start": "resume", "iteration": "skip"}.get(event, event.replace("_", " "))
+            at = record.get("iteration")
+            yield {
+                "iteration": at,
+                "event": label,
+                "what": "; ".join(what),
+                "time": record.get("time"),
+            }
+
+
+def _said(name: str, value: Any) -> str:
+    """Return a name with its value; of a list of tables, the first of them."""
+    if isinstance(value, list) and isinstance(value[0], dict):
+        tables = [", ".join(f"{key} {one[key]}" for key in one) for one in value[:8]]
+        return "; ".join(tables) + (f"; and {len(value) - 8} more" if len(value) > 8 else "")
+    return f"{name.replace('_', ' ')} {value}"
 
 
 def _plain(value: Any) -> Any:
