@@ -34,7 +34,6 @@ def begin(folder: Path, ctrl_c_after: int | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / "tools/evaluate.py").exists(), reason="no tools/evaluate.py")
 @pytest.mark.timeout(300)  # eleven programs, one after the other
 def test_from_text_to_a_report(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
