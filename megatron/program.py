@@ -48,9 +48,11 @@ def pretrain(
     started = time.monotonic()
     config = config.with_pieces(**pieces)
     launch = launch or detect_launch()
+    if launch.rank == 0:
+        print(" starting: importing torch and DeepSpeed", flush=True)
     # Both come before the import of torch, which takes seconds and may start HIP.
     with (
-        Signals(config.training.exit_signal_handler) as signals,
+        Signals(config.training.exit_signal_handler, speaks=launch.rank == 0) as signals,
         job_environment(config) as environment,
     ):
         from megatron.training.run.setup import run_training

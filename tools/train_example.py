@@ -308,7 +308,7 @@ def training_arguments(
         settings["pipeline-model-parallel-size"] = 2
         settings["num-layers-per-virtual-pipeline-stage"] = size.layers // 4
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return [*words, *(["--bf16"] if machine.bf16 else [])]
+    return [*words, "--eval-at-start", *(["--bf16"] if machine.bf16 else [])]
 
 
 def environment(machine: Machine) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.flags_of_others import FILE, foreign_flags
 from megatron.config.option import Option, options_of
 from megatron.config.presets import PRESETS
-from megatron.config.settings import SECTIONS
+from megatron.config.settings import SECTIONS, all_options
 from megatron.config.translate import DIRECT, LATE
 
 if TYPE_CHECKING:
@@ -178,6 +178,44 @@ def render_config(config: Config) -> str:
             )
     lines.append("-------------------- end of arguments ---------------------")
     return "\n".join(lines)
+
+
+def differences(config: Config) -> dict[str, Any]:
+    """Return the settings that were chosen and differ from their defaults, JSON-serializable."""
+    options = all_options()
+    return {
+        name: value
+        for name, value in config.to_dict().items()
+        if name in config.given
+        and config.get(name) != options[name].default
+        and config.origin(name) != "launcher"
+    }
+
+
+def render_differences(config: Config, width: int) -> list[str]:
+    """Return the settings of `differences` in lines of `width`, grouped by their origins.
+
+    The command line is not named as an origin.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in differences(config):
+        origin = config.origin(name)
+        title = "" if origin in ("command line", "argument") else f"{origin}: "
+        # no line ends between a name and its value
+        pair = f"{name} {_text(config.get(name))}".replace(" ", "\0")
+        groups.setdefault(title, []).append(pair)
+    return [
+        line.replace("\0", " ")
+        for title, pairs in sorted(groups.items())
+        for line in textwrap.wrap(
+            title + ", ".join(pairs),
+            width,
+            initial_indent="   ",
+            subsequent_indent="     ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    ]
 
 
 def _text(value: Any) -> str:

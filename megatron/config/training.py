@@ -312,6 +312,9 @@ class TrainingConfig:
         "number of global batches",
     )
     eval_interval: int = option(1000, "Number of iterations between evaluations.", at_least=1)
+    eval_at_start: bool = option(
+        False, "Also evaluate before the first step of a run that starts at iteration 0."
+    )
     exit_interval: int | None = option(
         None, "Exit after an iteration that is a multiple of N. 0: never.", at_least=0
     )
@@ -320,7 +323,8 @@ class TrainingConfig:
     )
     exit_signal_handler: bool = option(
         None,
-        "On SIGTERM, SIGUSR1 or SIGHUP (except under nohup), save and exit with code 0.",
+        "On SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP (except under nohup), save and exit with "
+        "code 0. A second SIGINT exits at once with code 130.",
         derived="on with --save",
     )
     walltime: str | None = option(

@@ -313,10 +313,12 @@ def report(config: Config, device: torch.device) -> list[str]:
     )
     lines = [found.line]
     if found.handle is not None:
-        reasons = {name: _reason(name, config, device.type, attention) for name in OPERATORS}
-        used = ", ".join(name for name, reason in reasons.items() if not reason)
-        others = "; ".join(f"{name} ({reason})" for name, reason in reasons.items() if reason)
-        lines.append(f"through fused kernels: {used or 'none'}; others: {others or 'none'}")
+        names: dict[str, list[str]] = {"": []}  # by the reason
+        for name in OPERATORS:
+            names.setdefault(_reason(name, config, device.type, attention), []).append(name)
+        used = ", ".join(names.pop("")) or "none"
+        others = "; ".join(f"{', '.join(left)} ({reason})" for reason, left in names.items())
+        lines.append(f"through fused kernels: {used}; others: {others or 'none'}")
     return lines + packages(config.kernels, device.type, dtype_name, attention)
 
 

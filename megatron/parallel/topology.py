@@ -289,9 +289,10 @@ class Topology:
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, rank "
             f"order {layout.order}"
         )
-        return (
-            f" layout: {layout.world_size} ranks = {sizes}\n   first tensor-parallel group:   "
-            f"{show(layout.tensor_ranks(data=0, pipeline=0))}\n   first pipeline-parallel group: "
-            f"{show(layout.pipeline_ranks(tensor=0, data=0))}\n   first data-parallel group:     "
-            f"{show(layout.data_ranks(tensor=0, pipeline=0))}"
+        firsts = (
+            ("tensor-parallel group:  ", layout.tensor_ranks(data=0, pipeline=0)),
+            ("pipeline-parallel group:", layout.pipeline_ranks(tensor=0, data=0)),
+            ("data-parallel group:    ", layout.data_ranks(tensor=0, pipeline=0)),
         )
+        shown = [f"\n   first {kind} {show(ranks)}" for kind, ranks in firsts if len(ranks) > 1]
+        return f" layout: {layout.world_size} ranks = {sizes}{''.join(shown)}"

@@ -7,12 +7,17 @@ are Megatron-LM's and, for losses, Megatron-DeepSpeed's as well.
 from __future__ import annotations
 
 import math
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
 from typing import IO, Any, TextIO
 
 from megatron.config import Config
+from megatron.config.duration import show_duration
 from megatron.errors import ConfigError
 from megatron.training.report.metrics import (
     IterationReport,
@@ -22,6 +27,9 @@ from megatron.training.report.metrics import (
 from megatron.training.run.schedules import Progress
 
 _SHOWN = 8  # slow ranks in the log: as many as one node has
+_EVERY_S = 30.0  # the longest silence
+_RECENT = 50  # units of work that a rate is the mean of
+_BAR = 40  # columns
 _FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
 _GROWTH = 1.05  # of memory since the last report, from which on it is reported again
 # no training run comes near it; a higher figure is an error in time or peak
@@ -100,55 +108,191 @@ def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax
     return "\n".join(rows)
 
 
+class Work:
+    """Work under way: `done` of `total` units, 0 where there are none to count.
+
+    what   the work, with the name of a unit if there are units: "evaluation: batch"
+    where  returns the place inside a unit, shown when a unit takes long
+
+    The first unit is left out of the rates: it may compile or connect.
+    """
+
+    def __init__(
+        self, what: str, total: int, done: int, now: float, where: Callable[[], str]
+    ) -> None:
+        self.what, self.total, self.done, self.note = what, total, done, ""
+        self._where = where
+        self._begin = self._last = now
+        self._first: float | None = None  # end of the first unit
+        # of a unit: seconds, without other work inside, and tokens
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)
+        self._other_s = self._other_now_s = 0.0
+
+    @property
+    def measured(self) -> int:
+        """Return the number of units that the rates are based on."""
+        return len(self._recent)
+
+    def advance(self, done: int | None, tokens: int, now: float) -> None:
+        """Note that `done` units are done, the last one with `tokens`."""
+        self.done = self.done + 1 if done is None else done
+        if self._first is None:
+            self._first = now
+        else:
+            self._recent.append((now - self._last - self._other_now_s, tokens))
+            self._other_s += self._other_now_s
+        self._last, self._other_now_s = now, 0.0
+
+    def inside(self, seconds: float) -> None:
+        """Leave `seconds` of other work out of the unit under way."""
+        self._other_now_s += seconds
+
+    def fields(self, now: float) -> list[str]:
+        """Return what is known, in short texts; the first one says what is done."""
+        place = self._where() if now - self._last >= _EVERY_S else ""
+        fields = [f"{self.what} {self.done}/{self.total}" if self.total else self.what]
+        fields += [text for text in (self.note, place) if text]
+        elapsed = f"{show_duration(now - self._begin)} elapsed"
+        recent = tuple(self._recent)  # another thread may add to it
+        if not recent or not self.total:
+            return [*fields, elapsed]
+        seconds, tokens = map(sum, zip(*recent, strict=True))
+        unit_s = seconds / len(recent)
+        if tokens and seconds > 0:
+            fields.append(f"{tokens / seconds:,.0f} tokens/s")
+        fields.append(elapsed)
+        if tokens:
+            fields.append(f"{unit_s:.{1 if unit_s >= 10 else 3}f} s/step")
+        # evaluations and saves take the same share of the rest
+        since = self._last - (self._first or 0.0)
+        share = since / max(since - self._other_s, 1e-9)
+        left_s = (self.total - self.done) * unit_s * share - (now - self._last)
+        return [*fields, f"{show_duration(max(0.0, left_s))} left"]
+
+
 class Console:
     """Prints on the rank that reports; silent on the others.
 
-    On a terminal a progress line stays below the printed lines; elsewhere there is none. Lines are
+    On a terminal a line about the work under way stays below the printed lines. Elsewhere such a
+    line is printed after the second unit of work and whenever nothing else was for 30 s. Lines are
     never wrapped, cut or coloured, so that they can be parsed.
     """
 
-    def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
-        self._enabled = enabled
+    def __init__(
+        self,
+        enabled: bool,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._enabled, self._clock = enabled, clock
         self._stream: IO[str] = stream if stream is not None else sys.stdout
+        self._works: list[Work] = []
         self._live: Any = None
-        self._task: Any = None
+        self._said = clock()  # when the last line was printed
+        self._idle = Event()
+
+    @property
+    def width(self) -> int:
+        """Return the columns of the terminal, 100 elsewhere."""
+        return shutil.get_terminal_size().columns if self._stream.isatty() else 100
 
     def say(self, text: str) -> None:
         """Print one or more lines."""
+        self._said = self._clock()
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._enabled:
             print(text, file=self._stream, flush=True)
 
-    def begin(self, done: int, total: int) -> None:
-        """Show the progress line, `done` of `total` iterations, if this is a terminal."""
-        if not self._enabled or not self._stream.isatty():
+    @contextmanager
+    def doing(
+        self, what: str, total: int = 0, done: int = 0, where: Callable[[], str] = str
+    ) -> Iterator[None]:
+        """Show the progress of the work in the block, which may contain other work; see Work."""
+        if not self._enabled:
+            yield
+            return
+        begin = self._clock()
+        self._works.append(Work(what, total, done, begin, where))
+        if len(self._works) == 1:
+            self._start()
+        try:
+            yield
+        finally:
+            self._works.pop()
+            if self._works:
+                self._works[-1].inside(self._clock() - begin)
+            else:
+                self._stop()
+
+    def advance(self, done: int | None = None, tokens: int = 0) -> None:
+        """Note that a unit of the innermost work is done: the next one, or number `done`."""
+        if not self._works:
+            return
+        work = self._works[-1]
+        work.advance(done, tokens, self._clock())
+        if work.measured == 1 and tokens:
+            self.tell()
+
+    def note(self, text: str) -> None:
+        """Show `text` with the innermost work, until the next note."""
+        if self._works:
+            self._works[-1].note = text
+
+    def tell(self) -> None:
+        """Print a line about the work under way, if this is no terminal."""
+        for work in self._works[-1:] if self._live is None else ():  # the thread may be late
+            self.say(f" {' | '.join(work.fields(self._clock()))}")
+
+    def tell_if_silent(self) -> None:
+        """Print that line if nothing was printed for 30 s."""
+        if self._clock() - self._said >= _EVERY_S:
+            self.tell()
+
+    def _start(self) -> None:
+        if not self._stream.isatty():
+            self._idle = Event()
+            Thread(target=self._tell_regularly, args=(self._idle,), daemon=True).start()
             return
         from rich.console import Console as RichConsole
-        from rich.progress import MofNCompleteColumn, Progress, TextColumn
+        from rich.live import Live
 
-        self._live = Progress(
-            *Progress.get_default_columns(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=RichConsole(file=self._stream),
-            transient=True,
-            refresh_per_second=4,
+        console = RichConsole(file=self._stream)
+        self._live = Live(
+            get_renderable=self.line, console=console, transient=True, refresh_per_second=4
         )
-        self._task = self._live.add_task("training", total=total, completed=done, note="")
         self._live.start()
+        console.show_cursor()  # a process that is killed could not
 
-    def update(self, done: int, note: str | None = None) -> None:
-        """Advance the progress line; `note` stays at its end until the next note."""
-        if self._live is not None:
-            fields = {} if note is None else {"note": note}
-            self._live.update(self._task, completed=done, **fields)
-
-    def end(self) -> None:
-        """Remove the progress line."""
+    def _stop(self) -> None:
+        self._idle.set()
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _tell_regularly(self, idle: Event) -> None:
+        while not idle.wait(max(1.0, _EVERY_S - (self._clock() - self._said))):
+            self.tell_if_silent()
+
+    def line(self) -> Any:
+        """Return the line on a terminal: as many fields as fit, and a bar where there is room."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        work, width = next(iter(self._works[-1:]), None), self.width
+        if work is None:
+            return Text()
+        fields = work.fields(self._clock())
+        while len(text := " | ".join(fields)) >= width and len(fields) > 2:
+            del fields[-2]
+        line = Text(text, no_wrap=True, overflow="ellipsis")
+        room = min(_BAR, width - len(text) - 2)
+        if not work.total or room < _BAR // 4:
+            return line
+        both = Table.grid(padding=(0, 1))
+        both.add_row(line, ProgressBar(work.total, work.done, width=room))
+        return both
 
 
 class TensorBoard:
@@ -306,8 +450,8 @@ class Reporter:
             self._memory_reported = held
         self.metrics.write("iteration", **report.as_record(), **timers)
         self._tensorboard.iteration(report, times_ms, epochs)
-        loss = "" if report.lm_loss is None else f"loss {report.lm_loss:.3f}  "
-        self.console.update(report.iteration, f"{loss}{report.tokens_per_s:,.0f} tokens/s")
+        if report.lm_loss is not None:
+            self.console.note(f"loss {report.lm_loss:.3f}")
 
     def validation(
         self,
@@ -357,6 +501,5 @@ class Reporter:
         self.metrics.write("stragglers", iteration=iteration, **record)
 
     def close(self) -> None:
-        self.console.end()
         self.metrics.close()
         self._tensorboard.close()

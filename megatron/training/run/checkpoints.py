@@ -82,7 +82,7 @@ class Saves:
 
     @property
     def under_way(self) -> bool:
-        """Return whether a save in the background is incomplete."""
+        """Return whether a save is incomplete; between steps only one in the background is."""
         return self._started is not None
 
     def is_due(self, iteration: int, agreed: Mapping[str, int]) -> bool:
@@ -119,17 +119,17 @@ class Saves:
         self._reporter.say(
             f"saving checkpoint at iteration {iteration:7d} to {self._settings.save}"
         )
-        self._last_s = self._clock()
+        self._last_s, self._started = self._clock(), iteration
         try:
             saved = self._saver.start(
                 iteration, self._engine, state, self._provenance(iteration), background
             )
         except CheckpointError as error:
+            self._started = None
             self._failed(iteration, error, last)
             return
-        if saved is None:
-            self._started = iteration
-        else:
+        if saved is not None:
+            self._started = None
             self._succeeded(saved, background)
 
     def commit_written(self, agreed: Mapping[str, int]) -> bool:
@@ -174,13 +174,15 @@ class Saves:
         return minutes is not None and now - self._last_s >= 60.0 * minutes
 
     def _complete(self, complete: Callable[[], Saved | None]) -> bool:
-        iteration, self._started = self._started, None
+        iteration = self._started
         assert iteration is not None, "a save is under way"
         try:
             saved = complete()
         except CheckpointError as error:
             self._failed(iteration, error)
             return False
+        finally:
+            self._started = None
         assert saved is not None, "a save was pending"
         self._succeeded(saved, background=True)
         return True

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.sampler import MicroBatch
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
+from megatron.parallel.flight import FlightState
 from megatron.parallel.topology import Topology
 from megatron.training.report.metrics import StepRecord, TokenWeights, local_loss
 from megatron.training.run.data import Stream, open_stream
@@ -45,10 +47,13 @@ def train(run: Run) -> Stop | None:
             run.reporter.say(
                 f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}"
             )
-        run.reporter.console.begin(progress.iteration, run.total_iterations)
-        with run.topology.flight.phase("training"), saving_what_is_under_way(run):
+        where = partial(micro_batch_under_way, run)
+        with (
+            run.topology.flight.phase("training"),
+            saving_what_is_under_way(run),
+            run.reporter.console.doing("step", run.total_iterations, progress.iteration, where),
+        ):
             stop = train_steps(run)
-        run.reporter.console.end()
         report(run)
         save(run, last=True)
         account_data(run)
@@ -64,7 +69,8 @@ def train(run: Run) -> Stop | None:
         reason=stop.reason if stop else "done",
     )
     if run.saves is not None:
-        with run.topology.flight.phase("saving"):
+        shown = run.reporter.console.doing("completing checkpoints")
+        with run.topology.flight.phase("saving"), shown:
             run.saves.close()
         run.saves.check()
     call_back(run, "on_end")
@@ -78,7 +84,7 @@ def train_steps(run: Run) -> Stop | None:
         gc.disable()
     call_back(run, "on_start")
     stop = run.stop.check_at_start(progress.iteration, run.agreement.now())  # signals during set-up
-    if stop is None and progress.iteration == 0:
+    if stop is None and progress.iteration == 0 and training.eval_at_start:
         validate(run)  # the loss that training starts from
         stop = run.stop.check_at_start(progress.iteration, run.agreement.now())
     run.watch.lap()
@@ -126,6 +132,15 @@ def call_back(run: Run, event: str, *figures: Any) -> None:
     """Call the callbacks of the run: "on_start" and others of megatron.protocols.Callback."""
     for callback in run.config.pieces.callbacks:
         getattr(callback, event)(run, *figures)
+
+
+def micro_batch_under_way(run: Run) -> str:
+    """Return where this rank is in its step; "" outside of the schedule."""
+    state = FlightState.read(run.topology.flight.buffer)
+    if state is None or not state.instruction:
+        return ""
+    of = run.batches.num_micro_batches(run.progress.consumed_samples)
+    return f"{state.instruction} of {of}"
 
 
 def done_before(run: Run, before: bool) -> None:
@@ -246,7 +261,7 @@ def train_step(run: Run) -> Spike | None:
         loss,
     )
     run.under_way = StepUnderWay(taken, micro_batches, losses, weights)
-    run.reporter.console.update(progress.iteration)
+    run.reporter.console.advance(progress.iteration, samples * run.config.model.seq_length)
     if run.config.training.loss_spike_factor is None:
         return None
     # The host waits here, once: the decision must be known before the next step.
@@ -384,10 +399,16 @@ def evaluate(
                 torch.zeros((), device=run.topology.device), run.topology.world
             ).item()
             done_before(run, True)
+        console.advance()
         return losses
 
+    if not run.evaluated:
+        run.evaluated = True
+        done_before(run, False)
+    console, batches = run.reporter.console, -(-samples // run.batches.global_batch_size_at_end)
+    progress_line = console.doing(f"evaluation on {corpus or name} data: batch", batches)
     not_counted = run.stragglers.paused() if run.stragglers is not None else nullcontext()
-    with run.watch.paused(), run.topology.flight.phase("evaluation"), not_counted:
+    with run.watch.paused(), run.topology.flight.phase("evaluation"), not_counted, progress_line:
         if run.config.training.manual_gc:
             gc.collect()
         # cyclic, because the last micro-batches of a corpus may reach beyond its end
@@ -488,7 +509,8 @@ def save(run: Run, *, last: bool = False) -> None:
     finish_step(run)
     if run.saves.saved_iteration != run.progress.iteration:
         check_copies(run)  # a checkpoint keeps one of the copies
-    with run.watch.paused(), run.topology.flight.phase("saving"):
+    shown = run.reporter.console.doing(f"saving checkpoint {run.progress.iteration}")
+    with run.watch.paused(), run.topology.flight.phase("saving"), shown:
         if run.config.training.manual_gc:
             gc.collect()
         run.saves.save(run.progress.iteration, run.state(), last=last)

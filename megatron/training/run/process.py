@@ -11,12 +11,14 @@ import errno
 import faulthandler
 import functools
 import io
+import json
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,26 +30,48 @@ EXIT_USER_ERROR = 2  # something the user can fix
 EXIT_LOST_RANK = 75
 EXIT_INTERRUPTED = 130
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+# Ctrl-C may reach a process twice: from the terminal and from its launcher.
+_ONE_PRESS_S = 1.0
 
 
 class Signals:
     """Requests to end the run: the signals of SIGNALS, noted inside the context when `enabled`.
 
-    Only the first one counts: Slurm and people send several. SIGHUP, which a terminal or a
-    connection sends when it closes, stays ignored where it was, as under nohup. Nothing is noted
-    outside of the main thread, where Python allows no signal handlers.
+    Only the first one counts: Slurm and people send several. But a second SIGINT ends the process
+    at once with exit code 130; while `saving` returns True, a third one does. SIGHUP, which a
+    terminal or a connection sends when it closes, and SIGINT stay ignored where they were, as under
+    nohup or in the background of a shell script. Nothing is noted outside of the main thread, where
+    Python allows no signal handlers.
+
+    speaks  whether this process says what SIGINT does
     """
 
-    def __init__(self, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        *,
+        speaks: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.enabled = enabled
         self.received = 0  # number of the signal, 0 for none
+        self.saving: Callable[[], bool] = lambda: False
+        self._speaks, self._clock = speaks, clock
+        self._presses, self._pressed_s = 0, float("-inf")
         self._previous: dict[int, Any] = {}
+        self._wake, self._previous_wake = -1, -1
 
     def __enter__(self) -> Signals:
         if self.enabled and threading.current_thread() is threading.main_thread():
+            # A thread hears SIGINT: Python calls a handler only after a long call has returned.
+            heard, self._wake = os.pipe()
+            os.set_blocking(self._wake, False)
+            self._previous_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(heard,), name="Ctrl-C", daemon=True).start()
             for number in SIGNALS:
-                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                ignored = signal.getsignal(number) is signal.SIG_IGN
+                if ignored and number in (signal.SIGHUP, signal.SIGINT):
                     continue
                 self._previous[number] = signal.signal(number, self._note)
         return self
@@ -57,9 +81,44 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
+        if self._wake >= 0:
+            signal.set_wakeup_fd(self._previous_wake)
+            os.close(self._wake)  # ends the thread
+            self._wake = -1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
+
+    def _listen(self, heard: int) -> None:
+        while number := os.read(heard, 1):
+            if number[0] == signal.SIGINT:
+                self.press()
+        os.close(heard)
+
+    def press(self) -> None:
+        """Answer a SIGINT."""
+        now = self._clock()
+        if now - self._pressed_s < _ONE_PRESS_S:
+            return
+        self._pressed_s, self._presses = now, self._presses + 1
+        if self._presses == 1:
+            self._say(f"the run finishes its step, saves and ends. {_what_ends_it(os.environ)}")
+        elif self._presses == 2 and self.saving():
+            self._say("the run ends when the checkpoint is complete, or at once after a third one")
+        else:
+            self._say("the run ends at once")
+            leave(EXIT_INTERRUPTED)
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            print(f" Ctrl-C: {text}", file=sys.stderr, flush=True)
+
+
+def _what_ends_it(environ: Mapping[str, str]) -> str:
+    if "TORCHELASTIC_RUN_ID" in environ:
+        seconds = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+        return f"torchrun ends it after {seconds} s, or after its --shutdown-timeout"
+    return "A second Ctrl-C ends it at once"
 
 
 class _Output(io.FileIO):
@@ -135,9 +194,11 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
     try:
         body()
     except MegatronError as error:
+        _tell_torchrun(f"{type(error).__name__}: {error}")
         print_error(error, who(), prefix or type(error).__name__)
         return EXIT_LOST_RANK if isinstance(error, LostRankError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
+        _tell_torchrun("interrupted")
         print_error("interrupted", prefix=f"rank {who()}")
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
@@ -151,10 +212,25 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
         if getattr(failure, "errno", None) == errno.ENAMETOOLONG:
             print_error(failure, prefix=f"rank {who()}")
             return EXIT_USER_ERROR
+        text = traceback.format_exc().rstrip()
+        _tell_torchrun(text)
         # One write, so that the tracebacks of several ranks do not interleave.
-        print_error(traceback.format_exc().rstrip(), prefix=f"rank {who()} failed")
+        print_error(text, prefix=f"rank {who()} failed")
         return EXIT_ERROR
     return 0
+
+
+def _tell_torchrun(text: str) -> None:
+    """Write why this process fails to the file of which torchrun shows the text last.
+
+    The format is that of torch.distributed.elastic.multiprocessing.errors.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError), open(path, "w") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:

@@ -8,6 +8,7 @@ of them, the ranks would silently train something else.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -159,12 +160,14 @@ def layout_record(config: Config, topology: Topology) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the libraries that compute."""
-    import deepspeed
-
+    # Not imported: it would print messages, and choose a device before this process has one.
+    deepspeed = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        deepspeed = importlib.metadata.version("deepspeed")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
+        "deepspeed": deepspeed,
         "numpy": np.__version__,
         "rocm": torch.version.hip,
         "cuda": torch.version.cuda,

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.settings import checkpoint_bytes
-from megatron.config import Config, render_config
+from megatron.config import Config
 from megatron.config.duration import duration_s
+from megatron.config.help_text import differences, render_differences
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import SPLIT_NAMES, Datasets, build_datasets
 from megatron.data.file_lock import FolderClaim
@@ -36,7 +38,7 @@ from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.training.report.metrics import Interval, Profiler, Rates, Stragglers, Timers
-from megatron.training.report.reporter import Reporter
+from megatron.training.report.reporter import Console, Reporter
 from megatron.training.run.checkpoints import (
     Saves,
     checkpoint_to_load,
@@ -93,7 +95,10 @@ def run_training(
         order = config.parallel.rank_order or DEFAULT_ORDER
         ranks = RankPlan(Placing(config.parallel.device_order or (), rank_order=order))
     alike = identity(config, launch, ranks.placing.agreed) if launch.world_size > 1 else None
-    rendezvous = connect(launch, timeout, config.parallel.distributed_backend, ranks.placing, alike)
+    shown = Console(launch.rank == 0).doing(f"connecting {launch.world_size} process(es)")
+    with shown:
+        backend = config.parallel.distributed_backend
+        rendezvous = connect(launch, timeout, backend, ranks.placing, alike)
     launch = rendezvous.launch
     if renumbered is not None:
         renumbered(launch.rank)
@@ -238,32 +243,30 @@ def assemble(
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
         config = config.replace(vocab_size=tokenizer.vocab_size)
-    describe_setup(config, topology, places, reporter, host)
+    parameters = formulas.parameters_of(config)
+    describe_setup(config, topology, places, reporter, host, parameters)
     check_kernels(config, topology)
 
     batches = BatchSchedule.from_config(config)
     samples = planned_samples(config, batches)
     eod = tokenizer.eod if tokenizer is not None else None
-    staged = staged_locations(config, topology, reporter.say)
+    with reporter.console.doing("copying data to the node"):
+        staged = staged_locations(config, topology, reporter.say)
     build = partial(
         build_datasets, config, locations=staged, pad_id=eod or 0, verify=topology.rank == 0
     )
     build_in_turn = first_builds(config, topology, build, reporter.say)
-    datasets = build_in_turn(*samples)
+    with reporter.console.doing("index of the data"):
+        datasets = build_in_turn(*samples)
     describe_data(config, datasets, reporter)
     # On a CPU, permanent buffers are kept out of the heap that the steps use.
     tuned = device.type == "cpu" and config.training.allocator_tuning
-    with mapped_blocks() if tuned else contextlib.nullcontext():
+    mapped = mapped_blocks() if tuned else contextlib.nullcontext()
+    with mapped, reporter.console.doing("building the model and the engine"):
         chunks = build_chunks(config, topology)
-        here = sum(p.numel() for p in chunks.parameters())
-        parameters = formulas.parameters_of(config)
-        reporter.say(
-            f" > number of parameters: {parameters}, of which (with vocabulary padding) on rank 0: "
-            f"{here}"
-        )
         engine = Engine(config, topology, chunks)
     chunks.train()
-    with topology.flight.phase("loading"):
+    with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     given_back(progress.iteration)
     loaded_here = (
@@ -281,18 +284,21 @@ def assemble(
         costs=dataclasses.asdict(costs),
         iteration=progress.iteration,
         config=config.to_dict(),
+        differs=differences(config),
         layout=layout_record(config, topology),
         places=list(places),
         device=device_name(device),
         parameters=parameters,
         versions=versions(),
     )
+    describe_length(config, batches, datasets, progress, end, reporter)
     ledger: Ledger | None = None
     if datasets.train is not None and not config.training.skip_train:
         order = sample_order(config.data.dataloader_type, len(datasets.train), progress.left_out)
         ledger = Ledger(datasets.train, order, progress.consumed_samples, progress.sources)
     agreement = Agreement(topology)
     saves = build_saves(config, topology, engine, reporter, agreement, places, loaded_here)
+    signals.saving = lambda: saves is not None and saves.under_way
     wall_time = build_wall_time(config, topology, reporter, saves, started)
     if device.type == "cuda":
         # Set-up and loading have freed blocks of sizes that no step allocates.
@@ -495,28 +501,86 @@ def describe_setup(
     places: Sequence[str],
     reporter: Reporter,
     host: Sequence[str],
+    parameters: int,
 ) -> None:
-    """Print the layout, the host and the settings of the run."""
+    """Print what runs, on what and with which settings, and where it writes."""
+    model, say = config.model, partial(say_wrapped, reporter.console)
+    assert model.vocab_size is not None, "the tokenizer was read"
+    say(
+        f"model: {parameters:,} parameters: {model.num_layers} layers, hidden size "
+        f"{model.hidden_size}, {model.num_attention_heads} heads, sequences of {model.seq_length} "
+        f"tokens, vocabulary of {model.vocab_size}, padded to "
+        f"{model.padded_vocab_size(topology.tensor.size)}"
+    )
     reporter.say(topology.describe(places))
     name = device_name(topology.device)
     per = "; TFLOPs, MFU and HFU are per GCD" if formulas.device_unit(name) == "GCD" else ""
-    reporter.say(f" device: {name}, {config.precision.dtype_name}{per}")
-    for line in host:
-        reporter.say(f" {line}")
-    reporter.say(render_config(config))
-    for name, where in config.pieces.describe().items():
-        reporter.say(f" {name} of your own: {where}")
-    for notice in config.notices:
-        reporter.say(f" note: {notice}")
-    for line in choose.report(config, topology.device):
-        reporter.say(f" {line}")
-    model = config.model
-    assert model.vocab_size is not None, "the tokenizer was read"
-    padded = model.padded_vocab_size(topology.tensor.size)
-    dummies = padded - model.vocab_size
-    reporter.say(
-        f" > padded vocab (size: {model.vocab_size}) with {dummies} dummy tokens (new size: "
-        f"{padded})"
+    say(f"device: {name}, {config.precision.dtype_name}{per}")
+    pieces = (f"{name} of your own: {where}" for name, where in config.pieces.describe().items())
+    kernels = choose.report(config, topology.device)
+    for line in (*host, *kernels, *pieces, *(f"note: {notice}" for notice in config.notices)):
+        say(line)
+    say(describe_output(config))
+    path = config.metrics_path
+    found = "--print-config shows all" if path is None else f"all: {path.parent / 'settings.toml'}"
+    say(f"settings that differ from the defaults ({found}):")
+    for line in render_differences(config, reporter.console.width):
+        reporter.say(line)
+
+
+def say_wrapped(console: Console, line: str) -> None:
+    """Print a line in as many as the width needs."""
+    console.say(
+        textwrap.fill(
+            line,
+            console.width,
+            initial_indent=" ",
+            subsequent_indent="   ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
+
+
+def describe_output(config: Config) -> str:
+    """Return what the run writes, and where."""
+    saving, logging = config.checkpoint, config.logging
+    every = [f"every {saving.save_interval} iterations"] if saving.save_interval else []
+    if saving.save_interval_minutes is not None:
+        every.append(f"every {saving.save_interval_minutes:g} minutes")
+    when = " and ".join([*every, "at the end"])
+    places = (
+        (f"checkpoints ({when})", saving.save),
+        ("metrics", config.metrics_path),
+        ("TensorBoard", logging.tensorboard_dir),
+        ("profiler traces", logging.trace_dir if logging.profile else None),
+    )
+    written = [f"{what} to {where}" for what, where in places if where]
+    return f"writes {', '.join(written) or 'nothing, because there is no --save FOLDER'}"
+
+
+def describe_length(
+    config: Config,
+    batches: BatchSchedule,
+    datasets: Datasets,
+    progress: Progress,
+    end: int,
+    reporter: Reporter,
+) -> None:
+    """Print what is left to train."""
+    training, length = config.training, config.model.seq_length
+    if training.skip_train or progress.iteration >= end:
+        return
+    before = progress.consumed_samples
+    samples = batches.samples_after(end - progress.iteration, before) - before
+    evaluated = ""
+    if datasets.valid is not None and training.eval_iters:
+        size = training.eval_iters * batches.global_batch_size_at_end
+        evaluated = f"; evaluation on {size:,} samples every {training.eval_interval} iterations"
+    say_wrapped(
+        reporter.console,
+        f"training: iterations {progress.iteration + 1} to {end}, {samples:,} samples, "
+        f"{samples * length:,} tokens{evaluated}",
     )
 
 

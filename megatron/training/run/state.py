@@ -77,6 +77,7 @@ class Run:
     watchdog        patient until the first step is done; None with --hang-timeout 0
     copies_checked  whether copies of weights were compared after a step of this job that was not
                     skipped
+    evaluated       whether this job has begun an evaluation: the first one may take longer
     went_back       how often the run went back to the checkpoint of an iteration, after loss spikes
     costs           None once the time of the run is reported
     under_way       the last step, until its figures are read: `progress` does not show yet whether
@@ -110,6 +111,7 @@ class Run:
     watchdog: Watchdog | None = None
     accounted_iteration: int | None = None
     copies_checked: bool = False
+    evaluated: bool = False
     under_way: StepUnderWay | None = None
     skips: Skips = field(default_factory=Skips)
     went_back: Counter[int] = field(default_factory=Counter)

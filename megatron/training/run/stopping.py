@@ -171,7 +171,7 @@ class StopRules:
         if self.signalled(agreed):
             return Stop(
                 f"exiting program after receiving {signal.Signals(agreed['signal']).name}",
-                requeue=True,
+                requeue=agreed["signal"] != signal.SIGINT,  # of a user, who wants the run to end
             )
         if agreed.get("kill switch"):
             return Stop(

@@ -10,6 +10,8 @@ import pty
 import re
 import sys
 import threading
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +19,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config.duration import show_duration
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout, Topology
 from megatron.training.report.metrics import Interval, Profiler, Rates, StepRecord, Stopwatch
 from megatron.training.report.reporter import Console, TensorBoard
 from megatron.training.run.process import run_guarded
+from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import TINY
 from tests.helpers.processes import run_processes
 
@@ -37,11 +41,96 @@ class Terminal(io.StringIO):
 def test_log_files_get_plain_lines_and_other_ranks_are_silent() -> None:
     for speaks, stream, written in ((True, io.StringIO(), LINE + "\n"), (False, Terminal(), "")):
         console = Console(speaks, stream)
-        console.begin(0, 10)
-        console.update(1, "loss 2")
-        console.say(LINE)
-        console.end()
+        with console.doing("step", 10):
+            console.advance()
+            console.note("loss 2")
+            console.say(LINE)
         assert stream.getvalue() == written
+
+
+@contextlib.contextmanager
+def two_steps(clock: VirtualClock) -> Iterator[tuple[Console, io.StringIO]]:
+    """Yield a console after two steps of 1000: 10 s for the first, 3 s for the second."""
+    stream = io.StringIO()
+    console = Console(True, stream, clock)
+    with console.doing("step", 1000):
+        for step, seconds in ((1, 10.0), (2, 3.0)):
+            clock.now += seconds
+            console.advance(step, tokens=3960)
+        yield console, stream
+
+
+def test_a_file_tells_the_time_left_after_the_second_step() -> None:
+    clock = VirtualClock()
+    with two_steps(clock) as (console, stream):
+        (line,) = stream.getvalue().splitlines()
+        # The first step is no measure of the others: 998 of 3 s are left.
+        for text in (
+            "step 2/1000 |",
+            "1,320 tokens/s",
+            "0:13 elapsed",
+            "3.000 s/step",
+            "49:54 left",
+        ):
+            assert text in line
+        assert "iteration" not in line
+        # A step without evaluation takes 3 s, but the 4 s of one of them pass again and again.
+        clock.now += 1.0
+        with console.doing("evaluation: batch", 4):
+            clock.now += 4.0
+        clock.now += 2.0
+        console.advance(3, tokens=3960)
+        console.tell()
+    line = stream.getvalue().splitlines()[-1]
+    assert "3.000 s/step" in line and f"{show_duration(997 * (3 + 4 / 2))} left" in line
+
+
+def test_a_file_gets_a_line_when_nothing_else_was_printed_for_30_s() -> None:
+    clock = VirtualClock()
+    with two_steps(clock) as (console, stream):
+        for seconds, said, lines in ((29, "", 0), (1, "", 1), (20, "log", 1), (20, "", 0)):
+            before = len(stream.getvalue().splitlines())
+            clock.now += seconds
+            if said:
+                console.say(said)
+            console.tell_if_silent()
+            assert len(stream.getvalue().splitlines()) - before == lines
+        with console.doing("evaluation: batch", 8):
+            for _ in range(2):
+                clock.now += 20
+                console.advance()
+            console.tell_if_silent()
+    line = stream.getvalue().splitlines()[-1]
+    assert "evaluation: batch 2/8" in line and "2:00 left" in line
+
+
+def test_a_long_step_tells_where_it_is() -> None:
+    stream, clock = io.StringIO(), VirtualClock()
+    console = Console(True, stream, clock)
+    with console.doing("step", 9, where=lambda: "micro-batch 3 of 512"):
+        for text in ("", "micro-batch 3 of 512"):
+            clock.now += 20
+            console.tell()
+            assert (" | micro-batch 3 of 512 |" in stream.getvalue()) == bool(text)
+
+
+@pytest.mark.parametrize("width", [20, 80, 200])
+def test_the_line_on_a_terminal_fits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console as RichConsole
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    clock, shown = VirtualClock(), io.StringIO()
+    console = Console(True, Terminal(), clock)
+    with console.doing("step", 500_000, 41_000):
+        for step in (41_001, 41_002):
+            clock.now += 3.0
+            console.advance(step, tokens=4_000_000)
+        console.note("loss 10.812")
+        RichConsole(file=shown, width=width).print(console.line())
+    assert shown.getvalue().count("\n") == 1
+    if width >= 80:
+        for text in ("41002/500000", "loss 10.812", "1,333,333 tokens/s", "15-22:29:54 left"):
+            assert text in shown.getvalue()
 
 
 def train_on_a_terminal(rank: int) -> tuple[int, str]:
@@ -68,7 +157,7 @@ def train_on_a_terminal(rank: int) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines() -> None:
     ((code, text),) = run_processes(1, train_on_a_terminal)
-    assert code == 0 and re.search(r"training .*[0-4]/4", text), text[-2000:]
+    assert code == 0 and re.search(r"step [0-4]/4", text), text[-2000:]
     whole = re.compile(
         r" iteration +[1-4]/ +4 \| .*elapsed time per iteration \(ms\): [\d.]+ \| .*\|$"
     )
@@ -228,6 +317,19 @@ def test_user_errors_have_one_message_and_no_traceback(capsys: pytest.CaptureFix
     )
     assert run_guarded(lambda: raise_(SystemExit(0)), rank=0) == 0
     assert run_guarded(lambda: raise_(KeyboardInterrupt()), rank=0) == 130
+
+
+def test_torchrun_gets_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read it with torchrun's own reader."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    errors = (ConfigError("--lr is missing"), ZeroDivisionError("why"), KeyboardInterrupt())
+    for error, text in zip(errors, ("--lr is missing", "why", "interrupted"), strict=True):
+        code = run_guarded(partial(raise_, error), rank=1)
+        shown = str(ChildFailedError("run", {1: ProcessFailure(1, 7, code, str(path))}))
+        assert text in shown.split("Root Cause")[1]
 
 
 def test_other_errors_have_a_traceback_that_names_the_rank(

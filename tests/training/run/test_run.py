@@ -62,11 +62,16 @@ def values(found: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
 
 
 def test_a_run_writes_what_happened(tmp_path: Path) -> None:
-    run_processes(2, run, dict(save=str(tmp_path), train_iters=5, save_interval=2, **INTERLEAVED))
+    fields = dict(save=str(tmp_path), train_iters=5, save_interval=2, eval_at_start=True)
+    run_processes(2, run, {**fields, **INTERLEAVED})
     found = records(tmp_path)
     (start,), (end,) = found["start"], found["end"]
     layout = {"world": 2, "tensor": 1, "pipeline": 2, "data": 1}
     assert start["layout"].items() >= layout.items()
+    # what was chosen, without equal defaults and derived values
+    differs = {"hidden_size", "lr_decay_style", "pipeline_model_parallel_size", "save"}
+    assert start["differs"]["hidden_size"] == 16 and start["differs"].keys() >= differs
+    assert not start["differs"].keys() & {"lr_decay_iters", "ffn_hidden_size"}
     assert start["config"]["hidden_size"] == 16 and start["versions"].keys() >= {
         "python",
         "torch",
@@ -78,7 +83,7 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
     assert values(
         found["iteration"], "iteration", "consumed_samples", "consumed_tokens", "total_iterations"
     ) == [(2, 8, 64, 5), (4, 16, 128, 5), (5, 20, 160, 5)]
-    # Before the first step, at the interval, at the end on validation and test data.
+    # Before the first step because asked, at the interval, at the end on validation and test data.
     assert values(found["validation"], "iteration", "dataset", "samples") == [
         (0, "valid", 8),
         (3, "valid", 8),
@@ -326,7 +331,10 @@ def test_when_one_rank_fails_the_others_name_it() -> None:
 
 
 def test_an_evaluation_changes_no_step(tmp_path: Path) -> None:
-    """An evaluation changes neither the dropout of later steps nor their data."""
+    """An evaluation changes neither the dropout of later steps nor their data.
+
+    Without --eval-at-start the first one follows the first step.
+    """
     losses = []
     for iterations in (0, 2):
         fields = dict(
@@ -338,4 +346,5 @@ def test_an_evaluation_changes_no_step(tmp_path: Path) -> None:
         run_processes(1, run, {**fields, "num_layers": 2, "log_interval": 1})
         found = records(tmp_path / str(iterations))
         losses.append(values(found["iteration"], "lm_loss"))
-    assert len(found["validation"]) == 6 and losses[0] == losses[1]
+    assert values(found["validation"], "iteration") == [(1,), (2,), (3,), (3,), (3,)]
+    assert losses[0] == losses[1]

@@ -136,6 +136,7 @@ def run_and_signal(
         (1, "megatron.training.run.loop.open_stream", 1, 0, 0),
         # The ranks tell each other while step 3 runs.
         (2, "megatron.training.run.loop.train_step", 2, 3, 1),
+        (1, "megatron.training.run.loop.train_step", 1, 1, 1),
         # of iteration 2, noticed after step 3
         (1, "megatron.checkpoint.save.check_complete", 1, 3, 1),
     ],
@@ -144,9 +145,14 @@ def test_a_signal_at_any_time_saves_and_ends_with_exit_code_0(
     tmp_path: Path, ranks: int, where: str, nth: int, stopped: int, evaluations: int
 ) -> None:
     fields = dict(
-        save=str(tmp_path), save_interval=2, train_iters=50, eval_iters=2, eval_interval=99
+        save=str(tmp_path),
+        save_interval=2,
+        train_iters=50,
+        eval_iters=2,
+        eval_interval=99,
+        eval_at_start=True,
     )
-    number = signal.SIGUSR1 if stopped else signal.SIGTERM
+    number = {0: signal.SIGTERM, 1: signal.SIGINT, 3: signal.SIGUSR1}[stopped]
     assert run_processes(ranks, run_and_signal, fields, where, nth, int(number)) == [0] * ranks
     found = records(tmp_path)
     (end,) = found["end"]
@@ -155,7 +161,9 @@ def test_a_signal_at_any_time_saves_and_ends_with_exit_code_0(
 
 
 def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path: Path) -> None:
-    fields = dict(save=str(tmp_path), train_iters=2, eval_iters=1, eval_interval=99)
+    fields = dict(
+        save=str(tmp_path), train_iters=2, eval_iters=1, eval_interval=99, eval_at_start=True
+    )
     where = "megatron.training.run.loop.final_evaluations"
     assert run_processes(1, run_and_signal, fields, where, 1, int(signal.SIGTERM)) == [0]
     found = records(tmp_path)
@@ -260,7 +268,10 @@ def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
     """
     save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
     run_processes(
-        1, run, dict(SMALL, save=str(save), walltime="0:29", eval_iters=1), env=environment
+        1,
+        run,
+        dict(SMALL, save=str(save), walltime="0:29", eval_iters=1, eval_at_start=True),
+        env=environment,
     )
     (end,) = records(save)["end"]
     assert "validation" not in records(save)
@@ -326,10 +337,12 @@ def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path: 
         eval_interval=2,
     )
     first, later = 540.0, 100.0
-    begin = [("evaluation", first), ("evaluation", later), ("step", first), ("step", later)]
-    for noted in run_processes(2, run_and_note_the_watchdog, limits):
-        assert noted[:4] == begin and set(noted[4:]) == {("evaluation", later)}
+    steps, evaluations = ([(what, first), (what, later)] for what in ("step", "evaluation"))
+    for at_start, begin in ((False, steps + evaluations), (True, evaluations + steps)):
+        fields = {**limits, "eval_at_start": at_start}
+        for noted in run_processes(2, run_and_note_the_watchdog, fields):
+            assert noted[:4] == begin and set(noted[4:]) == {("evaluation", later)}
     (noted,) = run_processes(1, run_and_note_the_watchdog, {**limits, "skip_train": True})
-    assert noted[:2] == begin[:2]
+    assert noted[:2] == evaluations
     (noted,) = run_processes(1, run_and_note_the_watchdog, dict(train_iters=2, hang_timeout=0.0))
     assert noted == [("step", 0.0)] * 2

@@ -1,0 +1,116 @@
+"""Ctrl-C: once, twice, while a checkpoint is written, and under torchrun; torchrun's last words."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron.metrics_file import read_records
+from megatron.training.run.process import Signals
+from tests.helpers.clock import VirtualClock
+from tests.helpers.killing import forked, wait_for
+from tests.helpers.launching import ROOT, TINY
+from tests.training.run.test_stopping import Rules
+
+
+@pytest.mark.parametrize(
+    ("saving", "at_s", "code"),
+    [
+        (False, (0.0,), 0),
+        (False, (0.0, 0.5), 0),  # one press, which reached the process twice
+        (False, (0.0, 2.0), 130),
+        (True, (0.0, 2.0), 0),
+        (True, (0.0, 2.0, 4.0), 130),
+    ],
+)
+def test_a_second_press_ends_the_process_unless_it_saves(
+    saving: bool, at_s: Sequence[float], code: int
+) -> None:
+    clock = VirtualClock(0.0)
+    signals = Signals(clock=clock)
+    signals.saving = lambda: saving
+
+    def press() -> None:
+        for clock.now in at_s:
+            signals.press()
+
+    assert wait_for(forked(press)) == code
+
+
+def test_a_press_is_answered_while_the_main_thread_waits_for_others() -> None:
+    def wait() -> None:
+        times = iter((0.0, 2.0))
+
+        def clock() -> float:
+            if (now := next(times)) == 0.0:  # while the first press is answered
+                os.kill(os.getpid(), signal.SIGINT)
+            return now
+
+        with Signals(clock=clock):
+            os.kill(os.getpid(), signal.SIGINT)
+            dist.HashStore().wait(["never"], datetime.timedelta(seconds=60))
+
+    assert wait_for(forked(wait)) == 130
+
+
+def test_a_launchers_signal_after_ctrl_c_is_no_second_press() -> None:
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        rules = Rules(signals=signals)
+        stop = rules.rules.check(1, rules.agreement.now())
+    # A user wants the run to end, not to begin again.
+    assert stop is not None and "SIGINT" in stop.reason and not stop.requeue
+
+
+def test_ctrl_c_stays_ignored_in_the_background_of_a_script() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not signals.received
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def torchrun(*arguments: str) -> subprocess.Popen[str]:
+    """Start two processes of pretrain_gpt.py with the arguments TINY and more."""
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return subprocess.Popen(
+        [*launcher, "pretrain_gpt.py", *TINY, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+def test_one_ctrl_c_under_torchrun_saves(tmp_path: Path) -> None:
+    with torchrun("--train-iters", "1000000", "--save", str(tmp_path)) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if " iteration        2/" in line:
+                os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+                break
+        rest = run.stdout.read()
+    (end,) = read_records(tmp_path / "metrics.jsonl", "end")
+    (saved,) = read_records(tmp_path / "metrics.jsonl", "checkpoint")
+    assert "SIGINT" in end["reason"] and saved["iteration"] == end["iteration"] >= 2, rest
+    assert "SIGKILL" not in rest
+
+
+@pytest.mark.slow
+def test_torchrun_shows_the_reason_last() -> None:
+    with torchrun("--no-such-flag") as run:
+        output, _ = run.communicate()
+    assert run.returncode and "--no-such-flag" in output.split("Root Cause")[1]
