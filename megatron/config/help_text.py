@@ -192,30 +192,15 @@ def differences(config: Config) -> dict[str, Any]:
     }
 
 
-def render_differences(config: Config, width: int) -> list[str]:
-    """Return the settings of `differences` in lines of `width`, grouped by their origins.
-
-    The command line is not named as an origin.
-    """
-    groups: dict[str, list[str]] = {}
+def render_differences(config: Config) -> list[str]:
+    """Return the settings of `differences` in a line for each origin but the command line."""
+    lines: dict[str, str] = {}
     for name in differences(config):
         origin = config.origin(name)
         title = "" if origin in ("command line", "argument") else f"{origin}: "
-        # no line ends between a name and its value
-        pair = f"{name} {_text(config.get(name))}".replace(" ", "\0")
-        groups.setdefault(title, []).append(pair)
-    return [
-        line.replace("\0", " ")
-        for title, pairs in sorted(groups.items())
-        for line in textwrap.wrap(
-            title + ", ".join(pairs),
-            width,
-            initial_indent="   ",
-            subsequent_indent="     ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    ]
+        before = f"{lines[title]}, " if title in lines else title
+        lines[title] = f"{before}{name}={_text(config.get(name))}"
+    return list(lines.values())
 
 
 def _text(value: Any) -> str:

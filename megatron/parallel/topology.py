@@ -278,7 +278,10 @@ class Topology:
         return cls(layout, rank, world, tensor, data, pipeline, model, embedding, device)
 
     def describe(self, places: Sequence[str] = ()) -> str:
-        """Return the layout in a few lines; `places` are node and device of each rank."""
+        """Return the layout in a few lines; `places` are node and device of each rank.
+
+        One rank alone has no groups to show.
+        """
 
         def show(ranks: Sequence[int]) -> str:
             named = [f"{r} ({places[r]})" if r < len(places) else str(r) for r in ranks[:16]]
@@ -289,10 +292,12 @@ class Topology:
             f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, rank "
             f"order {layout.order}"
         )
-        firsts = (
-            ("tensor-parallel group:  ", layout.tensor_ranks(data=0, pipeline=0)),
-            ("pipeline-parallel group:", layout.pipeline_ranks(tensor=0, data=0)),
-            ("data-parallel group:    ", layout.data_ranks(tensor=0, pipeline=0)),
+        line = f" layout: {layout.world_size} ranks = {sizes}"
+        if layout.world_size == 1:
+            return line
+        return (
+            f"{line}\n   first tensor-parallel group:   "
+            f"{show(layout.tensor_ranks(data=0, pipeline=0))}\n   first pipeline-parallel group: "
+            f"{show(layout.pipeline_ranks(tensor=0, data=0))}\n   first data-parallel group:     "
+            f"{show(layout.data_ranks(tensor=0, pipeline=0))}"
         )
-        shown = [f"\n   first {kind} {show(ranks)}" for kind, ranks in firsts if len(ranks) > 1]
-        return f" layout: {layout.world_size} ranks = {sizes}{''.join(shown)}"

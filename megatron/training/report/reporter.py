@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import shutil
 import sys
+import textwrap
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
@@ -28,7 +28,6 @@ from megatron.training.run.schedules import Progress
 
 _SHOWN = 8  # slow ranks in the log: as many as one node has
 _EVERY_S = 30.0  # the longest silence
-_RECENT = 50  # units of work that a rate is the mean of
 _BAR = 40  # columns
 _FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
 _GROWTH = 1.05  # of memory since the last report, from which on it is reported again
@@ -108,74 +107,13 @@ def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax
     return "\n".join(rows)
 
 
-class Work:
-    """Work under way: `done` of `total` units, 0 where there are none to count.
-
-    what   the work, with the name of a unit if there are units: "evaluation: batch"
-    where  returns the place inside a unit, shown when a unit takes long
-
-    The first unit is left out of the rates: it may compile or connect.
-    """
-
-    def __init__(
-        self, what: str, total: int, done: int, now: float, where: Callable[[], str]
-    ) -> None:
-        self.what, self.total, self.done, self.note = what, total, done, ""
-        self._where = where
-        self._begin = self._last = now
-        self._first: float | None = None  # end of the first unit
-        # of a unit: seconds, without other work inside, and tokens
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT)
-        self._other_s = self._other_now_s = 0.0
-
-    @property
-    def measured(self) -> int:
-        """Return the number of units that the rates are based on."""
-        return len(self._recent)
-
-    def advance(self, done: int | None, tokens: int, now: float) -> None:
-        """Note that `done` units are done, the last one with `tokens`."""
-        self.done = self.done + 1 if done is None else done
-        if self._first is None:
-            self._first = now
-        else:
-            self._recent.append((now - self._last - self._other_now_s, tokens))
-            self._other_s += self._other_now_s
-        self._last, self._other_now_s = now, 0.0
-
-    def inside(self, seconds: float) -> None:
-        """Leave `seconds` of other work out of the unit under way."""
-        self._other_now_s += seconds
-
-    def fields(self, now: float) -> list[str]:
-        """Return what is known, in short texts; the first one says what is done."""
-        place = self._where() if now - self._last >= _EVERY_S else ""
-        fields = [f"{self.what} {self.done}/{self.total}" if self.total else self.what]
-        fields += [text for text in (self.note, place) if text]
-        elapsed = f"{show_duration(now - self._begin)} elapsed"
-        recent = tuple(self._recent)  # another thread may add to it
-        if not recent or not self.total:
-            return [*fields, elapsed]
-        seconds, tokens = map(sum, zip(*recent, strict=True))
-        unit_s = seconds / len(recent)
-        if tokens and seconds > 0:
-            fields.append(f"{tokens / seconds:,.0f} tokens/s")
-        fields.append(elapsed)
-        if tokens:
-            fields.append(f"{unit_s:.{1 if unit_s >= 10 else 3}f} s/step")
-        # evaluations and saves take the same share of the rest
-        since = self._last - (self._first or 0.0)
-        share = since / max(since - self._other_s, 1e-9)
-        left_s = (self.total - self.done) * unit_s * share - (now - self._last)
-        return [*fields, f"{show_duration(max(0.0, left_s))} left"]
-
-
 class Console:
     """Prints on the rank that reports; silent on the others.
 
     On a terminal a line about the work under way stays below the printed lines. Elsewhere such a
-    line is printed after the second unit of work and whenever nothing else was for 30 s. Lines are
-    never wrapped, cut or coloured, so that they can be parsed.
+    line is printed after the second step and whenever nothing else was for 30 s. The first unit of
+    a work is left out of its rates: it may compile or connect. Lines are never cut or coloured, so
+    that they can be parsed.
     """
 
     def __init__(
@@ -186,9 +124,9 @@ class Console:
     ) -> None:
         self._enabled, self._clock = enabled, clock
         self._stream: IO[str] = stream if stream is not None else sys.stdout
-        self._works: list[Work] = []
+        self._works: Any = None  # rich's Progress, for its rates; the innermost work is the last
         self._live: Any = None
-        self._said = clock()  # when the last line was printed
+        self._said = self._moved = clock()  # when a line was printed, when a unit was done
         self._idle = Event()
 
     @property
@@ -204,59 +142,88 @@ class Console:
         elif self._enabled:
             print(text, file=self._stream, flush=True)
 
+    def say_wrapped(self, text: str) -> None:
+        """Print a text in as many lines as the width needs."""
+        self.say(textwrap.fill(text, self.width, initial_indent=" ", subsequent_indent="   "))
+
     @contextmanager
     def doing(
         self, what: str, total: int = 0, done: int = 0, where: Callable[[], str] = str
     ) -> Iterator[None]:
-        """Show the progress of the work in the block, which may contain other work; see Work."""
+        """Show the progress of the work in the block, which may contain other work.
+
+        what         the work, with the name of its units if they are counted: "evaluation: batch"
+        total, done  units; total 0: none are counted
+        where        returns the place inside a unit, shown when a unit takes long
+        """
         if not self._enabled:
             yield
             return
-        begin = self._clock()
-        self._works.append(Work(what, total, done, begin, where))
-        if len(self._works) == 1:
+        outermost, self._moved = not (self._works and self._works.tasks), self._clock()
+        if outermost:
             self._start()
+        work = self._works.add_task(what, total=total or None, completed=done, where=where, note="")
         try:
             yield
         finally:
-            self._works.pop()
-            if self._works:
-                self._works[-1].inside(self._clock() - begin)
-            else:
-                self._stop()
+            self._works.remove_task(work)
+            self._moved = self._clock()
+            if outermost:
+                self._idle.set()
+                if self._live is not None:
+                    self._live.stop()
+                    self._live = None
 
     def advance(self, done: int | None = None, tokens: int = 0) -> None:
         """Note that a unit of the innermost work is done: the next one, or number `done`."""
-        if not self._works:
-            return
-        work = self._works[-1]
-        work.advance(done, tokens, self._clock())
-        if work.measured == 1 and tokens:
-            self.tell()
+        for work in self._works.tasks[-1:] if self._enabled else ():
+            number = work.completed + 1 if done is None else done
+            seconds, self._moved = self._clock() - self._moved, self._clock()
+            self._works.update(work.id, completed=number)
+            if not (tokens and work.speed):
+                continue
+            recent = work.fields.get("unit_s")  # without other work, such as an evaluation
+            unit_s = seconds if recent is None else 0.9 * recent + 0.1 * seconds
+            self._works.update(work.id, tokens=tokens, unit_s=max(unit_s, 1e-9))
+            if recent is None:
+                self.tell()
 
     def note(self, text: str) -> None:
         """Show `text` with the innermost work, until the next note."""
-        if self._works:
-            self._works[-1].note = text
+        for work in self._works.tasks[-1:] if self._works else ():
+            self._works.update(work.id, note=text)
 
-    def tell(self) -> None:
-        """Print a line about the work under way, if this is no terminal."""
-        for work in self._works[-1:] if self._live is None else ():  # the thread may be late
-            self.say(f" {' | '.join(work.fields(self._clock()))}")
+    def tell(self, silent_s: float = 0.0) -> None:
+        """Print that line if this is no terminal and nothing was printed for `silent_s`."""
+        if self._live is None and self._clock() - self._said >= silent_s:
+            for work in self._works.tasks[-1:]:  # the thread may be late
+                self.say(f" {' | '.join(self._fields(work))}")
 
-    def tell_if_silent(self) -> None:
-        """Print that line if nothing was printed for 30 s."""
-        if self._clock() - self._said >= _EVERY_S:
-            self.tell()
+    def _fields(self, work: Any) -> list[str]:
+        """Return what is known of a work; the first text says what is done."""
+        done = f" {work.completed:.0f}/{work.total:.0f}" if work.total else ""
+        place = work.fields["where"]() if self._clock() - self._moved >= _EVERY_S else ""
+        fields = [work.description + done, work.fields["note"], place]
+        elapsed = f"{show_duration(work.elapsed)} elapsed"
+        if not work.speed:
+            return [*filter(None, fields), elapsed]
+        rates = ("", "")
+        if unit_s := work.fields.get("unit_s"):
+            pace = f"{unit_s:.{3 if unit_s < 10 else 1}f} s/step"
+            rates = (f"{work.fields['tokens'] / unit_s:,.0f} tokens/s", pace)
+        left = f"{show_duration(work.remaining / work.speed)} left"
+        return [*filter(None, (*fields, rates[0], elapsed, rates[1], left))]
 
     def _start(self) -> None:
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+        from rich.progress import Progress
+
+        self._works = Progress(get_time=self._clock, disable=True, speed_estimate_period=1e9)
         if not self._stream.isatty():
             self._idle = Event()
             Thread(target=self._tell_regularly, args=(self._idle,), daemon=True).start()
             return
-        from rich.console import Console as RichConsole
-        from rich.live import Live
-
         console = RichConsole(file=self._stream)
         self._live = Live(
             get_renderable=self.line, console=console, transient=True, refresh_per_second=4
@@ -264,35 +231,23 @@ class Console:
         self._live.start()
         console.show_cursor()  # a process that is killed could not
 
-    def _stop(self) -> None:
-        self._idle.set()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
     def _tell_regularly(self, idle: Event) -> None:
         while not idle.wait(max(1.0, _EVERY_S - (self._clock() - self._said))):
-            self.tell_if_silent()
+            self.tell(_EVERY_S)
 
     def line(self) -> Any:
         """Return the line on a terminal: as many fields as fit, and a bar where there is room."""
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
         from rich.text import Text
 
-        work, width = next(iter(self._works[-1:]), None), self.width
-        if work is None:
-            return Text()
-        fields = work.fields(self._clock())
-        while len(text := " | ".join(fields)) >= width and len(fields) > 2:
-            del fields[-2]
-        line = Text(text, no_wrap=True, overflow="ellipsis")
-        room = min(_BAR, width - len(text) - 2)
-        if not work.total or room < _BAR // 4:
-            return line
-        both = Table.grid(padding=(0, 1))
-        both.add_row(line, ProgressBar(work.total, work.done, width=room))
-        return both
+        text = ""
+        for work in self._works.tasks[-1:]:
+            fields = self._fields(work)
+            while len(text := " | ".join(fields)) >= self.width and len(fields) > 2:
+                del fields[-2]
+            if work.total:
+                room = min(_BAR, self.width - len(text) - 2)
+                text += f" {'━' * int(room * work.completed / work.total)}"
+        return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 class TensorBoard:

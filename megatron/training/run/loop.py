@@ -69,8 +69,7 @@ def train(run: Run) -> Stop | None:
         reason=stop.reason if stop else "done",
     )
     if run.saves is not None:
-        shown = run.reporter.console.doing("completing checkpoints")
-        with run.topology.flight.phase("saving"), shown:
+        with run.topology.flight.phase("saving"):
             run.saves.close()
         run.saves.check()
     call_back(run, "on_end")

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -60,14 +60,14 @@ class Signals:
         self._speaks, self._clock = speaks, clock
         self._presses, self._pressed_s = 0, float("-inf")
         self._previous: dict[int, Any] = {}
-        self._wake, self._previous_wake = -1, -1
+        self._wake = -1
 
     def __enter__(self) -> Signals:
         if self.enabled and threading.current_thread() is threading.main_thread():
             # A thread hears SIGINT: Python calls a handler only after a long call has returned.
             heard, self._wake = os.pipe()
             os.set_blocking(self._wake, False)
-            self._previous_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+            signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(heard,), name="Ctrl-C", daemon=True).start()
             for number in SIGNALS:
                 ignored = signal.getsignal(number) is signal.SIG_IGN
@@ -82,7 +82,7 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
         if self._wake >= 0:
-            signal.set_wakeup_fd(self._previous_wake)
+            signal.set_wakeup_fd(-1)
             os.close(self._wake)  # ends the thread
             self._wake = -1
 
@@ -101,24 +101,19 @@ class Signals:
         if now - self._pressed_s < _ONE_PRESS_S:
             return
         self._pressed_s, self._presses = now, self._presses + 1
-        if self._presses == 1:
-            self._say(f"the run finishes its step, saves and ends. {_what_ends_it(os.environ)}")
-        elif self._presses == 2 and self.saving():
-            self._say("the run ends when the checkpoint is complete, or at once after a third one")
+        ends = self._presses > (2 if self.saving() else 1)
+        if ends:
+            text = "the run ends at once"
+        elif self._presses == 2:
+            text = "a checkpoint is being written; at a third Ctrl-C the run ends without it"
         else:
-            self._say("the run ends at once")
-            leave(EXIT_INTERRUPTED)
-
-    def _say(self, text: str) -> None:
+            by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+            last = "torchrun gives it 30 s" if by_torchrun else "at a second Ctrl-C at once"
+            text = f"the run finishes its step, saves and ends; {last}"
         if self._speaks:
             print(f" Ctrl-C: {text}", file=sys.stderr, flush=True)
-
-
-def _what_ends_it(environ: Mapping[str, str]) -> str:
-    if "TORCHELASTIC_RUN_ID" in environ:
-        seconds = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
-        return f"torchrun ends it after {seconds} s, or after its --shutdown-timeout"
-    return "A second Ctrl-C ends it at once"
+        if ends:
+            leave(EXIT_INTERRUPTED)
 
 
 class _Output(io.FileIO):

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -504,7 +503,7 @@ def describe_setup(
     parameters: int,
 ) -> None:
     """Print what runs, on what and with which settings, and where it writes."""
-    model, say = config.model, partial(say_wrapped, reporter.console)
+    model, say = config.model, reporter.console.say_wrapped
     assert model.vocab_size is not None, "the tokenizer was read"
     say(
         f"model: {parameters:,} parameters: {model.num_layers} layers, hidden size "
@@ -524,36 +523,16 @@ def describe_setup(
     path = config.metrics_path
     found = "--print-config shows all" if path is None else f"all: {path.parent / 'settings.toml'}"
     say(f"settings that differ from the defaults ({found}):")
-    for line in render_differences(config, reporter.console.width):
-        reporter.say(line)
-
-
-def say_wrapped(console: Console, line: str) -> None:
-    """Print a line in as many as the width needs."""
-    console.say(
-        textwrap.fill(
-            line,
-            console.width,
-            initial_indent=" ",
-            subsequent_indent="   ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    )
+    for line in render_differences(config):
+        say(f"  {line}")
 
 
 def describe_output(config: Config) -> str:
     """Return what the run writes, and where."""
-    saving, logging = config.checkpoint, config.logging
-    every = [f"every {saving.save_interval} iterations"] if saving.save_interval else []
-    if saving.save_interval_minutes is not None:
-        every.append(f"every {saving.save_interval_minutes:g} minutes")
-    when = " and ".join([*every, "at the end"])
     places = (
-        (f"checkpoints ({when})", saving.save),
+        ("checkpoints", config.checkpoint.save),
         ("metrics", config.metrics_path),
-        ("TensorBoard", logging.tensorboard_dir),
-        ("profiler traces", logging.trace_dir if logging.profile else None),
+        ("TensorBoard's events", config.logging.tensorboard_dir),
     )
     written = [f"{what} to {where}" for what, where in places if where]
     return f"writes {', '.join(written) or 'nothing, because there is no --save FOLDER'}"
@@ -577,8 +556,7 @@ def describe_length(
     if datasets.valid is not None and training.eval_iters:
         size = training.eval_iters * batches.global_batch_size_at_end
         evaluated = f"; evaluation on {size:,} samples every {training.eval_interval} iterations"
-    say_wrapped(
-        reporter.console,
+    reporter.console.say_wrapped(
         f"training: iterations {progress.iteration + 1} to {end}, {samples:,} samples, "
         f"{samples * length:,} tokens{evaluated}",
     )
