@@ -139,7 +139,7 @@ def micro_batch_under_way(run: Run) -> str:
     if state is None or not state.instruction:
         return ""
     of = run.batches.num_micro_batches(run.progress.consumed_samples)
-    return f"{state.instruction} of {of}"
+    return f"{state.instruction.lower()} of {of}"
 
 
 def done_before(run: Run, before: bool) -> None:
