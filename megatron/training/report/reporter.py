@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Event, Thread
 from typing import IO, Any, TextIO
 
@@ -140,11 +141,12 @@ class Console:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._enabled:
-            print(text, file=self._stream, flush=True)
+            print(f"{text}\n", end="", file=self._stream, flush=True)  # whole: threads print too
 
     def say_wrapped(self, text: str) -> None:
         """Print a text in as many lines as the width needs."""
-        self.say(textwrap.fill(text, self.width, initial_indent=" ", subsequent_indent="   "))
+        fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+        self.say(fill(text, self.width, initial_indent=" ", subsequent_indent="   "))
 
     @contextmanager
     def doing(
