@@ -74,7 +74,7 @@ class Saves:
         self.after_save: list[Callable[[float], object]] = []
         self._started: int | None = None  # the iteration of a save in the background
         self.saved_iteration = saved_iteration
-        self.saved_here = False  # whether this job completed a save
+        self.elapsed_s: float | None = None  # of the last save that this job completed
         self.failure: Failure | None = None  # of the last save
         by_time = self._settings.save_interval_minutes is not None
         agreement.add_first(_DUE, self._is_time, lambda: by_time or self.failure is not None)
@@ -204,7 +204,7 @@ class Saves:
             stall_s=saved.stall_s,
             background=background,
         )
-        self.failure, self.saved_iteration, self.saved_here = None, iteration, True
+        self.failure, self.saved_iteration, self.elapsed_s = None, iteration, saved.elapsed_s
         for call in self.after_save:
             call(saved.elapsed_s)
 

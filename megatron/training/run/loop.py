@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.config.duration import show_duration
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.sampler import MicroBatch
 from megatron.errors import TrainingError
@@ -508,7 +509,9 @@ def save(run: Run, *, last: bool = False) -> None:
     finish_step(run)
     if run.saves.saved_iteration != run.progress.iteration:
         check_copies(run)  # a checkpoint keeps one of the copies
-    shown = run.reporter.console.doing(f"saving checkpoint {run.progress.iteration}")
+    last_s = run.saves.elapsed_s
+    known = "" if last_s is None else f" (the last one took {show_duration(last_s)})"
+    shown = run.reporter.console.doing(f"saving checkpoint {run.progress.iteration}{known}")
     with run.watch.paused(), run.topology.flight.phase("saving"), shown:
         if run.config.training.manual_gc:
             gc.collect()

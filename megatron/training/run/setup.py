@@ -154,7 +154,7 @@ def requeue_lost(run: Run) -> None:
     if not run.config.training.requeue:
         return
     say = partial(print, file=sys.stderr, flush=True)
-    if run.saves is None or not run.saves.saved_here:
+    if run.saves is None or run.saves.elapsed_s is None:
         say(
             " note: the job is not put back into the queue: it has not saved a checkpoint since it "
             "began"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from megatron.metrics_file import read_records
 from megatron.training.run.process import Signals
 from tests.helpers.clock import VirtualClock
+from tests.helpers.fault_points import strike
 from tests.helpers.killing import forked, wait_for
-from tests.helpers.launching import ROOT, TINY
+from tests.helpers.launching import ROOT, TINY, launch
 from tests.training.run.test_stopping import Rules
 
 
@@ -81,20 +83,37 @@ def test_ctrl_c_stays_ignored_in_the_background_of_a_script() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def torchrun(*arguments: str) -> subprocess.Popen[str]:
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_that_saves_nothing_at_once() -> None:
+    arm = {0: (strike, "megatron.run.step", 2, "interrupt")}
+    (outcome,) = launch(1, TINY, arm=arm)
+    assert outcome is not None and outcome.code == 130, outcome
+    # No step after the second, and no page about where the program was.
+    assert " iteration        3/" not in outcome.output and "Traceback" not in outcome.output
+
+
+@contextlib.contextmanager
+def torchrun(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Start two processes of pretrain_gpt.py with the arguments TINY and more."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    return subprocess.Popen(
+    with subprocess.Popen(
         [*launcher, "pretrain_gpt.py", *TINY, *arguments],
         cwd=ROOT,
+        # a loaded machine may need more than 30 s for a step and a save
+        env={**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    )
+    ) as run:
+        try:
+            yield run
+        finally:
+            run.terminate()  # torchrun ends its processes
 
 
 @pytest.mark.slow
+@pytest.mark.campaign("real-time")
 def test_one_ctrl_c_under_torchrun_saves(tmp_path: Path) -> None:
     with torchrun("--train-iters", "1000000", "--save", str(tmp_path)) as run:
         assert run.stdout is not None
@@ -110,6 +129,7 @@ def test_one_ctrl_c_under_torchrun_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.campaign("real-time")
 def test_torchrun_shows_the_reason_last() -> None:
     with torchrun("--no-such-flag") as run:
         output, _ = run.communicate()
