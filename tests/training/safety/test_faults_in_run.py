@@ -338,10 +338,8 @@ def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path: 
     )
     first, later = 540.0, 100.0
     steps, evaluations = ([(what, first), (what, later)] for what in ("step", "evaluation"))
-    for at_start, begin in ((False, steps + evaluations), (True, evaluations + steps)):
-        fields = {**limits, "eval_at_start": at_start}
-        for noted in run_processes(2, run_and_note_the_watchdog, fields):
-            assert noted[:4] == begin and set(noted[4:]) == {("evaluation", later)}
+    for noted in run_processes(2, run_and_note_the_watchdog, limits):
+        assert noted[:4] == steps + evaluations and set(noted[4:]) == {("evaluation", later)}
     (noted,) = run_processes(1, run_and_note_the_watchdog, {**limits, "skip_train": True})
     assert noted[:2] == evaluations
     (noted,) = run_processes(1, run_and_note_the_watchdog, dict(train_iters=2, hang_timeout=0.0))
