@@ -182,18 +182,19 @@ class Console:
             number = work.completed + 1 if done is None else done
             seconds, self._moved = self._clock() - self._moved, self._clock()
             self._works.update(work.id, completed=number)
-            if not (tokens and work.speed):
-                continue
             recent = work.fields.get("unit_s")  # without other work, such as an evaluation
-            unit_s = seconds if recent is None else 0.9 * recent + 0.1 * seconds
-            self._works.update(work.id, tokens=tokens, unit_s=max(unit_s, 1e-9))
-            if recent is None:
+            if not tokens or recent is None:
+                work.fields["unit_s"] = 0.0  # the first unit
+                continue
+            unit_s = 0.9 * recent + 0.1 * seconds if recent else max(seconds, 1e-9)
+            work.fields.update(tokens=tokens, unit_s=unit_s)
+            if not recent:
                 self.tell()
 
     def note(self, text: str) -> None:
         """Show `text` with the innermost work, until the next note."""
         for work in self._works.tasks[-1:] if self._works else ():
-            self._works.update(work.id, note=text)
+            work.fields["note"] = text
 
     def tell(self, silent_s: float = 0.0) -> None:
         """Print that line if this is no terminal and nothing was printed for `silent_s`."""
