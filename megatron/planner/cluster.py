@@ -163,7 +163,7 @@ class Cluster:
     cpus_per_task: Count = at("cores.per_task")
     local_order: tuple[Whole, ...] = at("cores.local_order", ())
     device_orders: tuple[tuple[Whole, ...], ...] = at("placement.device_orders", ())
-    collective_gb_per_s: Mapping[tuple[Whole, Whole], Positive] = at("collectives.gb_per_s", {})
+    collective_gb_per_s: Mapping[tuple[Count, Whole], Positive] = at("collectives.gb_per_s", {})
     bands: Mapping[str, Positive] = at("bands", {})
     wall_limits: tuple[WallLimit, ...] = at("slurm.wall_limits", ())
     partitions: tuple[Queue, ...] = at("slurm.partitions")
