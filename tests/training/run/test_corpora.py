@@ -38,6 +38,7 @@ FIELDS: dict[str, Any] = dict(
     lr=1e-12,
     eval_interval=2,
     eval_iters=3,
+    eval_at_start=True,
     hidden_dropout=0.2,
     attention_dropout=0.0,
     distributed_timeout_minutes=1.0,
