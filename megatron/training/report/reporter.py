@@ -197,8 +197,10 @@ class Console:
             work.fields["note"] = text
 
     def tell(self, silent_s: float = 0.0) -> None:
-        """Print that line if this is no terminal and nothing was printed for `silent_s`."""
-        if self._live is None and self._clock() - self._said >= silent_s:
+        """Draw that line on a terminal; elsewhere print it if nothing was for `silent_s`."""
+        if self._live is not None:
+            self._live.refresh()
+        elif self._clock() - self._said >= silent_s:
             for work in self._works.tasks[-1:]:  # the thread may be late
                 self.say(f" {' | '.join(self._fields(work))}")
 
