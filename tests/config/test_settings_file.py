@@ -145,7 +145,7 @@ def test_every_setting_is_known_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_resolved_file_on_other_processes(tmp_path: Path) -> None:
-    """What followed from the number of processes follows from the new number."""
+    """Values that followed from the number of processes follow from the new number."""
     run = dict(micro_batch_size=1, train_iters=3, lr=1e-3, vocab_size=9, mock_data=True)
     path = stored(tmp_path, render_settings(Config.create(**SIZES, **run, world_size=4)))
     again = parse_args(["--config", path, "--hidden-size", "128"], 8)

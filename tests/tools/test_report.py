@@ -376,7 +376,7 @@ def test_a_run_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 class Page(HTMLParser):
-    """What a browser may run or load: scripts, attributes, ids and visible text."""
+    """Parts of a page that a browser may run or load: scripts, attributes, ids and visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

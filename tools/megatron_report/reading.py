@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.checkpoint.files import PROVENANCE, read_manifest
 from megatron.checkpoint.find import find
+from megatron.checkpoint.settings import plain
 from megatron.config.settings import all_options
 from megatron.errors import DataError, MegatronError
 from megatron.jobs.scaling import Figures, figures, find_runs
@@ -69,7 +70,7 @@ class Run:
     def chosen(self) -> Mapping[str, Any]:
         """Return the settings that differ from their defaults."""
         defaults = {name: option.default for name, option in all_options().items()}
-        different = {k: v for k, v in self.config.items() if _plain(defaults.get(k)) != v}
+        different = {k: v for k, v in self.config.items() if plain(defaults.get(k)) != v}
         return self.start.get("differs") or different
 
     @property
@@ -208,7 +209,3 @@ def _said(name: str, value: Any) -> str:
         tables = [", ".join(f"{key} {one[key]}" for key in one) for one in value[:8]]
         return "; ".join(tables) + (f"; and {len(value) - 8} more" if len(value) > 8 else "")
     return f"{name.replace('_', ' ')} {value}"
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -242,9 +242,10 @@ class MetricsFile:
     Numbers are not rounded.
 
     Events: start, iteration, validation, data, stragglers, checkpoint, checkpoint_failed,
-    rejected_checkpoint, not_finite, loss_spike, generate, evaluate, end. A resumed run
-    appends to the same file. Every record is written immediately, so a killed run loses nothing that it reported. NaN
-    and infinity are written as null, because JSON has no such numbers; nan iterations are counted.
+    rejected_checkpoint, not_finite, loss_spike, generate, evaluate, end. A resumed run appends to
+    the same file. Every record is written immediately, so a killed run loses nothing that it
+    reported. NaN and infinity are written as null, because JSON has no such numbers; nan iterations
+    are counted.
     Raises ConfigError when the file cannot be opened; the message names `flag`, which selected it.
     If the disk fills up later, records are lost but the run continues; `warn` is called once.
     """

@@ -238,12 +238,11 @@ def assemble(
     signals, reporter = signals or Signals(enabled=False), Reporter(config, topology.rank)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     config = with_checkpoint_settings(config, checkpoint, reporter)
-    given_back = partial(record_settings, config, topology, reporter)
+    settings = config  # for --config: the tokenizer gives the vocabulary size again
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
         config = config.replace(vocab_size=tokenizer.vocab_size)
-    parameters = formulas.parameters_of(config)
-    describe_setup(config, topology, places, reporter, host, parameters)
+    describe_setup(config, topology, places, reporter, host)
     check_kernels(config, topology)
 
     batches = BatchSchedule.from_config(config)
@@ -267,7 +266,7 @@ def assemble(
     chunks.train()
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
-    given_back(progress.iteration)
+    record_settings(settings, topology, reporter, progress.iteration)
     loaded_here = (
         progress.iteration
         if checkpoint and config.checkpoint.load == config.checkpoint.save
@@ -287,7 +286,7 @@ def assemble(
         layout=layout_record(config, topology),
         places=list(places),
         device=device_name(device),
-        parameters=parameters,
+        parameters=costs.parameters,
         versions=versions(),
     )
     describe_length(config, batches, datasets, progress, end, reporter)
@@ -500,13 +499,12 @@ def describe_setup(
     places: Sequence[str],
     reporter: Reporter,
     host: Sequence[str],
-    parameters: int,
 ) -> None:
     """Print what runs, on what and with which settings, and where it writes."""
     model, say = config.model, reporter.console.say_wrapped
     assert model.vocab_size is not None, "the tokenizer was read"
     say(
-        f"model: {parameters:,} parameters: {model.num_layers} layers, hidden size "
+        f"model: {formulas.parameters_of(config):,} parameters: {model.num_layers} layers, hidden size "
         f"{model.hidden_size}, {model.num_attention_heads} heads, sequences of {model.seq_length} "
         f"tokens, vocabulary of {model.vocab_size}, padded to "
         f"{model.padded_vocab_size(topology.tensor.size)}"
