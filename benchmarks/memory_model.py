@@ -106,30 +106,24 @@ def compare_formula(shape: Shape) -> list[Compared]:
 
 
 def compare_run(run: Run) -> list[Compared]:
-    """Compare differences of a model and a smaller one, in dry run and real runs, by rank.
-
-    A system that takes back pages unused for a while lowers a peak by some 100 MiB: beyond the
-    limit, both models are run again, and the larger peak of each counts.
-    """
-    models = [{**COMMON, **sizes, **run.fields} for sizes in (run.large, run.smaller)]
+    """Compare differences of a model and a smaller one, in dry run and real runs, by rank."""
+    large, smaller = ({**COMMON, **sizes, **run.fields} for sizes in (run.large, run.smaller))
+    measured = [peak_bytes(_command(fields), run.processes) for fields in (large, smaller)]
     foreseen = [
-        _foreseen(Config.create(**{**fields, "world_size": run.processes})) for fields in models
+        _foreseen(Config.create(**{**fields, "world_size": run.processes}))
+        for fields in (large, smaller)
     ]
-    peaks = [[0] * run.processes for _ in models]
-    rows: list[Compared] = []
-    for _ in range(2):
-        for of_ranks, fields in zip(peaks, models, strict=True):
-            found = peak_bytes(_command(fields), run.processes)
-            of_ranks[:] = map(max, of_ranks, found)
-        name = f"{run.name}, {run.processes} process{'es' * (run.processes > 1)}"
-        rows = [
+    rows = []
+    for rank in range(run.processes):
+        expected, found = (values[0][rank] - values[1][rank] for values in (foreseen, measured))
+        rows.append(
             Compared(
-                name, rank, *(large[rank] - smaller[rank] for large, smaller in (foreseen, peaks))
+                f"{run.name}, {run.processes} process{'es' * (run.processes > 1)}",
+                rank,
+                expected,
+                found,
             )
-            for rank in range(run.processes)
-        ]
-        if holds(rows, RUN_LIMIT):
-            break
+        )
     return rows
 
 
