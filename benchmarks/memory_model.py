@@ -5,7 +5,7 @@
 formulas  the planner's memory (megatron.planner.memory) against the allocations of the run's code
           in a dry run (megatron.planner.dryrun), for every kind of rank of 56 layouts: peaks within
           2 %, and each category of more than a twentieth of the peak within 3 %.
-runs      the dry run against the peak resident memory of real processes, as the difference to a
+runs      the dry run against the peak anonymous memory of real processes, as the difference to a
           smaller model in the same layout, so that interpreter, libraries, connections and buffers
           of the matrix library cancel out: within 10 %. malloc is set to return freed tensors
           (resident_memory.py); with the settings of ordinary runs it keeps more.
@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += compare_run(run)
         good = (
             _report(
-                "rehearsal and peak resident memory, as differences",
+                "rehearsal and peak anonymous memory, as differences",
                 rows,
                 RUN_LIMIT,
                 asked.markdown,

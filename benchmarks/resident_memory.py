@@ -1,12 +1,10 @@
-"""Peak resident memory of every process of a small training run on this machine's CPU.
+"""Peak anonymous memory of every process of a small training run on this machine's CPU.
 
-The processes are pretrain_gpt.py's own, with the environment of a launcher; the peak is what the
-system has counted for each when it ends (ru_maxrss). It holds the interpreter and the libraries
-too, so that two runs are to be compared.
-
-A process begins with the peak of the one that started it, as far as that shared its memory until
-then: of a large one, as pytest's is after some thousand tests, nothing else would be seen. So a
-small one starts each and reports.
+The processes are pretrain_gpt.py's own, with the environment of a launcher. A small process starts
+each and reads every 5 ms what it holds in anonymous and shared pages (proc(5), RssAnon and
+RssShmem): tensors and heap, in passes of tens of milliseconds and more. The peak that the system
+counts (ru_maxrss) has the pages of program files too, some 140 MiB that the page cache gives and
+takes. Interpreter and libraries have a heap as well, so that two runs are to be compared.
 """
 
 from __future__ import annotations
@@ -38,12 +36,18 @@ not what is to be compared."""
 
 
 _WATCH = """
-import os, sys
+import os, sys, time
 process = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ)
-_, status, usage = os.wait4(process, 0)
+peak = 0
+while not (ended := os.waitpid(process, os.WNOHANG))[0]:
+    with open(f"/proc/{process}/status", "rb") as file:
+        fields = dict(line.split(b":", 1) for line in file)
+    held = (fields.get(name, b"0 kB") for name in (b"RssAnon", b"RssShmem"))
+    peak = max(peak, sum(int(value.split()[0]) for value in held))
+    time.sleep(0.005)
 with open(sys.argv[1], "w") as file:
-    file.write(str(usage.ru_maxrss))
-sys.exit(os.waitstatus_to_exitcode(status) and 1)
+    file.write(str(peak))
+sys.exit(os.waitstatus_to_exitcode(ended[1]) and 1)
 """
 
 
