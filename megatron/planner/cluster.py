@@ -79,7 +79,10 @@ class Facts:
                 raise self.error(key, "is missing: see the files of known machines for its meaning")
             return default
         if get_origin(kind) is Mapping and get_args(kind)[0] is not str and isinstance(value, list):
-            value = {tuple(row[:-1]): row[-1] for row in value if isinstance(row, list) and row}
+            try:
+                value = {tuple(row[:-1]): row[-1] for row in value}
+            except (TypeError, LookupError):
+                raise self.error(key, f"is not a list of rows: {reprlib.repr(value)}") from None
         try:
             return TypeAdapter(kind).validate_python(value)
         except ValidationError as error:

@@ -118,6 +118,9 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ),
         ("neighbour_gb_per_s = 4.0", 'neighbour_gb_per_s = "fast"', "bands"),
         ("[1, 2, 129.0]", "[0, 2, 129.0]", "collectives.gb_per_s"),
+        ("[1, 2, 129.0]", "[[], 2, 129.0]", "collectives.gb_per_s"),
+        ("[1, 2, 129.0]", "5", "collectives.gb_per_s"),
+        ("[1, 2, 129.0]", "[]", "collectives.gb_per_s"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(

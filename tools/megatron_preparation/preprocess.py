@@ -309,7 +309,8 @@ def _hash(path: Path) -> str:
     for file in files:
         if file.is_file():
             digest.update(f"{file.name if path.is_dir() else ''}\0{file.stat().st_size}\0".encode())
-            digest.update(file.read_bytes())
+            with open(file, "rb") as stream:  # in pieces: it may be larger than memory
+                hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
 
