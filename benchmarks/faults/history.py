@@ -102,16 +102,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def largest_tensor_difference(ours: Path, theirs: Path) -> float:
-    """The largest norm of a tensor's difference over the norm of that tensor."""
+def tensor_differences(ours: Path, theirs: Path) -> dict[str, float]:
+    """Norm of each tensor's difference over the norm of that tensor; infinite where one is missing."""
     one, two = tensors(ours), tensors(theirs)
-    if one.keys() != two.keys():
-        return math.inf
-    worst = 0.0
-    for name, a in one.items():
-        b = two[name].double()
-        worst = max(worst, ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item())
-    return worst
+    found = dict.fromkeys(one.keys() ^ two.keys(), math.inf)
+    for name in one.keys() & two.keys():
+        difference, of = one[name].double() - two[name], two[name].double()
+        found[name] = (difference.norm() / of.norm().clamp(min=1e-30)).item()
+    return found
 
 
 def state(checkpoint: Path) -> Any:
