@@ -10,8 +10,8 @@ resumed on the same layout and on others. Required are:
 same layout    bit-identical losses, gradient norms, validation losses, weights, master weights and
                moments
 other layout   the same samples by the ledger; losses within the rounding of another order of sums,
-               with the bounds derived below; tensors no further away than those of a run that was
-               on that layout from its first step; bit-identical if the sums are the same
+               tensors within a multiple of what an undisturbed run on that layout differs by, with
+               the bounds derived below; bit-identical if the sums are the same
 
 Prints a row for each resumption and a line of figures; the exit code is 1 when any of them differs.
 """

@@ -1,16 +1,17 @@
 """Peak anonymous memory of every process of a small training run on this machine's CPU.
 
-The processes are pretrain_gpt.py's own, with the environment of a launcher. A small process starts
-each and reads every 5 ms what it holds in anonymous and shared pages (proc(5), RssAnon and
-RssShmem): tensors and heap, in passes of tens of milliseconds and more. The peak that the system
-counts (ru_maxrss) has the pages of program files too, some 140 MiB that the page cache gives and
-takes. Interpreter and libraries have a heap as well, so that two runs are to be compared.
+The processes are pretrain_gpt.py's own, with the environment of a launcher. What each holds in
+anonymous and shared pages (proc(5), RssAnon and RssShmem) is read every 5 ms: tensors and heap, in
+passes of tens of milliseconds and more. The peak that the system counts (ru_maxrss) has the pages
+of program files too, some 140 MiB that the page cache gives and takes. Interpreter and libraries
+have a heap as well, so that two runs are to be compared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,22 +36,6 @@ keeps freed blocks, and holes between them. One thread: what each further one br
 not what is to be compared."""
 
 
-_WATCH = """
-import os, sys, time
-process = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ)
-peak = 0
-while not (ended := os.waitpid(process, os.WNOHANG))[0]:
-    with open(f"/proc/{process}/status", "rb") as file:
-        fields = dict(line.split(b":", 1) for line in file)
-    held = (fields.get(name, b"0 kB") for name in (b"RssAnon", b"RssShmem"))
-    peak = max(peak, sum(int(value.split()[0]) for value in held))
-    time.sleep(0.005)
-with open(sys.argv[1], "w") as file:
-    file.write(str(peak))
-sys.exit(os.waitstatus_to_exitcode(ended[1]) and 1)
-"""
-
-
 class RunFailed(RuntimeError):
     """A process ended with an error or not in time; the message has its last lines."""
 
@@ -63,11 +48,12 @@ def peak_bytes(flags: Sequence[str], processes: int, timeout_s: float = 300.0) -
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{rank}.log") for rank in range(processes)]
         started = [_start(flags, rank, processes, port, log) for rank, log in enumerate(logs)]
-        for rank, code in enumerate(_wait(started, time.monotonic() + timeout_s)):
-            if code:
+        peaks = _peaks(started, time.monotonic() + timeout_s)
+        for rank, process in enumerate(started):
+            if code := process.returncode:
                 text = logs[rank].read_text(errors="replace")[-2000:]
                 raise RunFailed(f"rank {rank} ended with code {code}: {text}")
-        return [int(log.with_suffix(".peak").read_text()) * 1024 for log in logs]  # KiB on Linux
+        return peaks
 
 
 def _start(
@@ -84,16 +70,7 @@ def _start(
     environment = {**os.environ, **BARE, **{name: str(value) for name, value in launcher.items()}}
     with open(log, "wb") as out:
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-S",
-                "-c",
-                _WATCH,
-                str(log.with_suffix(".peak")),
-                sys.executable,
-                str(ROOT / "pretrain_gpt.py"),
-                *flags,
-            ],
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags],
             cwd=ROOT,
             env=environment,
             stdout=out,
@@ -102,12 +79,26 @@ def _start(
         )
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], end_s: float) -> list[int]:
-    """Exit codes; those that are left at the end of the time are ended, and their children."""
+def _peaks(started: Sequence[subprocess.Popen[bytes]], end_s: float) -> list[int]:
+    """Wait for the processes and return the peak of each.
+
+    Those that are left at the end of the time are ended, and their children.
+    """
+    peaks = [0] * len(started)
+    while any(process.poll() is None for process in started):
+        peaks = [max(peak, _held(p.pid)) for peak, p in zip(peaks, started, strict=True)]
+        if time.monotonic() > end_s:
+            for process in started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return peaks
+
+
+def _held(pid: int) -> int:
+    """Return the bytes that a process holds in anonymous and shared pages; 0 once it has ended."""
     try:
-        return [process.wait(max(0.1, end_s - time.monotonic())) for process in started]
-    except subprocess.TimeoutExpired:
-        for process in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        return [process.wait() for process in started]
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", text, re.M)))
