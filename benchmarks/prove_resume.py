@@ -180,13 +180,12 @@ def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int)
         shutil.copytree(killed, copy)
         again = [*common, *layout.flags, "--save", str(copy), "--load", str(copy)]
         run_well(layout.ranks, again, folder / f"logs_{number}")
-        rounded = dict[str, float]()
+        beside = None
         if layout not in case.exact:
             beside = folder / f"undisturbed_{number}"
             logs = folder / f"logs_undisturbed_{number}"
             run_well(layout.ranks, [*common, *layout.flags, "--save", str(beside)], logs)
-            rounded = history.tensor_differences(history.newest(beside), history.newest(whole))
-        yield compare(case, layout, whole, copy, done, iterations, rounded)
+        yield compare(case, layout, whole, copy, done, iterations, beside)
 
 
 def steps_to_kill(case: Case, iterations: int) -> range:
@@ -203,11 +202,11 @@ def compare(
     resumed: Path,
     killed_in: int,
     iterations: int,
-    rounded: dict[str, float],
+    beside: Path | None = None,
 ) -> Row:
     """Compare the undisturbed run with the one killed after `killed_in` steps and resumed.
 
-    rounded  differences of the tensors of an undisturbed run on the other layout
+    beside  an undisturbed run on the other layout, unless nothing may differ
     """
     reference, found = dict(history.steps(whole)), history.steps(resumed)
     # The second record of "start" is that of the resumption.
@@ -241,6 +240,8 @@ def compare(
         if history.state(ends[0]) != history.state(ends[1]):
             faults.append("the counters differ")
     else:
+        assert beside is not None, "the rounding of another layout is measured"
+        rounded = history.tensor_differences(history.newest(beside), history.newest(whole))
         if max(losses, evaluations) > LOSS[case.dtype]:
             faults.append(f"losses beyond rounding ({LOSS[case.dtype]:.0e})")
         for name, difference in tensors.items():
