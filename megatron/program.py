@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config, parse_args
-from megatron.config.pieces import Pieces
+from megatron.config.pieces import Pieces, load_callbacks
 from megatron.errors import MegatronError
 from megatron.parallel.environment import job_environment
 from megatron.parallel.launch import Launch, detect_launch, variables_with_flags
@@ -57,6 +57,8 @@ def pretrain(
     ):
         from megatron.training.run.setup import run_training
 
+        own = [*config.pieces.callbacks, *load_callbacks(config.logging.callback or ())]
+        config = config.with_pieces(callbacks=own)
         ranks = None
         if config.parallel.cluster is not None and launch.world_size > 1:
             from megatron.planner.placement import plan_ranks

@@ -96,7 +96,7 @@ class Order(Protocol):
 
 
 class Callback:
-    """Base class of callbacks, which are called on every rank of a run.
+    """Base class of callbacks. All methods but on_event and close are called on every rank of a run.
 
     Override the methods you need. `run` is a megatron.training.run.state.Run. Code that not all
     ranks execute must not communicate.
@@ -108,13 +108,13 @@ class Callback:
     def on_step(self, run: Any, step: Any) -> None:
         """Called when a step's figures are known, at the latest during the next step.
 
-        `step` is a megatron.training.report.metrics.StepRecord. No step waits for its own figures.
+        `step` is a megatron.training.report.events.StepRecord. No step waits for its own figures.
         """
 
     def on_log(self, run: Any, figures: Any) -> None:
         """Called at a log line with its figures, which include the loss over all ranks.
 
-        `figures` is a megatron.training.report.metrics.IterationReport.
+        `figures` is a megatron.training.report.events.Iteration.
         """
 
     def on_save(self, run: Any) -> None:
@@ -122,3 +122,14 @@ class Callback:
 
     def on_end(self, run: Any) -> None:
         """Called after the last step and its save; not if the run failed."""
+
+    def on_event(self, event: Any) -> None:
+        """Called on rank 0 with everything that is reported, in order.
+
+        `event` is of a class of megatron.training.report.events. The call is made in a thread of
+        its own, and does not stop or slow the run: events are left out while too many wait, and no
+        more follow an exception. So it neither communicates with other ranks nor uses the run.
+        """
+
+    def close(self) -> None:
+        """Called after the last event, in the same thread, also if the run failed."""

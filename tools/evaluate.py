@@ -122,6 +122,7 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
     """Evaluate and print the result on rank 0."""
     from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
     from megatron.pipeline.executor import Executor
+    from megatron.training.report.events import Evaluated
     from megatron.training.run.loop import mean_loss
 
     config, topology = trained.config, trained.topology
@@ -168,7 +169,7 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
         "seconds": seconds,
         "tokens_per_second": count / seconds,
     }
-    trained.metrics.write("evaluate", **result)
+    trained.publish(Evaluated(**result))
     print(as_json(result) if args.format == "json" else as_text(result), flush=True)
 
 

@@ -84,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 def print_samples(args: argparse.Namespace, trained: Trained) -> None:
     """Print the prompts with their continuations."""
+    from megatron.training.report.events import Generated
     from megatron.training.run.generate import Sampling, generate
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
@@ -106,7 +107,7 @@ def print_samples(args: argparse.Namespace, trained: Trained) -> None:
     for prompt, ids in zip(args.prompt, texts, strict=True):
         text = tokenizer.decode([i for i in ids if i != tokenizer.eod])
         print(f"--- {prompt!r}\n{prompt}{text}", flush=True)
-        trained.metrics.write("generate", prompt=prompt, text=text, tokens=len(ids), seed=args.seed)
+        trained.publish(Generated(prompt=prompt, text=text, tokens=len(ids), seed=args.seed))
 
 
 def command() -> None:

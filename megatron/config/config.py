@@ -178,6 +178,11 @@ def _note_inert(settings: Settings) -> None:
             and not settings.origins[name].startswith("preset ")
         ):
             settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
+        # many scripts name runs of a project that they do not have
+        if name.startswith("wandb_") and not settings.values["wandb_project"]:
+            settings.notices.append(
+                f"{option.written(value)} has no effect: --wandb-project is not given"
+            )
 
 
 def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) -> Config:

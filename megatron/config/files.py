@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from megatron.config.option import MOST_PROCESSES, option
 
-_NO_WANDB = "metrics go to --metrics-file and --tensorboard-dir"
 _NO_RANDOM_STATES = (
     "checkpoints need no generator states: data order and dropout masks follow from --seed and "
     "the number of consumed samples"
@@ -208,7 +207,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Logging, TensorBoard and profiling."""
+    """Logging, trackers and profiling."""
 
     title: ClassVar[str] = "logging"
 
@@ -221,38 +220,11 @@ class LoggingConfig:
     )
     tensorboard_dir: str | None = option(None, "Folder for TensorBoard events.", metavar="FOLDER")
     tensorboard_log_interval: int = option(
-        1, "Number of iterations between TensorBoard entries.", at_least=1
+        1, "Number of iterations between the entries of single steps in trackers.", at_least=1
     )
     tensorboard_queue_size: int = option(
         1000, "Number of TensorBoard entries to buffer.", at_least=1, at_most=10**6
     )
-    log_timers_to_tensorboard: bool = option(False, "Log timers to TensorBoard.")
-    log_batch_size_to_tensorboard: bool = option(False, "Log the batch size to TensorBoard.")
-    log_validation_ppl_to_tensorboard: bool = option(
-        False, "Log validation perplexity to TensorBoard."
-    )
-    log_optimizer_states_to_tensorboard: bool = option(
-        False,
-        "Log norms of the optimizer state to TensorBoard.",
-        inert="they are not computed; grad-norm is always logged, params-norm with "
-        "--log-params-norm",
-    )
-    log_learning_rate_to_tensorboard: bool = option(
-        True,
-        "Log the learning rate to TensorBoard.",
-        flags=(),
-        off_flags=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
-    )
-    log_loss_scale_to_tensorboard: bool = option(
-        True,
-        "Log the loss scale to TensorBoard.",
-        flags=(),
-        off_flags=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
-    )
-    log_memory_to_tensorboard: bool = option(
-        False, "Log the peak memory over the ranks to TensorBoard."
-    )
-    log_world_size_to_tensorboard: bool = option(False, "Log the world size to TensorBoard.")
     log_params_norm: bool = option(False, "Log the norm of the parameters.")
     log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradient.")
     timing_log_level: int = option(
@@ -268,13 +240,44 @@ class LoggingConfig:
         "At each log interval, log each rank's own compute time and name slow ranks.",
         flags=("--straggler-report", "--log-straggler"),
     )
-    wandb_project: str = option("", "Weights & Biases project.", inert=_NO_WANDB)
-    wandb_exp_name: str = option("", "Weights & Biases run name.", inert=_NO_WANDB)
-    wandb_save_dir: str = option(
-        "",
-        "Weights & Biases folder.",
-        inert=_NO_WANDB,
-        metavar="FOLDER",
+    wandb_project: str | None = option(
+        None,
+        "Weights & Biases project to log to. WANDB_MODE=offline needs no network.",
+        flags=("--wandb-project", "--wandb-project-name"),
+        metavar="NAME",
+    )
+    wandb_exp_name: str | None = option(
+        None,
+        "Weights & Biases run name.",
+        flags=("--wandb-exp-name", "--wandb-run-name", "--wandb-name"),
+        metavar="NAME",
+        derived="name of the --save folder",
+    )
+    wandb_entity: str | None = option(
+        None,
+        "Weights & Biases user or team.",
+        flags=("--wandb-entity", "--wandb-entity-name"),
+        metavar="NAME",
+    )
+    wandb_save_dir: str | None = option(
+        None, "Weights & Biases folder.", metavar="FOLDER", derived="wandb in the --save folder"
+    )
+    mlflow_tracking_uri: str | None = option(
+        None,
+        "MLflow server or store to log to, such as sqlite:///FILE.",
+        metavar="URI",
+        derived="MLFLOW_TRACKING_URI",
+    )
+    mlflow_experiment_name: str | None = option(
+        None, "MLflow experiment to log to.", metavar="NAME", derived="megatron"
+    )
+    mlflow_run_name: str | None = option(
+        None, "MLflow run name.", metavar="NAME", derived="name of the --save folder"
+    )
+    callback: tuple[str, ...] | None = option(
+        None,
+        "Your own megatron.Callback classes, each created without arguments (docs/extending.md).",
+        metavar="MODULE:CLASS ...",
     )
     profile: str | None = option(
         None,

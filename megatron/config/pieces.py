@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -88,3 +89,24 @@ def load_pieces(file: str) -> Pieces:
             f"schedule or callbacks, not {found!r}"
         )
     return Pieces(**found, file=str(path))
+
+
+def load_callbacks(names: Sequence[str]) -> list[Any]:
+    """Return an object of each class that --callback names as MODULE:CLASS.
+
+    Raises ConfigError if a module or class is missing, or cannot be created without arguments.
+    """
+    made = []
+    for name in names:
+        module, _, own = name.partition(":")
+        try:
+            made.append(getattr(importlib.import_module(module), own)())
+        except Exception as error:
+            raise ConfigError(
+                f"--callback {name}: {type(error).__name__}: {error}: give MODULE:CLASS, a module "
+                "that Python finds (PYTHONPATH) and a class that takes no arguments; --pieces "
+                "takes a file"
+            ) from error
+        if not callable(getattr(made[-1], "on_start", None)):
+            raise ConfigError(f"--callback {name}: derive the class from megatron.Callback")
+    return made

@@ -538,17 +538,18 @@ class Ledger:
                 del record["left_out"]
         return records
 
-    def epochs(self) -> dict[str, float]:
-        """Return the epochs of each source, by its short name."""
+    def by_short_name(self) -> dict[str, dict[str, Any]]:
+        """Return the record, with the short names of the sources."""
         short = short_names(self.counts)
-        return {short[name]: count.epochs for name, count in self.counts.items()}
+        return {short[name]: record for name, record in self.record().items()}
 
     def line(self) -> str:
         """Return a log line.
 
         It has the epochs of the first sources in descending order, and the range of the rest.
         """
-        listed = sorted(self.epochs().items(), key=lambda item: -item[1])
+        epochs_of = {name: record["epochs"] for name, record in self.by_short_name().items()}
+        listed = sorted(epochs_of.items(), key=lambda item: -item[1])
         parts = [f"{name} {epochs:.3f}" for name, epochs in listed[:_SHOWN]]
         rest = [epochs for _, epochs in listed[_SHOWN:]]
         if rest:

@@ -20,6 +20,7 @@ import logging
 import math
 import operator
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -201,7 +202,11 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     # each other out.
     private = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", private)
+    # Its autotuner, which is not used, would import MLflow where that is installed: seconds.
+    unwanted = "mlflow" not in sys.modules
     try:
+        if unwanted:
+            sys.modules["mlflow"] = None  # type: ignore[assignment]
         with _quiet():
             deepspeed = importlib.import_module("deepspeed")
             _check_version(deepspeed.__version__)
@@ -209,6 +214,9 @@ def import_deepspeed(device: Any = "cpu") -> Any:
                 modules = {name: importlib.import_module(name) for name in OF_MODULES}
     except ImportError as error:
         raise ConfigError(f"deepspeed cannot be imported ({error}): {_USE_A_TESTED_ONE}") from error
+    finally:
+        if unwanted:
+            del sys.modules["mlflow"]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names for which newer versions of torch print a warning in
     # every process.

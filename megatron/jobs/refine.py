@@ -95,10 +95,12 @@ def read_run(path: Path) -> Run:
             f"{path}: {why}: at least {LEAST_STEPS} steps with the full batch are needed after the "
             f"first {WARM_UP}: run about 20 steps with --log-interval 1"
         )
+    # earlier versions had settings for single scalars
+    settings = {n: v for n, v in run.settings.items() if not n.endswith("_to_tensorboard")}
     try:
         return Run(
             f"{run.path.parent.name}/{run.path.name}",
-            Config.from_dict(dict(run.settings)),
+            Config.from_dict(settings),
             found.step_s,
         )
     except ConfigError as error:

@@ -174,7 +174,8 @@ _REFUSED = frozenset(
         "finetune lr_warmup_iters lr_warmup_samples lr_decay_samples lr_wsd_decay_iters "
         "lr_wsd_decay_samples metrics_file log_interval eval_iters timing_log_level master_addr "
         "master_port local_rank walltime requeue tensorboard_dir wandb_project wandb_exp_name "
-        "wandb_save_dir profile trace_dir straggler_report"
+        "wandb_entity wandb_save_dir mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
+        "callback profile trace_dir straggler_report"
     ).split()
 )
 

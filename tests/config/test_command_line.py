@@ -150,11 +150,12 @@ def test_settings_without_effect_say_so():
         *BASE,
         "--no-gradient-accumulation-fusion",
         "--no-masked-softmax-fusion",
-        "--wandb-project",
-        "p",
+        "--wandb-exp-name",
+        "n",
     ]
     (notice,) = parse_args(given).notices
-    assert notice.startswith("--wandb-project p ")
+    assert notice.startswith("--wandb-exp-name n ")
+    assert not parse_args([*given, "--wandb-project", "p"]).notices
 
 
 def test_help(capsys):
@@ -227,7 +228,7 @@ CHOSEN = st.fixed_dictionaries(
         ),
         "save": names,
         "no_save_optim": st.booleans(),
-        "log_learning_rate_to_tensorboard": st.booleans(),
+        "bias_gelu_fusion": st.booleans(),
         "vocab_size": st.integers(1, 10**6),
         "profile_ranks": st.lists(st.integers(0, 100), min_size=1, max_size=3).map(tuple),
         "wandb_project": names,

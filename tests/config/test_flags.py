@@ -223,14 +223,6 @@ SETTINGS = """
 --tensorboard-dir tb
 --tensorboard-log-interval 5
 --tensorboard-queue-size 5
---log-timers-to-tensorboard
---log-batch-size-to-tensorboard
---log-validation-ppl-to-tensorboard
---log-optimizer-states-to-tensorboard
---no-log-learnig-rate-to-tensorboard => log_learning_rate_to_tensorboard False
---no-log-loss-scale-to-tensorboard => log_loss_scale_to_tensorboard False
---log-memory-to-tensorboard
---log-world-size-to-tensorboard
 --log-params-norm
 --log-num-zeros-in-grad
 --timing-log-level 2
@@ -238,6 +230,13 @@ SETTINGS = """
 --wandb-project p
 --wandb-exp-name e
 --wandb-save-dir d
+--wandb-entity e
+--wandb-name n => wandb_exp_name n
+--wandb-project-name p => wandb_project p
+--mlflow-tracking-uri sqlite:///m.db
+--mlflow-experiment-name e
+--mlflow-run-name r
+--callback one:A two:B => callback ('one:A','two:B')
 --profile pt-full
 --profile => profile pt
 --profile-step-start 3
@@ -270,10 +269,18 @@ SETTINGS = """
 --no-scaled-masked-softmax-fusion => masked_softmax_fusion False
 --disable-te-fused-rope => rope_fusion False
 --disable-async-tensor-model-parallel-allreduce => async_tensor_model_parallel_allreduce False
---disable-log-loss-scale-to-tensorboard => log_loss_scale_to_tensorboard False
 """
 # Accepted with a notice, at these values.
 ACCEPTED = """
+--log-timers-to-tensorboard
+--log-batch-size-to-tensorboard
+--log-validation-ppl-to-tensorboard
+--log-optimizer-states-to-tensorboard
+--no-log-learnig-rate-to-tensorboard
+--no-log-loss-scale-to-tensorboard
+--disable-log-loss-scale-to-tensorboard
+--log-memory-to-tensorboard
+--log-world-size-to-tensorboard
 --num-experts 1
 --expert-interval 2
 --topk 1
@@ -339,8 +346,6 @@ ACCEPTED = """
 --use-pytorch-profiler
 --check-for-nan-in-loss-and-grad
 --no-check-for-nan-in-loss-and-grad
---wandb-name n
---wandb-entity e
 --pp-partition-method type:transformer
 --log-throughput
 --no-create-attention-mask-in-dataloader

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.load import LoadedState
     from megatron.data.tokenizer import Tokenizer
     from megatron.parallel.topology import Topology
-    from megatron.training.report.metrics import MetricsFile
+    from megatron.training.report.events import Event
 
 _TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 _AS_TRAINED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "data_packing")
@@ -65,7 +65,7 @@ class Trained:
     config     of the model, its tokenizer and the separation of documents
     tokenizer  None if the model was trained without one
     chunks     this rank's stages, without dropout
-    metrics    of --metrics-file; writes on rank 0
+    publish    adds an event to --metrics-file, on rank 0
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Trained:
     tokenizer: Tokenizer | None
     chunks: torch.nn.ModuleDict
     loaded: LoadedState
-    metrics: MetricsFile
+    publish: Callable[[Event], object]
 
 
 def run_with_model(
@@ -101,7 +101,6 @@ def run_with_model(
         try:
             trained = _load(args, launch, rendezvous.device, changed)
             use(trained)
-            trained.metrics.close()
         except BaseException as error:
             rendezvous.fail(f"{type(error).__name__}: {error}")
             raise
@@ -119,7 +118,7 @@ def _load(
     from megatron.checkpoint.load import load_weights
     from megatron.model.gpt import build_chunks
     from megatron.parallel.topology import Topology
-    from megatron.training.report.metrics import MetricsFile
+    from megatron.training.report.trackers import JsonLines
     from megatron.training.run.checkpoints import say_found
     from megatron.training.run.host import share_cores
     from megatron.training.run.setup import load_tokenizer
@@ -143,10 +142,11 @@ def _load(
     chunks = build_chunks(config, topology)
     chunks.to(getattr(torch, config.precision.dtype_name)).eval()
     loaded = load_weights(args.load, chunks, topology, args.load_tag)
-    metrics = MetricsFile(args.metrics_file if launch.rank == 0 else None)
+    file = JsonLines(args.metrics_file) if launch.rank == 0 and args.metrics_file else None
+    publish: Callable[[Event], object] = (lambda event: None) if file is None else file.on_event
     if launch.rank == 0:
-        say_found(loaded, say, metrics)
-    return Trained(config, topology, tokenizer, chunks, loaded, metrics)
+        say_found(loaded, say, publish)
+    return Trained(config, topology, tokenizer, chunks, loaded, publish)
 
 
 def _config(args: argparse.Namespace, world_size: int, changed: Mapping[str, Any]) -> Config:

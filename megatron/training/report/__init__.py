@@ -1,1 +1,1 @@
-"""Reports of a run: metrics, log, TensorBoard, timers, slow ranks."""
+"""Reports of a run: events, log, metrics file, trackers, timers, slow ranks."""

@@ -1,12 +1,9 @@
-"""Measurements of a run between two log lines, and the JSON-lines file that every tool reads."""
+"""Measurements of a run between two log lines."""
 
 from __future__ import annotations
 
 import functools
-import io
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,28 +20,7 @@ from megatron.errors import ConfigError
 from megatron.parallel import collectives
 from megatron.parallel.flight import DeviceCalls
 from megatron.parallel.topology import Group, Layout, Topology
-from megatron.untrusted import without_waiting
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One training step, as known to every rank without communication.
-
-    `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device;
-    None on ranks without a part (see local_loss). Counts include this step.
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    global_batch_size: int
-    learning_rate: float
-    loss: torch.Tensor | None
-    skipped: bool = False
-    loss_scale: float | None = None
-    grad_norm: float | None = None
-    num_zeros: float | None = None
-    params_norm: float | None = None
+from megatron.training.report.events import Iteration, StepRecord
 
 
 @dataclass(frozen=True)
@@ -58,52 +34,6 @@ class Peak:
     size_bytes: int
     rank: int
     reserved_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class IterationReport:
-    """The figures of one log line.
-
-    Times and rates are means over the interval; losses leave out skipped steps.
-
-    lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the
-    device's peak, None where that is unknown. memory_bytes is the most that any rank has held since
-    the job began, not only in the interval, memory_rank that rank. reserved_bytes is the most that
-    the allocator of any rank has reserved, None on a CPU. `steps` are the steps of the interval
-    with `step_losses`, their losses over all ranks.
-    """
-
-    iteration: int
-    total_iterations: int
-    consumed_samples: int
-    consumed_tokens: int
-    global_batch_size: int
-    seq_length: int
-    learning_rate: float
-    lm_loss: float | None
-    loss_scale: float | None
-    grad_norm: float | None
-    num_zeros: float | None
-    params_norm: float | None
-    skipped: int
-    nan: int
-    step_time_s: float
-    samples_per_s: float
-    tokens_per_s: float
-    tokens_per_s_per_device: float
-    model_tflops: float
-    hardware_tflops: float
-    mfu: float | None
-    hfu: float | None
-    memory_bytes: int
-    memory_rank: int
-    reserved_bytes: int | None = None
-    steps: tuple[StepRecord, ...] = ()
-    step_losses: tuple[float, ...] = ()
-
-    def as_record(self) -> dict[str, Any]:
-        """Return the fields for the metrics file, unrounded."""
-        return {k: v for k, v in vars(self).items() if k not in ("steps", "step_losses")}
 
 
 @dataclass(frozen=True)
@@ -158,9 +88,17 @@ class Interval:
         return found[:steps], Peak(int(held[rank]), rank, reserved or None)
 
     def report(
-        self, losses: list[float], total_iterations: int, elapsed_s: float, memory: Peak
-    ) -> IterationReport:
-        """Return the figures of the interval of `elapsed_s` seconds, and begin a new one."""
+        self,
+        losses: list[float],
+        total_iterations: int,
+        elapsed_s: float,
+        memory: Peak,
+        **measured: Any,
+    ) -> Iteration:
+        """Return the figures of the interval of `elapsed_s` seconds, and begin a new one.
+
+        `measured` are further fields, from elsewhere.
+        """
         steps, self.steps = tuple(self.steps), []
         assert steps, "a log line needs at least one step"
         last, rates = steps[-1], self._rates
@@ -171,7 +109,7 @@ class Interval:
         hardware = samples_per_s * rates.hardware_flops_per_sample / rates.world_size
         peak = rates.peak_flops_per_s
         of_last_step = {k: v for k, v in vars(last).items() if k not in ("loss", "skipped")}
-        return IterationReport(
+        return Iteration(
             **of_last_step,
             total_iterations=total_iterations,
             seq_length=rates.seq_length,
@@ -191,6 +129,7 @@ class Interval:
             reserved_bytes=memory.reserved_bytes,
             steps=steps,
             step_losses=tuple(losses),
+            **measured,
         )
 
 
@@ -234,72 +173,6 @@ def local_loss(
     if weights is None:
         return together.mean() / topology.data.size
     return (together * weights.to(together)).sum()
-
-
-class MetricsFile:
-    """The metrics file: one JSON object per line, {"event": ..., "time": seconds since 1970, ...}.
-
-    Numbers are not rounded.
-
-    Events: start, iteration, validation, data, stragglers, checkpoint, checkpoint_failed,
-    rejected_checkpoint, not_finite, loss_spike, generate, evaluate, end. A resumed run appends to
-    the same file. Every record is written immediately, so a killed run loses nothing that it
-    reported. NaN and infinity are written as null, because JSON has no such numbers; nan iterations
-    are counted.
-    Raises ConfigError when the file cannot be opened; the message names `flag`, which selected it.
-    If the disk fills up later, records are lost but the run continues; `warn` is called once.
-    """
-
-    def __init__(
-        self,
-        path: str | Path | None,
-        clock: Callable[[], float] = time.time,
-        *,
-        flag: str = "--metrics-file",
-        warn: Callable[[str], object] = print,
-    ) -> None:
-        self.path = Path(path) if path is not None else None
-        self._clock = clock
-        self._warn: Callable[[str], object] | None = warn
-        self._file: io.RawIOBase | None = None
-        # whether the last record was cut short, in a run that was killed or on a full disk
-        self._torn = False
-        if self.path is None:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(self.path, "ab", buffering=0, opener=without_waiting)  # noqa: SIM115 - open for the whole run
-            self._file = file
-            if file.tell() > 0:
-                with open(self.path, "rb") as written:
-                    written.seek(-1, os.SEEK_END)
-                    self._torn = written.read(1) != b"\n"
-        except OSError as error:
-            raise ConfigError(
-                f"{flag}: {self.path}: {error.strerror}: choose a place that can be written"
-            ) from error
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Append one record, if there is a file."""
-        if self._file is None:
-            return
-        record = {"event": event, "time": self._clock(), **fields}
-        finite = json.loads(json.dumps(record, default=str), parse_constant=lambda _: None)
-        line = (json.dumps(finite) + "\n").encode()
-        line = b"\n" + line if self._torn else line
-        try:
-            self._torn = (self._file.write(line) or 0) < len(line)
-            reason = "No space left on device" if self._torn else None
-        except OSError as error:
-            self._torn, reason = True, error.strerror or str(error)
-        if reason and self._warn is not None:
-            self._warn(f" warning: records are lost, {self.path} cannot be written: {reason}")
-            self._warn = None
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 # --- timers

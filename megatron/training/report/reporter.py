@@ -1,47 +1,36 @@
-"""Output of a run: log lines, progress line, TensorBoard and metrics file. Only rank 0 writes.
+"""Output of a run: log lines, progress line, and the events for everything else.
 
-Log parsers read the lines: fields, order and formats are Megatron-DeepSpeed's. TensorBoard's tags
-are Megatron-LM's and, for losses, Megatron-DeepSpeed's as well.
+Only rank 0 writes. Log parsers read the lines: fields, order and formats are Megatron-DeepSpeed's.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from threading import Event, Thread
 from typing import IO, Any, TextIO
 
 from megatron.config import Config
 from megatron.config.duration import show_duration
-from megatron.errors import ConfigError
-from megatron.training.report.metrics import (
-    IterationReport,
-    MetricsFile,
-    StepRecord,
-)
-from megatron.training.run.schedules import Progress
+from megatron.protocols import Callback
+from megatron.training.report.events import ComputeTimes, Event, Iteration, Validation, perplexity
+from megatron.training.report.trackers import Background, JsonLines, trackers
 
 _SHOWN = 8  # slow ranks in the log: as many as one node has
 _EVERY_S = 30.0  # the longest silence
 _BAR = 40  # columns
-_FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
 _GROWTH = 1.05  # of memory since the last report, from which on it is reported again
 # no training run comes near it; a higher figure is an error in time or peak
 _PLAUSIBLE_UTILISATION = 0.9
 
 
-def perplexity(loss: float) -> float:
-    """Return exp(loss), with the loss limited to 20."""
-    return math.exp(min(20.0, loss))
-
-
-def format_iteration(report: IterationReport) -> str:
+def format_iteration(report: Iteration) -> str:
     """Return the iteration line.
 
     `TFLOPs:` is hardware FLOP/s per device, recomputation included, as parsers expect; MFU and HFU
@@ -128,7 +117,7 @@ class Console:
         self._works: Any = None  # rich's Progress, for its rates; the innermost work is the last
         self._live: Any = None
         self._said = self._moved = clock()  # when a line was printed, when a unit was done
-        self._idle = Event()
+        self._idle = threading.Event()
 
     @property
     def width(self) -> int:
@@ -226,8 +215,8 @@ class Console:
 
         self._works = Progress(get_time=self._clock, disable=True, speed_estimate_period=1e9)
         if not self._stream.isatty():
-            self._idle = Event()
-            Thread(target=self._tell_regularly, args=(self._idle,), daemon=True).start()
+            self._idle = threading.Event()
+            threading.Thread(target=self._tell_regularly, args=(self._idle,), daemon=True).start()
             return
         console = RichConsole(file=self._stream)
         self._live = Live(
@@ -236,7 +225,7 @@ class Console:
         self._live.start()
         console.show_cursor()  # a process that is killed could not
 
-    def _tell_regularly(self, idle: Event) -> None:
+    def _tell_regularly(self, idle: threading.Event) -> None:
         while not idle.wait(max(1.0, _EVERY_S - (self._clock() - self._said))):
             self.tell(_EVERY_S)
 
@@ -255,150 +244,37 @@ class Console:
         return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-class TensorBoard:
-    """Writes every --tensorboard-log-interval'th step at the next log line, when its loss is known.
+class LogLines(Callback):
+    """Prints the events that have lines of their own in the log."""
 
-    A writer that is off accepts every call and does nothing. A disk that fills up during the run
-    turns it off, with a call of `warn`.
-    """
-
-    def __init__(
-        self, config: Config, enabled: bool, warn: Callable[[str], object] = print
-    ) -> None:
-        self._flags, self._warn, self._world_size = config.logging, warn, config.parallel.world_size
-        self._writer: Any = None
-        folder = self._flags.tensorboard_dir
-        if not enabled or not folder:
-            return
-        from torch.utils.tensorboard import SummaryWriter
-
-        try:
-            queue = self._flags.tensorboard_queue_size
-            self._writer = SummaryWriter(folder, max_queue=queue, flush_secs=_FLUSH_S)
-        except OSError as error:
-            raise ConfigError(
-                f"--tensorboard-dir {folder}: {error.strerror}: choose another"
-            ) from error
-
-    def iteration(
-        self,
-        report: IterationReport,
-        times_ms: Mapping[str, Sequence[float]],
-        epochs: Mapping[str, float],
-    ) -> None:
-        """Write the steps of one interval, its timers and the epochs of each data source.
-
-        `timers` have one number per rank.
-        """
-        flags = self._flags
-        for step, loss in zip(report.steps, report.step_losses, strict=True):
-            if step.iteration % flags.tensorboard_log_interval == 0:
-                self._step(step, loss)
-        figures: dict[str, float | None] = {
-            f"data-epochs/{source}": number for source, number in epochs.items()
-        }
-        if flags.log_memory_to_tensorboard:
-            figures |= {
-                "mem-allocated-bytes": report.memory_bytes,
-                "mem-reserved-bytes": report.reserved_bytes,
-            }
-        if flags.log_timers_to_tensorboard:
-            figures["iteration-time"] = report.step_time_s
-            figures["iteration-time/samples-per-second"] = report.samples_per_s
-            figures |= {f"{part}-time": max(times) / 1e3 for part, times in times_ms.items()}
-        self._write(figures, report.iteration)
-
-    def _step(self, step: StepRecord, loss: float) -> None:
-        flags, figures = self._flags, dict[str, float | None]()
-        if math.isfinite(loss) and not step.skipped:
-            figures = {"lm loss": loss, "lm-loss-training/lm loss": loss}
-            self._write({f"{tag} vs tokens": loss for tag in figures}, step.consumed_tokens)
-        figures |= {
-            "learning-rate": step.learning_rate if flags.log_learning_rate_to_tensorboard else None,
-            "batch-size": step.global_batch_size if flags.log_batch_size_to_tensorboard else None,
-            "loss-scale": step.loss_scale if flags.log_loss_scale_to_tensorboard else None,
-            "world-size": self._world_size if flags.log_world_size_to_tensorboard else None,
-            "grad-norm": step.grad_norm,
-            "num-zeros": step.num_zeros,
-            "params-norm": step.params_norm,
-        }
-        self._write(figures, step.iteration, step.consumed_samples)
-
-    def validation(
-        self, iteration: int, consumed_samples: int, loss: float, corpus: str | None = None
-    ) -> None:
-        """Write one evaluation of the validation set, or of one corpus of it."""
-        name = f" {corpus}" if corpus else ""
-        tags = (f"lm loss validation{name}", f"lm-loss-validation/lm loss validation{name}")
-        figures: dict[str, float | None] = dict.fromkeys(tags, loss)
-        if self._flags.log_validation_ppl_to_tensorboard:
-            figures |= {f"{tag} ppl": perplexity(loss) for tag in tags}
-        self._write(figures, iteration, consumed_samples)
-
-    def _write(
-        self, figures: Mapping[str, float | None], iteration: int, samples: int | None = None
-    ) -> None:
-        """Write the figures that are not None, over iterations and, if given, over `samples`."""
-        if self._writer is None:
-            return
-        try:
-            for tag, value in figures.items():
-                if value is not None:
-                    self._writer.add_scalar(tag, value, iteration)
-                    if samples is not None:
-                        self._writer.add_scalar(f"{tag} vs samples", value, samples)
-        except OSError as error:
-            self._writer = None
-            self._warn(
-                f" warning: --tensorboard-dir {self._flags.tensorboard_dir}: {error.strerror}: "
-                "nothing more is written there"
-            )
-
-    def close(self) -> None:
-        if self._writer is not None:
-            with suppress(OSError):
-                self._writer.close()
-
-
-class Reporter:
-    """Reports a run to people and tools. Every rank may call it; rank 0 writes."""
-
-    def __init__(self, config: Config, rank: int) -> None:
+    def __init__(self, config: Config, console: Console) -> None:
         self._timing_option = config.logging.timing_log_option
         self._memory_reported = 0.0
-        self.console = Console(enabled=rank == 0)
-        self.say = self.console.say
-        flag = (
-            "--metrics-file" if config.logging.metrics_file else f"--save {config.checkpoint.save}"
-        )
-        self.metrics = MetricsFile(
-            config.metrics_path if rank == 0 else None, flag=flag, warn=self.say
-        )
-        self._tensorboard = TensorBoard(config, enabled=rank == 0, warn=self.say)
+        self._console, self._say = console, console.say
 
-    def iteration(
-        self,
-        report: IterationReport,
-        times_ms: Mapping[str, Sequence[float]],
-        epochs: Mapping[str, float],
-    ) -> None:
-        """Report an interval: log line, timers, record, and its steps for TensorBoard.
+    def on_event(self, event: Event) -> None:
+        """Print the lines of an event, and show it in the progress line."""
+        match event:
+            case Iteration():
+                self._iteration(event)
+            case Validation():
+                self._say(format_validation(event.where, event.lm_loss))
+            case ComputeTimes():
+                self._compute_times(event)
 
-        `epochs` are those of each data source. The peak memory is reported after the first interval
-        and whenever it has grown.
+    def _iteration(self, report: Iteration) -> None:
+        """Print the line of an interval.
+
+        The peak memory is reported after the first interval and whenever it has grown.
         """
-        self.say(format_iteration(report))
+        self._say(format_iteration(report))
         if report.hfu is not None and report.hfu > _PLAUSIBLE_UTILISATION:
-            self.say(
+            self._say(
                 f" warning: HFU {report.hfu:.3f} is more than a device can do: the time or the "
                 "peak is wrong"
             )
-        timers: dict[str, Any] = {}
-        if times_ms:
-            self.say(format_timers(times_ms, self._timing_option))
-            timers["times_ms"] = {
-                name: {"min": min(t), "max": max(t)} for name, t in times_ms.items()
-            }
+        if report.times_ms:
+            self._say(format_timers(report.times_ms, self._timing_option))
         held = report.memory_bytes
         if held > _GROWTH * self._memory_reported:
             most = (
@@ -406,60 +282,58 @@ class Reporter:
             )
             if report.reserved_bytes is not None:
                 most += f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB"
-            self.say(most)
+            self._say(most)
             self._memory_reported = held
-        self.metrics.write("iteration", **report.as_record(), **timers)
-        self._tensorboard.iteration(report, times_ms, epochs)
         if report.lm_loss is not None:
-            self.console.note(f"loss {report.lm_loss:.3f}")
+            self._console.note(f"loss {report.lm_loss:.3f}")
 
-    def validation(
-        self,
-        prefix: str,
-        progress: Progress,
-        dataset: str,
-        loss: float,
-        samples: int,
-        seconds: float,
-        corpus: str | None = None,
-    ) -> None:
-        """Report one evaluation on `samples` samples of the 'valid' or 'test' data set.
-
-        `corpus` is the name of a validation corpus; None for the whole set.
-        """
-        self.say(format_validation(prefix, loss))
-        self.metrics.write(
-            "validation",
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens,
-            dataset=dataset,
-            corpus=corpus,
-            lm_loss=loss,
-            perplexity=perplexity(loss),
-            samples=samples,
-            elapsed_s=seconds,
+    def _compute_times(self, times: ComputeTimes) -> None:
+        self._say(
+            f" computing time of a step over ranks: min {times.min_ms:.1f} ms, median "
+            f"{times.median_ms:.1f} ms, max {times.max_ms:.1f} ms"
         )
-        if dataset == "valid":
-            self._tensorboard.validation(
-                progress.iteration, progress.consumed_samples, loss, corpus
-            )
-
-    def stragglers(self, iteration: int, record: Mapping[str, Any]) -> None:
-        """Report the computing time of the ranks, a record of `summarise`."""
-        self.say(
-            f" computing time of a step over ranks: min {record['min_ms']:.1f} ms, median "
-            f"{record['median_ms']:.1f} ms, max {record['max_ms']:.1f} ms"
-        )
-        if slow := record["slow"]:
+        if times.slow:
             shown = [
                 f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x"
-                for one in slow[:_SHOWN]
+                for one in times.slow[:_SHOWN]
             ]
-            listed = f"{', '.join(shown)} ({record['slow_ranks']} in all)"
-            self.say(f"   slower than the median of their stage: {listed}")
-        self.metrics.write("stragglers", iteration=iteration, **record)
+            listed = f"{', '.join(shown)} ({times.slow_ranks} in all)"
+            self._say(f"   slower than the median of their stage: {listed}")
+
+
+class Reporter:
+    """Reports a run to people and tools. Every rank may call it; rank 0 writes.
+
+    Log and metrics file have an event when `publish` returns; trackers and the user's on_event may
+    be behind.
+    """
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self.console = Console(enabled=rank == 0)
+        self.say = self.console.say
+        self._energy_j = 0.0
+        self._direct: list[LogLines | JsonLines] = []
+        self._behind: list[Background] = []
+        if rank != 0:
+            return
+        self._direct.append(LogLines(config, self.console))
+        if config.metrics_path is not None:
+            folder = f"--save {config.checkpoint.save}"
+            flag = "--metrics-file" if config.logging.metrics_file else folder
+            self._direct.append(JsonLines(config.metrics_path, flag=flag, warn=self.say))
+        self._behind = trackers(config, self.say)
+
+    def publish(self, event: Event) -> None:
+        """Pass an event to the log, the metrics file, the trackers and the user's callbacks."""
+        if isinstance(event, Iteration) and event.energy_j is not None:
+            self._energy_j += event.energy_j
+            event = dataclasses.replace(event, energy_kwh=self._energy_j / 3.6e6)
+        for callback in (*self._direct, *self._behind):
+            callback.on_event(event)
 
     def close(self) -> None:
-        self.metrics.close()
-        self._tensorboard.close()
+        """Close the files, and wait for trackers, for a limited time."""
+        for tracker in self._behind:
+            tracker.finish()  # all of them end at the same time
+        for callback in (*self._behind, *self._direct):
+            callback.close()

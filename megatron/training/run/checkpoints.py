@@ -20,7 +20,12 @@ from megatron.data.sampler import are_ranges, is_consumed
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
-from megatron.training.report.metrics import MetricsFile
+from megatron.training.report.events import (
+    CheckpointFailed,
+    CheckpointRejected,
+    CheckpointSaved,
+    Event,
+)
 from megatron.training.report.reporter import Reporter
 from megatron.training.run.schedules import Progress
 from megatron.training.run.stopping import Agreement
@@ -195,14 +200,15 @@ class Saves:
             f"{saved.bytes / 1e9 / seconds:.2f}, Latency(second): {saved.elapsed_s:.3f}"
             + (f", stall(second): {saved.stall_s:.3f}" if background else "")
         )
-        self._reporter.metrics.write(
-            "checkpoint",
-            iteration=iteration,
-            folder=str(saved.folder),
-            size_bytes=saved.bytes,
-            elapsed_s=saved.elapsed_s,
-            stall_s=saved.stall_s,
-            background=background,
+        self._reporter.publish(
+            CheckpointSaved(
+                iteration=iteration,
+                folder=str(saved.folder),
+                size_bytes=saved.bytes,
+                elapsed_s=saved.elapsed_s,
+                stall_s=saved.stall_s,
+                background=background,
+            )
         )
         self.failure, self.saved_iteration, self.elapsed_s = None, iteration, saved.elapsed_s
         for call in self.after_save:
@@ -218,7 +224,7 @@ class Saves:
                 " ERROR: training continues and will try again; until then a failure of the job "
                 f"costs everything since the last good checkpoint ({self._last_good})"
             )
-        self._reporter.metrics.write("checkpoint_failed", iteration=iteration, reason=str(error))
+        self._reporter.publish(CheckpointFailed(iteration=iteration, reason=str(error)))
 
 
 def checkpoint_to_load(
@@ -248,24 +254,22 @@ def checkpoint_to_load(
 
     found = decided_by_first(topology, look)
     if reporter is not None:
-        say_found(found, reporter.say, reporter.metrics)
+        say_found(found, reporter.say, reporter.publish)
     return found.folder
 
 
 def say_found(
-    found: Found | LoadedState, say: Callable[[str], object], metrics: MetricsFile
+    found: Found | LoadedState,
+    say: Callable[[str], object],
+    publish: Callable[[Event], object],
 ) -> None:
     """Report why a checkpoint was chosen, and which ones are broken."""
     for note in found.notes:
         say(f" note: {note}")
     for one in found.rejected:
         say(f"WARNING: broken checkpoint {one}\nWARNING: {found.folder} is loaded instead")
-        metrics.write(
-            "rejected_checkpoint",
-            folder=str(one.folder),
-            reason=one.reason,
-            instead=str(found.folder),
-        )
+        folder, instead = str(one.folder), str(found.folder)
+        publish(CheckpointRejected(folder=folder, reason=one.reason, instead=instead))
 
 
 def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Reporter) -> Config:
@@ -319,7 +323,7 @@ def load_checkpoint(
     start = time.perf_counter()
     loaded = load(settings.load, engine, topology, config, folder, topology.flight.alive)
     assert loaded.folder is not None, "it raises when there is nothing to load"
-    say_found(loaded, reporter.say, reporter.metrics)
+    say_found(loaded, reporter.say, reporter.publish)
     reporter.say(
         f" loaded checkpoint {loaded.folder} in {time.perf_counter() - start:.2f} s"
         + ("" if loaded.optimizer else ", without optimizer state")

@@ -20,7 +20,14 @@ from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.flight import FlightState
 from megatron.parallel.topology import Topology
-from megatron.training.report.metrics import StepRecord, TokenWeights, local_loss
+from megatron.training.report.events import (
+    ComputeTimes,
+    DataTaken,
+    End,
+    StepRecord,
+    Validation,
+)
+from megatron.training.report.metrics import TokenWeights, local_loss
 from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run, Skips, StepUnderWay
@@ -62,12 +69,13 @@ def train(run: Run) -> Stop | None:
         final_evaluations(run)
     else:
         run.reporter.say(stop.reason)
-    run.reporter.metrics.write(
-        "end",
-        iteration=progress.iteration,
-        consumed_samples=progress.consumed_samples,
-        skipped_iterations=progress.skipped_iterations,
-        reason=stop.reason if stop else "done",
+    run.reporter.publish(
+        End(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            skipped_iterations=progress.skipped_iterations,
+            reason=stop.reason if stop else "done",
+        )
     )
     if run.saves is not None:
         with run.topology.flight.phase("saving"):
@@ -163,11 +171,12 @@ def account_data(run: Run) -> None:
     progress = run.progress
     if run.ledger is not None and run.accounted_iteration != progress.iteration:
         run.reporter.say(run.ledger.line())
-        run.reporter.metrics.write(
-            "data",
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
-            sources=run.ledger.record(),
+        run.reporter.publish(
+            DataTaken(
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                sources=run.ledger.record(),
+            )
         )
         run.accounted_iteration = progress.iteration
 
@@ -303,10 +312,15 @@ def report(run: Run) -> None:
     finish_step(run)  # behind the wait for the losses
     elapsed_s = run.watch.lap()
     steps = len(run.interval.steps)
-    times_ms = run.timers.collect(steps)
-    epochs = {} if run.ledger is None else run.ledger.epochs()
-    figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory)
-    run.reporter.iteration(figures, times_ms, epochs)
+    figures = run.interval.report(
+        losses,
+        run.total_iterations,
+        elapsed_s,
+        memory,
+        times_ms=run.timers.collect(steps),
+        sources={} if run.ledger is None else run.ledger.by_short_name(),
+    )
+    run.reporter.publish(figures)
     if run.costs is not None and run.progress.iteration < run.total_iterations:
         done = figures.consumed_samples * figures.seq_length
         left = run.costs.at(figures.tokens_per_s, done)
@@ -314,7 +328,8 @@ def report(run: Run) -> None:
         run.costs = None
     call_back(run, "on_log", figures)
     if run.stragglers is not None:
-        run.reporter.stragglers(run.progress.iteration, run.stragglers.report(steps))
+        times = run.stragglers.report(steps)
+        run.reporter.publish(ComputeTimes(iteration=run.progress.iteration, **times))
 
 
 def validate(run: Run) -> None:
@@ -366,7 +381,7 @@ def evaluate_corpora(run: Run, prefix: str) -> None:
         losses.append(loss)
     samples = sum(min(run.eval_samples, len(one)) for one in run.datasets.corpora.values())
     mean, seconds = sum(losses) / len(losses), time.perf_counter() - start
-    run.reporter.validation(prefix, run.progress, "valid", mean, samples, seconds)
+    report_validation(run, prefix, "valid", mean, samples, seconds)
     if run.wall_time is not None:
         run.wall_time.after_evaluation(seconds)
 
@@ -435,10 +450,39 @@ def evaluate(
         if advance:
             progress.consumed_valid_samples = position + samples
         loss, seconds = measured[0], time.perf_counter() - start
-        run.reporter.validation(prefix, progress, name, loss, samples, seconds, corpus)
+        report_validation(run, prefix, name, loss, samples, seconds, corpus)
         if run.wall_time is not None and corpus is None:
             run.wall_time.after_evaluation(seconds)
     return loss
+
+
+def report_validation(
+    run: Run,
+    prefix: str,
+    dataset: str,
+    loss: float,
+    samples: int,
+    seconds: float,
+    corpus: str | None = None,
+) -> None:
+    """Report one evaluation on `samples` samples of the 'valid' or 'test' data set.
+
+    `corpus` is the name of a validation corpus; None for the whole set.
+    """
+    progress = run.progress
+    run.reporter.publish(
+        Validation(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
+            dataset=dataset,
+            corpus=corpus,
+            lm_loss=loss,
+            samples=samples,
+            elapsed_s=seconds,
+            where=prefix,
+        )
+    )
 
 
 def batches_of(run: Run, stream: Stream, samples: int) -> Iterator[list[MicroBatch]]:

@@ -81,6 +81,9 @@ MAY_DIFFER = {
     # for one rank alone, or separately for each
     "metrics_file",
     "tensorboard_dir",
+    "wandb_exp_name",
+    "wandb_save_dir",
+    "mlflow_run_name",
     "trace_dir",
     "kill_switch_file",
 }

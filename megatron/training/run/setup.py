@@ -36,6 +36,7 @@ from megatron.parallel.launch import Launch
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
+from megatron.training.report.events import Start
 from megatron.training.report.metrics import Interval, Profiler, Rates, Stragglers, Timers
 from megatron.training.report.reporter import Console, Reporter
 from megatron.training.run.checkpoints import (
@@ -277,17 +278,18 @@ def assemble(
     nodes = len({place.partition(":")[0] for place in places}) or 1
     costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)
     reporter.say(f" the whole run: {costs.size}")
-    reporter.metrics.write(
-        "start",
-        costs=dataclasses.asdict(costs),
-        iteration=progress.iteration,
-        config=config.to_dict(),
-        differs=differences(config),
-        layout=layout_record(config, topology),
-        places=list(places),
-        device=device_name(device),
-        parameters=costs.parameters,
-        versions=versions(),
+    reporter.publish(
+        Start(
+            iteration=progress.iteration,
+            config=config.to_dict(),
+            layout=layout_record(config, topology),
+            places=list(places),
+            device=device_name(device),
+            parameters=costs.parameters,
+            versions=versions(),
+            costs=dataclasses.asdict(costs),
+            differs=differences(config),
+        )
     )
     describe_length(config, batches, datasets, progress, end, reporter)
     ledger: Ledger | None = None

@@ -17,10 +17,10 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.engine.engine import Engine
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
+from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import (
     Interval,
     Profiler,
-    StepRecord,
     Stopwatch,
     Stragglers,
     Timers,

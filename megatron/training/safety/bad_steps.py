@@ -26,7 +26,7 @@ from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.sharding import sharding_of
-from megatron.training.report.metrics import StepRecord
+from megatron.training.report.events import LossSpike, NotFinite, StepRecord
 from megatron.training.run.checkpoints import load_checkpoint, say_found
 from megatron.training.run.data import open_stream
 from megatron.training.run.schedules import Progress
@@ -132,12 +132,12 @@ def roll_back(run: Run, spike: Spike) -> bool:
         assert directory is not None, "a run that saves has a folder"
         before = min(spike.iteration, saves.saved_iteration + 1)  # later ones are of another run
         found = decided_by_first(run.topology, lambda: find(directory, before=before))
-        say_found(found, reporter.say, reporter.metrics)
+        say_found(found, reporter.say, reporter.publish)
     if found is None or found.folder is None:
         reporter.say(
             "WARNING: there is no checkpoint from before it to go back to: training continues"
         )
-        reporter.metrics.write("loss_spike", **figures, folder=None)
+        reporter.publish(LossSpike(**figures))
         return False
     # Everything is loaded, including what the flags left out of the first checkpoint of the run.
     config = run.config.replace(
@@ -164,13 +164,14 @@ def roll_back(run: Run, spike: Spike) -> bool:
         f"WARNING: back to iteration {progress.iteration}; samples {first} to {last} of the data "
         f"order are left out from now on ({sum(stop - start for start, stop in left_out)} in all)"
     )
-    reporter.metrics.write(
-        "loss_spike",
-        **figures,
-        back_to_iteration=progress.iteration,
-        samples=[first, last + 1],
-        left_out=left_out,
-        sources=None if run.ledger is None else run.ledger.record(),
+    reporter.publish(
+        LossSpike(
+            **figures,
+            back_to_iteration=progress.iteration,
+            samples=[first, last + 1],
+            left_out=left_out,
+            sources=None if run.ledger is None else run.ledger.record(),
+        )
     )
     return True
 
@@ -360,8 +361,8 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     found = diagnose(run, again.micro_batches, skips.scale, again.weights)
     first = step - skips.consecutive + 1
     of_scale = f", the first at the loss scale {skips.scale:g}" if scale_falls else ""
-    run.reporter.metrics.write(
-        "not_finite", iteration=again.step.iteration, skipped_since=first, first=found
+    run.reporter.publish(
+        NotFinite(iteration=again.step.iteration, skipped_since=first, first=found)
     )
     raise TrainingError(
         f"loss or gradients were not finite in {skips.consecutive} steps in a row, {first} to "

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron.training.report.metrics import IterationReport
+from megatron.training.report.events import Iteration
 from megatron.training.report.reporter import format_iteration, format_timers, format_validation
 
 REAL_LINE = (
@@ -38,7 +38,7 @@ LINE = re.compile(
 )
 
 
-def report(**changes: object) -> IterationReport:
+def report(**changes: object) -> Iteration:
     values: dict[str, object] = dict(
         iteration=2,
         total_iterations=5,
@@ -64,8 +64,9 @@ def report(**changes: object) -> IterationReport:
         hfu=None,
         memory_bytes=None,
         memory_rank=None,
+        reserved_bytes=None,
     )
-    return IterationReport(**{**values, **changes})  # type: ignore[arg-type]
+    return Iteration(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_the_same_figures_give_the_real_line() -> None:

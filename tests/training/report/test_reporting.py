@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import pty
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +20,8 @@ import torch
 from megatron.config.duration import show_duration
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.report.metrics import Interval, Profiler, Rates, StepRecord, Stopwatch
-from megatron.training.report.reporter import Console, TensorBoard
+from megatron.training.report.metrics import Profiler, Stopwatch
+from megatron.training.report.reporter import Console
 from megatron.training.run.process import run_guarded
 from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import TINY
@@ -165,115 +163,6 @@ def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines() -> None:
         len([line for line in text.replace("\r", "\n").splitlines() if whole.search(line.rstrip())])
         == 4
     )
-
-
-def logging_flags(folder: Path | None, **changes: Any) -> Any:
-    flags = dict(
-        tensorboard_dir=None if folder is None else str(folder),
-        tensorboard_log_interval=2,
-        tensorboard_queue_size=5,
-        log_timers_to_tensorboard=False,
-        log_batch_size_to_tensorboard=False,
-        log_validation_ppl_to_tensorboard=False,
-        log_learning_rate_to_tensorboard=True,
-        log_loss_scale_to_tensorboard=True,
-        log_memory_to_tensorboard=False,
-        log_world_size_to_tensorboard=False,
-    )
-    return SimpleNamespace(
-        logging=SimpleNamespace(**{**flags, **changes}), parallel=SimpleNamespace(world_size=3)
-    )
-
-
-def write_events(folder: Path, **changes: Any) -> Any:
-    """Write four steps, the last skipped, and a validation; return TensorBoard's own reader."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = TensorBoard(logging_flags(folder, **changes), enabled=True)
-    interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
-    for i in range(1, 5):
-        interval.steps.append(
-            StepRecord(
-                i, 16 * i, 128 * i, 16, i / 8, torch.tensor(4.0 / i), i == 4, 2.0**i, 0.25 * i
-            )
-        )
-    times_ms = {"data-wait": [1.0, 3.0], "optimizer": [20.0, 10.0]}
-    losses, memory = interval.reduce(99, 120)
-    report = interval.report(losses, 4, 1.0, memory)
-    board.iteration(report, times_ms, {"web": 0.5, "books": 1.25})
-    board.validation(4, 64, 1.5)
-    board.close()
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return events
-
-
-def points(events: Any, tag: str) -> list[tuple[int, float]]:
-    return [(e.step, e.value) for e in events.Scalars(tag)]
-
-
-def test_tensorboard_tags_and_steps(tmp_path: Path) -> None:
-    events = write_events(tmp_path)
-    # Every second step; the fourth was skipped and has no loss.
-    for tag in ("lm loss", "lm-loss-training/lm loss"):
-        assert points(events, tag) == [(2, 2.0)]
-        assert points(events, f"{tag} vs samples") == [(32, 2.0)]
-    assert points(events, "learning-rate") == [(2, 0.25), (4, 0.5)]
-    assert points(events, "loss-scale") == [(2, 4.0), (4, 16.0)]
-    assert points(events, "grad-norm vs samples") == [(32, 0.5), (64, 1.0)]
-    assert points(events, "lm loss validation") == [(4, 1.5)]
-    assert points(events, "data-epochs/web") == [(4, 0.5)] and points(
-        events, "data-epochs/books"
-    ) == [(4, 1.25)]
-    off = {
-        "batch-size",
-        "world-size",
-        "mem-allocated-bytes",
-        "mem-reserved-bytes",
-        "iteration-time",
-    }
-    assert not off & set(events.Tags()["scalars"])
-
-
-def test_tensorboard_flags_switch_tags(tmp_path: Path) -> None:
-    events = write_events(
-        tmp_path,
-        log_batch_size_to_tensorboard=True,
-        log_world_size_to_tensorboard=True,
-        log_memory_to_tensorboard=True,
-        log_timers_to_tensorboard=True,
-        log_validation_ppl_to_tensorboard=True,
-        log_learning_rate_to_tensorboard=False,
-        log_loss_scale_to_tensorboard=False,
-        tensorboard_log_interval=4,
-    )
-    assert points(events, "batch-size") == [(4, 16.0)] and points(events, "world-size") == [
-        (4, 3.0)
-    ]
-    assert points(events, "mem-allocated-bytes") == [(4, 99.0)] and points(
-        events, "iteration-time"
-    ) == [(4, 0.25)]
-    assert points(events, "mem-reserved-bytes") == [(4, 120.0)]
-    assert points(events, "data-wait-time") == [(4, pytest.approx(0.003))]  # the slowest rank
-    assert points(events, "optimizer-time") == [(4, pytest.approx(0.02))]
-    assert points(events, "lm loss validation ppl")[0][1] == pytest.approx(4.4816890703)  # e ** 1.5
-    assert not {"learning-rate", "loss-scale"} & set(events.Tags()["scalars"])
-
-
-def test_tensorboard_on_a_full_disk_turns_itself_off(tmp_path: Path) -> None:
-    said: list[str] = []
-    board = TensorBoard(logging_flags(tmp_path), enabled=True, warn=said.append)
-    real = board._writer
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    board._writer = SimpleNamespace(add_scalar=full, flush=full, close=full)
-    for _ in range(2):
-        board.validation(1, 1, 1.0)
-    board.close()
-    real.close()
-    assert len(said) == 1 and str(tmp_path) in said[0]
 
 
 @pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir"])

@@ -28,11 +28,11 @@ from megatron.parallel import flight as flight_module
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
 from megatron.pipeline.executor import Executor
+from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import (
     Interval,
     Peak,
     Rates,
-    StepRecord,
     Stragglers,
     local_loss,
 )

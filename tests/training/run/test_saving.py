@@ -63,13 +63,12 @@ class Listener:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.records: list[tuple[str, int]] = []
-        self.metrics = self
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def write(self, event: str, **fields: Any) -> None:
-        self.records.append((event, fields["iteration"]))
+    def publish(self, event: Any) -> None:
+        self.records.append((event.event, event.iteration))
 
 
 class Case:

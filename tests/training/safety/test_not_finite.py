@@ -23,7 +23,7 @@ from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
 from megatron.metrics_file import read_records
 from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
-from megatron.training.report.metrics import StepRecord
+from megatron.training.report.events import StepRecord
 from megatron.training.run.state import Skips, StepUnderWay
 from megatron.training.safety import bad_steps
 from tests.helpers.launching import TINY, launch
@@ -269,9 +269,7 @@ class Quiet:
     def __init__(self, config: Config) -> None:
         self.config, self.topology, self.skips = config, SINGLE, Skips()
         self.engine = SimpleNamespace(clear_gradients=lambda: None)
-        self.reporter = SimpleNamespace(
-            say=lambda text: None, metrics=SimpleNamespace(write=lambda *_, **__: None)
-        )
+        self.reporter = SimpleNamespace(say=lambda text: None, publish=lambda event: None)
 
 
 def steps_until_error(

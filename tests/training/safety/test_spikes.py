@@ -19,7 +19,7 @@ from megatron.errors import TrainingError
 from megatron.metrics_file import read_records
 from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
-from megatron.training.report.metrics import StepRecord
+from megatron.training.report.events import StepRecord
 from megatron.training.run.schedules import Progress
 from megatron.training.safety.bad_steps import Spike, find_spike, loss_over_ranks
 from tests.helpers.poison import poisoned

@@ -1,0 +1,401 @@
+"""Events of a run: what the log, the metrics file, trackers and callbacks are told, on rank 0.
+
+Each class lists the fields of one kind of record of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+_UNRECORDED = {"recorded": False}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step, as known to every rank without communication.
+
+    `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device;
+    None on ranks without a part (see local_loss). Counts include this step.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch_size: int
+    learning_rate: float
+    loss: torch.Tensor | None
+    skipped: bool = False
+    loss_scale: float | None = None
+    grad_norm: float | None = None
+    num_zeros: float | None = None
+    params_norm: float | None = None
+
+    shown: ClassVar[Mapping[str, str]] = {
+        "loss": "lm loss",
+        "learning_rate": "learning-rate",
+        "global_batch_size": "batch-size",
+        "loss_scale": "loss-scale",
+        "grad_norm": "grad-norm",
+        "num_zeros": "num-zeros",
+        "params_norm": "params-norm",
+        "consumed_samples": "consumed-samples",
+        "consumed_tokens": "consumed-tokens",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened at `time`, in seconds since 1970.
+
+    shown   {field: its name in trackers}; Megatron-LM's name where it has one
+    """
+
+    event: ClassVar[str] = ""
+    shown: ClassVar[Mapping[str, str]] = {}
+    time: float = field(default_factory=time.time)
+
+    def shown_as(self) -> Mapping[str, str]:
+        """Return `shown`, where it does not depend on the event."""
+        return self.shown
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the record for metrics.jsonl, unrounded.
+
+        It has every field without a default, and the others where they have another value.
+        """
+        fields = [f for f in dataclasses.fields(self) if f.metadata.get("recorded", True)]
+        values = [(f, getattr(self, f.name)) for f in fields]
+        return {"event": self.event} | {f.name: v for f, v in values if v != f.default}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Event):
+    """A run begins, or goes on from `iteration`.
+
+    costs    parameters, tokens, FLOPs and node-hours of the whole run
+    differs  settings that differ from their defaults
+    """
+
+    event = "start"
+    iteration: int
+    config: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    places: Sequence[str]
+    device: str
+    parameters: int
+    versions: Mapping[str, Any]
+    costs: Mapping[str, Any] | None = None
+    differs: Mapping[str, Any] | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return what trackers show as the configuration of the run."""
+        about = {"parameters": self.parameters, "device": self.device, "versions": self.versions}
+        return {**self.config, **about}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration(Event):
+    """The figures of one log line.
+
+    Times and rates are means over the interval; losses leave out skipped steps.
+
+    lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the
+    device's peak, None where that is unknown. memory_bytes is the most that any rank has held since
+    the job began, not only in the interval, memory_rank that rank. reserved_bytes is the most that
+    the allocator of any rank has reserved, None on a CPU.
+
+    phases_ms           {phase: {"min", "mean", "max"}} over the ranks, for one step
+    stage_memory_bytes  most memory held by a rank of each pipeline stage
+    energy_j            energy of all nodes in the interval, joules_per_token of it, and energy_kwh
+                        since this job began; None where unknown
+    times_ms            {part of a step: its time on each rank}
+    sources             {data source: its tokens and epochs until now}
+    steps               the steps of the interval, and step_losses, their losses over all ranks
+    """
+
+    event = "iteration"
+    shown: ClassVar[Mapping[str, str]] = {
+        "step_time_s": "iteration-time",
+        "model_tflops": "throughput",
+        "hardware_tflops": "hardware-throughput",
+        "mfu": "mfu",
+        "hfu": "hfu",
+        "tokens_per_s": "tokens-per-second",
+        "tokens_per_s_per_device": "tokens-per-second-per-device",
+        "skipped": "skipped-iterations",
+        "nan": "nan-iterations",
+        "memory_bytes": "mem-max-allocated-bytes",
+        "reserved_bytes": "mem-reserved-bytes",
+        "stage_memory_bytes": "mem-max-allocated-bytes/stage",
+        "phases_ms": "phase-ms",
+        "times_ms": "timer-ms",
+        "energy_j": "energy-joules",
+        "energy_kwh": "energy-kwh",
+        "joules_per_token": "joules-per-token",
+        "sources": "data",
+    }
+    iteration: int
+    total_iterations: int
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch_size: int
+    seq_length: int
+    learning_rate: float
+    lm_loss: float | None
+    loss_scale: float | None
+    grad_norm: float | None
+    num_zeros: float | None
+    params_norm: float | None
+    skipped: int
+    nan: int
+    step_time_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    model_tflops: float
+    hardware_tflops: float
+    mfu: float | None
+    hfu: float | None
+    memory_bytes: int
+    memory_rank: int
+    reserved_bytes: int | None
+    phases_ms: Mapping[str, Mapping[str, float]] | None = None
+    stage_memory_bytes: Sequence[int] | None = None
+    energy_j: float | None = None
+    joules_per_token: float | None = None
+    energy_kwh: float | None = None
+    times_ms: Mapping[str, Sequence[float]] = field(default_factory=dict, metadata=_UNRECORDED)
+    sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict, metadata=_UNRECORDED)
+    steps: Sequence[StepRecord] = field(default=(), metadata=_UNRECORDED)
+    step_losses: Sequence[float] = field(default=(), metadata=_UNRECORDED)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the record, with the shortest and the longest time of each part of a step."""
+        times = {part: {"min": min(t), "max": max(t)} for part, t in self.times_ms.items()}
+        return super().as_record() | ({"times_ms": times} if times else {})
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), with the loss limited to 20."""
+    return math.exp(min(20.0, loss))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation(Event):
+    """An evaluation on `samples` samples of the 'valid' or 'test' data set, or of one `corpus`.
+
+    where   iteration and data, for the log
+    """
+
+    event = "validation"
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    dataset: str
+    lm_loss: float
+    samples: int
+    elapsed_s: float
+    corpus: str | None = None
+    where: str = field(default="", metadata=_UNRECORDED)
+
+    def shown_as(self) -> Mapping[str, str]:
+        """Return other names for each data set and corpus."""
+        kind = "test" if self.dataset == "test" else "validation"
+        name = f"lm loss {kind}" + (f" {self.corpus}" if self.corpus else "")
+        return {"lm_loss": name, "perplexity": f"{name} ppl"}
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the record, with the perplexity."""
+        return super().as_record() | {"perplexity": perplexity(self.lm_loss)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataTaken(Event):
+    """{samples, tokens, epochs} of each data source until now, see Ledger.record."""
+
+    event = "data"
+    iteration: int
+    consumed_samples: int
+    sources: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeTimes(Event):
+    """Computing time of a step over the ranks, and the slow ones, see summarise."""
+
+    event = "stragglers"
+    shown: ClassVar[Mapping[str, str]] = {
+        "min_ms": "compute-ms/min",
+        "median_ms": "compute-ms/median",
+        "max_ms": "compute-ms/max",
+    }
+    iteration: int
+    min_ms: float
+    median_ms: float
+    max_ms: float
+    slow: Sequence[Mapping[str, Any]]
+    slow_ranks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is complete; training waited `stall_s` of its `elapsed_s`."""
+
+    event = "checkpoint"
+    shown: ClassVar[Mapping[str, str]] = {"elapsed_s": "save-time", "stall_s": "save-stall-time"}
+    iteration: int
+    folder: str
+    size_bytes: int
+    elapsed_s: float
+    stall_s: float
+    background: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint could not be written."""
+
+    event = "checkpoint_failed"
+    iteration: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRejected(Event):
+    """A checkpoint is broken, and another one is loaded instead."""
+
+    event = "rejected_checkpoint"
+    folder: str
+    reason: str
+    instead: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotFinite(Event):
+    """Every step from `skipped_since` on was skipped; `first` is the first bad value."""
+
+    event = "not_finite"
+    iteration: int
+    skipped_since: int
+    first: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpike(Event):
+    """A loss was too high, compared with the `median` of the steps before.
+
+    The run went back to an iteration, and leaves out these samples of the data order; None where it
+    had no checkpoint to go back to.
+    """
+
+    event = "loss_spike"
+    iteration: int
+    lm_loss: float
+    median: float | None
+    back_to_iteration: int | None = None
+    samples: Sequence[int] | None = None
+    left_out: Sequence[Sequence[int]] | None = None
+    sources: Mapping[str, Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline(Event):
+    """Measured share of the pipeline's time without computation in a step, and the predicted one.
+
+    file   Perfetto trace of the step
+    """
+
+    event = "timeline"
+    shown: ClassVar[Mapping[str, str]] = {
+        "bubble": "bubble",
+        "predicted_bubble": "predicted-bubble",
+    }
+    iteration: int
+    bubble: float
+    predicted_bubble: float
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated(Event):
+    """A text generated by tools/generate_text.py."""
+
+    event = "generate"
+    prompt: str
+    text: str
+    tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """Loss of a checkpoint on whole files, by tools/evaluate.py; None where bytes are unknown."""
+
+    event = "evaluate"
+    checkpoint: str
+    iteration: int
+    data: Sequence[str]
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    bytes: int | None
+    context: int
+    stride: int
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Event):
+    """A run ends for this reason, "done" after the last iteration. A run that fails has none."""
+
+    event = "end"
+    iteration: int
+    consumed_samples: int
+    skipped_iterations: int
+    reason: str
+
+
+def scalars(event: Event, every: int = 1) -> dict[int, dict[str, float]]:
+    """Return the scalars of an event for trackers: {iteration: {name: value}}.
+
+    Each fact is one scalar. Of an interval's steps each `every`-th has a point; a skipped step has
+    no loss. Values that are unknown or not finite are left out. Mappings and lists have a scalar
+    for each value, "data/web/tokens".
+    """
+    points: dict[int, dict[str, float]] = defaultdict(dict)
+    if isinstance(event, Iteration):
+        for step, loss in zip(event.steps, event.step_losses, strict=True):
+            if step.iteration % every == 0:
+                known = vars(step) | {"loss": None if step.skipped else loss}
+                points[step.iteration].update(_named(known, step.shown))
+    if shown := event.shown_as():
+        known = vars(event) | event.as_record()
+        points[known["iteration"]].update(_named(known, shown))
+    return points
+
+
+def _named(values: Mapping[str, Any], shown: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    for field_, name in shown.items():
+        yield from _flat(name, values.get(field_))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        yield from _named(value, {key: f"{name}/{key}" for key in value})
+    elif isinstance(value, Sequence):
+        yield from _flat(name, dict(enumerate(value)))
+    elif value is not None and math.isfinite(value):
+        # characters that every tracker accepts in a name
+        yield re.sub(r"[^\w\-./ ]", "_", name), float(value)

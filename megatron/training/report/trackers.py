@@ -1,0 +1,329 @@
+"""Metrics file and trackers of a run: callbacks on rank 0 that write its events somewhere.
+
+TensorBoard, Weights & Biases and MLflow get the same scalars under the same names (events.scalars).
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.errors import ConfigError
+from megatron.protocols import Callback
+from megatron.training.report.events import End, Event, Start, scalars
+from megatron.untrusted import without_waiting
+
+_WAITING = 1000  # events that a slow tracker may be behind
+_CLOSE_S = 30.0  # that the end of a run waits for a tracker
+_FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
+_LOGIN_S = 30.0  # that Weights & Biases waits for an answer on a terminal
+_MLFLOW_MOST, _MLFLOW_TEXT = 100, 500  # parameters in one request of MLflow, characters of one
+_MLFLOW = "mlflow-skinny sqlalchemy alembic"  # the last two for stores in files
+
+Say = Callable[[str], object]
+
+
+class JsonLines(Callback):
+    """The metrics file: one JSON object per line, {"event": ..., "time": seconds since 1970, ...}.
+
+    Numbers are not rounded. The classes of megatron.training.report.events are the kinds of
+    records. A resumed run appends to the same file. Every record is written immediately, so a
+    killed run loses nothing that it reported. NaN and infinity are written as null, because JSON
+    has no such numbers; nan iterations are counted.
+
+    Raises ConfigError when the file cannot be opened; the message names `flag`, which selected it.
+    If the disk fills up later, records are lost but the run continues; `warn` is called once.
+    """
+
+    def __init__(self, path: str | Path, *, flag: str = "--metrics-file", warn: Say = print):
+        self.path = Path(path)
+        self._warn: Say | None = warn
+        # whether the last record was cut short, in a run that was killed or on a full disk
+        self._torn = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: io.RawIOBase = open(  # noqa: SIM115 - open for the whole run
+                self.path, "ab", buffering=0, opener=without_waiting
+            )
+            if self._file.tell() > 0:
+                with open(self.path, "rb") as written:
+                    written.seek(-1, os.SEEK_END)
+                    self._torn = written.read(1) != b"\n"
+        except OSError as error:
+            raise ConfigError(
+                f"{flag}: {self.path}: {error.strerror}: choose a place that can be written"
+            ) from error
+
+    def on_event(self, event: Event) -> None:
+        """Append the record of an event."""
+        text = json.dumps(event.as_record(), default=str)
+        finite = json.loads(text, parse_constant=lambda _: None)
+        line = (json.dumps(finite) + "\n").encode()
+        line = b"\n" + line if self._torn else line
+        try:
+            self._torn = (self._file.write(line) or 0) < len(line)
+            reason = "No space left on device" if self._torn else None
+        except OSError as error:
+            self._torn, reason = True, error.strerror or str(error)
+        if reason and self._warn is not None:
+            self._warn(f" warning: records are lost, {self.path} cannot be written: {reason}")
+            self._warn = None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Background(Callback):
+    """Gives the events to another callback in a thread, so that it cannot stop or slow the run.
+
+    At most `size` events wait; more are lost. An exception turns the callback off. Each is noted
+    once through `say`, with the `name` of the callback and its `remedy`, by the thread that
+    publishes the events. `finish` asks for the end, and `close` waits for it with `wait`, which
+    returns whether the given event was set in time.
+    """
+
+    def __init__(
+        self,
+        callback: Any,
+        name: str,
+        remedy: str,
+        say: Say,
+        *,
+        size: int = _WAITING,
+        wait: Callable[[threading.Event], bool] = lambda ended: ended.wait(_CLOSE_S),
+    ) -> None:
+        self._callback, self._name, self._remedy, self._say = callback, name, remedy, say
+        self._size, self._wait = size, wait
+        self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._published = self._taken = 0
+        self._noted = set[str]()
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        # A thread that hangs must not keep the process.
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def _work(self) -> None:
+        try:
+            while (event := self._waiting.get()) is not None:
+                self._callback.on_event(event)
+                self._taken += 1
+            self._callback.close()
+        except BaseException as error:
+            self._error = error
+            with suppress(BaseException):
+                self._callback.close()
+        self._ended.set()
+
+    def on_event(self, event: Event) -> None:
+        """Pass an event on, without waiting."""
+        self._published += 1
+        if self._error is not None:
+            self._note_error()
+        elif self._waiting.qsize() < self._size:
+            self._waiting.put(event)
+        else:
+            self._note("takes too long, so that some of what follows is left out")
+
+    def finish(self) -> None:
+        """Let the callback take what is waiting, and close."""
+        self._waiting.put(None)
+
+    def close(self) -> None:
+        """Wait for the end of the thread, for a limited time, and note what was lost."""
+        ended = self._wait(self._ended)
+        if self._error is not None:
+            self._note_error()
+        elif not ended or self._taken < self._published:
+            late = "" if ended else " and has not ended in time"
+            self._note(f"has taken {self._taken} of {self._published} events{late}")
+
+    def _note_error(self) -> None:
+        error = f"{type(self._error).__name__}: {self._error}"
+        self._note(f"is off from now on, and the run continues: {error}")
+
+    def _note(self, what: str) -> None:
+        if what not in self._noted:
+            self._noted.add(what)
+            self._say(f" note: {self._name} {what}: {self._remedy}")
+
+
+def trackers(config: Config, say: Say) -> list[Background]:
+    """Return the trackers that the flags select, and on_event of the user's own callbacks.
+
+    Raises ConfigError where a package is missing, and where a folder cannot be created.
+    """
+    logging, found = config.logging, list[Background]()
+    if logging.tensorboard_dir:
+        remedy = f"make room in --tensorboard-dir {logging.tensorboard_dir}, or choose another"
+        found.append(Background(TensorBoard(config), "TensorBoard", remedy, say))
+    if logging.wandb_project:
+        remedy = "check the connection and the key, or set WANDB_MODE=offline and sync later"
+        found.append(Background(WandB(config), "Weights & Biases", remedy, say))
+    if logging.mlflow_tracking_uri or logging.mlflow_experiment_name:
+        remedy = "check --mlflow-tracking-uri"
+        found.append(Background(MLflow(config), "MLflow", remedy, say))
+    for callback in config.pieces.callbacks:
+        own = type(callback)
+        if getattr(own, "on_event", Callback.on_event) is not Callback.on_event:
+            name = f"on_event of {own.__module__}.{own.__qualname__}"
+            found.append(Background(callback, name, "correct it", say))
+    return found
+
+
+class TensorBoard(Callback):
+    """Writes into --tensorboard-dir. A resumed run hides the points that it computes again."""
+
+    def __init__(self, config: Config) -> None:
+        flags = config.logging
+        self._every, self._queue = flags.tensorboard_log_interval, flags.tensorboard_queue_size
+        self._folder = flags.tensorboard_dir or "."
+        self._writer: Any = None
+        self._board = _package("torch.utils.tensorboard", "--tensorboard-dir", "tensorboard")
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--tensorboard-dir {self._folder}: {error.strerror}: choose another"
+            ) from error
+
+    def on_event(self, event: Event) -> None:
+        """Write the scalars of an event, or the configuration."""
+        if isinstance(event, Start):
+            again = event.iteration + 1 if event.iteration else None
+            writer = self._writer = self._board.SummaryWriter(
+                self._folder, purge_step=again, max_queue=self._queue, flush_secs=_FLUSH_S
+            )
+            rows = [f"| {name} | {value} |" for name, value in event.settings().items()]
+            table = "\n".join(["| setting | value |", "|---|---|", *rows])
+            writer.add_text("configuration", table, event.iteration, walltime=event.time)
+        for iteration, values in scalars(event, self._every).items():
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, iteration, walltime=event.time)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandB(Callback):
+    """Logs to --wandb-project. A resumed run continues the run whose id is beside metrics.jsonl."""
+
+    def __init__(self, config: Config) -> None:
+        self._wandb, self._flags = _package("wandb", "--wandb-project", "wandb"), config.logging
+        self._name = config.logging.wandb_exp_name or _name_of(config)
+        self._id = _beside(config, "wandb_run_id")
+        self._folder = config.logging.wandb_save_dir or config.checkpoint.save or "."
+        self._exit_code = 1
+
+    def on_event(self, event: Event) -> None:
+        """Log the scalars of an event, over iterations; begin with the configuration."""
+        if isinstance(event, Start):
+            known = _known(self._id, event)
+            id_ = known or secrets.token_hex(4)
+            os.makedirs(self._folder, exist_ok=True)
+            self._wandb.init(
+                project=self._flags.wandb_project,
+                entity=self._flags.wandb_entity,
+                name=self._name,
+                dir=self._folder,
+                id=id_,
+                resume="allow" if known else None,
+                config=event.settings(),
+                # the log stays as it is
+                settings=self._wandb.Settings(console="off", login_timeout=_LOGIN_S),
+            )
+            # Steps of Weights & Biases only grow; iterations begin again after a roll-back.
+            self._wandb.define_metric("*", step_metric="iteration")
+            _remember(self._id, id_)
+        if isinstance(event, End):
+            self._exit_code = 0
+        points = scalars(event, self._flags.tensorboard_log_interval)
+        for iteration, values in points.items():
+            self._wandb.log({"iteration": iteration, **values})
+
+    def close(self) -> None:
+        """End the run, as failed if it has no last event."""
+        self._wandb.finish(exit_code=self._exit_code)
+
+
+class MLflow(Callback):
+    """Logs to --mlflow-tracking-uri, as WandB does to its service."""
+
+    def __init__(self, config: Config) -> None:
+        self._mlflow = _package("mlflow", "--mlflow-experiment-name", _MLFLOW)
+        self._flags, self._name = config.logging, config.logging.mlflow_run_name or _name_of(config)
+        self._id = _beside(config, "mlflow_run_id")
+        self._status = "FAILED"
+
+    def on_event(self, event: Event) -> None:
+        """Log the scalars of an event, over iterations; begin with the configuration."""
+        if isinstance(event, Start):
+            self._begin(event)
+        if isinstance(event, End):
+            self._status = "FINISHED"
+        at_ms, metric = int(1000 * event.time), self._mlflow.entities.Metric
+        points = scalars(event, self._flags.tensorboard_log_interval).items()
+        self._log("metrics", [metric(n, v, at_ms, i) for i, of in points for n, v in of.items()])
+
+    def _begin(self, start: Start) -> None:
+        mlflow, flags, known = self._mlflow, self._flags, _known(self._id, start)
+        if flags.mlflow_tracking_uri:
+            mlflow.set_tracking_uri(flags.mlflow_tracking_uri)
+        mlflow.set_experiment(flags.mlflow_experiment_name or "megatron")
+        if known:
+            with suppress(mlflow.exceptions.MlflowException):  # a run of another store
+                mlflow.start_run(run_id=known)
+                return
+        _remember(self._id, mlflow.start_run(run_name=self._name).info.run_id)
+        values, param = start.settings().items(), mlflow.entities.Param
+        self._log("params", [param(name, str(value)[:_MLFLOW_TEXT]) for name, value in values])
+
+    def _log(self, kind: str, items: list[Any]) -> None:
+        for first in range(0, len(items), _MLFLOW_MOST):
+            some, run = items[first : first + _MLFLOW_MOST], self._mlflow.active_run()
+            self._mlflow.MlflowClient().log_batch(run.info.run_id, **{kind: some})
+
+    def close(self) -> None:
+        """End the run, as failed if it has no last event."""
+        self._mlflow.end_run(self._status)
+
+
+def _name_of(config: Config) -> str | None:
+    return Path(config.checkpoint.save).name if config.checkpoint.save else None
+
+
+def _beside(config: Config, name: str) -> Path | None:
+    """Return the file for the id of a tracker's run, beside metrics.jsonl; None without that."""
+    return config.metrics_path and config.metrics_path.with_name(name)
+
+
+def _known(file: Path | None, start: Start) -> str | None:
+    """Return the id of the tracker's run that is resumed."""
+    return file.read_text().strip() if start.iteration and file and file.is_file() else None
+
+
+def _remember(file: Path | None, id_: str) -> None:
+    if file is not None:
+        file.write_text(id_)
+
+
+def _package(module: str, flag: str, package: str) -> Any:
+    """Import a tracker's module. Raises ConfigError where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{flag}: {module} cannot be imported ({error}): pip install {package}, or remove the flag"
+        ) from error

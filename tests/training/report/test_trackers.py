@@ -1,0 +1,582 @@
+"""Metrics file, trackers and the user's on_event: what they write, and what their failure costs."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import shutil
+import struct
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config import Config
+from megatron.config.pieces import load_callbacks
+from megatron.errors import ConfigError
+from megatron.metrics_file import read_records
+from megatron.training.report import trackers
+from megatron.training.report.events import (
+    CheckpointFailed,
+    Event,
+    Iteration,
+    NotFinite,
+    Start,
+    StepRecord,
+    Validation,
+    scalars,
+)
+from megatron.training.report.trackers import Background, JsonLines, TensorBoard
+from tests.helpers.fresh_python import run_python
+from tests.helpers.launching import TINY, launch
+
+Points = dict[str, list[tuple[int, float]]]
+
+
+def interval(first: int, last: int, **changes: Any) -> Iteration:
+    """Return the event of steps `first` to `last`, with the loss 4 / i of step i; 4 was skipped."""
+    steps = [
+        StepRecord(i, 16 * i, 128 * i, 16, i / 8, None, i == 4, 2.0**i, 0.25 * i)
+        for i in range(first, last + 1)
+    ]
+    of_last = {k: v for k, v in vars(steps[-1]).items() if k not in ("loss", "skipped")}
+    fields: dict[str, Any] = dict(
+        total_iterations=9, seq_length=8, lm_loss=None, skipped=1, nan=0, step_time_s=0.25,
+        samples_per_s=64.0, tokens_per_s=512.0, tokens_per_s_per_device=256.0, model_tflops=3.0,
+        hardware_tflops=4.0, mfu=None, hfu=0.5, memory_bytes=99, memory_rank=0, reserved_bytes=120,
+        steps=steps, step_losses=[4.0 / step.iteration for step in steps],
+    )  # fmt: skip
+    return Iteration(**{**of_last, **fields, **changes})
+
+
+# --- events
+
+
+def test_a_record_has_what_is_known() -> None:
+    assert NotFinite(time=2.0, iteration=3, skipped_since=1, first="x").as_record() == {
+        "event": "not_finite", "time": 2.0, "iteration": 3, "skipped_since": 1, "first": "x"
+    }  # fmt: skip
+    plain = interval(1, 2).as_record()
+    measured = interval(
+        1, 2, times_ms={"optimizer": [2.0, 1.0, 3.0]}, energy_j=7.0, sources={"web": {}}
+    )
+    assert plain["mfu"] is None and not {"steps", "step_losses", "energy_j"} & plain.keys()
+    added = {"times_ms": {"optimizer": {"min": 1.0, "max": 3.0}}, "energy_j": 7.0}
+    assert measured.as_record() == plain | added | {"time": measured.time}
+
+
+def test_each_fact_is_one_scalar() -> None:
+    event = interval(
+        1,
+        4,
+        phases_ms={"forward": {"min": 1.0, "mean": 2.0, "max": 4.0}},
+        stage_memory_bytes=[7, 8],
+        sources={"web=1": {"epochs": 0.5, "tokens": 64}},
+        times_ms={"optimizer": [20.0, 10.0]},
+    )
+    points = scalars(event, every=2)
+    assert list(points) == [2, 4] and points[2]["lm loss"] == 2.0
+    fourth = points[4]
+    assert "lm loss" not in fourth and "mfu" not in fourth  # skipped, and unknown
+    expected = {
+        "grad-norm": 1.0,
+        "loss-scale": 16.0,
+        "learning-rate": 0.5,
+        "consumed-tokens": 512,
+        "tokens-per-second": 512.0,
+        "throughput": 3.0,
+        "phase-ms/forward/mean": 2.0,
+        "phase-ms/forward/max": 4.0,
+        "mem-max-allocated-bytes/stage/1": 8,
+        "data/web_1/epochs": 0.5,
+        "data/web_1/tokens": 64,
+        "timer-ms/optimizer/max": 20.0,
+    }
+    assert expected.items() <= fourth.items()
+    # no step of the interval is due, but its own figures are
+    ((at3, third),) = scalars(interval(3, 3), every=2).items()
+    assert at3 == 3 and "lm loss" not in third and third["iteration-time"] == 0.25
+    assert scalars(CheckpointFailed(iteration=1, reason="full")) == {}
+    evaluation = dict(iteration=4, consumed_samples=1, consumed_tokens=1, samples=1, elapsed_s=1.0)
+    for kind, corpus, name in (
+        ("valid", None, "lm loss validation"),
+        ("test", None, "lm loss test"),
+        ("valid", "code", "lm loss validation code"),
+    ):
+        event = Validation(dataset=kind, corpus=corpus, lm_loss=1.5, **evaluation)  # type: ignore[arg-type]
+        assert scalars(event) == {4: {name: 1.5, f"{name} ppl": pytest.approx(4.4816890703)}}
+
+
+# --- metrics file
+
+
+def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    first = JsonLines(path)
+    first.on_event(interval(1, 1, time=12.5, lm_loss=1 / 3, grad_norm=math.inf, mfu=math.nan))
+    # Flushed: readable while the run continues.
+    (record,) = read_records(path)
+    assert (record["event"], record["time"], record["lm_loss"]) == ("iteration", 12.5, 1 / 3)
+    assert record["grad_norm"] is None is record["mfu"]
+    first.close()
+    with open(path, "a") as file:
+        file.write('{"event": "iterat')  # killed during the write
+    resumed = JsonLines(path)
+    resumed.on_event(CheckpointFailed(iteration=2, reason="full"))
+    resumed.close()
+    assert [r["event"] for r in read_records(path)] == ["iteration", "checkpoint_failed"]
+    json.loads(path.read_text().splitlines()[-1])
+
+
+def test_metrics_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="metrics-file.*file/metrics.jsonl"):
+        JsonLines(tmp_path / "file" / "metrics.jsonl")
+    with pytest.raises(ConfigError, match="^--save "):
+        JsonLines(tmp_path / "file" / "metrics.jsonl", flag="--save file")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo"):
+        JsonLines(tmp_path / "fifo")
+
+
+def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path: Path) -> None:
+    class Disk(io.RawIOBase):
+        """Disk that takes 40 bytes of the second record and nothing of the third."""
+
+        def __init__(self) -> None:
+            self.held, self.calls = b"", 0
+
+        def write(self, data: Any) -> int:
+            self.calls += 1
+            if self.calls == 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken = bytes(data)[: 40 if self.calls == 2 else None]
+            self.held += taken
+            return len(taken)
+
+    said: list[str] = []
+    metrics, disk = JsonLines(tmp_path / "m.jsonl", warn=said.append), Disk()
+    metrics._file = disk
+    (tmp_path / "full.jsonl").write_text('{"event": "iterat')
+    # A run resumed on it writes nothing before there is a record.
+    JsonLines(tmp_path / "full.jsonl")
+    assert (tmp_path / "full.jsonl").read_text() == '{"event": "iterat'
+    for iteration in range(1, 6):
+        metrics.on_event(CheckpointFailed(iteration=iteration, reason="x" * 40))
+    (tmp_path / "m.jsonl").write_bytes(disk.held)
+    assert [r["iteration"] for r in read_records(tmp_path / "m.jsonl")] == [1, 4, 5]
+    assert len(said) == 1 and str(tmp_path / "m.jsonl") in said[0]
+
+
+# --- a tracker that fails
+
+
+class Tracker:
+    """Tracker that notes iterations and does something else at each event."""
+
+    def __init__(self, also: Callable[[Any], object] = lambda event: None) -> None:
+        self.seen: list[int] = []
+        self.also, self.closed = also, threading.Event()
+
+    def on_event(self, event: Any) -> None:
+        self.seen.append(event.iteration)
+        self.also(event)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def event(iteration: int) -> Event:
+    return CheckpointFailed(iteration=iteration, reason="")
+
+
+def test_a_tracker_takes_all_events_in_order_and_closes() -> None:
+    said: list[str] = []
+    tracker = Tracker()
+    behind = Background(tracker, "It", "", said.append, wait=threading.Event.wait)
+    for i in range(100):
+        behind.on_event(event(i))
+    behind.finish()
+    behind.close()
+    assert tracker.seen == list(range(100)) and tracker.closed.is_set() and said == []
+
+
+def test_a_tracker_that_hangs_loses_events_and_delays_nothing() -> None:
+    said: list[str] = []
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(event: Any) -> None:
+        hangs.set()
+        goes_on.wait()
+
+    behind = Background(Tracker(hang), "It", "DO", said.append, size=3, wait=lambda _: False)
+    behind.on_event(event(0))
+    hangs.wait()
+    for i in range(1, 11):
+        behind.on_event(event(i))  # three of ten wait
+    assert len(said) == 1 and "It" in said[0] and "DO" in said[0]
+    behind.finish()
+    behind.close()
+    assert len(said) == 2 and "0 of 11" in said[1]
+    goes_on.set()
+
+
+def test_a_tracker_that_is_slow_for_a_while_says_how_much_it_lost() -> None:
+    said: list[str] = []
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(event: Any) -> None:
+        hangs.set()
+        goes_on.wait()
+
+    tracker = Tracker(hang)
+    behind = Background(tracker, "It", "DO", said.append, size=3, wait=threading.Event.wait)
+    behind.on_event(event(0))
+    hangs.wait()
+    for i in range(1, 11):
+        behind.on_event(event(i))
+    goes_on.set()
+    behind.finish()
+    behind.close()
+    assert tracker.seen == [0, 1, 2, 3] and len(said) == 2 and "4 of 11" in said[1]
+
+
+@pytest.mark.parametrize("noted_by", ["event", "close"])
+def test_a_tracker_that_throws_is_off_after_one_note(noted_by: str) -> None:
+    said: list[str] = []
+
+    def throw(event: Any) -> None:
+        raise SystemExit("why")
+
+    tracker = Tracker(throw)
+    behind = Background(tracker, "It", "DO", said.append, wait=threading.Event.wait)
+    behind.on_event(event(0))
+    behind._ended.wait()
+    if noted_by == "event":
+        behind.on_event(event(1))
+        behind.on_event(event(2))
+        assert len(said) == 1
+    behind.finish()
+    behind.close()
+    assert tracker.seen == [0] and tracker.closed.is_set()
+    assert len(said) == 1 and all(part in said[0] for part in ("It", "SystemExit", "why", "DO"))
+
+
+def on_a_full_disk(file: Any) -> Any:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    return RecordWriter(io.FileIO("/dev/full", "wb"))
+
+
+def test_tensorboard_on_a_full_disk_is_off_after_one_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "RecordWriter", on_a_full_disk)
+    # TensorBoard has a thread of its own, which raises as well
+    monkeypatch.setattr(threading, "excepthook", lambda details: None)
+    config = Config.create(
+        num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=8,
+        tensorboard_dir=str(tmp_path), tensorboard_queue_size=1,
+    )  # fmt: skip
+    said: list[str] = []
+    (behind,) = trackers.trackers(config, said.append)
+    behind._wait = threading.Event.wait
+    behind.on_event(
+        Start(iteration=0, config={}, layout={}, places=[], device="CPU", parameters=1, versions={})
+    )
+    for i in range(1, 100):
+        behind.on_event(interval(i, i))
+    behind.finish()
+    behind.close()
+    assert len(said) == 1 and os.strerror(errno.ENOSPC) in said[0] and str(tmp_path) in said[0]
+
+
+def test_what_a_tracker_needs_is_looked_for_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = dict(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=8)
+    for package, flag in (("wandb", "wandb_project"), ("mlflow", "mlflow_experiment_name")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ConfigError, match=f"{flag.replace('_', '-')}.*pip install {package}"):
+            trackers.trackers(Config.create(**model, **{flag: "p"}), print)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--tensorboard-dir.*file/x"):
+        TensorBoard(Config.create(**model, tensorboard_dir=str(tmp_path / "file/x")))
+
+
+def test_a_callback_that_cannot_be_made_is_a_user_error() -> None:
+    for name in (
+        "Class",
+        "no.such.module:Class",
+        "math:Class",
+        "datetime:date",
+        "datetime:timedelta",
+    ):
+        with pytest.raises(ConfigError, match=f"--callback {name}"):
+            load_callbacks([name])
+
+
+@pytest.mark.slow
+def test_no_tracker_is_imported_unless_it_is_asked_for() -> None:
+    """DeepSpeed would import MLflow."""
+    code = """
+import sys
+import megatron.training.run.setup
+from megatron.engine.deepspeed_internals import import_deepspeed
+import_deepspeed()
+print(sorted({"mlflow", "wandb", "tensorboard"} & sys.modules.keys()))
+import mlflow
+"""
+    assert run_python(code).splitlines()[-1] == "[]"
+
+
+BROKEN = """
+import errno, os, threading
+import megatron
+
+class Hangs(megatron.Callback):
+    def on_event(self, event):
+        threading.Event().wait()
+
+class Throws(megatron.Callback):
+    def on_event(self, event):
+        raise ValueError("thrown")
+
+class Full(megatron.Callback):
+    def on_event(self, event):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+"""
+
+
+def wait_for_trackers(folder: str) -> None:
+    """Find modules in `folder`, and wait for trackers without a time limit."""
+    sys.path.insert(0, folder)
+    trackers.Background.__init__.__kwdefaults__["wait"] = threading.Event.wait
+
+
+def do_not_wait_for_hangs(folder: str) -> None:
+    wait_for_trackers(folder)
+
+    class Quick(Background):
+        def close(self) -> None:
+            if "Hangs" in self._name:
+                self._wait = lambda ended: False
+            super().close()
+
+    trackers.Background = Quick  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_broken_callbacks_change_no_loss_and_end_normally_with_a_note_each(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    losses, names = [], ["Hangs", "Throws", "Full"]
+    for own in ([], ["--callback", *(f"broken:{name}" for name in names)]):
+        folder = tmp_path / f"run{len(own)}"
+        (outcome,) = launch(
+            1,
+            [*TINY, "--metrics-file", str(folder / "m.jsonl"), *own],
+            arm={0: (do_not_wait_for_hangs, str(tmp_path))},
+        )
+        assert outcome is not None and outcome.code == 0, outcome
+        records = read_records(folder / "m.jsonl")
+        assert records[-1]["event"] == "end"
+        losses.append([r["lm_loss"] for r in records if r["event"] == "iteration"])
+        for name in names:
+            notes = [line for line in outcome.output.splitlines() if f"broken.{name}" in line]
+            assert len([n for n in notes if n.startswith(" note: on_event of")]) == bool(own)
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+# --- what is written, read back with the libraries of the trackers
+
+
+def in_tensorboard(folder: Path) -> tuple[Points, str]:
+    """Return the points of every scalar, and the configuration."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), purge_orphaned_data=True)
+    events.Reload()
+    found = {
+        name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
+    (*_, text) = events.Tensors("configuration/text_summary")
+    return found, text.tensor_proto.string_val[0].decode()
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """Yield the records of a file of Weights & Biases: protocol buffers in the frames of LevelDB.
+
+    A frame has a checksum, a length and a kind: whole, first, middle or last part of a record. No
+    frame crosses a block of 32 KiB.
+    """
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, parts = path.read_bytes(), 7, b""
+    assert data.startswith(b":W&B")
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+
+
+def in_wandb(folder: Path) -> tuple[list[tuple[str, int, dict[str, Any]]], Points]:
+    """Return (id, exit code, configuration) of each file, and the points of every scalar."""
+    runs, points = [], defaultdict(list)
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime):
+        id_, code, config = "", -1, dict[str, Any]()
+        for record in wandb_records(path):
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                id_ = record.run.run_id
+                config |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
+            elif kind == "exit":
+                code = record.exit.exit_code
+            elif kind == "history":
+                items = {
+                    i.key or "/".join(i.nested_key): json.loads(i.value_json)
+                    for i in record.history.item
+                }
+                for name, value in items.items():
+                    if name != "iteration" and not name.startswith("_"):
+                        points[name].append((items["iteration"], value))
+        runs.append((id_, code, config))
+    return runs, points
+
+
+def in_mlflow(uri: str) -> tuple[Any, Points]:
+    """Return the only run, and the points of every scalar."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    (experiment,) = [e for e in client.search_experiments() if e.name != "Default"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = {name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics}
+    return run, {name: [(m.step, m.value) for m in of] for name, of in history.items()}
+
+
+def in_jsonl(path: Path) -> Points:
+    """Return the points that the records of a run with --log-interval 1 stand for."""
+    points: Points = defaultdict(list)
+    names = {
+        "lm_loss": "lm loss", "grad_norm": "grad-norm", "learning_rate": "learning-rate",
+        "global_batch_size": "batch-size", "consumed_tokens": "consumed-tokens",
+        "tokens_per_s": "tokens-per-second", "step_time_s": "iteration-time",
+        "model_tflops": "throughput", "memory_bytes": "mem-max-allocated-bytes",
+    }  # fmt: skip
+    for record in read_records(path):
+        at = record.get("iteration")
+        if record["event"] == "iteration":
+            for field, name in names.items():
+                points[name].append((at, record[field]))
+        elif record["event"] == "validation" and record["dataset"] == "valid":
+            points["lm loss validation"].append((at, record["lm_loss"]))
+            points["lm loss validation ppl"].append((at, record["perplexity"]))
+        elif record["event"] == "checkpoint":
+            points["save-time"].append((at, record["elapsed_s"]))
+    return points
+
+
+TOLD = """
+import os
+import megatron
+
+class Tells(megatron.Callback):
+    def __init__(self):
+        self.seen = []
+    def on_event(self, event):
+        self.seen.append(event.event)
+    def close(self):
+        print(f"rank {os.environ.get('RANK', 0)} was told:", *self.seen, flush=True)
+    def on_end(self, run):
+        print(f"rank {run.topology.rank} ended", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with all trackers, of 2 ranks, and resumed on one."""
+    folder = tmp_path_factory.mktemp("tracked")
+    (folder / "told.py").write_text(TOLD)
+    arguments = [
+        *TINY, "--eval-iters", "1", "--eval-interval", "2", "--log-params-norm",
+        "--save", str(folder / "a run"), "--load", str(folder / "a run"),
+        "--tensorboard-dir", str(folder / "tb"),
+        "--wandb-project", "p", "--wandb-save-dir", str(folder / "wb"),
+        "--mlflow-tracking-uri", f"sqlite:///{folder}/mlflow.db", "--callback", "told:Tells",
+    ]  # fmt: skip
+    env = {"WANDB_MODE": "offline", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    arm = dict.fromkeys(range(2), (wait_for_trackers, str(folder)))
+    for ranks, iterations in ((2, 4), (1, 6)):
+        if ranks == 1:  # a newer checkpoint is broken, which is an event before the start
+            broken = folder / "a run" / "iter_0000005"
+            shutil.copytree(folder / "a run" / "iter_0000004", broken)
+            os.truncate(broken / "__0_0.distcp", 10)
+            broken.with_name("latest_checkpointed_iteration.txt").write_text("5\n")
+        flags = [*arguments, "--train-iters", str(iterations)]
+        outcomes = [o for o in launch(ranks, flags, env=env, arm=arm) if o is not None]
+        assert [o.code for o in outcomes] == [0] * ranks, outcomes
+        (folder / f"log{ranks}").write_text("".join(o.output for o in outcomes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(tracked: Path) -> Points:
+    points = in_jsonl(tracked / "a run" / "metrics.jsonl")
+    assert [at for at, _ in points["lm loss"]] == [1, 2, 3, 4, 5, 6]
+    return points
+
+
+@pytest.mark.slow
+def test_a_callback_of_ones_own_hears_on_rank_0_what_the_metrics_file_has(tracked: Path) -> None:
+    records = [r["event"] for r in read_records(tracked / "a run" / "metrics.jsonl")]
+    second = records.index("end") + 1
+    assert records[second : second + 2] == ["rejected_checkpoint", "start"]
+    for ranks, heard in ((2, records[:second]), (1, records[second:])):
+        lines = (tracked / f"log{ranks}").read_text().splitlines()
+        (told,) = [line for line in lines if "was told:" in line]
+        assert told.startswith("rank 0") and told.split()[4:] == heard
+        assert len([line for line in lines if line.endswith(" ended")]) == ranks
+        assert not [line for line in lines if line.startswith(" note:") and "event" in line]
+
+
+@pytest.mark.slow
+def test_tensorboard_has_what_the_metrics_file_has(tracked: Path, expected: Points) -> None:
+    points, configuration = in_tensorboard(tracked / "tb")
+    single = {n: [(at, float(np.float32(v))) for at, v in p] for n, p in expected.items()}
+    assert {name: points[name] for name in expected} == single
+    assert not [name for name in points if " vs " in name] and "params-norm" in points
+    assert "| num_layers | 4 |" in configuration
+
+
+@pytest.mark.slow
+def test_weights_and_biases_has_what_the_metrics_file_has(tracked: Path, expected: Points) -> None:
+    runs, points = in_wandb(tracked / "wb")
+    assert {name: points[name] for name in expected} == expected
+    (first, code, config), (second, code_again, _) = runs
+    assert first == second != "" and (code, code_again) == (0, 0)
+    assert config["num_layers"] == 4 and config["train_iters"] == 4
+
+
+@pytest.mark.slow
+def test_mlflow_has_what_the_metrics_file_has(tracked: Path, expected: Points) -> None:
+    run, points = in_mlflow(f"sqlite:///{tracked}/mlflow.db")  # of which there is one
+    assert {name: points[name] for name in expected} == expected
+    assert set(points) == set(in_tensorboard(tracked / "tb")[0])
+    assert (run.info.run_name, run.info.status) == ("a run", "FINISHED")
+    assert run.data.params["num_layers"] == "4"
