@@ -99,7 +99,7 @@ def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
 
 def run(layout: Layout, folder: Path) -> None:
     """Train for some steps, with a metrics file in the folder."""
-    steps = ["--train-iters", str(WARM_UP + STEPS), "--timing-log-level", "1"]
+    steps = ["--train-iters", str(WARM_UP + STEPS)]
     train(
         folder / f"{layout.slug}.jsonl",
         [*layout.arguments, *steps],

@@ -2,6 +2,7 @@
 """Show a pipeline schedule: each rank's passes over time, its waits and its memory.
 
 python tools/show_schedule.py --schedule interleaved --pipeline-size 4 --chunks 2 --micro-batches 8 --plot out.png
+python tools/show_schedule.py --timeline runs/a/timeline.json
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, real, whole
-from megatron.pipeline.clock import Timeline, simulate
+from megatron.errors import DataError
+from megatron.pipeline.clock import Span, Timeline, simulate
 from megatron.pipeline.orders import COMPUTE, RECEIVES, SCHEDULES, SENDS, Instruction, Op
 from megatron.pipeline.schedule import NOMINAL_DURATIONS, Schedule, build_schedule
 from megatron.planner.timeline_plot import draw_timeline
 from megatron.training.run.process import as_tool
+from megatron.untrusted import is_count, read_json
 
 _TIME = real(least=0)
+_MOST_BYTES = 1 << 27
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -67,6 +71,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--instructions",
         action="store_true",
         help="list every rank's instructions with the messages",
+    )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE.json",
+        help="draw a step that a run has recorded, instead of a schedule; by default beside the file",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the schedule (needs matplotlib)"
@@ -159,9 +169,62 @@ def report(schedule: Schedule, timeline: Timeline) -> str:
     )
 
 
+def recorded(path: Path) -> tuple[Timeline, int]:
+    """Return the passes of the first pipeline in a run's timeline, and the iteration.
+
+    Raises DataError where the file is not such a timeline.
+    """
+    try:
+        events = read_json(path, _MOST_BYTES, error=DataError)["traceEvents"]
+        rows = {
+            event["tid"]: event["args"]
+            for event in events
+            if event["ph"] == "M" and event["pid"] == 0 and event["args"]["tensor"] == 0
+        }
+        spans: dict[int, list[Span]] = {rank: [] for rank in rows}
+        for event in events:
+            if event["ph"] == "X" and event["cat"] in ("forward", "backward"):
+                of, start, length = event["args"], event["ts"] / 1e6, event["dur"] / 1e6
+                numbers = of["stage"], of["micro_batch"]
+                if not (all(map(is_count, numbers)) and 0 <= start < 1e9 and 0 <= length < 1e9):
+                    raise ValueError(event)
+                span = Span(Instruction(Op(of["op"]), *numbers), start, start + length)
+                spans.get(event["tid"], []).append(span)
+        zero = min(of_rank[0].start for of_rank in spans.values())
+        lanes = [
+            tuple(
+                span._replace(start=span.start - zero, end=span.end - zero) for span in spans[rank]
+            )
+            for rank in sorted(rows, key=lambda rank: rows[rank]["pipeline"] + 0)
+        ]
+        (iteration,) = {row["iteration"] + 0 for row in rows.values()}
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"{path}: it is no timeline of a run ({error!r}): give the timeline.json beside its "
+            "metrics file"
+        ) from None
+    return Timeline(tuple(lanes)), iteration
+
+
+def draw_recorded(path: Path, picture: Path) -> None:
+    """Draw a step that a run has recorded, and print its length and bubble."""
+    timeline, iteration = recorded(path)
+    size = len(timeline.ranks)
+    stages = 1 + max(span.instruction.stage for spans in timeline.ranks for span in spans)
+    title = (
+        f"iteration {iteration}: {timeline.makespan:.4g} s, bubble {timeline.bubble_fraction:.1%}"
+    )
+    print(title)
+    draw_timeline(timeline, size, -(-stages // size), picture, title=title)
+    print(f"drawn to {picture}")
+
+
 @as_tool
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    if args.timeline:
+        draw_recorded(args.timeline, args.plot or args.timeline.with_suffix(".png"))
+        return 0
     chunks = (
         args.chunks if args.chunks is not None else (2 if args.schedule == "interleaved" else 1)
     )

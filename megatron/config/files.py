@@ -291,5 +291,25 @@ class LoggingConfig:
         (0,), "Ranks to profile.", at_least=0, at_most=MOST_PROCESSES, metavar="RANK ..."
     )
     trace_dir: str | None = option(
-        None, "Folder for profiler traces.", metavar="FOLDER", derived="--tensorboard-dir"
+        None,
+        "Folder for profiler traces.",
+        metavar="FOLDER",
+        derived="--tensorboard-dir, or the folder of the metrics file",
+    )
+    record_memory_history: bool = option(
+        False,
+        "Record on --profile-ranks which code allocates the memory of a GPU, and write a snapshot "
+        "when the run ends.",
+    )
+    memory_snapshot_path: str = option(
+        "snapshot.pickle",
+        "File for memory snapshots, in the folder of the traces; the rank is added to its name.",
+        metavar="FILE",
+    )
+    timeline_interval: int | None = option(
+        None,
+        "Number of iterations from one step whose timeline is recorded to the next. The last "
+        "step is recorded too. 0: none.",
+        at_least=0,
+        derived="--log-interval, at least 10",
     )

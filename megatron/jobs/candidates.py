@@ -179,7 +179,7 @@ def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
 def trial_flags(flags: Sequence[str], steps: int) -> list[str]:
     """Return a trial's flags, without the metrics file's. Raises ConfigError for invalid flags."""
     given = read_settings(flags).given
-    more = f"--train-iters {steps} --eval-iters 0 --log-interval 1 --timing-log-level 1"
+    more = f"--train-iters {steps} --eval-iters 0 --log-interval 1"
     kept = [*flags, *more.split()]
     kept += [] if _DATA & given.keys() else ["--mock-data"]
     if given.get("fp16") and not {"loss_scale", "initial_loss_scale"} & given.keys():

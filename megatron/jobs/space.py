@@ -175,7 +175,8 @@ _REFUSED = frozenset(
         "lr_wsd_decay_samples metrics_file log_interval eval_iters timing_log_level master_addr "
         "master_port local_rank walltime requeue tensorboard_dir wandb_project wandb_exp_name "
         "wandb_entity wandb_save_dir mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
-        "callback profile trace_dir straggler_report"
+        "callback profile trace_dir straggler_report timeline_interval record_memory_history "
+        "memory_snapshot_path"
     ).split()
 )
 

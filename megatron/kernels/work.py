@@ -2,8 +2,8 @@
 
 An operator of ours declares its work where it is defined (library.operator). Code that consists
 of many operators but is one computation is marked with `counts_as`, code that recomputes a value
-with `recomputed`. Only a recorder of operators (planner/trace.py) reads the marks; in a run they
-have no effect.
+with `recomputed`. A recorder of operators (planner/trace.py) reads the marks, and in a run the
+recording of a step (training/report/timeline.py).
 """
 
 from __future__ import annotations

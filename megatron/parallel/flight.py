@@ -144,7 +144,7 @@ class FlightRecorder:
         record.operation, record.stage, record.micro_batch = operation, stage, micro_batch
         self.alive()
         if self.meter is not None:
-            self.meter.begin()
+            self.meter.begin(operation, stage, micro_batch)
 
     def computed(self) -> None:
         """End the last instruction, which was a computation."""
@@ -412,88 +412,84 @@ class HostEvent:
         """Return whether it has happened."""
         return True
 
+    def synchronize(self) -> None:
+        """Wait until it has happened."""
+
     def elapsed_time(self, later: HostEvent) -> float:
         """Return the milliseconds from this event to a later one."""
         return 1000 * (later._at - self._at)
+
+
+MOST_MARKS = 1 << 17
+"""Number of marks of a step that are kept; a step of a large pipeline has about 10,000."""
 
 
 class DeviceCalls:
     """The meter of a flight recorder: when calls and computations ran on the device.
 
     Events are recorded into the device's stream around every collective and every wait for one and,
-    where times are wanted, around every compute instruction. Events that have not happened yet show
-    where a device hangs; the times between the others show how long it computed. Nothing waits for
-    the device. On a CPU, events happen when they are recorded.
+    while `marks` are kept, around every compute instruction. Events that have not happened yet show
+    where a device hangs. Nothing waits for the device. On a CPU, events happen when they are
+    recorded.
 
     new_event   makes an event such as torch.cuda.Event
-    timed       also measure compute instructions; events without times cost the device less
     on_host     count calls in which only the host takes part
-    computed_s  where `timed`: seconds of the finished compute instructions, without the waits
-                inside them
+    marks       while it is a list, calls, computations and parts of a step are added to it, with
+                the events before and after each; events without times cost the device less
     """
 
-    def __init__(
-        self, new_event: Callable[[], Any], timed: bool = False, on_host: bool = False
-    ) -> None:
-        self._new_event, self._timed, self.on_host = new_event, timed, on_host
+    def __init__(self, new_event: Callable[[], Any], on_host: bool = False) -> None:
+        self._new_event, self.on_host = new_event, on_host
         # not known to be over: call, event before, event after
         self._calls: deque[tuple[CallRecord, Any, Any]] = deque()
         self._entered: tuple[CallRecord, Any] | None = None
-        self._begun: Any = None
-        # events around the waits of the current instruction
-        self._inside: list[tuple[Any, Any]] = []
-        # instructions not yet counted
-        self._ended: deque[tuple[Any, Any, list[tuple[Any, Any]]]] = deque()
-        self.computed_s = 0.0
+        self._begun: tuple[Any, Any] | None = None
+        self.marks: list[tuple[Any, Any, Any]] | None = None
 
     @classmethod
-    def of(cls, device: Any, timed: bool = False) -> DeviceCalls:
+    def of(cls, device: Any) -> DeviceCalls:
         """Return the meter of a torch.device, with events in its current stream."""
         if device.type == "cpu":
-            return cls(HostEvent, timed, on_host=True)
+            return cls(HostEvent, on_host=True)
         import torch
 
-        return cls(lambda: torch.cuda.Event(enable_timing=timed), timed)
+        meter = cls(lambda: torch.cuda.Event(enable_timing=meter.marks is not None))
+        return meter
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
+        """Record an event into the stream and return it."""
         event = self._new_event()
         event.record()
         return event
 
+    def add(self, what: Any, begun: Any, ended: Any = None) -> None:
+        """Add what ran between two events to the marks, if they are kept; without `ended`, to now."""
+        if self.marks is not None and len(self.marks) < MOST_MARKS:
+            self.marks.append((what, begun, ended or self.mark()))
+
     def enter(self, call: CallRecord) -> None:
         """Begin a call."""
-        self._entered = call, self._mark()
+        self._entered = call, self.mark()
 
     def leave(self) -> None:
         """End, on the host, the call that was entered last."""
         if self._entered is None:  # a call that is not measured, or that began before this meter
             return
-        (call, entered), left = self._entered, self._mark()
+        (call, entered), left = self._entered, self.mark()
         self._entered = None
         self._calls.append((call, entered, left))
-        if self._begun is not None:
-            self._inside.append((entered, left))
+        self.add(call, entered, left)
         while self._calls and self._calls[0][2].query():
             self._calls.popleft()
 
-    def begin(self) -> None:
+    def begin(self, *instruction: Any) -> None:
         """Begin an instruction; it is a computation if `end` is called before the next begins."""
-        if self._timed:
-            self._begun, self._inside = self._mark(), []
+        self._begun = None if self.marks is None else (instruction, self.mark())
 
     def end(self) -> None:
         """End, on the host, the computation that began last."""
         if self._begun is not None:
-            self._ended.append((self._begun, self._mark(), self._inside))
-            self._begun = None
-            self.settle()
-
-    def settle(self) -> None:
-        """Count the computations that have finished."""
-        while self._ended and self._ended[0][1].query():
-            begun, ended, inside = self._ended.popleft()
-            waited_ms = sum(entered.elapsed_time(left) for entered, left in inside)
-            self.computed_s += (begun.elapsed_time(ended) - waited_ms) / 1000
+            self.add(*self._begun)
 
     def where(self, posted: list[int]) -> tuple[CallRecord | None, list[int]]:
         """Return the device's current call, or None, and how many collectives it reached.

@@ -89,6 +89,7 @@ def draw_timeline(lanes: Timeline, size: int, chunks: int, path: Path, *, title:
             ylabel="pipeline rank",
             facecolor=_IDLE,
         )
+        panel.yaxis.get_major_locator().set_params(integer=True)
     figure.suptitle(title)
     drawing.save(figure, path, dpi=110, choose="another file for the timeline")
 

@@ -243,6 +243,9 @@ SETTINGS = """
 --profile-step-end 20
 --profile-ranks 0 1 => profile_ranks (0,1)
 --trace-dir traces
+--record-memory-history
+--memory-snapshot-path s.pickle
+--timeline-interval 50
 --manual-gc
 --manual-gc-interval 5
 --metrics-file m.jsonl

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron.parallel import flight as flight_module
 from megatron.parallel.flight import (
@@ -227,41 +226,29 @@ def call(kind: int, peer: int, size_bytes: int, sequence: int) -> CallRecord:
     return CallRecord(b"call", kind, peer, size_bytes, sequence)
 
 
-def test_a_device_computes_between_its_waits() -> None:
-    stream = Stream([1.0, 2.0, 2.5, 4.0, 4.0, 4.25, 5.0, 5.5])
-    calls = DeviceCalls(stream.event, timed=True)
-    calls.begin()
-    calls.enter(call(1, -1, 8, 1))
-    calls.leave()
-    calls.end()
-    calls.enter(call(2, -1, 8, 1))  # between instructions: no computing
-    calls.leave()
-    calls.begin()
-    calls.end()
-    assert calls.computed_s == 0.0  # the device has run none of it
-    stream.now = 4.5
-    calls.settle()
-    assert calls.computed_s == 2.5
-    stream.now = 6.0
-    calls.settle()
-    assert calls.computed_s == 3.0
+def test_marks_are_kept_of_a_step_alone() -> None:
+    stream = Stream([float(i) for i in range(1, 20)])
+    calls, info = DeviceCalls(stream.event), call(1, -1, 8, 1)
 
+    def step() -> None:
+        calls.begin(b"FORWARD", 0, 1)
+        calls.enter(info)
+        calls.leave()
+        calls.end()
+        calls.begin(b"SEND_FORWARD", 0, 1)  # no computation
+        calls.add("part", calls.mark())
 
-def test_a_cpu_computes_between_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = VirtualClock()
-    monkeypatch.setattr(flight_module, "_clock", clock)
-    flight = FlightRecorder()
-    flight.meter = DeviceCalls.of(torch.device("cpu"), timed=True)
-    for seconds in (3.0, 1.0):
-        flight.instruction(b"FORWARD", 0, 0)
-        clock.advance(0.25)
-        flight.enter(b"all_reduce", "tensor", 8, by_host=True)
-        clock.advance(0.5)
-        flight.leave()
-        clock.advance(seconds - 0.75)
-        flight.computed()
-        clock.advance(1.0)
-    assert flight.meter.computed_s == 3.0 + 1.0 - 2 * 0.5
+    step()
+    calls.marks = marks = []
+    step()
+    calls.marks = None
+    step()
+    found = [(what, begun.at, ended.at) for what, begun, ended in marks]
+    assert found == [
+        (info, 5.0, 6.0),
+        ((b"FORWARD", 0, 1), 4.0, 7.0),
+        ("part", 9.0, 10.0),
+    ]
 
 
 def test_where_a_device_is_that_its_host_has_left_behind() -> None:

@@ -173,6 +173,7 @@ TARGETS: Sequence[Target] = (
     ),
     ("tools/show_recipe.py", "--cluster {f}/machine.toml --preset tiny --world-size 2", "cluster"),
     ("tools/show_schedule.py", "--schedule interleaved --chunks 2", "nothing"),
+    ("tools/show_schedule.py", "--timeline {f}/timeline.json --plot {f}/t.png", "timeline"),
     (
         "tools/train_tokenizer.py",
         "--input {f}/e.txt --output {f}/x.model --vocab-size 300",

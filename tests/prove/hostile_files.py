@@ -140,6 +140,19 @@ def cluster(folder: Path) -> None:
     shutil.copy(ROOT / "megatron/planner/clusters/frontier.toml", folder / "machine.toml")
 
 
+def timeline(folder: Path) -> None:
+    events: list[dict[str, Any]] = []
+    for rank in range(2):
+        row = {"pid": 0, "tid": rank}
+        args = {"name": f"rank {rank}", "pipeline": rank, "tensor": 0, "iteration": 10}
+        events.append({"ph": "M", "name": "thread_name", "args": args, **row})
+        for op, ts in ((0, 5.0 * rank), (1, 20.0 - 5.0 * rank)):
+            args = {"op": op, "stage": rank, "micro_batch": 0}
+            cat = ("forward", "backward")[op]
+            events.append({"ph": "X", "cat": cat, "ts": ts, "dur": 5.0, "args": args, **row})
+    (folder / "timeline.json").write_text(json.dumps({"traceEvents": events}))
+
+
 def space(folder: Path) -> None:
     cluster(folder)
     shutil.copy(ROOT / "megatron/jobs/spaces/two-cores.toml", folder / "space.toml")
@@ -535,6 +548,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
         deepspeed_json,
         settings,
         cluster,
+        timeline,
         space,
         searched,
         points,

@@ -138,7 +138,6 @@ class Iteration(Event):
         "reserved_bytes": "mem-reserved-bytes",
         "stage_memory_bytes": "mem-max-allocated-bytes/stage",
         "phases_ms": "phase-ms",
-        "times_ms": "timer-ms",
         "energy_j": "energy-joules",
         "energy_kwh": "energy-kwh",
         "joules_per_token": "joules-per-token",
@@ -312,7 +311,7 @@ class LossSpike(Event):
 class Timeline(Event):
     """Measured share of the pipeline's time without computation in a step, and the predicted one.
 
-    file   Perfetto trace of the step
+    file   Perfetto trace of the step, beside the metrics file; None without one
     """
 
     event = "timeline"
@@ -323,7 +322,7 @@ class Timeline(Event):
     iteration: int
     bubble: float
     predicted_bubble: float
-    file: str
+    file: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,13 +357,17 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class End(Event):
-    """A run ends for this reason, "done" after the last iteration. A run that fails has none."""
+    """A run ends for this reason, "done" after the last iteration. A run that fails has none.
+
+    energy_j   of all nodes in this job; NaN where unknown
+    """
 
     event = "end"
     iteration: int
     consumed_samples: int
     skipped_iterations: int
     reason: str
+    energy_j: float
 
 
 def scalars(event: Event, every: int = 1) -> dict[int, dict[str, float]]:

@@ -6,7 +6,8 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,25 +16,31 @@ from typing import Any
 import torch
 
 from megatron.config import Config
+from megatron.config.files import LoggingConfig
+from megatron.config.option import MOST
 from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.parallel import collectives
-from megatron.parallel.flight import DeviceCalls
 from megatron.parallel.topology import Group, Layout, Topology
+from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Iteration, StepRecord
+from megatron.training.report.timeline import Recording
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory over all ranks.
+    """Peak memory over all ranks, and the energy of all nodes in the interval.
 
-    The most memory that any rank has held, the first rank that did, and the most that the allocator
-    of any rank has reserved (None where unknown).
+    The most memory that any rank has held, the first rank that did, the most that the allocator of
+    any rank has reserved (None where unknown), and the most held by a rank of each pipeline stage.
+    energy_j is None where a node does not tell it.
     """
 
     size_bytes: int
     rank: int
     reserved_bytes: int | None = None
+    stage_bytes: tuple[int, ...] = ()
+    energy_j: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,16 @@ class Interval:
     """The steps since the last log line.
 
     No rank communicates or waits for its device before `reduce`.
+
+    meter   of the energy of this node; None: unknown
+    used_j  energy of all nodes until the last log line; NaN where unknown
     """
 
     def __init__(self, topology: Topology, rates: Rates) -> None:
         self._topology, self._rates = topology, rates
         self.steps: list[StepRecord] = []
+        self.meter: EnergyMeter | None = None
+        self.used_j = 0.0
 
     def reduce(
         self,
@@ -63,7 +75,7 @@ class Interval:
         reserved_bytes: int | None,
         unfinished: Sequence[torch.Tensor | None] = (),
     ) -> tuple[list[float], Peak]:
-        """Return the loss over all ranks of each step of the interval, and the peak memory.
+        """Return the loss over all ranks of each step of the interval, and memory and energy.
 
         The losses of the `unfinished` steps come last. This rank has held `memory_bytes`, and its
         allocator has reserved `reserved_bytes`.
@@ -74,7 +86,7 @@ class Interval:
         own, world = [*(step.loss for step in self.steps), *unfinished], self._topology.world
         steps = len(own)
         total = torch.zeros(
-            steps + 2 * world.size, dtype=torch.float64, device=self._topology.device
+            steps + 2 * world.size + 1, dtype=torch.float64, device=self._topology.device
         )
         if own and own[0] is not None:
             total[:steps] += torch.stack([loss for loss in own if loss is not None]).to(
@@ -82,10 +94,22 @@ class Interval:
             )
         total[steps + world.rank] = memory_bytes
         total[steps + world.size + world.rank] = reserved_bytes or 0
-        found: list[float] = collectives.all_reduce(total, world).tolist()
+        total[-1] = self.meter.used_j() if self.meter else math.nan
+        *found, energy = collectives.all_reduce(total, world).tolist()
         held, reserved = found[steps : steps + world.size], int(max(found[steps + world.size :]))
-        rank = max(range(world.size), key=held.__getitem__)
-        return found[:steps], Peak(int(held[rank]), rank, reserved or None)
+        rank, layout = max(range(world.size), key=held.__getitem__), self._topology.layout
+        self.used_j += energy
+        of_stages = [0.0] * layout.pipeline
+        for other, size in enumerate(held):
+            stage = layout.coordinates(other)[2]
+            of_stages[stage] = max(of_stages[stage], size)
+        return found[:steps], Peak(
+            int(held[rank]),
+            rank,
+            reserved or None,
+            tuple(map(int, of_stages)),
+            energy if math.isfinite(energy) else None,
+        )
 
     def report(
         self,
@@ -93,11 +117,13 @@ class Interval:
         total_iterations: int,
         elapsed_s: float,
         memory: Peak,
+        phases: Mapping[str, Sequence[float]] | None = None,
         **measured: Any,
     ) -> Iteration:
         """Return the figures of the interval of `elapsed_s` seconds, and begin a new one.
 
-        `measured` are further fields, from elsewhere.
+        `phases` has the milliseconds of each phase of a step on each rank; `measured` are further
+        fields, from elsewhere.
         """
         steps, self.steps = tuple(self.steps), []
         assert steps, "a log line needs at least one step"
@@ -127,6 +153,17 @@ class Interval:
             memory_bytes=memory.size_bytes,
             memory_rank=memory.rank,
             reserved_bytes=memory.reserved_bytes,
+            stage_memory_bytes=memory.stage_bytes,
+            energy_j=memory.energy_j,
+            joules_per_token=(
+                None if memory.energy_j is None else memory.energy_j / (tokens_per_s * elapsed_s)
+            ),
+            energy_kwh=self.used_j / 3.6e6 if math.isfinite(self.used_j) else None,
+            phases_ms={
+                phase: {"min": min(of), "mean": statistics.fmean(of), "max": max(of)}
+                for phase, of in (phases or {}).items()
+            }
+            or None,
             steps=steps,
             step_losses=tuple(losses),
             **measured,
@@ -178,66 +215,67 @@ def local_loss(
 # --- timers
 
 
-PARTS = ("data-wait", "forward-backward", "optimizer")
 SLOW = 1.05  # times the median of its stage: a rank from here on is slow
+_SPARSE = 10  # iterations from one recorded step to the next, at least, unless they are given
+_MEMORY_EVENTS = 100_000  # newest allocations and frees in a memory snapshot
 
 
 class Timers:
-    """Accumulates the time of each part of a step on this rank.
+    """Measures the parts of some steps on this rank (timeline.Recording).
 
-    Level 0 measures nothing and costs nothing. From level 1 on each part begins and ends with a
-    wait for the device, so that its work is counted in the right part; this slows the step by what
-    the host would have run ahead.
+    These are every --timeline-interval'th step and the last one; with --timing-log-level and
+    --straggler-report one for each log line. Other steps cost nothing.
+
+    last       the last iteration of the run
+    recording  the newest recorded step, until the user of it removes it
     """
 
-    def __init__(self, topology: Topology, level: int) -> None:
-        self._topology, self._level = topology, level
-        self._spent_s = dict.fromkeys(PARTS, 0.0)
+    def __init__(self, topology: Topology, logging: LoggingConfig, last: int) -> None:
+        self._topology, self._last = topology, last
+        self.recording: Recording | None = None
+        self._interval = logging.timeline_interval
+        if logging.timing_log_level or logging.straggler_report:
+            self._interval = logging.log_interval
+        elif self._interval is None:
+            self._interval = max(_SPARSE, logging.log_interval)
+
+    def begin(self, iteration: int) -> None:
+        """Begin an iteration, the first of which is 1. Its part "optimizer" is the last."""
+        if self._interval and (iteration % self._interval == 0 or iteration == self._last):
+            self.recording = Recording(self._topology, iteration)
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """Count the time inside the context as `part`, one of PARTS."""
-        if self._level == 0:
+        """Measure what happens inside the context as a part of the step."""
+        meter = self._topology.flight.meter
+        if meter is None or meter.marks is None:
             yield
             return
-        self._wait_for_device()
-        start = time.perf_counter()
+        begun = meter.mark()
         yield
-        self._wait_for_device()
-        self._spent_s[part] += time.perf_counter() - start
-
-    def collect(self, steps: int) -> dict[str, list[float]]:
-        """Return {part: ms per step of every rank, in rank order} since the last call.
-
-        Empty at level 0; from level 1 on a collective call of the world.
-        """
-        if self._level == 0:
-            return {}
-        # in host memory, and gathered there
-        own = [[1000.0 * self._spent_s[part] / steps for part in PARTS]]
-        self._spent_s = dict.fromkeys(PARTS, 0.0)
-        gathered = collectives.gather_first(
-            torch.tensor(own, dtype=torch.float64), self._topology.world
-        )
-        return dict(zip(PARTS, gathered.t().tolist(), strict=True))
-
-    def _wait_for_device(self) -> None:
-        if self._topology.device.type == "cuda":
-            torch.cuda.synchronize(self._topology.device)
+        meter.add(part, begun)
+        if part == "optimizer" and self.recording is not None:
+            self.recording.end()
 
 
 class Stopwatch:
-    """Time spent training: laps leave out what happens inside `paused`."""
+    """Time spent training: laps leave out what happens inside `paused`.
+
+    paused_s  seconds of the pauses of each name, until the user of them removes them
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._start = clock, clock()
+        self.paused_s: Counter[str] = Counter()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, name: str = "") -> Iterator[None]:
         """Leave the time inside the context out of the lap."""
         start = self._clock()
         yield
-        self._start += self._clock() - start
+        pause = self._clock() - start
+        self._start += pause
+        self.paused_s[name] += pause  # type: ignore[assignment]
 
     def lap(self) -> float:
         """Return the seconds since the last lap, or since the beginning."""
@@ -250,21 +288,53 @@ class Profiler:
     """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks.
 
     Off without --profile. Writes one Chrome trace per rank into --trace-dir, otherwise next to
-    TensorBoard's files, otherwise into the current folder, and reports it through `say`. Raises
-    ConfigError when that folder cannot be created.
+    TensorBoard's files, otherwise next to the metrics file, otherwise into the current folder, and
+    reports it through `say`. With --record-memory-history the same ranks record which code
+    allocates device memory, and write a snapshot when the run ends, also after an error. Raises
+    ConfigError when the folder cannot be created.
+
+    steps   the iterations of the run, counted from 0
+    device  type of the device
     """
 
-    def __init__(self, config: Config, rank: int, say: Callable[[str], object]) -> None:
-        logging = config.logging
-        self._on, self._say = bool(logging.profile) and rank in logging.profile_ranks, say
-        self._start, self._end = logging.profile_step_start, logging.profile_step_end
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        say: Callable[[str], object],
+        steps: range = range(MOST),
+        device: str = "cpu",
+    ) -> None:
+        logging, chosen = config.logging, rank in config.logging.profile_ranks
+        self._on, self._say, self._missing = bool(logging.profile) and chosen, say, ""
+        self._steps = range(
+            max(logging.profile_step_start, steps.start), min(logging.profile_step_end, steps.stop)
+        )
         self._details = logging.profile == "pt-full"
-        folder = Path(logging.trace_dir or logging.tensorboard_dir or ".")
+        beside = None if config.metrics_path is None else config.metrics_path.parent
+        folder = Path(logging.trace_dir or logging.tensorboard_dir or beside or ".")
         self._path = folder / f"trace_rank{rank}.json"
         self._profile: Any = None
-        if self._on:
+        self._snapshot: Path | None = None
+        if logging.profile:
+            self._missing = f"the run ends before iteration {logging.profile_step_start}"
+            if not self._steps:
+                self._missing = f"the run takes iterations {steps.start} to {steps.stop}"
+                self.close()
+            elif min(logging.profile_ranks) >= config.parallel.world_size:
+                self._steps = range(0)
+                self._missing = f"--profile-ranks {logging.profile_ranks} are not ranks of the job"
+                self.close()
+        if logging.record_memory_history and device != "cuda":
+            say(" note: --record-memory-history has no effect: there is no GPU memory")
+        elif logging.record_memory_history and chosen:
+            path = folder / logging.memory_snapshot_path
+            self._snapshot = path.with_stem(f"{path.stem}_rank{rank}")
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+        if self._on or self._snapshot:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                for path in (self._path, self._snapshot or self._path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
                     f"--trace-dir {folder}: {error.strerror}: choose another"
@@ -272,62 +342,42 @@ class Profiler:
 
     def step(self, iteration: int) -> None:
         """Start or stop recording. Call this before each step, with its number."""
-        if self._on and self._profile is None and self._start <= iteration < self._end:
+        if iteration not in self._steps:
+            self.finish()
+            return
+        self._missing = ""
+        if self._on and self._profile is None:
             self._profile = torch.profiler.profile(
                 record_shapes=self._details, with_stack=self._details, profile_memory=self._details
             )
             self._profile.start()
-        elif iteration >= self._end:
-            self.finish()
 
     def finish(self) -> None:
-        """Write what was recorded, if anything."""
+        """Write the profile, if one is being recorded."""
         if self._profile is None:
             return
         profile, self._profile, self._on = self._profile, None, False
         profile.stop()
+        self._write(
+            f"profile of iterations {self._steps[0]} to {self._steps[-1] + 1}",
+            self._path,
+            profile.export_chrome_trace,
+        )
+
+    def close(self) -> None:
+        """Write what is not written yet, or say that no step was caught."""
+        self.finish()
+        if self._missing:
+            self._say(f" warning: --profile catches no step: {self._missing}")
+        if self._snapshot is not None:
+            self._write("memory snapshot", self._snapshot, torch.cuda.memory._dump_snapshot)
+
+    def _write(self, what: str, path: Path, write: Callable[[str], object]) -> None:
         try:
-            profile.export_chrome_trace(str(self._path))
-            self._say(
-                f" profile of iterations {self._start} to {self._end} written to {self._path}"
-            )
+            write(str(path))
+            self._say(f" {what} written to {path}")
         except (OSError, RuntimeError) as error:  # a full disk must not end the run
-            self._say(f" warning: the profile cannot be written to {self._path}: {error}")
-
-
-class Stragglers:
-    """Computing time of each rank: forward and backward passes without waiting for communication.
-
-    On a GPU it is measured with events in the rank's stream.
-
-    places  "node:device" of every rank; only rank 0 needs them
-    """
-
-    def __init__(self, topology: Topology, places: Sequence[str] = ()) -> None:
-        self._topology, self._places = topology, places
-        self._meter = topology.flight.meter = DeviceCalls.of(topology.device, timed=True)
-        self._before = 0.0
-
-    def _computed_s(self) -> float:
-        self._meter.settle()
-        return self._meter.computed_s
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out what is computed inside the context: an evaluation."""
-        before = self._computed_s()
-        yield
-        self._before += self._computed_s() - before
-
-    def report(self, steps: int) -> dict[str, Any]:
-        """Return the record of the slowest ranks in the last `steps` steps.
-
-        A collective call of the world, which sends one number per rank.
-        """
-        before, self._before = self._before, self._computed_s()
-        own = torch.tensor([(self._before - before) / max(steps, 1)], dtype=torch.float64)
-        seconds = collectives.gather_first(own, self._topology.world).tolist()
-        return summarise(seconds, self._topology.layout, self._places)
+            self._say(f" warning: the {what} cannot be written to {path}: {error}")
 
 
 def summarise(
@@ -335,7 +385,8 @@ def summarise(
 ) -> dict[str, Any]:
     """Compare the computing times [world] with those of other ranks of the same pipeline stage.
 
-    Returns times in ms and, for the slow ranks, ratios to the median of the stage.
+    `places` are "node:device" of every rank. Returns times in ms and, for the slow ranks, ratios
+    to the median of the stage.
     """
     stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]
     of_stage: dict[int, list[float]] = {}

@@ -5,7 +5,6 @@ Only rank 0 writes. Log parsers read the lines: fields, order and formats are Me
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import sys
 import textwrap
@@ -311,7 +310,6 @@ class Reporter:
     def __init__(self, config: Config, rank: int) -> None:
         self.console = Console(enabled=rank == 0)
         self.say = self.console.say
-        self._energy_j = 0.0
         self._direct: list[LogLines | JsonLines] = []
         self._behind: list[Background] = []
         if rank != 0:
@@ -325,9 +323,6 @@ class Reporter:
 
     def publish(self, event: Event) -> None:
         """Pass an event to the log, the metrics file, the trackers and the user's callbacks."""
-        if isinstance(event, Iteration) and event.energy_j is not None:
-            self._energy_j += event.energy_j
-            event = dataclasses.replace(event, energy_kwh=self._energy_j / 3.6e6)
         for callback in (*self._direct, *self._behind):
             callback.on_event(event)
 

@@ -7,7 +7,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,10 @@ from megatron.training.report.events import (
     DataTaken,
     End,
     StepRecord,
+    Timeline,
     Validation,
 )
-from megatron.training.report.metrics import TokenWeights, local_loss
+from megatron.training.report.metrics import TokenWeights, local_loss, summarise
 from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run, Skips, StepUnderWay
@@ -69,12 +70,16 @@ def train(run: Run) -> Stop | None:
         final_evaluations(run)
     else:
         run.reporter.say(stop.reason)
+    energy_j = run.interval.used_j
+    if energy_j > 0:  # not NaN
+        run.reporter.say(f" energy of this job on all nodes: {energy_j / 3.6e6:.3g} kWh")
     run.reporter.publish(
         End(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             skipped_iterations=progress.skipped_iterations,
             reason=stop.reason if stop else "done",
+            energy_j=energy_j,
         )
     )
     if run.saves is not None:
@@ -190,7 +195,7 @@ def between_steps(run: Run) -> Stop | None:
     stop = run.stop.check(iteration, agreed)
     if run.saves is not None:
         if run.saves.under_way:
-            with run.watch.paused(), run.topology.flight.phase("saving"):
+            with run.watch.paused("save"), run.topology.flight.phase("saving"):
                 run.saves.commit_written(agreed)
         if stop is None and run.saves.is_due(iteration, agreed):  # a run that ends saves anyway
             save(run)
@@ -244,7 +249,8 @@ def train_step(run: Run) -> Spike | None:
     progress, batches = run.progress, run.batches
     run.topology.flight.step(progress.iteration)
     run.profiler.step(progress.iteration)
-    with run.timers("data-wait"):
+    run.timers.begin(progress.iteration + 1)
+    with run.timers("data"):
         micro_batches = run.train_stream.take(batches.num_micro_batches(progress.consumed_samples))
     per_token = run.config.batch.calculate_per_token_loss and run.topology.pipeline.is_last
     weights = TokenWeights(micro_batches, run.topology.data) if per_token else None
@@ -312,24 +318,32 @@ def report(run: Run) -> None:
     finish_step(run)  # behind the wait for the losses
     elapsed_s = run.watch.lap()
     steps = len(run.interval.steps)
+    recording, run.timers.recording = run.timers.recording, None
+    save_s = run.watch.paused_s.pop("save", 0.0) / steps
+    phases, drawn = run.timeline.report(recording, save_s) if recording else ({}, None)
     figures = run.interval.report(
         losses,
         run.total_iterations,
         elapsed_s,
         memory,
-        times_ms=run.timers.collect(steps),
+        phases,
+        times_ms=phases if run.config.logging.timing_log_level else {},
         sources={} if run.ledger is None else run.ledger.by_short_name(),
     )
     run.reporter.publish(figures)
+    if drawn is not None:
+        run.reporter.publish(Timeline(**drawn))
     if run.costs is not None and run.progress.iteration < run.total_iterations:
         done = figures.consumed_samples * figures.seq_length
         left = run.costs.at(figures.tokens_per_s, done)
         run.reporter.say(f" at this speed: {left.time} for the rest of the run")
         run.costs = None
     call_back(run, "on_log", figures)
-    if run.stragglers is not None:
-        times = run.stragglers.report(steps)
-        run.reporter.publish(ComputeTimes(iteration=run.progress.iteration, **times))
+    if phases and run.config.logging.straggler_report:
+        computing = zip(*(phases[of] for of in ("forward", "backward", "recompute")), strict=True)
+        seconds = [sum(of_rank) / 1000 for of_rank in computing]
+        found = summarise(seconds, run.topology.layout, run.timeline.places)
+        run.reporter.publish(ComputeTimes(iteration=run.progress.iteration, **found))
 
 
 def validate(run: Run) -> None:
@@ -422,8 +436,7 @@ def evaluate(
         done_before(run, False)
     console, batches = run.reporter.console, -(-samples // run.batches.global_batch_size_at_end)
     progress_line = console.doing(f"evaluation on {corpus or name} data: batch", batches)
-    not_counted = run.stragglers.paused() if run.stragglers is not None else nullcontext()
-    with run.watch.paused(), run.topology.flight.phase("evaluation"), not_counted, progress_line:
+    with run.watch.paused(), run.topology.flight.phase("evaluation"), progress_line:
         if run.config.training.manual_gc:
             gc.collect()
         # cyclic, because the last micro-batches of a corpus may reach beyond its end
@@ -556,7 +569,7 @@ def save(run: Run, *, last: bool = False) -> None:
     last_s = run.saves.elapsed_s
     known = "" if last_s is None else f" (the last one took {show_duration(last_s)})"
     shown = run.reporter.console.doing(f"saving checkpoint {run.progress.iteration}{known}")
-    with run.watch.paused(), run.topology.flight.phase("saving"), shown:
+    with run.watch.paused("save"), run.topology.flight.phase("saving"), shown:
         if run.config.training.manual_gc:
             gc.collect()
         run.saves.save(run.progress.iteration, run.state(), last=last)

@@ -36,9 +36,11 @@ from megatron.parallel.launch import Launch
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
+from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Start
-from megatron.training.report.metrics import Interval, Profiler, Rates, Stragglers, Timers
+from megatron.training.report.metrics import Interval, Profiler, Rates, Timers
 from megatron.training.report.reporter import Console, Reporter
+from megatron.training.report.timeline import Timeline
 from megatron.training.run.checkpoints import (
     Saves,
     checkpoint_to_load,
@@ -121,6 +123,10 @@ def run_training(
 
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         run = assemble(config, topology, places, host, signals, started)
+        meter = EnergyMeter(reads=launch.local_rank == 0)
+        if meter.source:
+            run.reporter.say(f" energy: read from {meter.source}")
+        run.interval.meter = meter
         run.watchdog = build_watchdog(config, run.topology, rendezvous)
         if run.watchdog is not None:
             run.watchdog.before_leaving = partial(requeue_lost, run)
@@ -300,6 +306,8 @@ def assemble(
     saves = build_saves(config, topology, engine, reporter, agreement, places, loaded_here)
     signals.saving = lambda: saves is not None and saves.under_way
     wall_time = build_wall_time(config, topology, reporter, saves, started)
+    path = None if config.metrics_path is None else config.metrics_path.with_name("timeline.json")
+    executor = build_executor(config, topology, chunks, engine)
     if device.type == "cuda":
         # Set-up and loading have freed blocks of sizes that no step allocates.
         torch.cuda.empty_cache()
@@ -309,7 +317,7 @@ def assemble(
         tokenizer=tokenizer,
         chunks=chunks,
         engine=engine,
-        executor=build_executor(config, topology, chunks, engine),
+        executor=executor,
         learning_rate=LearningRateSchedule(config),
         weight_decay=WeightDecaySchedule(config),
         batches=batches,
@@ -326,9 +334,11 @@ def assemble(
         stop=StopRules(config, agreement, signals, wall_time),
         saves=saves,
         wall_time=wall_time,
-        timers=Timers(topology, config.logging.timing_log_level),
-        stragglers=Stragglers(topology, places) if config.logging.straggler_report else None,
-        profiler=Profiler(config, topology.rank, reporter.say),
+        timers=Timers(topology, config.logging, end),
+        profiler=Profiler(
+            config, topology.rank, reporter.say, range(progress.iteration, end), device.type
+        ),
+        timeline=Timeline(topology, executor, path, reporter.say, places),
         accounted_iteration=progress.iteration,
         costs=costs,
     )

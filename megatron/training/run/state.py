@@ -22,11 +22,11 @@ from megatron.training.report.metrics import (
     Interval,
     Profiler,
     Stopwatch,
-    Stragglers,
     Timers,
     TokenWeights,
 )
 from megatron.training.report.reporter import Reporter
+from megatron.training.report.timeline import Timeline
 from megatron.training.run.checkpoints import Saves
 from megatron.training.run.data import Stream
 from megatron.training.run.schedules import (
@@ -73,7 +73,6 @@ class Run:
 
     saves           None without --save
     wall_time       None where the end of the job is unknown
-    stragglers      None without --straggler-report
     watchdog        patient until the first step is done; None with --hang-timeout 0
     copies_checked  whether copies of weights were compared after a step of this job that was not
                     skipped
@@ -105,8 +104,8 @@ class Run:
     saves: Saves | None
     wall_time: WallTime | None
     timers: Timers
-    stragglers: Stragglers | None
     profiler: Profiler
+    timeline: Timeline
     watch: Stopwatch = field(default_factory=Stopwatch)
     watchdog: Watchdog | None = None
     accounted_iteration: int | None = None
@@ -141,7 +140,8 @@ class Run:
         """Close files and stop reading ahead."""
         if self.watchdog is not None:
             self.watchdog.stop()
-        self.profiler.finish()
+        self.profiler.close()
+        self.timeline.write()
         if self.wall_time is not None:
             self.wall_time.close()
         self.train_stream.close()

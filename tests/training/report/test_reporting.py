@@ -12,11 +12,12 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megatron.config import Config
 from megatron.config.duration import show_duration
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout, Topology
@@ -165,15 +166,71 @@ def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines() -> None:
     )
 
 
-@pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir"])
+def profile_config(**fields: Any) -> Config:
+    model = dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=16)
+    batch = dict(micro_batch_size=1, global_batch_size=4, mock_data=True)
+    return Config.create(**{**model, **batch, "world_size": 2, "profile": "pt", **fields})
+
+
+@pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir", "metrics_file"])
 def test_a_profile_needs_a_folder_before_the_run_not_after(tmp_path: Path, flag: str) -> None:
     (tmp_path / "file").write_text("")
-    logging = dict(
-        profile="pt", profile_ranks=(0,), profile_step_start=1, profile_step_end=2, trace_dir=None
-    )
-    logging |= dict(tensorboard_dir=None) | {flag: str(tmp_path / "file" / "x")}
+    place = str(tmp_path / "file" / "x") + ("/m.jsonl" if flag == "metrics_file" else "")
     with pytest.raises(ConfigError, match=f"{tmp_path}/file/x"):
-        Profiler(SimpleNamespace(logging=SimpleNamespace(**logging)), 0, print)  # type: ignore[arg-type]
+        Profiler(profile_config(**{flag: place}), 0, print)
+
+
+def test_a_profile_is_written_beside_the_metrics(tmp_path: Path) -> None:
+    said: list[str] = []
+    config = profile_config(save=str(tmp_path), profile_step_start=2, profile_step_end=4)
+    profiler = Profiler(config, 0, said.append, range(6))
+    for iteration in range(6):
+        profiler.step(iteration)
+        assert (tmp_path / "trace_rank0.json").exists() == (iteration >= 4)
+    profiler.close()
+    assert len(said) == 1 and f"{tmp_path}/trace_rank0.json" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "first", "end", "stops", "known"),
+    [
+        (dict(), 0, 8, 8, True),  # ends before the first iteration of the profile, which is 10
+        (dict(), 20, 40, 40, True),  # resumed behind it
+        (dict(profile_ranks=(5, 7)), 0, 20, 20, True),  # ranks of a larger job
+        (dict(), 0, 20, 9, False),  # a signal ends it before
+        (dict(profile_ranks=(1,)), 0, 20, 20, None),  # another rank than the one that speaks
+        (dict(profile=None), 0, 8, 8, None),
+    ],
+)
+def test_a_profile_that_catches_no_step_says_so(
+    fields: dict[str, Any], first: int, end: int, stops: int, known: bool | None
+) -> None:
+    said: list[str] = []
+    profiler = Profiler(profile_config(**fields), 0, said.append, range(first, end))
+    assert len(said) == (known is True)
+    for iteration in range(first, stops):
+        profiler.step(iteration)
+    profiler.close()
+    assert len(said) == {True: 2, False: 1, None: 0}[known]
+
+
+def test_memory_is_recorded_on_chosen_ranks_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        monkeypatch.setattr(
+            torch.cuda.memory, name, lambda *of, n=name, **_: calls.append((n, *of))
+        )
+    config = profile_config(
+        profile=None, record_memory_history=True, save=str(tmp_path), profile_ranks=(1,)
+    )
+    said: list[str] = []
+    for rank, device in ((0, "cuda"), (1, "cuda"), (0, "cpu")):
+        Profiler(config, rank, said.append, range(4), device).close()
+    file = str(tmp_path / "snapshot_rank1.pickle")
+    assert calls == [("_record_memory_history",), ("_dump_snapshot", file)]
+    assert len(said) == 2 and file in said[0]
 
 
 def test_stopwatch_leaves_pauses_out() -> None:

@@ -6,6 +6,7 @@ Four processes run all cases one after another, over several layouts.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import signal
@@ -28,14 +29,16 @@ from megatron.parallel import flight as flight_module
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
 from megatron.pipeline.executor import Executor
+from megatron.training.report import timeline as timeline_module
 from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import (
     Interval,
     Peak,
     Rates,
-    Stragglers,
     local_loss,
+    summarise,
 )
+from megatron.training.report.timeline import Recording, Timeline
 from megatron.training.run.data import PlaceholderStream
 from megatron.training.run.generate import Sampling, generate
 from megatron.training.run.host import check_kernels, masks_on_this_node, share_cores
@@ -139,6 +142,9 @@ def figures(topology: Topology, folder: str) -> Any:
     interval = Interval(topology, Rates(RANKS, 8, 1.0, 1.0))
     for iteration, loss in ((1, mine), (2, weighted)):
         interval.steps.append(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
+    # of two nodes, in whose energy the others have no part
+    energy = (20.0, 0.0, 40.0, 0.0)[topology.rank]
+    interval.meter = SimpleNamespace(used_j=lambda: energy)  # type: ignore[assignment]
     unfinished = [None if mine is None else mine * math.nan]
     return interval.reduce(HELD[topology.rank], RESERVED[topology.rank], unfinished)
 
@@ -199,14 +205,18 @@ def stragglers(topology: Topology, folder: str) -> Any:
             return torch.zeros((), requires_grad=True) * 1.0
 
         executor = Executor(topology, {0: chunk}, "1f1b", 1, (1,), torch.float32)
-        measured = Stragglers(topology, ["a:cpu", "b:cpu", "c:cpu", "d:cpu"])
-        with measured.paused():  # not counted, however long it takes
-            executor.train([0, 1])
-            executor.train([0, 1])
-        for _ in range(2):
-            executor.train([0, 1])
-        result = measured.report(2)
-    return result
+        # as if the job were too large to gather all ranks
+        patch.setattr(timeline_module, "_ALL_RANKS", RANKS - 1)
+        path = Path(folder) / "timeline.json"
+        timeline = Timeline(topology, executor, path, print, clock=lambda: now[0])
+        executor.train([0, 1])
+        recording = Recording(topology, 2)
+        executor.train([0, 1])
+        recording.end()
+        executor.train([0, 1])
+        times_ms, _ = timeline.report(recording, 0.0)
+        events = json.loads(path.read_text())["traceEvents"] if times_ms else []
+        return times_ms, {event["tid"] for event in events}
 
 
 # -- kernels and cores -----------------------------------------------------------------------------
@@ -371,7 +381,11 @@ def test_losses_are_averaged_over_micro_batches_and_replicas(
     for losses, memory in found(figures, tensor, pipeline):
         np.testing.assert_allclose(losses, [every.mean(), weighted, math.nan], rtol=1e-6)
         # Beside the losses, whatever their value, and exact.
-        assert memory == Peak(2**52 + 3, 2, 2**52 + 7)
+        layout = Layout(tensor=tensor, pipeline=pipeline, data=RANKS // tensor // pipeline)
+        held = [[], []]
+        for rank, size in enumerate(HELD):
+            held[layout.coordinates(rank)[2]].append(size)
+        assert memory == Peak(2**52 + 3, 2, 2**52 + 7, (max(held[0]), max(held[1])), 60.0)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "replicas"), [(2, 2, 1), (1, 2, 2), (2, 1, 2)])
@@ -391,10 +405,13 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
 
 
 def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found: Found) -> None:
-    record, *_ = found(stragglers, 2)
-    # The median of 2, 60, 2 and 60 ms is 31; with the paused passes the longest would be 120.
-    assert [one["rank"] for one in record["slow"]] == [1, 3]
-    assert record["max_ms"] == pytest.approx(60.0) and record["min_ms"] == pytest.approx(2.0)
+    (times_ms, shown), *others = found(stragglers, 2)
+    assert others == [({}, set())] * 3 and shown == {0}
+    assert times_ms["forward"] == pytest.approx([2.0, 60.0, 2.0, 60.0])
+    assert times_ms["tensor-parallel"] == pytest.approx([58.0, 0.0, 58.0, 0.0])
+    # The median of 2, 60, 2 and 60 ms is 31.
+    slow = summarise(times_ms["forward"], Layout(tensor=2, data=2))["slow"]
+    assert [one["rank"] for one in slow] == [1, 3]
 
 
 def test_ranks_with_different_kernels_stop_on_every_rank(found: Found) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,11 @@ def values(found: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
 
 
 def test_a_run_writes_what_happened(tmp_path: Path) -> None:
-    fields = dict(save=str(tmp_path), train_iters=5, save_interval=2, eval_at_start=True)
-    run_processes(2, run, {**fields, **INTERLEAVED})
+    again = dict(recompute_granularity="full", recompute_method="uniform")
+    fields = dict(
+        save=str(tmp_path), train_iters=5, save_interval=2, timeline_interval=4, eval_at_start=True
+    )
+    run_processes(2, run, {**fields, **again, **INTERLEAVED})
     found = records(tmp_path)
     (start,), (end,) = found["start"], found["end"]
     layout = {"world": 2, "tensor": 1, "pipeline": 2, "data": 1}
@@ -92,6 +96,29 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
     ]
     assert values(found["checkpoint"], "iteration") == [(2,), (4,), (5,)]
     assert (end["iteration"], end["reason"]) == (5, "done")
+    # Of every fourth iteration and the last one there is a timeline, and in the file the last one.
+    assert values(found["timeline"], "iteration", "file") == [
+        (4, "timeline.json"),
+        (5, "timeline.json"),
+    ]
+    assert all(0 < r["bubble"] < 1 and 0 < r["predicted_bubble"] < 1 for r in found["timeline"])
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert {e["args"]["iteration"] for e in events if e["ph"] == "M"} == {5}
+    assert {e["tid"] for e in events if e.get("cat") == "backward"} == {0, 1}
+    unrecorded, *recorded = (record["phases_ms"] for record in found["iteration"])
+    assert unrecorded == {}
+    for phases in recorded:
+        assert all(0 <= of["min"] <= of["mean"] <= of["max"] for of in phases.values())
+        assert all(
+            phases[of]["min"] > 0
+            for of in ("data", "forward", "backward", "recompute", "pipeline-wait", "optimizer")
+        )
+    assert recorded[1]["save"]["min"] > 0  # of iteration 4
+    steps_ms = [e["dur"] / 1e3 for e in events if e["name"] == "step"]
+    assert (
+        sum(of["mean"] for name, of in recorded[1].items() if name != "save") <= sum(steps_ms) / 2
+    )
+    assert [len(record["stage_memory_bytes"]) for record in found["iteration"]] == [2, 2, 2]
     # An untrained model with small weights gives all 24 entries about the same probability.
     assert found["validation"][0]["lm_loss"] == pytest.approx(np.log(24), abs=0.05)
 

@@ -1,0 +1,124 @@
+"""Energy of this node, where the system tells it.
+
+- Cray's pm_counters, /sys/cray/pm_counters/energy: the whole node. The file has one line,
+  "123 J 456 us": the energy since the node started, and the time of the reading (docs.cscs.ch,
+  "Energy and power consumption"; Slurm's plugin acct_gather_energy/pm_counters). Nothing else is
+  read where it exists.
+- RAPL, /sys/class/powercap/intel-rapl:*/energy_uj, of Intel's and AMD's processors and their
+  memory, where users may read it: microjoules, which begin again from 0 behind
+  max_energy_range_uj (Linux, Documentation/power/powercap/powercap.rst).
+- GPUs by AMD's amdsmi (amdsmi_get_energy_count: a count and its unit in microjoules) or NVIDIA's
+  pynvml (nvmlDeviceGetTotalEnergyConsumption: millijoules), if the Python package is installed.
+
+Other jobs on the node are counted too. A counter that begins again twice between two log lines,
+which takes RAPL about half an hour, shows too little.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Counter(NamedTuple):
+    """A counter of energy: its joules, and from where on it begins again at 0."""
+
+    read_j: Callable[[], float]
+    range_j: float = math.inf
+
+
+class EnergyMeter:
+    """Reads the counters of this node.
+
+    reads   False on all ranks of the node but one: they give 0
+    root    where the system's files are
+    load    imports a module
+    source  what is read; "" where there is nothing
+    """
+
+    def __init__(
+        self,
+        reads: bool = True,
+        root: Path = Path("/sys"),
+        load: Callable[[str], Any] = importlib.import_module,
+    ) -> None:
+        self._counters: list[Counter] = [] if reads else [Counter(float)]
+        self.source = ""
+        sources = (
+            ("Cray pm_counters", _cray(root)),
+            ("RAPL", _rapl(root)),
+            ("amdsmi", _amd(load)),
+            ("NVML", _nvidia(load)),
+        )
+        for name, counters in sources if reads else ():
+            # no such file, no permission, no driver: each has an exception of its own
+            with suppress(Exception):
+                found = [counter for counter in counters if counter.read_j() >= 0]
+                if found:
+                    self._counters += found
+                    self.source += f"{', ' if self.source else ''}{name}"
+            if self.source == "Cray pm_counters":  # the others are parts of it
+                break
+        self._before = self._read()
+
+    def _read(self) -> list[float]:
+        with suppress(Exception):
+            return [counter.read_j() for counter in self._counters]
+        return [math.nan] * len(self._counters)
+
+    def used_j(self) -> float:
+        """Return the energy since the last call, or since the beginning; NaN where unknown."""
+        before, self._before = self._before, self._read()
+        used = sum(
+            now - then if now >= then else now - then + counter.range_j
+            for now, then, counter in zip(self._before, before, self._counters, strict=True)
+        )
+        return used if self._counters and math.isfinite(used) else math.nan
+
+
+def _number(path: Path, unit_j: float = 1.0) -> float:
+    """Return the first number of a file in joules."""
+    return float(path.read_text().split()[0]) * unit_j
+
+
+def _cray(root: Path) -> Iterator[Counter]:
+    yield Counter(partial(_number, root / "cray/pm_counters/energy"))
+
+
+def _rapl(root: Path) -> Iterator[Counter]:
+    """Yield the counters of processor packages and, where it is separate, their memory."""
+    for zone in root.glob("class/powercap/intel-rapl:*"):
+        name = (zone / "name").read_text()
+        if name.startswith(("package", "dram")):
+            largest = _number(zone / "max_energy_range_uj", 1e-6)
+            yield Counter(partial(_number, zone / "energy_uj", 1e-6), largest)
+
+
+def _amd(load: Callable[[str], Any]) -> Iterator[Counter]:
+    library = load("amdsmi")
+    library.amdsmi_init()
+
+    def read_j(gpu: Any) -> float:
+        found = library.amdsmi_get_energy_count(gpu)
+        # the older name of the count is "power"
+        count = found.get("energy_accumulator", found.get("power"))
+        return float(count * found["counter_resolution"] * 1e-6)
+
+    for gpu in library.amdsmi_get_processor_handles():
+        yield Counter(partial(read_j, gpu))
+
+
+def _nvidia(load: Callable[[str], Any]) -> Iterator[Counter]:
+    library = load("pynvml")
+    library.nvmlInit()
+
+    def read_j(gpu: Any) -> float:
+        return 1e-3 * float(library.nvmlDeviceGetTotalEnergyConsumption(gpu))
+
+    for number in range(library.nvmlDeviceGetCount()):
+        yield Counter(partial(read_j, library.nvmlDeviceGetHandleByIndex(number)))

@@ -1,0 +1,333 @@
+"""Timeline of a recorded step: what each rank did when, and the phases that its time went to.
+
+A rank's `Recording` keeps the events that its device passed in the step. At the next log line
+`Timeline` gathers the times of these events on the first rank, by its clock, and writes
+timeline.json beside the metrics file, which Perfetto, chrome://tracing and
+`tools/show_schedule.py --timeline` read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.kernels.work import Scope, followed
+from megatron.parallel.collectives import gather_objects
+from megatron.parallel.flight import KINDS, MOST_MARKS, Call, CallRecord, DeviceCalls
+from megatron.parallel.topology import Group, Topology
+from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
+from megatron.pipeline.executor import Executor
+from megatron.pipeline.orders import Instruction, Op
+
+PHASES = (
+    "data",
+    "forward",
+    "backward",
+    "recompute",
+    "tensor-parallel",
+    "pipeline-wait",
+    "data-parallel",
+    "optimizer",
+    "save",
+)
+_OF_KIND = {"tensor": "tensor-parallel", "data": "data-parallel"}
+_ALL_RANKS = 64  # the largest job of which all ranks are gathered
+_MOST_EVENTS = 60_000  # in the file, about 9 MB
+_ROUND_TRIPS = 5
+_EVERY_S = 60.0  # between two writings of the file, each of which may take half a second
+
+
+class Activity(NamedTuple):
+    """A pass without the waits for its message, a call or another part of a step, in seconds."""
+
+    what: Any  # an Instruction, a Call or the name of a part
+    start: float
+    end: float
+
+    @property
+    def phase(self) -> str | None:
+        """The phase that its time belongs to; None for that of the activity around it."""
+        if isinstance(self.what, Instruction):
+            return "forward" if self.what.op is Op.FORWARD else "backward"
+        if isinstance(self.what, Call):
+            return "pipeline-wait" if self.what.peer >= 0 else _OF_KIND.get(self.what.kind)
+        return self.what if self.what in PHASES else None
+
+
+def _in_order(activity: Activity) -> tuple[float, float]:
+    return activity.start, -activity.end
+
+
+class Recording:
+    """A step of this rank, which is recorded until `end`."""
+
+    def __init__(self, topology: Topology, iteration: int) -> None:
+        self.iteration = iteration
+        self._flight, self._before = topology.flight, topology.flight.meter
+        self._meter = self._flight.meter = self._before or DeviceCalls.of(topology.device)
+        self._marks = self._meter.marks = []
+        self._first = self._meter.mark()
+        self._scopes: list[Any] = []
+        self._follows = followed(self)
+        self._follows.__enter__()
+
+    def enter(self, scope: Scope) -> None:
+        """Begin a scope; of interest are those that recompute a value."""
+        self._scopes.append(self._meter.mark())
+
+    def leave(self, scope: Scope) -> None:
+        begun = self._scopes.pop()
+        if scope.work is None:
+            self._meter.add("recompute", begun)
+
+    def end(self) -> None:
+        self._follows.__exit__(None, None, None)
+        self._meter.add("step", self._first)
+        self._meter.marks, self._flight.meter = None, self._before
+
+    def activities(self, clock: Callable[[], float]) -> list[Activity]:
+        """Return what this rank did, in order, by its clock. Waits for the device.
+
+        Nothing where the step had more calls than are kept.
+        """
+        self._meter.marks = []  # for an event with a time
+        now, self._meter.marks = self._meter.mark(), None
+        now.synchronize()
+        zero = clock() - self._first.elapsed_time(now) / 1000
+        if len(self._marks) == MOST_MARKS:
+            return []
+        found = sorted(
+            (
+                Activity(_named(what), *(zero + self._first.elapsed_time(e) / 1000 for e in events))
+                # what contains the other was added later: it comes first where times are equal
+                for what, *events in reversed(self._marks)
+            ),
+            key=_in_order,
+        )
+        current: int | None = None
+        for number, one in enumerate(found):
+            if isinstance(one.what, Instruction):
+                current = number
+            elif current is not None and one.phase == "pipeline-wait":
+                start, end = found[current][1:]
+                if one.start < end:
+                    found[current] = found[current]._replace(start=max(start, one.end))
+        return sorted(found, key=_in_order)
+
+
+def _named(what: Any) -> Any:
+    if isinstance(what, CallRecord):
+        name, kind, *numbers = (getattr(what, name) for name, _ in what._fields_)
+        return Call(name.decode(), KINDS[kind], *numbers)
+    if isinstance(what, tuple):
+        return Instruction(Op[what[0].decode()], *what[1:])
+    return what
+
+
+def phases_s(activities: Sequence[Activity]) -> dict[str, float]:
+    """Return the seconds of each phase, of activities in order.
+
+    Time counts for the innermost activity that has a phase, so phases are disjoint.
+    """
+    spent = dict.fromkeys(PHASES, 0.0)
+    around: list[tuple[float, str | None]] = [(math.inf, None)]  # end and phase
+    for activity in activities:
+        while around[-1][0] <= activity.start:
+            around.pop()
+        limit, outer = around[-1]
+        phase, end = activity.phase or outer, min(activity.end, limit)
+        for of, sign in ((phase, 1), (outer, -1)):
+            if of is not None:
+                spent[of] += sign * (end - activity.start)
+        around.append((end, phase))
+    return spent
+
+
+def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[float, float]:
+    """Return the share of the ranks' time without passes, measured and by the schedule's clock.
+
+    `lanes` are the passes of each rank of one pipeline. On the clock all stages take the means of
+    these passes, and messages take no time.
+    """
+    lengths = [(one.what.op, one.end - one.start) for lane in lanes for one in lane]
+    whole = max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes)
+    stages = len(lanes) * executor.num_chunks
+    times = (
+        (fmean([length for op, length in lengths if op in ops] or [0.0]),) * stages
+        for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT), (Op.BACKWARD_WEIGHT,))
+    )
+    planned = Pipeline(
+        executor.schedule,
+        len(lanes),
+        executor.num_chunks,
+        len({one.what.micro_batch for one in lanes[0]}),
+        StageTimes(*times),
+    )
+    busy = sum(length for _, length in lengths)
+    return 1 - busy / (whole * len(lanes)), run_pipeline(planned).bubble_fraction
+
+
+def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Return the largest error of the second result: by how much the clock of rank `peer` is ahead.
+
+    It is ahead of the first rank's. Both ranks call this; only the first gets the answer. The
+    shortest of some round trips counts, in the middle of which the other clock is taken to be read
+    (RFC 5905, section 8).
+    """
+    word, best = torch.zeros(1, dtype=torch.float64), (math.inf, 0.0)
+    other = group.ranks[0 if group.rank else peer]
+    group.flight.enter(b"receive", group.kind, word.nbytes, True, peer=other)
+    for _ in range(_ROUND_TRIPS):
+        if group.rank:
+            dist.recv(word, other, group=group.handle)
+            dist.send(word.fill_(clock()), other, group=group.handle)
+        else:
+            sent = clock()
+            dist.send(word, other, group=group.handle)
+            dist.recv(word, other, group=group.handle)
+            got = clock()
+            best = min(best, ((got - sent) / 2, float(word) - (sent + got) / 2))
+    group.flight.leave()
+    return best
+
+
+class Timeline:
+    """Gathers recorded steps on the first rank, which writes them.
+
+    Of a job of up to 64 ranks it has all, of a larger one those of the first pipeline (data- and
+    tensor-parallel rank 0). All ranks create one.
+
+    path    of the trace; None for none
+    places  "node:device" of every rank, on the first one
+    host    what only ranks with the same clock have in common: the boot of their kernel
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        executor: Executor,
+        path: Path | None,
+        say: Callable[[str], object],
+        places: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+        host: str = "",
+    ) -> None:
+        self._topology, self._executor, self._path = topology, executor, path
+        self._say, self.places, self._clock = say, places, clock
+        small = topology.world.size <= _ALL_RANKS
+        self._group = topology.world if small else topology.pipeline
+        self._takes_part = small or topology.layout.coordinates(topology.rank)[:2] == (0, 0)
+        if not host:
+            with suppress(OSError):
+                host = Path("/proc/sys/kernel/random/boot_id").read_text()
+        self._hosts: list[str] = gather_objects(host, self._group) if self._takes_part else []
+        self._step: tuple[Mapping[int, list[Activity]], int] | None = None
+        self._written = -math.inf
+
+    def report(
+        self, recording: Recording, save_s: float
+    ) -> tuple[dict[str, list[float]], dict[str, Any] | None]:
+        """Return the milliseconds of each phase on each rank, and the record of the step.
+
+        {} and None on other ranks than the first, and if the step has more calls than are kept.
+        `save_s` is this rank's time in the phase "save" per step, which is outside of steps.
+        """
+        activities = recording.activities(self._clock)
+        own = {**phases_s(activities), "save": save_s} if activities else None
+        of_ranks = gather_objects(own, self._topology.world, everywhere=False)
+        gathered = self._gather(activities) if self._takes_part else {}
+        if not of_ranks or None in of_ranks:
+            return {}, None
+        lanes = [
+            [one for one in gathered[rank] if isinstance(one.what, Instruction)]
+            for rank in self._topology.pipeline.ranks
+        ]
+        measured, predicted = bubbles(lanes, self._executor)
+        self._step = gathered, recording.iteration
+        if self._clock() - self._written >= _EVERY_S:
+            self.write()
+        return {phase: [1000 * of[phase] for of in of_ranks] for phase in PHASES}, {
+            "iteration": recording.iteration,
+            "bubble": measured,
+            "predicted_bubble": predicted,
+            "file": None if self._path is None else self._path.name,
+        }
+
+    def _gather(self, activities: list[Activity]) -> dict[int, list[Activity]]:
+        """Return the activities of each rank by the first one's clock, on the first one."""
+        group, ahead = self._group, dict[str, float]()
+        for peer, host in enumerate(self._hosts):
+            if host not in ahead:
+                other = peer and group.rank in (0, peer)
+                ahead[host] = clock_ahead(group, peer, self._clock)[1] if other else 0.0
+        # what is shorter is left out, so that the file does not grow with the model
+        least_s = 0.0
+        if activities:
+            least_s = (activities[-1].end - activities[0].start) * group.size / _MOST_EVENTS
+        kept = [
+            one
+            for one in activities
+            if isinstance(one.what, Instruction) or one.end - one.start >= least_s
+        ]
+        return {
+            rank: [Activity(what, a - ahead[host], b - ahead[host]) for what, a, b in found]
+            for rank, host, found in zip(
+                group.ranks,
+                self._hosts,
+                gather_objects(kept, group, everywhere=False),
+                strict=False,
+            )
+        }
+
+    def _events(self) -> list[dict[str, Any]]:
+        """Return the step in the trace event format: data-parallel replicas, and ranks in them."""
+        assert self._step is not None
+        (gathered, iteration), events = self._step, list[dict[str, Any]]()
+        zero = min(found[0].start for found in gathered.values())
+        for rank, found in gathered.items():
+            tensor, replica, stage = self._topology.layout.coordinates(rank)
+            row: dict[str, Any] = {"pid": replica, "tid": rank}
+            args: dict[str, Any] = {"name": f"rank {rank} {''.join(self.places[rank : rank + 1])}"}
+            args |= {"pipeline": stage, "tensor": tensor, "iteration": iteration}
+            events.append({"ph": "M", "name": "thread_name", "args": args, **row})
+            for what, start, end in found:
+                name = what if isinstance(what, str) else what[0]
+                if isinstance(what, Instruction):
+                    name = f"{what.op.letters}{what.micro_batch} stage {what.stage}"
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": name,
+                        "cat": Activity(what, start, end).phase or "other",
+                        "ts": round(1e6 * (start - zero), 1),
+                        "dur": round(1e6 * (end - start), 1),
+                        "args": {} if isinstance(what, str) else what._asdict(),
+                        **row,
+                    }
+                )
+        return events
+
+    def write(self) -> None:
+        """Write the newest step, if it is not written yet. A full disk ends nothing."""
+        if self._path is None or self._step is None:
+            return
+        new, self._written = self._path.with_suffix(".new"), self._clock()
+        try:
+            new.write_text(json.dumps({"traceEvents": self._events()}))
+            os.replace(new, self._path)
+        except OSError as error:
+            self._say(f" warning: {self._path}: {error.strerror}: the timeline is not written")
+            self._path = None
+            with suppress(OSError):
+                new.unlink()
+        self._step = None
