@@ -144,7 +144,7 @@ def train(
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     for record in [r for r in records if r["event"] == "iteration"][1:]:
         step_s = record["step_time_s"]
-        yield record["times_ms"]["data"]["max"] / 1e3 / step_s, record["tokens_per_s"]
+        yield record["phases_ms"]["data"]["max"] / 1e3 / step_s, record["tokens_per_s"]
 
 
 def name(way: Way) -> str:

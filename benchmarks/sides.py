@@ -324,7 +324,7 @@ def read(output: Path, ours: bool, warm_up: int, began_at: float) -> Outcome:
     outcome.memory_bytes = steps[-1].get("memory_bytes" if ours else "device_bytes")
     outcome.optimizer_s = [step["optimizer_s"] for step in measured if "optimizer_s" in step]
     outcome.optimizer_s += [
-        step["times_ms"]["optimizer"]["max"] / 1e3 for step in measured if "times_ms" in step
+        step["phases_ms"]["optimizer"]["max"] / 1e3 for step in measured if "phases_ms" in step
     ]
     saved = next(
         (r for r in records if (r.get("event") == "checkpoint" if ours else "save_s" in r)), None

@@ -85,7 +85,7 @@ RECORD: Kinds = {
     _table: ("config", "layout", "differs", "costs", "versions"),
     _numbers: ("stage_memory_bytes",),
     _tables: ("slow",),
-    _tables_of_numbers: ("times_ms", "phases_ms", "sources"),
+    _tables_of_numbers: ("phases_ms", "sources"),
 }
 """Fields of a record."""
 SETTINGS: Kinds = {

@@ -330,9 +330,9 @@ def _phases(runs: Sequence[Run]) -> Iterator[Block]:
     found = []
     for run in runs:
         parts: dict[str, list[Record]] = {}
-        records = [r for r in run.of("iteration") if r.get("phases_ms") or r.get("times_ms")]
+        records = [r for r in run.of("iteration") if r.get("phases_ms")]
         for record in records[1:] or records:  # the first interval also compiles and allocates
-            for part, ms in (record.get("phases_ms") or record["times_ms"]).items():
+            for part, ms in record["phases_ms"].items():
                 parts.setdefault(part, []).append(ms)
         found.append({part: v for part, ms in parts.items() if (v := _over_ranks(ms))})
     names = [run.name for run in runs]

@@ -114,11 +114,12 @@ class Iteration(Event):
     the job began, not only in the interval, memory_rank that rank. reserved_bytes is the most that
     the allocator of any rank has reserved, None on a CPU.
 
-    phases_ms           {phase: {"min", "mean", "max"}} over the ranks, for one step
+    phases_ms           {phase: {"min", "mean", "max"}} over the ranks, for the recorded step; None
+                        where none was
     stage_memory_bytes  most memory held by a rank of each pipeline stage
     energy_j            energy of all nodes in the interval, joules_per_token of it, and energy_kwh
                         since this job began; None where unknown
-    times_ms            {part of a step: its time on each rank}
+    times_ms            {phase: its time on each rank}, of which phases_ms is the summary
     sources             {data source: its tokens and epochs until now}
     steps               the steps of the interval, and step_losses, their losses over all ranks
     """
@@ -177,11 +178,6 @@ class Iteration(Event):
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict, metadata=_UNRECORDED)
     steps: Sequence[StepRecord] = field(default=(), metadata=_UNRECORDED)
     step_losses: Sequence[float] = field(default=(), metadata=_UNRECORDED)
-
-    def as_record(self) -> dict[str, Any]:
-        """Return the record, with the shortest and the longest time of each part of a step."""
-        times = {part: {"min": min(t), "max": max(t)} for part, t in self.times_ms.items()}
-        return super().as_record() | ({"times_ms": times} if times else {})
 
 
 def perplexity(loss: float) -> float:

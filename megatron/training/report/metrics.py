@@ -164,6 +164,7 @@ class Interval:
                 for phase, of in (phases or {}).items()
             }
             or None,
+            times_ms=phases or {},
             steps=steps,
             step_losses=tuple(losses),
             **measured,

@@ -247,7 +247,8 @@ class LogLines(Callback):
     """Prints the events that have lines of their own in the log."""
 
     def __init__(self, config: Config, console: Console) -> None:
-        self._timing_option = config.logging.timing_log_option
+        logging = config.logging
+        self._timing_option = logging.timing_log_option if logging.timing_log_level else None
         self._memory_reported = 0.0
         self._console, self._say = console, console.say
 
@@ -272,7 +273,7 @@ class LogLines(Callback):
                 f" warning: HFU {report.hfu:.3f} is more than a device can do: the time or the "
                 "peak is wrong"
             )
-        if report.times_ms:
+        if report.times_ms and self._timing_option is not None:
             self._say(format_timers(report.times_ms, self._timing_option))
         held = report.memory_bytes
         if held > _GROWTH * self._memory_reported:

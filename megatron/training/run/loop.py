@@ -327,7 +327,6 @@ def report(run: Run) -> None:
         elapsed_s,
         memory,
         phases,
-        times_ms=phases if run.config.logging.timing_log_level else {},
         sources={} if run.ledger is None else run.ledger.by_short_name(),
     )
     run.reporter.publish(figures)

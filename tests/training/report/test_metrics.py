@@ -42,7 +42,7 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     assert (report.memory_bytes, report.memory_rank, report.reserved_bytes) == (77, 0, 99)
     assert {"memory_bytes", "memory_rank", "reserved_bytes"} < report.as_record().keys()
     assert report.stage_memory_bytes == (77,)
-    assert (report.energy_j, report.joules_per_token, report.phases_ms) == (None, None, {})
+    assert (report.energy_j, report.joules_per_token, report.phases_ms) == (None, None, None)
     assert len(interval.steps) == 0  # counts start anew at each log line
 
 
