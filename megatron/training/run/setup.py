@@ -539,10 +539,13 @@ def describe_setup(
 
 def describe_output(config: Config) -> str:
     """Return what the run writes, and where."""
+    logging = config.logging
     places = (
         ("checkpoints", config.checkpoint.save),
         ("metrics", config.metrics_path),
-        ("TensorBoard's events", config.logging.tensorboard_dir),
+        ("TensorBoard's events", logging.tensorboard_dir),
+        ("Weights & Biases' run", logging.wandb_project and f"project {logging.wandb_project}"),
+        ("MLflow's run", logging.mlflow_tracking_uri or logging.mlflow_experiment_name),
     )
     written = [f"{what} to {where}" for what, where in places if where]
     return f"writes {', '.join(written) or 'nothing, because there is no --save FOLDER'}"
