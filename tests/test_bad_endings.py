@@ -122,7 +122,7 @@ def test_output_that_cannot_be_written_costs_the_run_nothing(
     assert notes == [0 if 2 in numbers else 1, 0][:size], outcomes  # only rank 0 prints
     # No file of the run contains the lost output.
     events = [record["event"] for record in read_records(tmp_path / "metrics.jsonl")]
-    assert events == ["start", "iteration", "iteration", "checkpoint", "data", "end"]
+    assert events == ["start", "iteration", "iteration", "timeline", "checkpoint", "data", "end"]
 
 
 @pytest.mark.parametrize(

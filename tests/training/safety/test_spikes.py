@@ -216,7 +216,7 @@ def test_without_a_checkpoint_before_it_training_goes_on(tmp_path: Path) -> None
     fields = dict(RULE, save=str(tmp_path), load=str(tmp_path), save_interval=100, train_iters=16)
     ((read, text),) = run_processes(1, run_and_note, fields, [48, 49, 50, 51])
     (record,) = read_records(tmp_path / "metrics.jsonl", "loss_spike")
-    assert text == "" and (record["iteration"], record["folder"]) == (13, None)
+    assert text == "" and (record["iteration"], record.get("back_to_iteration")) == (13, None)
     assert sorted(set(read)) == list(range(64)) and state(tmp_path, 16)["left_out"] == []
 
 
