@@ -5,12 +5,14 @@ TensorBoard, Weights & Biases and MLflow get the same scalars under the same nam
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import io
 import json
 import os
 import queue
 import secrets
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +22,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.protocols import Callback
+from megatron.training.report import mlflow_writer
 from megatron.training.report.events import End, Event, Start, scalars
 from megatron.untrusted import without_waiting
 
@@ -27,7 +30,6 @@ _WAITING = 1000  # events that a slow tracker may be behind
 _CLOSE_S = 30.0  # that the end of a run waits for a tracker
 _FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
 _LOGIN_S = 30.0  # that Weights & Biases waits for an answer on a terminal
-_MLFLOW_MOST, _MLFLOW_TEXT = 100, 500  # parameters in one request of MLflow, characters of one
 _MLFLOW = "mlflow-skinny sqlalchemy alembic"  # the last two for stores in files
 
 Say = Callable[[str], object]
@@ -142,6 +144,8 @@ class Background(Callback):
     def close(self) -> None:
         """Wait for the end of the thread, for a limited time, and note what was lost."""
         ended = self._wait(self._ended)
+        if not ended and isinstance(self._callback, MLflow):
+            self._callback.kill()
         if self._error is not None:
             self._note_error()
         elif not ended or self._taken < self._published:
@@ -259,45 +263,61 @@ class WandB(Callback):
 
 
 class MLflow(Callback):
-    """Logs to --mlflow-tracking-uri, as WandB does to its service."""
+    """Logs to --mlflow-tracking-uri, as WandB does to its service: through another process."""
 
     def __init__(self, config: Config) -> None:
-        self._mlflow = _package("mlflow", "--mlflow-experiment-name", _MLFLOW)
+        if importlib.util.find_spec("mlflow") is None:
+            raise _missing("mlflow", "--mlflow-experiment-name", _MLFLOW)
         self._flags, self._name = config.logging, config.logging.mlflow_run_name or _name_of(config)
         self._id = _beside(config, "mlflow_run_id")
-        self._status = "FAILED"
+        self._writer: subprocess.Popen[str] | None = None
 
     def on_event(self, event: Event) -> None:
         """Log the scalars of an event, over iterations; begin with the configuration."""
         if isinstance(event, Start):
             self._begin(event)
+        if points := scalars(event, self._flags.tensorboard_log_interval):
+            self._tell([int(1000 * event.time), points])
         if isinstance(event, End):
-            self._status = "FINISHED"
-        at_ms, metric = int(1000 * event.time), self._mlflow.entities.Metric
-        points = scalars(event, self._flags.tensorboard_log_interval).items()
-        self._log("metrics", [metric(n, v, at_ms, i) for i, of in points for n, v in of.items()])
+            self._tell("FINISHED")
 
     def _begin(self, start: Start) -> None:
-        mlflow, flags, known = self._mlflow, self._flags, _known(self._id, start)
-        if flags.mlflow_tracking_uri:
-            mlflow.set_tracking_uri(flags.mlflow_tracking_uri)
-        mlflow.set_experiment(flags.mlflow_experiment_name or "megatron")
-        if known:
-            with suppress(mlflow.exceptions.MlflowException):  # a run of another store
-                mlflow.start_run(run_id=known)
-                return
-        _remember(self._id, mlflow.start_run(run_name=self._name).info.run_id)
-        values, param = start.settings().items(), mlflow.entities.Param
-        self._log("params", [param(name, str(value)[:_MLFLOW_TEXT]) for name, value in values])
+        # A session of its own: Ctrl-C is for the training, which then says how it ended.
+        self._writer = subprocess.Popen(
+            [sys.executable, "-P", mlflow_writer.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        begin = mlflow_writer.Begin(
+            uri=self._flags.mlflow_tracking_uri,
+            experiment=self._flags.mlflow_experiment_name or "megatron",
+            name=self._name,
+            id_file=None if self._id is None else str(self._id),
+            resumes=start.iteration > 0,
+            params={name: str(value) for name, value in start.settings().items()},
+        )
+        self._tell(begin)
 
-    def _log(self, kind: str, items: list[Any]) -> None:
-        for first in range(0, len(items), _MLFLOW_MOST):
-            some, run = items[first : first + _MLFLOW_MOST], self._mlflow.active_run()
-            self._mlflow.MlflowClient().log_batch(run.info.run_id, **{kind: some})
+    def _tell(self, what: Any) -> None:
+        assert self._writer is not None and self._writer.stdin is not None, "a run begins first"
+        try:
+            print(json.dumps(what), file=self._writer.stdin, flush=True)
+        except OSError:
+            self.close()
 
     def close(self) -> None:
-        """End the run, as failed if it has no last event."""
-        self._mlflow.end_run(self._status)
+        """Wait until everything is written. Raises RuntimeError with the error of the writer."""
+        if self._writer is not None and self._writer.returncode is None:
+            said, _ = self._writer.communicate()
+            if code := self._writer.returncode:
+                raise RuntimeError(said.strip() or f"the writer ended with code {code}")
+
+    def kill(self) -> None:
+        """End the writer at once."""
+        if self._writer is not None:
+            self._writer.kill()
 
 
 def _name_of(config: Config) -> str | None:
@@ -324,6 +344,10 @@ def _package(module: str, flag: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"{flag}: {module} cannot be imported ({error}): pip install {package}, or remove the flag"
-        ) from error
+        raise _missing(module, flag, package, f" ({error})") from error
+
+
+def _missing(module: str, flag: str, package: str, why: str = "") -> ConfigError:
+    return ConfigError(
+        f"{flag}: {module} cannot be imported{why}: pip install {package}, or remove the flag"
+    )

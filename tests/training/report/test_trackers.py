@@ -298,6 +298,26 @@ def test_tensorboard_on_a_full_disk_is_off_after_one_note(
     assert len(said) == 1 and os.strerror(errno.ENOSPC) in said[0] and str(tmp_path) in said[0]
 
 
+@pytest.mark.slow
+def test_mlflow_without_its_store_is_off_after_one_note(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = f"sqlite:///{tmp_path}/file/m.db"
+    config = Config.create(
+        num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, vocab_size=8,
+        mlflow_tracking_uri=store,
+    )  # fmt: skip
+    said: list[str] = []
+    (behind,) = trackers.trackers(config, said.append)
+    behind._wait = threading.Event.wait
+    behind.on_event(
+        Start(iteration=0, config={}, layout={}, places=[], device="CPU", parameters=1, versions={})
+    )
+    behind.on_event(interval(1, 1))
+    behind.finish()
+    behind.close()
+    assert len(said) == 1 and "MLflow" in said[0] and "--mlflow-tracking-uri" in said[0]
+
+
 def test_what_a_tracker_needs_is_looked_for_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

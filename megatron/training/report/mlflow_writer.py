@@ -1,0 +1,95 @@
+"""Writes a run's scalars to MLflow: a program of its own, which trackers.MLflow starts and feeds.
+
+In a thread of the training, MLflow's work in Python, a third of a millisecond for each scalar,
+would keep the training waiting for Python's lock.
+
+Reads JSON lines from its standard input: the settings (Begin), then [milliseconds since 1970,
+{iteration: {name: value}}] for each event, and at last the status of the run; without that the run
+has failed. An error ends it with code 1, and is on its standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypedDict
+
+_NICENESS = 5
+_MOST_PARAMS, _MOST_METRICS = 100, 1000  # in one request
+_MOST_TEXT = 500  # characters of a parameter
+
+
+class Begin(TypedDict):
+    """The run to write to; None where it is left to MLflow.
+
+    id_file  has the id of the tracker's run, from the start on
+    resumes  the run of that id goes on
+    params   settings of the training
+    """
+
+    uri: str | None
+    experiment: str
+    name: str | None
+    id_file: str | None
+    resumes: bool
+    params: dict[str, Any]
+
+
+def begin(mlflow: Any, run: Begin) -> str:
+    """Start a run, or resume it if the store has it, and return its id."""
+    file = Path(run["id_file"]) if run["id_file"] else None
+    if run["uri"]:
+        mlflow.set_tracking_uri(run["uri"])
+    mlflow.set_experiment(run["experiment"])
+    if run["resumes"] and file is not None and file.is_file():
+        with contextlib.suppress(mlflow.exceptions.MlflowException):  # a run of another store
+            return str(mlflow.start_run(run_id=file.read_text().strip()).info.run_id)
+    id_ = str(mlflow.start_run(run_name=run["name"]).info.run_id)
+    if file is not None:
+        file.write_text(id_)
+    params = [mlflow.entities.Param(n, str(v)[:_MOST_TEXT]) for n, v in run["params"].items()]
+    for first in range(0, len(params), _MOST_PARAMS):
+        mlflow.MlflowClient().log_batch(id_, params=params[first : first + _MOST_PARAMS])
+    return id_
+
+
+def write(lines: Iterator[str]) -> None:
+    """Write what the lines say."""
+    first = next(lines, None)
+    if first is None:
+        return
+    import mlflow
+
+    id_ = begin(mlflow, json.loads(first))
+    client, metric, status = mlflow.MlflowClient(), mlflow.entities.Metric, "FAILED"
+    for message in map(json.loads, lines):
+        if isinstance(message, str):
+            status = message
+            continue
+        at_ms, points = message
+        found = [metric(n, v, at_ms, int(i)) for i, of in points.items() for n, v in of.items()]
+        for start in range(0, len(found), _MOST_METRICS):
+            client.log_batch(id_, metrics=found[start : start + _MOST_METRICS])
+    mlflow.end_run(status)
+
+
+def main() -> int:
+    """Run and return the exit code."""
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    answer = sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            write(iter(sys.stdin))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=answer, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
