@@ -71,7 +71,7 @@ CAMPAIGNS = {
         programs=("benchmarks/memory_model.py",),
     ),
     "real-time": Campaign(
-        "locks, watchdogs, wall time and stragglers by the real clock", 2, workers=0
+        "locks, watchdogs, wall time, stragglers and bubbles by the real clock", 2, workers=0
     ),
     "slurm": Campaign(
         "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)",

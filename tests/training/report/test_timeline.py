@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,14 +199,27 @@ class Compute(torch.autograd.Function):
         return torch.full_like(gradients[0], clock.now - clock.origin), None, None
 
 
-def run_pipeline(rank: int, folder: str) -> list[Any]:
+class RealClock:
+    """The machine's clock, on which a second of the passes takes 200 ms."""
+
+    origin = 0.0
+    now = property(lambda self: time.monotonic(), lambda self, value: None)
+
+    def __call__(self) -> float:
+        return time.monotonic()
+
+    def advance(self, seconds: float) -> None:
+        time.sleep(seconds / 5)
+
+
+def run_pipeline(rank: int, folder: str, real: bool = False) -> list[Any]:
     """Run all cases; messages carry the time of their sender, and so its clock to the receiver.
 
-    The second half of the ranks has another host, whose clock is 5,000 s ahead.
+    The second half of the ranks has another host, whose clock is 5,000 s ahead unless it is `real`.
     """
     topology = join(pipeline=RANKS)
-    clock = VirtualClock(start=1000.0 if rank < 2 else 6000.0)
-    clock.origin = clock.now  # type: ignore[attr-defined]
+    clock: Any = RealClock() if real else VirtualClock(start=1000.0 if rank < 2 else 6000.0)
+    clock.origin = 0.0 if real else clock.now
     plain = dist.irecv
 
     class Arriving:
@@ -214,7 +228,7 @@ def run_pipeline(rank: int, folder: str) -> list[Any]:
 
         def wait(self) -> None:
             self.work.wait()
-            clock.now = max(clock.now, clock.origin + self.buffer.flatten()[0].item())  # type: ignore[attr-defined]
+            clock.now = max(clock.now, clock.origin + self.buffer.flatten()[0].item())
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -238,11 +252,11 @@ def run_pipeline(rank: int, folder: str) -> list[Any]:
             host = "a" if rank < 2 else "b"
             timeline = Timeline(topology, executor, path, print, ["n:cpu"] * 4, clock, host)
             dist.barrier()
-            clock.now = clock.origin  # type: ignore[attr-defined]
+            clock.now = clock.origin
             recording = Recording(topology, 5)
             executor.train(list(range(count)))
             recording.end()
-            clock.now = clock.origin + 500.0  # type: ignore[attr-defined] # the same moment
+            clock.now = clock.origin + 500.0  # the same moment
             found.append(timeline.report(recording, 0.5))
             timeline.write()
     return found
@@ -302,6 +316,14 @@ def test_a_timeline_has_the_order_of_its_schedule_and_its_bubble(
             assert start >= before[1] - 1.0  # microseconds
     assert spans[Op.FORWARD, 1, 0][0] - spans[Op.FORWARD, 0, 0][0] == pytest.approx(1e6)
     assert spans[Op.FORWARD, 2, 0][0] - spans[Op.FORWARD, 1, 0][0] == pytest.approx(1e6)
+
+
+@pytest.mark.campaign("real-time")
+def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path: Path) -> None:
+    """Passes that wait are equally long whatever else the machine does."""
+    first, *_ = run_processes(RANKS, run_pipeline, str(tmp_path), True)
+    for _, record in first:
+        assert record["bubble"] == pytest.approx(record["predicted_bubble"], rel=0.1)
 
 
 def ahead(rank: int, offset_s: float) -> tuple[float, float]:
