@@ -25,6 +25,7 @@ from pathlib import Path
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.checkpoint.settings import settings_to_take
 from megatron.config.command_line import add_preset, with_preset
 from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError, LaunchError
@@ -86,7 +87,7 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     from megatron.planner.processes import gpus_here
 
     flags = flags or DEFAULT_MODEL
-    config, launch = parse_plan(flags), detect_launch()
+    config, launch = parse_plan(flags, checkpoint=settings_to_take), detect_launch()
     if launch.rank == 0 and "RANK" not in os.environ:
         print(f"measuring for about {args.minutes:g} minute(s): {' '.join(flags)}", flush=True)
     launched = launch.world_size > 1

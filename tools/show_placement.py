@@ -24,6 +24,7 @@ from typing import NamedTuple
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser, whole
@@ -112,7 +113,7 @@ def write_table(path: Path, config: Config, placement: Placement) -> None:
 
 def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
     """Print the placement and the requested tables."""
-    config = parse_plan(flags)
+    config = parse_plan(flags, checkpoint=settings_to_take)
     if config.parallel.cluster is None:
         raise ConfigError(
             f"--cluster is missing: give one of {', '.join(known_clusters())}, or a TOML file"

@@ -19,6 +19,7 @@ from pathlib import Path
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser
@@ -212,10 +213,13 @@ def configurations(args: argparse.Namespace, flags: list[str]) -> dict[str, Conf
             )
         return {name_of(recipe): parse_plan(recipe.argv()) for recipe in RECIPES}
     if args.vary is None:
-        return {args.preset or "as given": parse_plan(flags)}
+        return {args.preset or "as given": parse_plan(flags, checkpoint=settings_to_take)}
     flag, *values = args.vary
     flag = "--" + flag.removeprefix("--")
-    return {f"{flag} {value}": parse_plan([*flags, flag, value]) for value in values}
+    return {
+        f"{flag} {value}": parse_plan([*flags, flag, value], checkpoint=settings_to_take)
+        for value in values
+    }
 
 
 @as_tool
