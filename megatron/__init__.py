@@ -36,6 +36,8 @@ _PLACES = {
     "megatron.pipeline.schedule": ("build_schedule",),
     "megatron.pipeline.executor": ("Executor",),
     "megatron.engine.engine": ("Engine", "build_executor"),
+    "megatron.training.run.trained": ("Trained", "load_model"),
+    "megatron.training.run.generate": ("Continuation", "Sampling", "generate"),
     "megatron.training.run.schedules": ("LearningRateSchedule", "WeightDecaySchedule"),
     "megatron.program": ("main", "pretrain"),
     "megatron.protocols": ("Callback",),

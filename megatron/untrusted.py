@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,12 +99,14 @@ def read_json(
     *,
     error: type[MegatronError],
     kind: type = dict,
+    bits: int = 64,
 ) -> Any:
     """Return the value in a regular JSON file of at most `limit_bytes`; see `parse_json`.
 
     Raises `error`, naming the file.
     """
-    return parse_json(read_bytes(path, limit_bytes, error=error), path, error=error, kind=kind)
+    text = read_bytes(path, limit_bytes, error=error)
+    return parse_json(text, path, error=error, kind=kind, bits=bits)
 
 
 def read_toml(
@@ -129,21 +132,23 @@ def parse_json(
     *,
     error: type[MegatronError],
     kind: type = dict,
+    bits: int = 64,
     **hooks: Any,
 ) -> Any:
     """Return the value in a JSON text.
 
     source   where the text is from, for the message
     kind     type that the value must have: dict, list, ...
+    bits     size of the largest integer
     hooks    further arguments of json.loads, such as object_pairs_hook; their errors other than
              ValueError are passed on
 
     Raises `error` where the text is not JSON or of another type, is nested too deeply, or has
-    integers of more than 64 bits.
+    larger integers.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
-        found = json.loads(text, parse_int=_integer, **hooks)
+        found = json.loads(text, parse_int=partial(_integer, bits), **hooks)
         _check_depth(found)
         if re.search(r"\\u[dD]", text):
             # a lone surrogate can neither be printed nor be part of a file name
@@ -169,10 +174,10 @@ def is_file_name(value: Any) -> bool:
     return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\0"} & set(value)
 
 
-def _integer(digits: str) -> int:
+def _integer(bits: int, digits: str) -> int:
     value = int(digits)
-    if value.bit_length() > 64:
-        raise ValueError("it has an integer of more than 64 bits")
+    if value.bit_length() > bits:
+        raise ValueError(f"it has an integer of more than {bits} bits")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The way of a newcomer, as docs/training.md shows it: its commands run as they are written."""
+"""The ways that docs/training.md and docs/huggingface.md show: their commands run as written."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.data.tokenizer import build_tokenizer
 from megatron.metrics_file import read_records
+from tests.checkpoint.hugging_face import identical, tensors
 from tests.helpers import fault_points
 from tests.helpers.launching import ROOT, Script
 
-SHOWN = (ROOT / "docs/training.md").read_text().partition("## From text to a report\n")[2]
+TRAINING = (ROOT / "docs/training.md").read_text().partition("## From text to a report\n")[2]
 
 
-def commands() -> list[list[str]]:
+def commands(shown: str) -> list[list[str]]:
     """Return the words of the shown commands, without `python`."""
-    block = "\n".join(re.findall(r"^    (.*)$", SHOWN.partition("\n## ")[0], re.MULTILINE))
+    block = "\n".join(re.findall(r"^    (.*)$", shown, re.MULTILINE))
     lines = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
     return [words for python, *words in lines if python == "python"]
 
@@ -37,7 +40,7 @@ def begin(folder: Path, ctrl_c_after: int | None) -> None:
 @pytest.mark.timeout(300)  # eleven programs, one after the other
 def test_from_text_to_a_report(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
-    ways = commands()
+    ways = commands(TRAINING.partition("\n## ")[0])
     trainings = [words for words in ways if words[0] == "pretrain_gpt.py"]
     assert len(ways) == 9 and len(trainings) == 3
     for number, (script, *words) in enumerate(ways):
@@ -67,3 +70,37 @@ def test_from_text_to_a_report(tmp_path: Path) -> None:
     assert (differing["lr"]["in a"], differing["lr"]["in b"]) == (1e-3, 3e-3)
     events = next(section for section in report if section["title"] == "Events")
     assert {"end", "resume"} <= {row["event"] for row in events["blocks"][0]["rows"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # nine programs, one after the other
+def test_from_text_to_hugging_face_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+    ways = commands((ROOT / "docs/huggingface.md").read_text())
+    assert len(ways) == 10
+    for number, (script, *words) in enumerate(ways):
+        if script == "-c":
+            monkeypatch.chdir(tmp_path)
+            exec(words[0])
+            continue
+        log = tmp_path / f"{number}.log"
+        with Script(script, words, log, arm=(begin, tmp_path, None)) as running:
+            outcome = running.wait(120)
+        assert outcome.code == 0, (script, outcome.output[-3000:])
+
+    from transformers import AutoTokenizer
+
+    models = [tmp_path / "models" / name for name in "abc"]
+    identical(models[1], models[2])
+    embeddings = [tensors(folder)["transformer.wte.weight"] for folder in models]
+    assert not torch.equal(embeddings[0], embeddings[1])
+    text = (tmp_path / "README.md").read_text()
+    own = build_tokenizer(
+        "GPTSentencePieceTokenizer", tokenizer_model=str(tmp_path / "words.model")
+    )
+    for folder in models:
+        theirs = AutoTokenizer.from_pretrained(folder)
+        assert theirs(text).input_ids == own.encode(text)
+        assert theirs.eos_token_id == own.eod

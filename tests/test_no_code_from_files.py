@@ -184,6 +184,11 @@ def foreign(root: Path, name: str, payload: bytes) -> None:
     names = {"mp_rank_00_model_states.pt"} if "_states" in name else {"model_optim_rng.pt"}
     for each in names:
         torch.save(state, root / group / each)
+    if name in ("common.pt", ".metadata"):
+        shutil.rmtree(root / group)
+        group = "iter_0000003"
+        torch.save(state, root / group / "common.pt")
+        (root / group / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (root / "latest").write_text("global_step3" if "_states" in name else "iter_0000003")
     (root / ("latest" if name == "latest" else f"{group}/{name}")).write_bytes(payload)
 
@@ -195,6 +200,8 @@ def foreign(root: Path, name: str, payload: bytes) -> None:
         "layer_01-model_00-model_states.pt",
         "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
         "model_optim_rng.pt",
+        "common.pt",
+        ".metadata",
         "latest",
     ],
 )
@@ -235,6 +242,7 @@ def test_whole_programs(tmp_path: Path) -> None:
         "5 17",
         "--tokens",
         "2",
+        "--allow-older",
         "--metrics-file",
         str(metrics),
     ]

@@ -1,17 +1,24 @@
 #!/usr/bin/env python
-"""Convert a checkpoint of Megatron or Megatron-DeepSpeed to this program's format.
+"""Convert checkpoints of Megatron, Megatron-DeepSpeed and Hugging Face, and to Hugging Face.
 
     python tools/convert_checkpoint.py old/checkpoints new/checkpoints --vocab-size 50257
     python tools/convert_checkpoint.py old/checkpoints/global_step1000 --dry-run
+    python tools/convert_checkpoint.py --from hf --to megatron models/llama runs/llama
+    python tools/convert_checkpoint.py --from megatron --to hf runs/llama models/trained
 
-Reads global_stepN/ of DeepSpeed's engine (with or without pipeline, ZeRO stages 1 and 2) and
-iter_NNNNNNN/ of Megatron, of any tensor- and pipeline-parallel size, with the optimizer's state if
-they have it. The result loads on any layout: pretrain_gpt.py --load new/checkpoints
+From Megatron it reads global_stepN/ of DeepSpeed's engine (with or without pipeline, ZeRO stages 1
+and 2) and iter_NNNNNNN/ of Megatron (torch and torch_dist), of any tensor- and pipeline-parallel
+size, with the optimizer's state if they have it. The result loads on any layout: pretrain_gpt.py --load new/checkpoints
 --use-checkpoint-args.
 
 Flags of the model (pretrain_gpt.py --help), such as --vocab-size 50257 or --num-attention-heads 16,
 add settings that the checkpoint's own arguments lack, or override them. Nothing in the checkpoint's
 files is executed.
+
+From and to Hugging Face (docs/huggingface.md) it converts tensor by tensor: to this program's
+checkpoints, and from them and those of Megatron and DeepSpeed. Started on several processes
+(torchrun, srun), they share the tensors. --bf16, --fp16 or neither choose the type of the tensors
+written for Hugging Face, by default that of the training.
 """
 
 from __future__ import annotations
@@ -19,18 +26,24 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.checkpoint.families import is_huggingface
 from megatron.config.command_line import flag_table, scan
 from megatron.config.option import Parser, real
 from megatron.config.settings import raise_problems
 from megatron.errors import ConfigError
-from megatron.training.run.process import as_tool
+from megatron.parallel.launch import detect_launch
+from megatron.training.run.process import as_tool, run_guarded
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.parallel.topology import Topology
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,6 +52,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="SOURCE", help="a checkpoint, or a folder of checkpoints")
     parser.add_argument(
         "target", metavar="TARGET", nargs="?", help="folder for the result, for --load"
+    )
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=("megatron", "hf"),
+        help="format of SOURCE (default: hf if it has a config.json of Hugging Face)",
+    )
+    parser.add_argument(
+        "--to",
+        dest="target_format",
+        choices=("megatron", "hf"),
+        default="megatron",
+        help="format of TARGET (default: megatron, that of this program)",
     )
     parser.add_argument(
         "--load-tag", metavar="NAME", help="folder in SOURCE or iteration (default: the last)"
@@ -93,12 +119,10 @@ def model_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 def rows_of(plan: Any) -> list[tuple[str, str]]:
     """Return a description of what was found, as names and values."""
-    source, model = plan.source, plan.config.model
-    tied = "untied" if model.untie_embeddings_and_output_weights else "tied"
+    source = plan.source
     step = "none" if source.optimizer_step is None else f"Adam, step {source.optimizer_step}"
     if source.data_size is not None:
         step += f", {source.data_size} data-parallel shards"
-    elements = sum(math.prod(shape) for shape in plan.shapes.values())
     rows = [
         ("found", f"{source.kind}, {source.folder}"),
         (
@@ -112,7 +136,18 @@ def rows_of(plan: Any) -> list[tuple[str, str]]:
         ("layout", f"tensor {source.tensor_size} x pipeline {source.pipeline_size}"),
         ("checkpoint version", f"{source.version:g}"),
         ("optimizer", step),
-        ("parameters", f"{len(plan.shapes):,} tensors, {elements:,} elements"),
+    ]
+    rows += rows_of_model(plan.config, plan.shapes)
+    return rows + [("note", note) for note in plan.notes]
+
+
+def rows_of_model(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
+    """Return a description of a model and its parameters, as names and values."""
+    model = config.model
+    tied = "untied" if model.untie_embeddings_and_output_weights else "tied"
+    elements = sum(math.prod(shape) for shape in shapes.values())
+    return [
+        ("parameters", f"{len(shapes):,} tensors, {elements:,} elements"),
         (
             "model",
             f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} "
@@ -121,7 +156,6 @@ def rows_of(plan: Any) -> list[tuple[str, str]]:
             f"{tied}",
         ),
     ]
-    return rows + [("note", note) for note in plan.notes]
 
 
 def show(rows: Sequence[tuple[str, str]]) -> None:
@@ -138,6 +172,18 @@ def show(rows: Sequence[tuple[str, str]]) -> None:
     else:
         for name, value in rows:
             print(f"{name:<20} {value}")
+
+
+def show_progress(done: int, total: int) -> None:
+    """Show on a terminal how many parameters are written."""
+    if sys.stdout.isatty():
+        end = "\n" if done == total else ""
+        print(f"\r{done:,} of {total:,} parameters", end=end, flush=True)
+
+
+def provenance() -> dict[str, Any]:
+    """Return what a checkpoint records of its making."""
+    return {"command_line": [Path(__file__).name, *sys.argv[1:]]}
 
 
 def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
@@ -163,17 +209,90 @@ def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     if place.exists() and not args.overwrite:
         raise ConfigError(f"{place} exists: choose another TARGET, or replace it with --overwrite")
 
-    def progress(done: int, total: int) -> None:
-        if sys.stdout.isatty():
-            print(
-                f"\r{done:,} of {total:,} parameters", end="\n" if done == total else "", flush=True
-            )
-
-    written = convert(
-        plan, args.target, {"command_line": [Path(__file__).name, *sys.argv[1:]]}, progress
-    )
+    written = convert(plan, args.target, provenance(), show_progress)
     show([("note", note) for note in plan.notes[known:]])
     print(f"written: {written}")
+
+
+def run_huggingface(args: argparse.Namespace, settings: dict[str, Any], incoming: bool) -> int:
+    """Convert from or to Hugging Face on all processes; return the exit code."""
+    launch = detect_launch()
+
+    def body() -> None:
+        from megatron.parallel.rendezvous import connect
+        from megatron.parallel.topology import Topology
+
+        with connect(launch, alike={"flags": {**vars(args), **settings}}) as rendezvous:
+            try:
+                topology = Topology.create(device="cpu")
+                (from_huggingface if incoming else to_huggingface)(args, settings, topology)
+            except BaseException as error:
+                rendezvous.fail(f"{type(error).__name__}: {error}")
+                raise
+
+    return run_guarded(body, launch.rank, "error")
+
+
+def from_huggingface(
+    args: argparse.Namespace, settings: dict[str, Any], topology: Topology
+) -> None:
+    """Convert a folder of Hugging Face to a checkpoint. Raises MegatronError."""
+    from megatron.checkpoint.together import decided_by_first
+    from megatron_conversion.huggingface import read_folder, to_checkpoint
+
+    incoming = decided_by_first(topology, lambda: read_folder(Path(args.source), settings))
+    rows = [("found", f"{incoming.kind}, {incoming.folder}"), ("type", str(incoming.dtype))]
+    _show_model(topology, rows, incoming.config, incoming.shapes)
+    if not args.dry_run:
+        progress = show_progress if topology.world.is_first else lambda done, total: None
+        written = to_checkpoint(
+            incoming, Path(args.target), topology, provenance(), args.overwrite, progress
+        )
+        if topology.world.is_first:
+            print(f"written: {written}")
+
+
+def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology: Topology) -> None:
+    """Convert a checkpoint to a folder of Hugging Face. Raises MegatronError."""
+    from megatron.checkpoint.huggingface_save import companions_of, config_fields
+    from megatron.checkpoint.together import decided_by_first, together
+    from megatron_conversion.huggingface import (
+        foreign_folder,
+        read_checkpoint,
+        read_foreign,
+        to_huggingface,
+    )
+
+    source, tag = Path(args.source), args.load_tag
+    foreign = decided_by_first(topology, lambda: foreign_folder(source, tag))
+    if foreign is None:
+        outgoing = decided_by_first(topology, lambda: read_checkpoint(source, tag, settings))
+    else:
+        with together(topology, f"reading {foreign}"):  # each process maps the files
+            outgoing = read_foreign(foreign, settings, args.checkpoint_version, args.plain_class)
+
+    def prepare() -> Any:
+        companions = companions_of(outgoing.config)
+        fields = config_fields(outgoing.config, companions, outgoing.dtype)
+        return companions, fields["model_type"]
+
+    companions, kind = decided_by_first(topology, prepare)
+    rows = [("found", str(outgoing.folder)), ("family", kind), ("type", str(outgoing.dtype))]
+    rows += [("note", note) for note in (*outgoing.notes, companions.note) if note]
+    _show_model(topology, rows, outgoing.config, outgoing.shapes)
+    if not args.dry_run:
+        target = Path(args.target)
+        progress = show_progress if topology.world.is_first else lambda done, total: None
+        to_huggingface(outgoing, target, topology, companions, args.overwrite, progress)
+        if topology.world.is_first:
+            print(f"written: {target}")
+
+
+def _show_model(
+    topology: Topology, rows: list[tuple[str, str]], config: Config, shapes: Any
+) -> None:
+    if topology.world.is_first:
+        show([*rows, *rows_of_model(config, shapes)])
 
 
 @as_tool
@@ -182,7 +301,25 @@ def main(argv: Sequence[str]) -> int:
     args, rest = build_parser().parse_known_args(argv)
     settings = model_settings(rest)
     if args.target is None and not args.dry_run:
-        raise ConfigError("give TARGET, the folder for the new checkpoint, or --dry-run")
+        raise ConfigError("give TARGET, the folder for the result, or --dry-run")
+    source = args.source_format
+    if source is None:
+        source = "hf" if is_huggingface(Path(args.source)) else "megatron"
+    if source == args.target_format == "hf":
+        raise ConfigError(
+            f"{args.source} is of Hugging Face already: with --to megatron it becomes a checkpoint"
+        )
+    if "hf" in (source, args.target_format):
+        unused = {
+            "--no-optim": args.no_optim,
+            "--checkpoint-version": args.checkpoint_version is not None and source == "hf",
+            "--plain-class": bool(args.plain_class) and source == "hf",
+            "--load-tag": args.load_tag is not None and source == "hf",
+        }
+        for flag, given in unused.items():
+            if given:
+                raise ConfigError(f"{flag} has no effect here: remove it")
+        return run_huggingface(args, settings, source == "hf")
     run(args, settings)
     return 0
 

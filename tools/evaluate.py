@@ -1,10 +1,12 @@
-"""Measure loss, perplexity and bits per byte of a trained model on whole files.
+"""Measure loss, perplexity and bits per byte of a trained model on whole files, or its answers to tasks.
 
 Examples:
 
     python tools/evaluate.py --load runs/a --text wiki.test.txt
     torchrun --nproc-per-node 8 tools/evaluate.py --load checkpoints --data-path held_out_text_document \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16 --format json
+    python tools/evaluate.py --load runs/a --tasks capitals.jsonl endings.jsonl
+    python tools/evaluate.py --load runs/a --lm-eval-tasks mine --lm-eval-include-path my_tasks
 
 Every token is predicted once, from the tokens before it: windows of --context tokens begin every
 --stride tokens, and each counts only the predictions that the one before it did not reach. A
@@ -12,6 +14,12 @@ smaller stride gives more context and takes longer. As in training, an end-of-do
 separates documents and is predicted as well; the first document follows one too. Model and
 tokenizer are those of the checkpoint; the layout may differ from that of the training, and the
 result does not depend on it.
+
+A file of --tasks has JSON lines, {"context": "...", "choices": ["...", "..."], "answer": 0} (multiple choice) or
+{"context": "...", "ending": "..."} (cloze). The model chooses the most likely choice: by the sum of its tokens'
+log-likelihoods, by this sum per byte, and per token. An ending is right if greedy decoding gives it. Texts that are too
+long are cut from their left, and counted. --lm-eval-tasks runs tasks of EleutherAI's lm-evaluation-harness, if that is
+installed.
 """
 
 from __future__ import annotations
@@ -68,6 +76,36 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PREFIX",
         help="token files (.bin and .idx), which cost no tokenization on each process",
     )
+    data.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="FILE",
+        help="multiple choice or cloze, a file of JSON lines for each task",
+    )
+    data.add_argument(
+        "--lm-eval-tasks",
+        nargs="+",
+        metavar="NAME",
+        help="tasks or groups of lm-evaluation-harness (package lm-eval)",
+    )
+    parser.add_argument(
+        "--lm-eval-include-path",
+        metavar="FOLDER",
+        help="folder with task files of your own for --lm-eval-tasks. They may name Python code, "
+        "which is run: use files that you trust",
+    )
+    parser.add_argument(
+        "--num-fewshot",
+        type=whole(0, 1000),
+        metavar="N",
+        help="examples before each question of --lm-eval-tasks (default: as the task says)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=whole(),
+        metavar="N",
+        help="only the first N examples of each of --lm-eval-tasks",
+    )
     parser.add_argument(
         "--json-key",
         default="text",
@@ -92,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=whole(),
         default=4,
         metavar="N",
-        help="windows of one forward pass (default: 4)",
+        help="windows or texts of one forward pass (default: 4)",
     )
     precision = parser.add_mutually_exclusive_group()
     precision.add_argument(
@@ -115,7 +153,71 @@ def main(argv: Sequence[str]) -> int:
         "bf16": args.bf16,
         "fp16": args.fp16,
     }
-    return run_with_model(args, partial(evaluate, args), changed)
+    use = evaluate
+    if args.tasks or args.lm_eval_tasks:
+        use = evaluate_tasks if args.tasks else evaluate_with_lm_eval
+        if args.stride is not None:
+            raise ConfigError("--stride is for --text and --data-path: a task has no windows")
+    return run_with_model(args, partial(use, args), changed)
+
+
+def evaluate_tasks(args: argparse.Namespace, trained: Trained) -> None:
+    """Evaluate --tasks and print the results on rank 0."""
+    from megatron.training.report.events import TaskEvaluated
+    from megatron.training.run.tasks import context_of, evaluate_task, read_tasks
+
+    first = trained.topology.world.is_first
+    for task in read_tasks(args.tasks, trained.tokenizer, context_of(trained.config)):
+        start = time.perf_counter()
+        with ExitStack() as stack:
+            total = len(task.requests)
+            progress = ByteProgress(task.name, total, unit="texts")
+            shown = stack.enter_context(progress) if first else None
+            figures = evaluate_task(
+                trained,
+                task,
+                micro_batch_size=args.micro_batch_size,
+                on_progress=(lambda done: None) if shown is None else shown.update,
+            )
+        event = TaskEvaluated(
+            iteration=trained.loaded.iteration,
+            checkpoint=str(trained.loaded.folder),
+            elapsed_s=time.perf_counter() - start,
+            **figures,
+        )
+        trained.publish(event)
+        if first:
+            print(as_json(event.as_record()) if args.format == "json" else event, flush=True)
+
+
+def evaluate_with_lm_eval(args: argparse.Namespace, trained: Trained) -> None:
+    """Run --lm-eval-tasks and print the results on rank 0."""
+    from megatron.training.report.events import HarnessEvaluated
+
+    try:
+        from megatron_inference.harness import evaluate_harness, table
+    except ImportError as error:
+        raise ConfigError(
+            f"--lm-eval-tasks needs lm-evaluation-harness, and {error}: pip install lm-eval"
+        ) from error
+    start = time.perf_counter()
+    results = evaluate_harness(
+        trained,
+        args.lm_eval_tasks,
+        include_path=args.lm_eval_include_path,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        micro_batch_size=args.micro_batch_size,
+    )
+    event = HarnessEvaluated(
+        iteration=trained.loaded.iteration,
+        checkpoint=str(trained.loaded.folder),
+        results=results,
+        elapsed_s=time.perf_counter() - start,
+    )
+    trained.publish(event)
+    if trained.topology.world.is_first:
+        print(as_json(event.as_record()) if args.format == "json" else table(results), flush=True)
 
 
 def evaluate(args: argparse.Namespace, trained: Trained) -> None:
@@ -274,12 +376,13 @@ class Input:
 
 def as_json(result: dict[str, Any]) -> str:
     """Return one JSON object; numbers that are not finite are null."""
-    return json.dumps(
-        {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in result.items()
-        }
-    )
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(inner) for name, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(result))
 
 
 def as_text(result: dict[str, Any]) -> str:

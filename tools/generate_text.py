@@ -5,45 +5,103 @@ Examples:
     python tools/generate_text.py --load runs/example/run --prompt "def main(" --tokens 64
     torchrun --nproc-per-node 4 tools/generate_text.py --load checkpoints --prompt "The" \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+    python tools/generate_text.py --load checkpoints --prompts prompts.jsonl --output texts.jsonl \\
+        --bf16 --temperature 0 --stop "\\n\\n"
 
-Model and tokenizer are those of the checkpoint; the layout may differ from that of the training.
-There is no key-value cache: each token costs a pass over the whole text. If the newest checkpoint
-is damaged, the previous one is used, with a warning.
+Model and tokenizer are those of the checkpoint; the layout may differ from that of the training,
+and processes beyond it share the batches. Texts of --prompt are shown as they are generated. With
+--prompts each text is a line of JSON: line (in the file), prompt, cut_tokens, text, tokens (new
+ones), finish (end_token, stop_string, max_new_tokens or context) and seed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import Parser, real, whole
-from megatron.errors import ConfigError
+from megatron.config.option import MOST_POSITIONS, MOST_WIDTH, Parser, real, whole
+from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool, leave
+from megatron.untrusted import is_count, open_regular, parse_json
 from megatron_inference.model import Trained, add_flags, run_with_model
+
+if TYPE_CHECKING:
+    from megatron.training.run.generate import Continuation
+
+_ROWS = (".jsonl", ".ndjson")
+_MOST_SEED = 2**32 - 1
+
+
+class Prompt(NamedTuple):
+    """A prompt, its number in the file or on the command line, and its seed."""
+
+    line: int
+    text: str
+    seed: int
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser."""
     parser = Parser(description=__doc__)
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="text to continue (repeatable)"
+    )
+    prompts.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="file of prompts, one per line; of a .jsonl file the texts of --json-key, each with "
+        'a "seed" if it has one',
+    )
     parser.add_argument(
-        "--prompt",
-        action="append",
-        required=True,
-        metavar="TEXT",
-        help="text to continue (repeatable)",
+        "--json-key",
+        default="prompt",
+        metavar="KEY",
+        help="key of the prompts in a .jsonl file (default: prompt)",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="file for the texts of --prompts, which must not exist; it is FILE.part until it is "
+        "complete (default: standard output)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=whole(1, MOST_WIDTH),
+        default=8,
+        metavar="N",
+        help="prompts that are continued together (default: 8)",
     )
     parser.add_argument(
         "--tokens",
-        type=whole(),
+        type=whole(1, MOST_POSITIONS),
         default=64,
         metavar="N",
         help="maximum number of new tokens (default: 64)",
+    )
+    parser.add_argument(
+        "--context",
+        type=whole(2, MOST_POSITIONS),
+        metavar="N",
+        help="most tokens of prompt and text; more than in the training only without learned "
+        "positions (default: the model's positions)",
+    )
+    parser.add_argument(
+        "--cut-prompts",
+        action="store_true",
+        help="cut prompts from their left so that --tokens fit into the context (default: a "
+        "prompt that leaves no place for a new token is an error)",
     )
     parser.add_argument(
         "--temperature",
@@ -66,11 +124,24 @@ def build_parser() -> argparse.ArgumentParser:
         help="sample from the most probable tokens whose probabilities add up to P (default: 1)",
     )
     parser.add_argument(
-        "--seed",
-        type=whole(0, 2**32 - 1),
-        default=1234,
-        help="seed of the sampling (default: 1234)",
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a text before this string (repeatable)",
     )
+    parser.add_argument(
+        "--seed",
+        type=whole(0, _MOST_SEED),
+        default=1234,
+        help="seed of the first prompt's sampling; each further prompt has the next one (default: "
+        "1234)",
+    )
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument(
+        "--bf16", action="store_true", help="compute in bfloat16 (default: fp32)"
+    )
+    precision.add_argument("--fp16", action="store_true", help="compute in float16 (default: fp32)")
     add_flags(parser)
     return parser
 
@@ -79,35 +150,152 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit code."""
     args = build_parser().parse_args(argv)
-    return run_with_model(args, partial(print_samples, args))
-
-
-def print_samples(args: argparse.Namespace, trained: Trained) -> None:
-    """Print the prompts with their continuations."""
-    from megatron.training.report.events import Generated
-    from megatron.training.run.generate import Sampling, generate
-
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    tokenizer = trained.tokenizer
-    if tokenizer is None:
-        raise ConfigError(
-            f"{args.load} was trained without a tokenizer, so prompts cannot be encoded"
-        )
-    texts = generate(
-        trained.config,
-        trained.topology,
-        trained.chunks,
-        [tokenizer.encode(prompt) for prompt in args.prompt],
-        max_new_tokens=args.tokens,
-        sampling=sampling,
-        end_token=tokenizer.eod,
+    if args.output is not None and args.prompts is None:
+        raise ConfigError("--output is for the texts of --prompts")
+    if args.output is not None and os.path.exists(args.output):
+        raise ConfigError(f"--output {args.output} exists: remove it, or choose another name")
+    if args.output is not None and not os.path.isdir(os.path.dirname(args.output) or "."):
+        raise ConfigError(f"--output {args.output}: its folder does not exist: create it")
+    return run_with_model(
+        args, partial(continue_prompts, args), {"bf16": args.bf16, "fp16": args.fp16}
     )
-    if not trained.topology.world.is_first:
+
+
+def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
+    """Generate and print all texts."""
+    from megatron.parallel.collectives import gather_objects
+    from megatron.training.report.events import Generated
+    from megatron.training.run.generate import Sampling, generate, prepare
+
+    if trained.tokenizer is None:
+        raise ConfigError(
+            f"{args.load} has no tokenizer, so prompts cannot be encoded: convert or train it with "
+            "one, or give token ids to megatron.generate"
+        )
+    if args.prompts is None:
+        prompts = [Prompt(i, text, args.seed + i - 1) for i, text in enumerate(args.prompt, 1)]
+    else:
+        prompts = read_prompts(args.prompts, args.json_key, args.seed)
+    # so that a bad one ends the job before the first text
+    prepare(trained, [p.text for p in prompts], args.tokens, args.context, args.cut_prompts)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    data, first = trained.topology.data, trained.topology.world.is_first
+    start, new_tokens, cut, short = time.perf_counter(), 0, 0, 0
+    batches = [prompts[at : at + args.batch_size] for at in range(0, len(prompts), args.batch_size)]
+    with ExitStack() as stack:
+        out: TextIO = sys.stdout
+        if args.output is not None and first:
+            out = stack.enter_context(open(args.output + ".part", "w", encoding="utf-8"))
+        for at in range(0, len(batches), data.size):
+            own = batches[at + data.rank] if at + data.rank < len(batches) else []
+            live = Live(own) if first and args.prompts is None else None
+            made = generate(
+                trained,
+                [prompt.text for prompt in own],
+                max_new_tokens=args.tokens,
+                sampling=sampling,
+                seeds=[prompt.seed for prompt in own],
+                stop=args.stop,
+                context=args.context,
+                cut=args.cut_prompts,
+                on_text=None if live is None else live.add,
+            )
+            every = gather_objects(list(zip(own, made, strict=True)), data)
+            for replica, results in enumerate(every if first else ()):
+                for prompt, result in results:
+                    new_tokens += len(result.ids)
+                    cut, short = cut + (result.cut > 0), short + (result.finish == "context")
+                    if args.prompts is not None:
+                        print(as_json(prompt, result), file=out, flush=True)
+                    elif replica:
+                        print(f"--- {prompt.text!r}\n{prompt.text}{result.text}", flush=True)
+                    trained.publish(
+                        Generated(
+                            prompt=prompt.text,
+                            text=result.text,
+                            tokens=len(result.ids),
+                            seed=prompt.seed,
+                        )
+                    )
+    if not first:
         return
-    for prompt, ids in zip(args.prompt, texts, strict=True):
-        text = tokenizer.decode([i for i in ids if i != tokenizer.eod])
-        print(f"--- {prompt!r}\n{prompt}{text}", flush=True)
-        trained.publish(Generated(prompt=prompt, text=text, tokens=len(ids), seed=args.seed))
+    if args.output is not None:
+        os.replace(args.output + ".part", args.output)
+    seconds = time.perf_counter() - start
+    if cut:
+        print(f" {cut} prompts were cut from their left", file=sys.stderr)
+    if short:
+        print(f" {short} texts end where the context ends (finish: context)", file=sys.stderr)
+    print(
+        f" {new_tokens} tokens after {len(prompts)} prompts in {seconds:.2f} s: "
+        f"{new_tokens / seconds:.1f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def read_prompts(path: str, json_key: str, seed: int) -> list[Prompt]:
+    """Return the prompts of a file. Raises DataError, with the line, for one that is none."""
+    rows, prompts = path.endswith(_ROWS), []
+    with open_regular(path, error=DataError) as file:
+        for number, line in enumerate(file, 1):
+            where, own_seed = f"{path}:{number}", (seed + number - 1) % (_MOST_SEED + 1)
+            if rows and not line.strip():
+                continue
+            try:
+                text = line.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: not UTF-8: {error.reason}") from None
+            if rows:
+                row = parse_json(line, where, error=DataError)
+                text, own_seed = row.get(json_key), row.get("seed", own_seed)
+                if not isinstance(text, str):
+                    raise DataError(f"{where}: {json_key!r} is {text!r:.60}, expected a text")
+                if not is_count(own_seed) or own_seed > _MOST_SEED:
+                    raise DataError(
+                        f"{where}: the seed is {own_seed!r:.60}, expected a whole number from 0 to "
+                        f"{_MOST_SEED}"
+                    )
+            if not text:
+                raise DataError(f"{where}: an empty prompt: each needs at least one character")
+            prompts.append(Prompt(number, text, own_seed))
+    if not prompts:
+        raise DataError(f"{path}: no prompt")
+    return prompts
+
+
+def as_json(prompt: Prompt, result: Continuation) -> str:
+    """Return a line of the output of --prompts."""
+    return json.dumps(
+        {
+            "line": prompt.line,
+            "prompt": prompt.text,
+            "cut_tokens": result.cut,
+            "text": result.text,
+            "tokens": len(result.ids),
+            "finish": result.finish,
+            "seed": prompt.seed,
+        }
+    )
+
+
+class Live:
+    """Shows texts of a batch one below the other while they grow: the others wait for the first."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._waiting = [f"--- {prompt.text!r}\n{prompt.text}" for prompt in prompts]
+        self._ended, self._at = [False] * len(prompts), 0
+
+    def add(self, number: int, text: str, ended: bool) -> None:
+        """Take further text of a prompt."""
+        self._waiting[number] += text + "\n" * ended
+        self._ended[number] = ended
+        while self._at < len(self._waiting):
+            print(self._waiting[self._at], end="", flush=True)
+            self._waiting[self._at] = ""
+            if not self._ended[self._at]:
+                return
+            self._at += 1
 
 
 def command() -> None:

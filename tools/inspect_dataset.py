@@ -6,7 +6,8 @@ Examples:
     python tools/inspect_dataset.py data/corpus_text_document --validate --plot lengths.png --samples 3 \\
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model spm.model
 
-Checks the whole index, and with --validate all tokens. Exit code 2 if a data set is damaged.
+Checks the whole index, and with --validate all tokens. Exit code 2 if a data set is damaged. If a
+data set has a loss mask, that is checked as well, and samples show which tokens are in the loss.
 """
 
 from __future__ import annotations
@@ -31,11 +32,14 @@ from megatron import drawing
 from megatron.config.option import MOST_WIDTH, Parser, whole
 from megatron.data.indexed_dataset import (
     HEADER,
+    MASK_DTYPE,
     Index,
     IndexedDataset,
     bin_path,
+    data_files,
     idx_path,
     map_index,
+    mask_prefix,
 )
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError
@@ -157,6 +161,11 @@ def rows_of(result: Inspection) -> list[tuple[str, str]]:
         rows.append(
             ("tokens per document", ", ".join(numbers).replace(".0,", ",").removesuffix(".0"))
         )
+    if result.mask is not None:
+        marked = result.mask.ones
+        share = f", {marked:,} of them in the loss" if result.mask.tokens_scanned else ""
+        total = result.mask.lengths.tokens if result.mask.lengths is not None else 0
+        rows.append(("loss mask", f"{result.mask.prefix}, of {total:,} tokens{share}"))
     scope = (
         f"{result.tokens_scanned:,} tokens"
         if result.tokens_scanned
@@ -187,9 +196,11 @@ def show(result: Inspection) -> None:
             print(f"  {name:<20} {value}")
     for sample in result.samples:
         shown = f", the first {len(sample.ids)}" if len(sample.ids) < sample.tokens else ""
-        print(f"  document {sample.document}, {sample.tokens:,} tokens{shown}:")
+        signs = "" if sample.runs is None else "; + in the loss, - not"
+        print(f"  document {sample.document}, {sample.tokens:,} tokens{shown}{signs}:")
         content = " ".join(map(str, sample.ids)) if sample.text is None else sample.text
-        print("\n".join(f"    | {line}" for line in content.splitlines() or [""]))
+        for sign, text in [("", content)] if sample.runs is None else sample.runs:
+            print("\n".join(f"   {sign:1}| {line}" for line in text.splitlines() or [""]))
     for problem in result.problems:
         print(f"  problem: {problem}")
     for kind, count in result.counts.items():
@@ -244,12 +255,16 @@ class LengthCounts:
 
 @dataclass(frozen=True)
 class Sample:
-    """Beginning of a document: its ids, and their text if there is a tokenizer."""
+    """Beginning of a document: its ids, and their text if there is a tokenizer.
+
+    runs   of tokens in the loss, "+", and of others, "-": their ids or text; None without a mask
+    """
 
     document: int
     tokens: int
     ids: list[int]
     text: str | None
+    runs: list[tuple[str, str]] | None = None
 
 
 @dataclass
@@ -258,7 +273,8 @@ class Inspection:
 
     `problems` has at most PROBLEMS_PER_KIND of each kind, each with its file and byte; `counts` has
     the number of each kind that can be frequent. `index` is None if .idx cannot be read at all,
-    `lengths` if the index is damaged.
+    `lengths` if the index is damaged. `mask` is the report on the loss mask, whose problems are
+    also those of the data set; `ones` counts scanned tokens of id 1.
     """
 
     prefix: str
@@ -269,6 +285,8 @@ class Inspection:
     tokens_scanned: int = 0
     lengths: LengthCounts | None = None
     samples: list[Sample] = field(default_factory=list)
+    mask: Inspection | None = None
+    ones: int = 0
 
     @property
     def sound(self) -> bool:
@@ -334,12 +352,27 @@ def inspect(
         found.add(files[".idx"], None, str(error).removeprefix(f"{files['.idx']}: "))
     except OSError as error:
         found.add(Path(error.filename or name), None, f"cannot be read: {error.strerror}")
+    mask = mask_prefix(name)
+    if len(data_files(name)) > len(files):
+        found.mask = inspect(mask, vocab_size=2, validate=validate, on_progress=on_progress)
+        found.problems += found.mask.problems
+        if found.sound and not _same_structure(found, found.mask):
+            found.add(idx_path(mask), None, "other sequences or documents than those of the data")
     if found.index is not None:
         wanted = list(documents) or list(
             range(min(num_samples, len(found.index.document_indices) - 1))
         )
         found.samples = _take_samples(name, wanted, tokenizer, sample_tokens)
     return found
+
+
+def _same_structure(found: Inspection, mask: Inspection) -> bool:
+    """Return whether the mask is of tokens in sequences and documents of the same lengths."""
+    assert found.index is not None and mask.index is not None, "both are sound"
+    return mask.index.dtype == MASK_DTYPE and all(
+        np.array_equal(getattr(found.index, name), getattr(mask.index, name))
+        for name in ("sizes", "document_indices")
+    )
 
 
 def _check_sequences(found: Inspection, index: Index) -> None:
@@ -420,6 +453,7 @@ def _check_tokens(
                     found.add(path, byte, text)
             position += len(data)
             found.tokens_scanned += len(tokens)
+            found.ones += int(np.count_nonzero(tokens == 1))
             on_progress(position)
     if wrong := found.counts["vocabulary"]:
         text = (
@@ -459,6 +493,8 @@ def _take_samples(
     """Return the beginnings of the documents that can be read."""
     try:
         dataset = IndexedDataset(name, mmap=False)
+        if len(data_files(name)) > 2:
+            dataset.open_mask()
     except DataError:  # its problems are listed already
         return []
     samples = []
@@ -470,12 +506,14 @@ def _take_samples(
             )
         first, stop = dataset.document_indices[document : document + 2].tolist()
         ids: list[int] = []
+        marks: list[int] = []
         try:
             total = dataset.tokens_between(first, stop)
             while first < stop and len(ids) < sample_tokens:
-                ids += dataset.read(
-                    first, 0, min(sample_tokens - len(ids), int(dataset.sizes[first]))
-                ).tolist()
+                length = min(sample_tokens - len(ids), int(dataset.sizes[first]))
+                ids += dataset.read(first, 0, length).tolist()
+                if dataset.mask is not None:
+                    marks += dataset.mask.read(first, 0, length).tolist()
                 first += 1
         except (DataError, IndexError):
             continue
@@ -485,9 +523,22 @@ def _take_samples(
                 total,
                 ids,
                 None if tokenizer is None else decode_leniently(tokenizer, ids),
+                None if dataset.mask is None else _runs(ids, marks, tokenizer),
             )
         )
     return samples
+
+
+def _runs(
+    ids: Sequence[int], marks: Sequence[int], tokenizer: Tokenizer | None
+) -> list[tuple[str, str]]:
+    """Return the runs of tokens in the loss and of others, as ids or text."""
+    runs = []
+    for marked, pairs in groupby(zip(ids, marks, strict=True), lambda pair: pair[1] == 1):
+        run = [i for i, _ in pairs]
+        text = " ".join(map(str, run)) if tokenizer is None else decode_leniently(tokenizer, run)
+        runs.append(("+" if marked else "-", text))
+    return runs
 
 
 def decode_leniently(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -5,7 +5,8 @@ Examples:
     python tools/merge_datasets.py --inputs data/part-0 data/part-1 --output-prefix data/all
     python tools/merge_datasets.py --input data/parts --output-prefix data/all
 
-The second form joins all data sets of a folder, sorted by name.
+The second form joins all data sets of a folder, sorted by name. If some have a loss mask
+(PREFIX_mask), the result has one; the tokens of the others are all in the loss.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,15 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser
-from megatron.data.indexed_dataset import TYPE_CODES, IndexedDataset, bin_path, idx_path
+from megatron.data.indexed_dataset import (
+    MASK_DTYPE,
+    TYPE_CODES,
+    IndexedDataset,
+    bin_path,
+    data_files,
+    idx_path,
+    mask_prefix,
+)
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool
@@ -76,9 +86,10 @@ def prefixes_in(folder: str | os.PathLike[str]) -> list[str]:
                     f"{path / name}{other} exists, but {name}{suffix} does not: complete or remove "
                     "this data set"
                 )
+    masks = set(map(mask_prefix, names))
     if not names:
         raise DataError(f"{path}: no .bin and .idx files in it")
-    return [str(path / name) for name in names]
+    return [str(path / name) for name in names if name not in masks]
 
 
 def merge(
@@ -88,7 +99,7 @@ def merge(
     on_progress: Callable[[int], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> IndexedDatasetWriter:
-    """Concatenate the data sets `inputs` into one; return its closed writer.
+    """Concatenate the data sets `inputs` into one, with their masks; return its closed writer.
 
     Different integer types become the smallest type that can represent all, reported with `say`.
     The output appears when it is complete; the next merge removes leftovers of a killed one.
@@ -99,10 +110,11 @@ def merge(
     if not inputs:
         raise ConfigError("nothing to merge: name at least one data set")
     _check_output(inputs, output_prefix)
-    dtypes, tokens = list[np.dtype[Any]](), 0
+    dtypes, tokens, masked = list[np.dtype[Any]](), 0, dict[str | os.PathLike[str], bool]()
     # open only one at a time: there may be more than a process can open
     for prefix in inputs:
-        dataset = IndexedDataset(prefix, mmap=False)
+        dataset = _open(prefix)
+        masked[prefix] = dataset.mask is not None
         if dataset.modes is not None:
             raise ConfigError(
                 f"{dataset.prefix} has modes (multimodal data), but only text can be merged"
@@ -116,17 +128,40 @@ def merge(
                 f"{os.fspath(prefix)}: tokens of type {found} are written as {dtype}, which can "
                 "represent all"
             )
-    done = 0
-    with IndexedDatasetWriter(output_prefix, dtype) as writer:
-        _check_space(output_prefix, inputs, tokens * dtype.itemsize)
+    if any(masked.values()):
+        for prefix in (prefix for prefix, has_mask in masked.items() if not has_mask):
+            say(f"{os.fspath(prefix)}: has no loss mask: all its tokens are in the loss")
+    done, mask_output = 0, mask_prefix(output_prefix)
+    with ExitStack() as stack:
+        # closed in reverse order: the mask gets its name first, tokens never appear without it
+        writer = stack.enter_context(IndexedDatasetWriter(output_prefix, dtype))
+        if any(masked.values()):
+            mask = stack.enter_context(IndexedDatasetWriter(mask_output, MASK_DTYPE))
+        bytes_each = dtype.itemsize + any(masked.values())
+        _check_space(output_prefix, inputs, tokens * bytes_each)
         for prefix in inputs:
-            dataset = IndexedDataset(prefix, mmap=False)
+            dataset = _open(prefix)
             _add_structure(writer, dataset)
             for part in _tokens(dataset):
                 writer.append_tokens(part)
                 done += part.nbytes
                 on_progress(done)
+            if any(masked.values()):
+                _add_structure(mask, dataset.mask or dataset)
+                for part in _tokens(dataset.mask or dataset):
+                    mask.append_tokens(part if dataset.mask else np.ones(len(part), MASK_DTYPE))
+        if not any(masked.values()):  # one of earlier data
+            for path in (idx_path(mask_output), bin_path(mask_output)):
+                path.unlink(missing_ok=True)
     return writer
+
+
+def _open(prefix: str | os.PathLike[str]) -> IndexedDataset:
+    """Open a data set, and its loss mask if a file of it exists."""
+    dataset = IndexedDataset(prefix, mmap=False)
+    if len(data_files(prefix)) > 2:
+        dataset.open_mask()
+    return dataset
 
 
 def total_bytes(inputs: Sequence[str | os.PathLike[str]]) -> int:
@@ -135,7 +170,11 @@ def total_bytes(inputs: Sequence[str | os.PathLike[str]]) -> int:
 
 
 def _check_output(inputs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
-    targets = {os.path.realpath(bin_path(output)), os.path.realpath(idx_path(output))}
+    targets = {
+        os.path.realpath(path)
+        for prefix in (output, mask_prefix(output))
+        for path in (bin_path(prefix), idx_path(prefix))
+    }
     for prefix in inputs:
         if targets & {os.path.realpath(bin_path(prefix)), os.path.realpath(idx_path(prefix))}:
             raise ConfigError(

@@ -7,6 +7,10 @@ Example:
 
 writes data/corpus_text_document.bin and .idx; give training --data-path data/corpus_text_document.
 
+With --chat, the lines are conversations for fine-tuning, {"messages": [{"role": "user", "content":
+"..."}, ...]} or {"prompt": "...", "completion": "..."}; a loss mask is written beside the data, so that
+training with --loss-mask required learns the assistant's turns and the completions only.
+
 To resume a stopped or killed run, repeat the command. Until it is complete, its files are in
 data/corpus_partial, and files of an earlier run are not changed.
 """
@@ -17,7 +21,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,8 +30,10 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, whole
-from megatron.data.tokenizer import TOKENIZER_TYPES
+from megatron.data.tokenizer import OTHER_NAMES, TOKENIZER_TYPES
+from megatron.errors import ConfigError
 from megatron.training.run.process import as_tool
+from megatron_preparation.chat import find_chat
 from megatron_preparation.encode import PreprocessOptions
 from megatron_preparation.preprocess import ON_BAD_INPUT, Listeners, PreprocessStopped, preprocess
 from megatron_preparation.progress import Progress
@@ -63,7 +69,6 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--json-keys",
         nargs="+",
-        default=["text"],
         metavar="KEY",
         help="keys of a line, or parquet columns, to tokenize, each into its own files (default: "
         "text)",
@@ -85,6 +90,28 @@ def build_parser() -> argparse.ArgumentParser:
         "--keep-newlines",
         action="store_true",
         help="with --split-sentences: keep the white space between sentences",
+    )
+    group = parser.add_argument_group("conversations")
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        help="read messages, or prompt and completion; write PREFIX_chat_document and its loss "
+        "mask, PREFIX_chat_document_mask",
+    )
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template that turns messages into text (default: the one beside the "
+        "tokenizer.json of HFTokenizer, or a simple one: <|ROLE|>, line end, content, line end). A "
+        "prompt and its completion are joined without a template",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=whole(2, MOST_WIDTH),
+        metavar="N",
+        help="treat a longer conversation as bad input (see --on-bad-input), for example above "
+        "--seq-length + 1 of the training (default: conversations are written whole, and cut as "
+        "other documents are when samples are packed)",
     )
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
@@ -177,8 +204,28 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def options_of(args: argparse.Namespace) -> PreprocessOptions:
-    """Return the options of the command line."""
+def options_of(
+    args: argparse.Namespace, say: Callable[[str], None] = lambda _: None
+) -> PreprocessOptions:
+    """Return the options of the command line; `say` gets where the chat template is from.
+
+    Raises ConfigError for flags that contradict --chat, DataError for an unreadable template.
+    """
+    chat = None
+    if args.chat:
+        for flag in ("json_keys", "split_sentences", "keep_newlines"):
+            if getattr(args, flag):
+                raise ConfigError(
+                    f"--chat and --{flag.replace('_', '-')} contradict each other: a conversation "
+                    "is one sequence, from the keys messages, or prompt and completion"
+                )
+        hugging_face = OTHER_NAMES.get(args.tokenizer_type.lower()) == "HFTokenizer"
+        chat, origin = find_chat(
+            args.chat_template, args.tokenizer_model if hugging_face else None, args.max_tokens
+        )
+        say(f"chat template: {origin}")
+    elif given := [n for n in ("chat_template", "max_tokens") if getattr(args, n) is not None]:
+        raise ConfigError(f"--{given[0].replace('_', '-')} needs --chat")
     tokenizer = {
         name: getattr(args, name)
         for name in (
@@ -195,11 +242,12 @@ def options_of(args: argparse.Namespace) -> PreprocessOptions:
     }
     return PreprocessOptions(
         tokenizer=tokenizer,
-        json_keys=tuple(args.json_keys),
+        json_keys=("chat",) if args.chat else tuple(args.json_keys or ["text"]),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
         input_format=args.input_format,
+        chat=chat,
     )
 
 
@@ -249,7 +297,7 @@ def main(argv: Sequence[str]) -> int:
             totals = preprocess(
                 args.input,
                 args.output_prefix,
-                options_of(args),
+                options_of(args, progress.say),
                 workers=args.workers,
                 on_bad_input=args.on_bad_input,
                 restart=args.restart,

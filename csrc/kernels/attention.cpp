@@ -49,29 +49,40 @@ template <class T, class Op> static int launch_gradient(const Op &op, int64_t ro
 #endif
 
 // The position of a block, and the meaning of its scores: scale * score + slope * (key - query), where slopes are those
-// of an ALiBi bias (Press et al., arXiv 2108.12409), if any.
+// of an ALiBi bias (Press et al., arXiv 2108.12409), if any. With a cap, cap * tanh(scale * score / cap) takes the place of
+// scale * score.
 struct Block {
     const float *slopes;  // [groups * share] or null
     int rows, total;      // rows of a sample and group in the block and in all
     int first_sample, first, key;
+    int window;  // keys before its own that a query sees
     // Of the mask, whose rows are numbered over all heads of the job: that of a sample's first head and query, positions
     // of a head. Null where nothing is dropped. A row has an element for each position, up to a whole number of packs.
     const int64_t *origins;
     int positions;
     int groups, share, n; // share: queries of a group; n: keys of the block
-    float scale, kept_scale;
+    float scale, cap, inside, kept_scale;  // cap: 0 for none; inside: scale / cap
     uint32_t keep;
     uint64_t seed;
     struct Row {
-        int valid;    // keys of the block that the query sees
+        int start, valid;  // the query sees the keys [start, valid) of the block
         int64_t at;   // of all rows
         uint64_t mask; // of its first element, from the block's first key on
         float slope;
         int query;    // counted from the block's first key on
+        // scale: what capped() returned
         template <class G> MEMBER void logits(int c, float *v, float scale) const {
-            EACH(k) v[k] = c + k < valid ? v[k] * scale + slope * (float)(c + k - query) : -MK_INFINITY;
+            const uint32_t seen = valid - start;
+            EACH(k) v[k] = (uint32_t)(c + k - start) < seen ? v[k] * scale + slope * (float)(c + k - query) : -MK_INFINITY;
         }
     };
+    // Limits scores to (-cap, cap) if there is a cap, and multiplies `slope`, unless it is null, by the limit's derivative.
+    // Returns the factor that is left to multiply the scores with.
+    template <class G> MEMBER float capped(float *v, float *slope) const {
+        if (cap == 0.0f) return scale;
+        EACH(k) v[k] = soft_cap(v[k], cap, inside, slope ? slope + k : nullptr);
+        return 1.0f;
+    }
     // An existing pointer also says whether anything is dropped: scalar registers are scarce.
     MEMBER Mask mask() const { return Mask{seed, keep, kept_scale, origins != nullptr}; }
     // key: the block's first
@@ -83,8 +94,11 @@ struct Block {
             const uint64_t number = (uint64_t)origins[sample / groups] + (uint64_t)head * positions + position;
             mask = number * ((positions + 31) / 32 * 32) + key;
         }
-        return Row{seen < 0 ? 0 : seen < n ? seen : n, (int64_t)sample * total + (int64_t)first * share + i, mask,
-                   slopes ? slopes[head] : 0.0f, position - key};
+        const int valid = seen < 0 ? 0 : seen < n ? seen : n, start = seen - 1 - window;
+        // In vector registers, of which there are more, though the whole block may share the row.
+        return Row{opaque_int(start < valid ? start : valid), opaque_int(valid),
+                   (int64_t)sample * total + (int64_t)first * share + i, mask, slopes ? slopes[head] : 0.0f,
+                   opaque_int(position - key)};
     }
     MEMBER static int limit(int valid, int pack, int n) {
         const int up = (valid + pack - 1) / pack * pack;
@@ -93,7 +107,7 @@ struct Block {
 };
 
 // scores -> softmax weights, with dropout, in place; and the logarithm of each row's sum of exponentials. Needs all
-// keys that its queries see. A row whose scores are all -infinity gets zeros, and +infinity as its logarithm.
+// keys that its queries see, up to that of the last query. A row whose scores are all -infinity gets zeros, and +infinity as its logarithm.
 template <class T> struct AttentionWeights {
     // One row, but so much of the mask with it that CUDA has no registers left for eight packs.
     static constexpr int WAVES = 4, HOLDS = 2;
@@ -103,7 +117,7 @@ template <class T> struct AttentionWeights {
     Block block;
 
     template <class G> MEMBER void operator()(const G &g, int64_t row) const {
-        const Block::Row here = block.row(row, 0);
+        const Block::Row here = block.row(row, block.key);
         const int n = block.n, limit = Block::limit(here.valid, G::V, n);
         T *const p = scores + row * n;
         BlockRow<G, T> held;
@@ -114,13 +128,13 @@ template <class T> struct AttentionWeights {
         EACH(k) best[k] = -MK_INFINITY;
         PACKS(i, g, limit) {
             held.get(i, v);
-            here.template logits<G>(g.column(i), v, block.scale);
+            here.template logits<G>(g.column(i), v, block.template capped<G>(v, nullptr));
             EACH(k) best[k] = maximum(v[k], best[k]);
         }
         const float top = g.max(fold_max<G>(best)), shift = top == -MK_INFINITY ? 0.0f : top;
         PACKS(i, g, limit) {
             held.get(i, v);
-            here.template logits<G>(g.column(i), v, block.scale);
+            here.template logits<G>(g.column(i), v, block.template capped<G>(v, nullptr));
             EACH(k) v[k] = exponential(v[k] - shift);
             EACH(k) sums(i, k) += v[k];
             kept.put(i, v);
@@ -137,7 +151,7 @@ template <class T> struct AttentionWeights {
                     EACH(k) v[k] *= quotient;
                 } else {
                     held.get(i, v);
-                    here.template logits<G>(c, v, block.scale);
+                    here.template logits<G>(c, v, block.template capped<G>(v, nullptr));
                     EACH(k) v[k] = exponential(v[k] - shift) * quotient;
                 }
                 block.mask().template apply<G>(here.mask + c, v);
@@ -149,9 +163,13 @@ template <class T> struct AttentionWeights {
     }
 };
 
+#if MK_DEVICE
+template <class T> constexpr bool holds_eight<AttentionWeights<T>> = false;
+#endif
+
 // Overwrites the scores with the weights, and the gradient of the weights with that of the scores:
 // scale * weight * (gradient - dot), where dot is the sum over the row of weight times gradient, which equals that of
-// the output times its gradient (arXiv 2205.14135, appendix B.2).
+// the output times its gradient (arXiv 2205.14135, appendix B.2); with a cap, times 1 - tanh^2.
 template <class T> struct AttentionGradient {
     static constexpr int WAVES = 4;
     // narrow: 4 (a row's logarithm, its dot, its head's slope and its sample's place)
@@ -162,14 +180,14 @@ template <class T> struct AttentionGradient {
     // Of the pack from column c on: v from score to weight, u from the weight's gradient to the score's.
     template <class G>
     MEMBER void change(const Block::Row &here, float denominator, float dot, int c, float *v, float *u) const {
-        const float scale = block.scale;
-        float drop[G::V];
+        float drop[G::V], slope[G::V];
         EACH(k) drop[k] = 1.0f;
+        EACH(k) slope[k] = block.scale;
         block.mask().template apply<G>(here.mask + c, drop);
-        here.template logits<G>(c, v, scale);
+        here.template logits<G>(c, v, block.template capped<G>(v, slope));
         EACH(k) v[k] = exponential(v[k] - denominator);
-        // Hidden elements may have any value: they were never written.
-        EACH(k) u[k] = c + k < here.valid ? scale * v[k] * (u[k] * drop[k] - dot) : 0.0f;
+        // Hidden elements, whose weight is 0, may have any value: they were never written.
+        EACH(k) u[k] = v[k] == 0.0f ? 0.0f : slope[k] * v[k] * (u[k] * drop[k] - dot);
         EACH(k) v[k] *= drop[k];
     }
 #if MK_DEVICE
@@ -177,7 +195,7 @@ template <class T> struct AttentionGradient {
         const Block::Row here = block.row(row, block.key);
         const int64_t at = row * block.n + c;
         float v[G::V], u[G::V];
-        if (c < here.valid) {
+        if (c < here.valid && c + G::V > here.start) {
             load<G>(scores + at, v);
             load<G>(gradients + at, u);
             change<G>(here, logarithms[here.at], dots[here.at], c, v, u);
@@ -239,24 +257,24 @@ template <class T> struct RowDots {
 
 // rows: of the whole block; queries: of one sample and group in it; total: in all. origins is null where nothing is dropped.
 MK_API mk_attention_weights(int type, void *scores, void *logarithms, const void *slopes, const void *origins,
-                            int64_t rows, int64_t queries, int64_t total, int64_t first_sample, int64_t first,
-                            int64_t positions, int64_t groups, int64_t share, int64_t n, float scale, uint64_t seed,
-                            uint32_t keep, float kept_scale, void *stream) {
-    const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, 0,
-                      (const int64_t *)origins, (int)positions, (int)groups, (int)share, (int)n, scale, kept_scale, keep,
-                      seed};
+                            int64_t rows, int64_t queries, int64_t total, int64_t first_sample, int64_t first, int64_t key,
+                            int64_t window, int64_t positions, int64_t groups, int64_t share, int64_t n, float scale,
+                            float cap, uint64_t seed, uint32_t keep, float kept_scale, void *stream) {
+    const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, (int)key,
+                      (int)window, (const int64_t *)origins, (int)positions, (int)groups, (int)share, (int)n, scale, cap,
+                      cap == 0.0f ? 0.0f : scale / cap, kept_scale, keep, seed};
     FOR_TYPE(type, launch_block<T>(AttentionWeights<T>{(T *)scores, (float *)logarithms, block}, rows, n,
                                    aligned(scores), (mk_stream)stream));
 }
 
 MK_API mk_attention_gradient(int type, void *scores, void *gradients, const void *logarithms, const void *dots,
                              const void *slopes, const void *origins, int64_t rows, int64_t queries, int64_t total,
-                             int64_t first_sample, int64_t first, int64_t key, int64_t positions, int64_t groups,
-                             int64_t share, int64_t n, float scale, uint64_t seed, uint32_t keep, float kept_scale,
-                             void *stream) {
+                             int64_t first_sample, int64_t first, int64_t key, int64_t window, int64_t positions,
+                             int64_t groups, int64_t share, int64_t n, float scale, float cap, uint64_t seed,
+                             uint32_t keep, float kept_scale, void *stream) {
     const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, (int)key,
-                      (const int64_t *)origins, (int)positions, (int)groups, (int)share, (int)n, scale, kept_scale, keep,
-                      seed};
+                      (int)window, (const int64_t *)origins, (int)positions, (int)groups, (int)share, (int)n, scale, cap,
+                      cap == 0.0f ? 0.0f : scale / cap, kept_scale, keep, seed};
     FOR_TYPE(type, launch_gradient<T>(AttentionGradient<T>{(T *)scores, (T *)gradients, (const float *)logarithms,
                                                            (const float *)dots, block},
                                       rows, n, aligned(scores, gradients), (mk_stream)stream));

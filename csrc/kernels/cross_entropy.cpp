@@ -80,9 +80,17 @@ FN int column_of(int64_t label, int64_t first, int real) {
     return label >= first && label - first < real ? (int)(label - first) : -1;
 }
 
+// A logit, which is limited where there is a CAP.
+template <bool CAP> struct SoftCap {
+    float cap, inverse;
+    MEMBER float operator()(float x, float *slope = nullptr) const {
+        return CAP ? soft_cap(x, cap, inverse, slope) : x;
+    }
+};
+
 // A row of n logits, of which `real` exist. Until a lane has read a number its maximum is -inf and its sum 0; from the
 // first NaN or +inf on, the sum is NaN.
-template <class T> struct LocalPass {
+template <class T, bool CAP> struct LocalPass {
     static constexpr int WAVES = 4;
     // narrow: 5 (label and its logit; maximum, sum and target of a token)
     float *largest, *sum, *target;
@@ -90,10 +98,11 @@ template <class T> struct LocalPass {
     const int64_t *labels;
     int64_t first;
     int n, real;
+    SoftCap<CAP> capped;
 
     // Adds `columns` logits of a strip; WHOLE: all of the strip.
     template <bool WHOLE, class G>
-    MEMBER static void add(const G &g, const T *from, int columns, float &top, float &total) {
+    MEMBER void add(const G &g, const T *from, int columns, float &top, float &total) const {
         typename G::template Row<T> held;
         held.read(g, from, columns);
         float v[G::V], best[G::V], sums[G::V];
@@ -113,8 +122,9 @@ template <class T> struct LocalPass {
         top = now;
     }
     template <bool WHOLE, class G, class R>
-    MEMBER static void get(const G &g, const R &held, int i, int columns, float *v) {
+    MEMBER void get(const G &g, const R &held, int i, int columns, float *v) const {
         held.get(i, v);
+        EACH(k) v[k] = capped(v[k]);
         if (WHOLE) return;
         const int c = g.column(i);
         EACH(k) v[k] = c + k < columns ? v[k] : -MK_INFINITY;
@@ -129,7 +139,7 @@ template <class T> struct LocalPass {
         int at = 0;
         for (; real - at >= G::WIDTH; at += G::WIDTH) add<true>(whole(g), from + at, G::WIDTH, top, total);
         if (at < real) add<false>(g, from + at, real - at, top, total);
-        const float hit = g.leads() && mine >= 0 ? to_float(from[mine]) : 0.0f;
+        const float hit = g.leads() && mine >= 0 ? capped(to_float(from[mine])) : 0.0f;
         const float all = g.max(top);
         total = g.sum(total * exponential(top - finite(all)));
         if (g.leads()) {
@@ -140,8 +150,9 @@ template <class T> struct LocalPass {
     }
 };
 
-// logit <- (exp(logit - largest) / total - [it is the label's]) * gradient, 0 where the logit pads.
-template <class T> struct EntropyGradient {
+// logit <- (exp(logit - largest) / total - [it is the label's]) * gradient, 0 where the logit pads. With a CAP the
+// logit counts as capped, and the result has the factor of its slope.
+template <class T, bool CAP> struct EntropyGradient {
     static constexpr int WAVES = 4;
     // narrow: 4 (label, maximum, sum and gradient of a token)
     T *logits;
@@ -149,6 +160,7 @@ template <class T> struct EntropyGradient {
     const float *largest, *total, *gradient;
     int64_t first;
     int n, real;
+    SoftCap<CAP> capped;
 
     // `columns` of a strip, of which `seen` exist, from column `at` on. WHOLE: all of the strip.
     template <bool WHOLE, class G> MEMBER void write(const G &g, int64_t row, int at, int columns, int seen) const {
@@ -157,18 +169,26 @@ template <class T> struct EntropyGradient {
         T *const p = logits + row * n + at;
         typename G::template Row<T> held;
         held.read(g, p, seen);
-        float v[G::V];
+        float v[G::V], slope[G::V];
         PACKS(i, g, columns) {
             // Otherwise the compiler makes the comparisons of all packs first, in more scalar registers than there are.
             const int c = opaque_int(g.column(i));
             if (WHOLE || c < seen) {
                 held.get(i, v);
-                EACH(k) v[k] = WHOLE || c + k < seen ? exponential(v[k] - top) * share : 0.0f;
+                EACH(k) slope[k] = 1;
+                EACH(k) v[k] = exponential(capped(v[k], slope + k) - top) * share;
+                if (!WHOLE) {
+                    EACH(k) v[k] = c + k < seen ? v[k] : 0.0f;
+                    EACH(k) slope[k] = c + k < seen ? slope[k] : 0.0f;
+                }
             } else {
-                EACH(k) v[k] = 0;
+                EACH(k) v[k] = slope[k] = 0;
             }
             if ((unsigned)(mine - c) < (unsigned)G::V) {
                 EACH(k) v[k] -= c + k == mine ? up : 0.0f;
+            }
+            if (CAP) {
+                EACH(k) v[k] *= slope[k];
             }
             held.write(g, i, columns, p, v);
         }
@@ -182,13 +202,13 @@ template <class T> struct EntropyGradient {
 
 #if MK_DEVICE
 // A row narrower than two strips of a wave has one wave, any other a block of 512.
-template <class Narrow, class Broad, class T>
-static int local_pass(const LocalPass<T> &op, int64_t rows, mk_stream stream) {
+template <class Narrow, class Broad, class Op> static int local_pass(const Op &op, int64_t rows, mk_stream stream) {
     if (op.n <= 2 * Narrow::WIDTH) return rows_with<Narrow, MK_WAVE>(op, rows, stream);
     return rows_with<Broad, 512>(op, rows, stream);
 }
 
-template <class T> static int launch_local_pass(const LocalPass<T> &op, int64_t rows, bool wide, mk_stream stream) {
+template <class T, bool CAP>
+static int launch_pass(const LocalPass<T, CAP> &op, int64_t rows, bool wide, mk_stream stream) {
     constexpr int V = Full<T>::V;
     if (rows == 0) return OK;
     if (wide && op.n % V == 0) return local_pass<StripGroup<MK_WAVE, V, 4>, StripGroup<512, V, 4>>(op, rows, stream);
@@ -208,18 +228,20 @@ template <class G, class Op> static int strips(const Op &op, int64_t rows, mk_st
     return MK_LAST_ERROR();
 }
 
-template <class T> static int launch_gradient(const EntropyGradient<T> &op, int64_t rows, bool wide, mk_stream stream) {
+template <class T, bool CAP>
+static int launch_pass(const EntropyGradient<T, CAP> &op, int64_t rows, bool wide, mk_stream stream) {
     constexpr int V = Full<T>::V;
     if (rows == 0 || op.n == 0) return OK;
     if (wide && op.n % V == 0) return strips<StripGroup<BLOCK, V, 4>>(op, rows, stream);
     return strips<StripGroup<BLOCK, 1, 16>>(op, rows, stream);
 }
 #else
-template <class T> static int launch_local_pass(const LocalPass<T> &op, int64_t rows, bool, mk_stream) {
+template <class T, bool CAP> static int launch_pass(const LocalPass<T, CAP> &op, int64_t rows, bool, mk_stream) {
     rows_on_host<HOST_V>([op](const HostGroup<HOST_V> &, int64_t row) { op(StripGroup(), row); }, rows, op.n);
     return OK;
 }
-template <class T> static int launch_gradient(const EntropyGradient<T> &op, int64_t rows, bool, mk_stream) {
+template <class T, bool CAP>
+static int launch_pass(const EntropyGradient<T, CAP> &op, int64_t rows, bool, mk_stream) {
     rows_on_host<HOST_V>(
         [op](const HostGroup<HOST_V> &, int64_t row) {
             for (int at = 0; at < op.n; at += StripGroup::WIDTH) op(StripGroup(), row, at);
@@ -229,20 +251,27 @@ template <class T> static int launch_gradient(const EntropyGradient<T> &op, int6
 }
 #endif
 
+template <template <class, bool> class Op, class T, class... Fields>
+static int launch_capped(int64_t rows, bool wide, float cap, mk_stream stream, Fields... fields) {
+    if (cap > 0.0f) return launch_pass(Op<T, true>{fields..., {cap, 1.0f / cap}}, rows, wide, stream);
+    return launch_pass(Op<T, false>{fields..., {0.0f, 0.0f}}, rows, wide, stream);
+}
+
 // logits [rows, n], of which the first `real` columns exist, are the vocabulary's entries first, first + 1, ...; labels
-// int64 [rows]; the three results fp32 [rows]. n > 0.
+// int64 [rows]; the three results fp32 [rows]. n > 0. cap: 0 for none.
 MK_API mk_entropy_local(int type, void *largest, void *sum, void *target, const void *logits, const void *labels,
-                        int64_t rows, int64_t n, int64_t first, int64_t real, void *stream) {
-    FOR_TYPE(type, launch_local_pass<T>(LocalPass<T>{(float *)largest, (float *)sum, (float *)target, (const T *)logits,
-                                                     (const int64_t *)labels, first, (int)n, (int)real},
-                                        rows, aligned(logits), (mk_stream)stream));
+                        int64_t rows, int64_t n, int64_t first, int64_t real, float cap, void *stream) {
+    FOR_TYPE(type, (launch_capped<LocalPass, T>(rows, aligned(logits), cap, (mk_stream)stream, (float *)largest,
+                                                (float *)sum, (float *)target, (const T *)logits,
+                                                (const int64_t *)labels, first, (int)n, (int)real)));
 }
 
 // largest, total and gradient are fp32 [rows].
 MK_API mk_entropy_gradient(int type, void *logits, const void *labels, const void *largest, const void *total,
-                           const void *gradient, int64_t rows, int64_t n, int64_t first, int64_t real, void *stream) {
-    FOR_TYPE(type, launch_gradient<T>(EntropyGradient<T>{(T *)logits, (const int64_t *)labels, (const float *)largest,
-                                                         (const float *)total, (const float *)gradient, first, (int)n,
-                                                         (int)real},
-                                      rows, aligned(logits), (mk_stream)stream));
+                           const void *gradient, int64_t rows, int64_t n, int64_t first, int64_t real, float cap,
+                           void *stream) {
+    FOR_TYPE(type, (launch_capped<EntropyGradient, T>(rows, aligned(logits), cap, (mk_stream)stream, (T *)logits,
+                                                      (const int64_t *)labels, (const float *)largest,
+                                                      (const float *)total, (const float *)gradient, first, (int)n,
+                                                      (int)real)));
 }

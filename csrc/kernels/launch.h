@@ -68,6 +68,9 @@ template <int LANES, int V, int ITEMS, class Op> static int rows_held(const Op &
     return rows_with<HoldingGroup<LANES, V, ITEMS>, LANES>(op, rows, stream);
 }
 
+// Whether a lane may hold eight packs of an operation's row: false where the scalar registers are too few for it.
+template <class Op> constexpr bool holds_eight = Op::HOLDS == 1 || MK_WAVE == 64;
+
 // T: the type that decides how wide a pack is. `wide`: the caller found its pointers aligned().
 template <class T, class Op> static int launch_rows(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
     constexpr int V = Full<T>::V, W = MK_WAVE;
@@ -88,7 +91,7 @@ template <class T, class Op> static int launch_rows(const Op &op, int64_t rows, 
     if constexpr (Op::HOLDS <= 2 || MK_WAVE == 64) {
         if (packs <= 4 * 1024) return rows_held<1024, V, 4>(op, rows, stream);
     }
-    if constexpr (Op::HOLDS == 1 || MK_WAVE == 64) {
+    if constexpr (holds_eight<Op>) {
         if (packs <= 8 * 1024) return rows_held<1024, V, 8>(op, rows, stream);
     }
     return rows_with<StreamingGroup<512, V>, 512>(op, rows, stream);

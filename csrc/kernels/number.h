@@ -74,4 +74,22 @@ FN float root(float x) { return __builtin_sqrtf(x); }
 FN float logarithm(float x) { return __builtin_logf(x); }
 #endif
 
+// cap * tanh(x * inside), which is between -cap and cap; multiplies `slope`, unless it is null, by 1 - tanh^2. Both are
+// quotients of e = exp(-2 |z|). Nothing is compared: on a GPU that would need scalar registers, which are scarce.
+FN float soft_cap(float x, float cap, float inside, float *slope) {
+    const float z = x * inside, e = exponential(-2.0f * __builtin_fabsf(z)), share = reciprocal(1.0f + e);
+    float t = __builtin_copysignf((1.0f - e) * share, z);  // off by 2^-21
+    if (slope) *slope *= 4.0f * e * share * share;
+#if !MK_GPU
+    // Near 0, where the quotient cancels, the first terms of its series: the next one is below 2^-26 of the result.
+    const float square = z * z;
+    float p = 2.1869489e-2f;
+    p = p * square - 5.3968254e-2f;
+    p = p * square + 1.3333333e-1f;
+    p = p * square - 3.3333334e-1f;
+    t = square < 0.0625f ? z + z * square * p : t;
+#endif
+    return cap * t;
+}
+
 #define MK_INFINITY as_float(0x7f800000u)

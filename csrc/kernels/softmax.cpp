@@ -52,39 +52,44 @@ template <class T, class See> struct Softmax {
     }
 };
 
-// Row r of sq rows sees columns 0 ... n - sq + r.
+// Row r of sq rows sees columns up to n - sq + r, `window` of them before that one.
 struct Causal {
     int64_t sq;
-    int n;
+    int n, window;
     struct Row {
-        int valid;
+        int valid, start;
         MEMBER int limit(int, int pack) const { return (valid + pack - 1) / pack * pack; }
         template <class G> MEMBER void hide(int c, float *v, float scale) const {
             EACH(k) v[k] = c + k < valid ? v[k] * scale : -MK_INFINITY;
+            if (c < start) EACH(k) v[k] = c + k < start ? -MK_INFINITY : v[k];
         }
     };
     MEMBER Row row(int64_t row) const {
         const int64_t valid = n - sq + row % sq + 1;
-        return Row{(int)(valid > 0 ? valid : 0)};
+        return Row{(int)(valid > 0 ? valid : 0), (int)valid - 1 - window};
     }
 };
 
-// mask [batch, 1, sq, n], one byte each, not 0 where hidden; shared by the heads.
+// mask [batch, 1, sq, n], one byte each, not 0 where hidden; shared by the heads. Besides, a row does not see columns that
+// are more than `window` before column n - sq + r.
 struct Masked {
     // narrow: 3 * ITEMS (the mask, a byte for each element, read in each of three passes)
     const uint8_t *mask;
     int64_t sq, rows_per_sample;  // heads * sq; all rows where one mask serves all samples
-    int n;
+    int n, window;
     struct Row {
         const uint8_t *mask;
+        int start;
         MEMBER int limit(int n, int) const { return n; }
         template <class G> MEMBER void hide(int c, float *v, float scale) const {
             const Pack<uint8_t, G::V> m = *reinterpret_cast<const Pack<uint8_t, G::V> *>(mask + c);
             EACH(k) v[k] = m.v[k] ? -MK_INFINITY : v[k] * scale;
+            if (c < start) EACH(k) v[k] = c + k < start ? -MK_INFINITY : v[k];
         }
     };
     MEMBER Row row(int64_t row) const {
-        return Row{mask + (row / rows_per_sample * sq + row % sq) * n};
+        const int64_t query = row % sq;
+        return Row{mask + (row / rows_per_sample * sq + query) * n, (int)(n - sq + query) - window};
     }
 };
 
@@ -99,7 +104,7 @@ template <class T> struct SoftmaxBackward {
     int64_t sq;  // 0: no row is causal
 
     template <class G> MEMBER void operator()(const G &g, int64_t row) const {
-        const int limit = sq ? Causal{sq, n}.row(row).limit(n, G::V) : n;
+        const int limit = sq ? Causal{sq, n, 0}.row(row).limit(n, G::V) : n;
         const int64_t at = row * n;
         typename G::template Row<T> a, b;
         a.read(g, dy + at, limit);
@@ -126,14 +131,16 @@ template <class T> struct SoftmaxBackward {
     }
 };
 
-MK_API mk_causal_softmax(int type, void *y, const void *x, int64_t rows, int64_t sq, int64_t n, float scale, void *stream) {
-    FOR_TYPE(type, launch_rows<T>(Softmax<T, Causal>{(T *)y, (const T *)x, (int)n, scale, Causal{sq, (int)n}}, rows, n,
-                                  aligned(x, y), (mk_stream)stream));
+MK_API mk_causal_softmax(int type, void *y, const void *x, int64_t rows, int64_t sq, int64_t n, int64_t window,
+                         float scale, void *stream) {
+    const Causal see{sq, (int)n, (int)window};
+    FOR_TYPE(type, launch_rows<T>(Softmax<T, Causal>{(T *)y, (const T *)x, (int)n, scale, see}, rows, n, aligned(x, y),
+                                  (mk_stream)stream));
 }
 
 MK_API mk_masked_softmax(int type, void *y, const void *x, const void *mask, int64_t rows, int64_t sq, int64_t rows_per_sample,
-                         int64_t n, float scale, void *stream) {
-    const Masked see{(const uint8_t *)mask, sq, rows_per_sample, (int)n};
+                         int64_t n, int64_t window, float scale, void *stream) {
+    const Masked see{(const uint8_t *)mask, sq, rows_per_sample, (int)n, (int)window};
     FOR_TYPE(type, launch_rows<T>(Softmax<T, Masked>{(T *)y, (const T *)x, (int)n, scale, see}, rows, n,
                                   aligned(x, y, mask), (mk_stream)stream));
 }

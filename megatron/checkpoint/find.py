@@ -32,7 +32,7 @@ from megatron.untrusted import is_count, read_bytes
 
 _NAME = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})(\.old)?")
 _TRACKER_LIMIT_BYTES = 4096
-_FOREIGN = re.compile(r"global_step\d+|latest|release|mp_rank_\d+.*")
+_FOREIGN = re.compile(r"global_step\d+|latest|release|mp_rank_\d+.*|metadata\.json")
 _CONVERT = "tools/convert_checkpoint.py converts those of Megatron and DeepSpeed"
 
 

@@ -142,13 +142,15 @@ def load_weights(
     chunks: torch.nn.Module,
     topology: Topology,
     tag: str | int | None = None,
+    allow_older: bool = True,
 ) -> LoadedState:
     """Load only the weights, into parameters of any dtype, without an Engine.
 
     It is for evaluation and for generating text.
 
-    chunks   the model of this rank; each parameter carries a Sharding
-    tag      an iteration or the name of a folder instead of the newest good checkpoint
+    chunks       the model of this rank; each parameter carries a Sharding
+    tag          an iteration or the name of a folder instead of the newest good checkpoint
+    allow_older  if the newest is broken, take the one before; otherwise that is an error
 
     All ranks of the topology call it. Raises CheckpointError as `load` does.
     """
@@ -161,7 +163,7 @@ def load_weights(
                 p.detach().zero_()
         _read(checkpoint, tensors, chunks, (MASTER,), topology, nothing)
 
-    return _newest_that_loads(directory, topology, tag, None, attempt)
+    return _newest_that_loads(directory, topology, tag, None, attempt, allow_older)
 
 
 def _newest_that_loads(
@@ -170,6 +172,7 @@ def _newest_that_loads(
     tag: str | int | None,
     folder: Path | None,
     attempt: Callable[[Checkpoint], None],
+    allow_older: bool = True,
 ) -> LoadedState:
     """Pass checkpoints to `attempt`, newest first, until one is not damaged.
 
@@ -177,8 +180,8 @@ def _newest_that_loads(
 
     attempt   loads a checkpoint; raises _Damage, the same on all ranks
 
-    All ranks call it and get the same result. Raises CheckpointError where none is left, or where
-    `tag` names a damaged one.
+    All ranks call it and get the same result. Raises CheckpointError where none is left, and for
+    the first damaged one where `tag` names it or not `allow_older`.
     """
     found = Found(folder)
     if folder is None:
@@ -186,6 +189,11 @@ def _newest_that_loads(
     rejected, notes = found.rejected, found.notes
     while True:
         at = required(directory, Found(found.folder, rejected))
+        if rejected and not allow_older:
+            raise CheckpointError(
+                f"the newest checkpoint is broken: {rejected[0]}. Restore it, or load the one "
+                f"before, {at}, with --allow-older (allow_older=True) or --load-tag {at.name}"
+            )
         try:
             opened = decided_by_first(topology, partial(open_checkpoint, at), _Damage)
             attempt(opened)
@@ -282,6 +290,25 @@ def read_shards(
                 yield name, shard, _read_shard(opened, folder, name, shard, stored[name]["dtype"])
 
 
+def read_tensor(
+    folder: Path, stored: Mapping[str, Stored], name: str, row: int | None = None
+) -> torch.Tensor:
+    """Return a whole tensor, or only row `row` of its first dimension.
+
+    Raises CheckpointError naming the file that is damaged.
+    """
+    entry = stored[name]
+    shape, offset = entry["shape"], (row or 0, *(0 for _ in entry["shape"][1:]))
+    sizes = shape if row is None else (1, *shape[1:])
+    values = torch.empty(sizes, dtype=getattr(torch, entry["dtype"]))
+    common = {shard: overlap(offset, sizes, shard.offset, shard.sizes) for shard in entry["boxes"]}
+    wanted = [(name, shard) for shard, part in common.items() if part]
+    for _, shard, found in read_shards(folder, wanted, stored):
+        here, there = common[shard] or ((), ())
+        values[here] = found[there]
+    return values if row is None else values[0]
+
+
 def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: str) -> torch.Tensor:
     path, end = folder / shard.file, shard.start + shard.length
     try:
@@ -296,7 +323,7 @@ def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: st
         raise CheckpointError(
             f"{path} has {size} bytes, but at least {end} were written; it contains {name}"
         )
-    if digest(data) != shard.digest:
+    if shard.digest is not None and digest(data) != shard.digest:
         raise CheckpointError(
             f"{path} is damaged: bytes {shard.start} to {end}, a part of {name}, are not those "
             "that were written"

@@ -1,22 +1,16 @@
-"""Saving of checkpoints.
-
-A run saves while training waits or continues; a single process saves whole tensors.
-"""
+"""Saving of checkpoints, while training waits or continues."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron.checkpoint.files import (
     CONFIG,
@@ -63,10 +57,9 @@ from megatron.checkpoint.shards import (
 )
 from megatron.checkpoint.tensors import Shards, Snapshot, tensors_to_save
 from megatron.checkpoint.together import decided_by_first, describe, together
-from megatron.checkpoint.writer import Alive, ShardWriter, nothing, write_tensors
+from megatron.checkpoint.writer import Alive, nothing, write_tensors
 from megatron.config import Config
 from megatron.engine.engine import Engine
-from megatron.engine.optimizer import Index
 from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology
@@ -74,10 +67,6 @@ from megatron.parallel.topology import Topology
 WHOLE_UP_TO = 4096
 """Ranks of the largest job that writes .metadata: at about 10 shards per rank it takes 5 MB and a
 second on rank 0.
-"""
-SHARD_BYTES = 64 << 20
-"""Size above which `write_offline` cuts a tensor between rows: a loading rank reads whole shards,
-and may need little of a tensor.
 """
 _POLL_S = 0.1  # how often a rank that waits for a thread looks for progress
 
@@ -236,7 +225,7 @@ class Saver:
         pending = _Pending(folder, iteration, self._topology.rank)
         try:
             with together(self._topology, pending.what):
-                pending.texts = _texts(
+                pending.texts = small_files(
                     iteration, self._config, state, engine.scalars(), self._optimizer, provenance
                 )
                 tensors = tensors_to_save(engine, self._topology, self._optimizer)
@@ -288,7 +277,7 @@ class Saver:
         part: _Part | None = None
         with together(topology, pending.what):
             if topology.data.is_first:
-                part = _write_part(pending.temporary, topology.model.rank, stored, whole)
+                part = write_part(pending.temporary, topology.model.rank, stored, whole)
                 self._alive()
         parts = gather_objects(part, topology.model, everywhere=False) if part is not None else []
 
@@ -297,9 +286,7 @@ class Saver:
             others = [load] if load else []
             try:
                 generation = next_generation(self._directory, *others)
-                size = _write_small_files(
-                    pending.temporary, parts, pending.texts, whole, generation
-                )
+                size = write_small_files(pending.temporary, parts, pending.texts, whole, generation)
                 commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
             except Exception as error:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
@@ -342,7 +329,7 @@ data, and shards where .metadata is written.
 """
 
 
-def _texts(
+def small_files(
     iteration: int,
     config: Config,
     state: Mapping[str, Any],
@@ -365,20 +352,20 @@ def _texts(
     }
 
 
-def _write_part(folder: Path, number: int, stored: dict[str, Stored], whole: bool) -> _Part:
+def write_part(folder: Path, number: int, stored: dict[str, Stored], whole: bool) -> _Part:
     """Write the shard list of a data-parallel group."""
     piece = write_piece(folder, number, stored)
     return piece, totals(stored), stored_bytes(stored), stored if whole else {}
 
 
-def _write_small_files(
+def write_small_files(
     folder: Path, parts: list[_Part], texts: Mapping[str, str], whole: bool, generation: int
 ) -> int:
     """Check that all elements are present and write the small files.
 
     Return the bytes of the checkpoint.
 
-    texts   the files from `_texts`
+    texts   the files from `small_files`
     whole   whether to write .metadata
     """
     check_complete(part[1] for part in parts)
@@ -390,59 +377,3 @@ def _write_small_files(
         known[name] = write_text(folder / name, text)
     known[MANIFEST] = write_manifest(folder, list(known), known, generation)
     return sum(size for size, _ in known.values()) + sum(part[2] for part in parts)
-
-
-def write_offline(
-    directory: str | os.PathLike[str],
-    iteration: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    *,
-    config: Config,
-    state: Mapping[str, Any],
-    scalars: Mapping[str, Any],
-    optimizer: bool,
-    provenance: Mapping[str, Any],
-) -> Path:
-    """Write DIRECTORY/iter_NNNNNNN from whole tensors, and return its path.
-
-    It becomes the last checkpoint. One process without a model writes it, tensor by tensor, in
-    bounded memory.
-
-    tensors      (name, whole tensor in host memory), with names as in tensors.py. They are taken
-                 one at a time
-    state        counters of the training loop
-    scalars      those of the engine: optimizer_step, skipped_steps, loss_scale
-    optimizer    whether its state is among the tensors
-    provenance   provenance of the checkpoint, JSON-ready
-
-    Raises CheckpointError when it cannot be written, and propagates the errors of `tensors`; then
-    no checkpoint has appeared.
-    """
-    folder = Path(directory).absolute() / folder_name(iteration)
-    texts = _texts(iteration, config, state, scalars, optimizer, provenance)
-    stored: dict[str, Stored] = {}
-    try:
-        temporary = start_folder(folder)
-        try:
-            generation = next_generation(folder.parent)
-            for number, (name, tensor) in enumerate(tensors):
-                with ShardWriter(temporary, number) as writer:
-                    for offset, view in _rows(tensor):
-                        writer.add(name, tuple(tensor.shape), offset, view)
-                    stored |= writer.finish()
-            part = _write_part(temporary, 0, stored, True)
-            _write_small_files(temporary, [part], texts, True, generation)
-            commit_folder(temporary, folder, iteration, generation)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # where it was not committed
-    except OSError as error:
-        raise CheckpointError(f"writing checkpoint {folder} failed: {error}") from error
-    return folder
-
-
-def _rows(tensor: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
-    """Yield (offset, view) of shards of a tensor, cut along its first dimension."""
-    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-    rows = max(1, SHARD_BYTES // max(row_bytes, 1))
-    for number, view in enumerate(tensor.split(rows)):
-        yield (number * rows, *(0 for _ in tensor.shape[1:])), view

@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint import families
 from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import find_folder, read_tracker
 from megatron.checkpoint.folder import folder_name, tagged_name
-from megatron.config.model import TokenizerConfig
+from megatron.config.files import hugging_face_folder
+from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.option import options_of
 from megatron.config.pieces import Pieces
 from megatron.engine.optimizer_state import optimizer_state
@@ -36,13 +38,36 @@ ARCHITECTURE = (
     "apply_layernorm_1p",
     "layernorm_epsilon",
     "swiglu",
+    "geglu",
     "squared_relu",
     "openai_gelu",
+    "exact_gelu",
+    "norm_position",
+    "embedding_layernorm",
+    "qk_layernorm",
+    "qk_layernorm_over",
     "add_bias_linear",
+    "add_qkv_bias",
+    "parallel_residual",
+    "softmax_scale",
+    "attention_logit_softcapping",
+    "final_logit_softcapping",
+    "window_size",
+    "window_attn_skip_freq",
     "untie_embeddings_and_output_weights",
     "position_embedding_type",
     "rotary_percent",
     "rotary_base",
+    "rotary_interleaved",
+    "rope_scaling",
+    "rope_scaling_factor",
+    "rope_original_positions",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_attention_factor",
+    "embedding_scale",
     "apply_residual_connection_post_layernorm",
 )
 """Fields of config.model that determine which weights exist or what they mean."""
@@ -57,13 +82,20 @@ def settings_to_take(
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return what --use-checkpoint-args takes from the checkpoint of --load and --load-tag.
 
+    It is also what --load hf:FOLDER takes from that folder.
+
     These are the file, the settings that must be those of the checkpoint, and those that are taken
     unless `given` has others. Every rank reads the file for itself, and only this one, if the
     tracker names a good checkpoint. Loading compares the architecture of the checkpoint that rank 0
     chooses later. Raises CheckpointError.
     """
-    place, stored = _stored(given["load"], given.get("load_tag"))
-    model, tokenizer = stored.get("model"), stored.get("tokenizer", {})
+    source = hugging_face_folder(given["load"])
+    if source is None:
+        place, stored = _stored(given["load"], given.get("load_tag"))
+        model, tokenizer = stored.get("model"), stored.get("tokenizer", {})
+    else:
+        place, tokenizer = source / families.CONFIG, families.tokenizer_settings(source)
+        model = plain(families.read_model(source)[1])
     if not (isinstance(model, dict) and isinstance(tokenizer, dict)):
         raise CheckpointError(f"{place} does not hold the settings of a run")
     fixed = {name: model[name] for name in ARCHITECTURE if name in model}
@@ -77,7 +109,7 @@ def settings_to_take(
         others |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}
     if kind == "NullTokenizer" and isinstance(fixed.get("vocab_size"), int):
         fixed["vocab_size"] -= 1  # it adds one id
-    elif kind is not None:
+    elif kind not in (None, "HFTokenizer"):  # whose models often have more entries
         fixed.pop("vocab_size", None)  # the tokenizer knows it
     return str(place), fixed, others
 
@@ -114,15 +146,19 @@ def plain(value: Any) -> Any:
 
 
 def check_architecture(stored: dict[str, Any], config: Config, where: str) -> None:
-    """Raise CheckpointError listing every architecture flag that differs from the checkpoint's."""
+    """Raise CheckpointError listing every architecture flag that differs from the checkpoint's.
+
+    A checkpoint from before a flag existed has its default.
+    """
     theirs, ours = stored.get("model", {}), plain(config.model)
     fields = list(ARCHITECTURE)
     if ours.get("position_embedding_type") == "learned_absolute":
         fields.append("max_position_embeddings")
+    defaults = {option.name: option.default for option in options_of(ModelConfig)}
     different = [
-        f"--{name.replace('_', '-')} is {theirs[name]!r} in the checkpoint and {ours[name]!r} here"
+        f"--{name.replace('_', '-')} is {there!r} in the checkpoint and {ours[name]!r} here"
         for name in fields
-        if name in theirs and name in ours and theirs[name] != ours[name]
+        if name in ours and (there := theirs.get(name, defaults[name])) != ours[name]
     ]
     if different:
         raise CheckpointError(

@@ -58,7 +58,7 @@ Totals = dict[str, tuple[Index, int]]
 class Shard(NamedTuple):
     """A rectangular part of a tensor: global offset and sizes.
 
-    Its bytes begin at `start` of `file` and have a digest.
+    Its bytes begin at `start` of `file` and have a digest, unless another program wrote them.
     """
 
     offset: Index
@@ -66,7 +66,7 @@ class Shard(NamedTuple):
     file: str
     start: int
     length: int
-    digest: str
+    digest: str | None
 
 
 def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
@@ -218,7 +218,7 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[
         piece = manifest.read_json(piece_name(number))
         try:
             for name in wanted & piece.keys():
-                part = _checked(piece[name])
+                part = checked_entry(piece[name])
                 entry = stored.setdefault(name, {**part, "boxes": []})
                 if (part["shape"], part["dtype"]) != (entry["shape"], entry["dtype"]):
                     raise ValueError("another piece has the tensor with another shape or dtype")
@@ -228,8 +228,8 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[
     return stored
 
 
-def _checked(stored: Any) -> Stored:
-    """Return a tensor's entry from JSON, with tuples where `Stored` has them.
+def checked_entry(stored: Any) -> Stored:
+    """Return a tensor's entry from a file, with tuples where `Stored` has them.
 
     Raises KeyError, TypeError or ValueError where it is malformed.
     """

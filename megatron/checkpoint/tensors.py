@@ -17,7 +17,7 @@ import torch
 
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer import Fragment, Index, is_copy
-from megatron.parallel.sharding import sharding_of
+from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
 
 MASTER = "master"
@@ -59,10 +59,20 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict
         part = Fragment(f.parameter, f.sharding, f.start + start, stop - start, f.master)
         for kind in engine_kinds(engine, optimizer):
             flat = _flat(f, kind).narrow(0, start, stop - start)
-            out[f"{kind}.{f.sharding.name}"] = Shards(
-                f.sharding.global_shape, dict(part.real(flat))
-            )
+            _add(out, kind, f.sharding, part.real(flat))
     return out
+
+
+def _add(
+    out: dict[str, Shards],
+    kind: str,
+    sharding: Sharding,
+    pieces: Iterable[tuple[Index, torch.Tensor]],
+) -> None:
+    """Add pieces to a tensor's: a rank may hold several parameters of one."""
+    name = f"{kind}.{sharding.name}"
+    known = out[name].pieces if name in out else {}
+    out[name] = Shards(sharding.global_shape, {**known, **dict(pieces)})
 
 
 def tensors_to_load(engine: Engine, optimizer: bool) -> dict[str, Shards]:
@@ -70,11 +80,11 @@ def tensors_to_load(engine: Engine, optimizer: bool) -> dict[str, Shards]:
 
     Copies are included.
     """
-    return {
-        f"{kind}.{f.sharding.name}": Shards(f.sharding.global_shape, dict(f.real(_flat(f, kind))))
-        for f in engine.fragments()
-        for kind in engine_kinds(engine, optimizer)
-    }
+    out: dict[str, Shards] = {}
+    for f in engine.fragments():
+        for kind in engine_kinds(engine, optimizer):
+            _add(out, kind, f.sharding, f.real(_flat(f, kind)))
+    return out
 
 
 def clear_padding(engine: Engine, optimizer: bool) -> None:
@@ -90,11 +100,10 @@ def weights_to_load(parameters: Iterable[torch.nn.Parameter]) -> dict[str, Shard
 
     It is for a model that has no engine.
     """
-    out = {}
+    out: dict[str, Shards] = {}
     for p in parameters:
         s = sharding_of(p)
-        real = p.detach()[tuple(slice(0, n) for n in s.extent)]
-        out[f"{MASTER}.{s.name}"] = Shards(s.global_shape, {s.offset: real})
+        _add(out, MASTER, s, [(s.offset, p.detach()[tuple(slice(0, n) for n in s.extent)])])
     return out
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.config.config import Config, finish
+from megatron.config.files import hugging_face_folder
 from megatron.config.flags_of_others import Foreign, foreign_flags
 from megatron.config.help_text import render_config, render_help
 from megatron.config.option import Option
@@ -281,11 +282,13 @@ def _give_flags(
         settings.notices.append("--rank has no effect: the launcher sets the rank")
     for name, one in chosen.items():
         settings.give(name, one.value, one.origin)
-    if checkpoint is not None and settings.given.get("use_checkpoint_args"):
+    from_there = hugging_face_folder(settings.given.get("load")) is not None
+    if checkpoint is not None and (from_there or settings.given.get("use_checkpoint_args")):
         _give_checkpoint(settings, checkpoint)
     if settings.given.get("deepspeed") or "--no-deepspeed" in flags:
         settings.notices.append("--deepspeed has no effect: the engine is always DeepSpeed")
-    translate_late(settings, flags)
+    if LATE.keys() & flags.keys():
+        translate_late(settings, flags)
     for spelling, words in flags.items():
         if (foreign := flag_table()[spelling].foreign) is not None:
             foreign.judge(settings, spelling, words)
@@ -296,7 +299,7 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
     try:
         place, fixed, others = read(settings.given) if "load" in settings.given else ("", {}, {})
     except CheckpointError as error:
-        settings.problems.append(f"--use-checkpoint-args: {error}")
+        settings.problems.append(f"--load {settings.given['load']}: {error}")
         place, fixed, others = "", {}, {}
     if not place:  # their absence is no further problem
         settings.bad |= {
@@ -315,7 +318,7 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
         elif name in fixed and chosen != value:
             settings.problems.append(
                 f"{option.written(chosen)} ({settings.origins[name]}) contradicts "
-                f"{name} {value} of {place}, which --use-checkpoint-args takes: remove one of them"
+                f"{name} {value} of {place}, whose model is loaded: remove one of them"
             )
 
 

@@ -269,11 +269,12 @@ def _tokenizer(s: Settings) -> None:
 def _model(s: Settings) -> None:
     v = s.values
     if v["ffn_hidden_size"] is None and s.usable("hidden_size"):
-        if v["swiglu"]:
+        if v["swiglu"] or v["geglu"]:
             # Three matrices instead of two: 2/3 of the width keeps the number of parameters
             # (Shazeer 2020, arXiv 2002.05202).
             width = int(4 * v["hidden_size"] * 2 / 3 / 64) * 64
-            s.derive("ffn_hidden_size", max(64, width), "derived from hidden-size and swiglu")
+            gate = "swiglu" if v["swiglu"] else "geglu"
+            s.derive("ffn_hidden_size", max(64, width), f"derived from hidden-size and {gate}")
         else:
             s.derive("ffn_hidden_size", 4 * v["hidden_size"], "derived from hidden-size")
     if v["kv_channels"] is None and s.usable("hidden_size", "num_attention_heads"):
@@ -384,3 +385,5 @@ def _rest(s: Settings) -> None:
         for name in ("reset_position_ids", "reset_attention_mask"):
             if name not in s.given:
                 s.derive(name, True, "derived from data-packing best-fit")
+    if v["loss_mask"] in ("required", "optional") and "calculate_per_token_loss" not in s.given:
+        s.derive("calculate_per_token_loss", True, "derived from loss-mask")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from megatron.config.option import MOST_PROCESSES, option
@@ -21,6 +22,17 @@ def named_corpus(word: str) -> tuple[str, str] | None:
     """
     name, equals, prefix = word.partition("=")
     return (name, prefix) if equals and "/" not in name else None
+
+
+def hugging_face_folder(load: str | None) -> Path | None:
+    """Return FOLDER of --load hf:FOLDER; None for any other value.
+
+    >>> hugging_face_folder("hf:models/a"), hugging_face_folder("runs/a")
+    (PosixPath('models/a'), None)
+    """
+    prefix = "hf:"
+    found = load is not None and load.startswith(prefix)
+    return Path(str(load).removeprefix(prefix)) if found else None
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,15 @@ class DataConfig:
         flags=("--reset-attention-mask", "--dataloader-inter-document-masking"),
     )
     eod_mask_loss: bool = option(False, "Mask the loss on end-of-document tokens.")
+    loss_mask: str | None = option(
+        None,
+        "Use of the loss masks beside the data, which tools/preprocess_data.py --chat writes for "
+        "fine-tuning: PREFIX_mask.bin and .idx. required: every data set must have one, and only "
+        "the tokens that it marks are in the loss. optional: all tokens of a data set without one "
+        "are in the loss. ignore: all tokens of all data sets. Without this flag, data with a mask "
+        "are refused.",
+        choices=("required", "optional", "ignore"),
+    )
     mmap_bin_files: bool = option(
         True,
         "Memory-map .bin files.",
@@ -154,7 +175,18 @@ class CheckpointConfig:
         "Do not save random number generator states.",
         inert=_NO_RANDOM_STATES,
     )
-    load: str | None = option(None, "Folder to load the latest checkpoint from.", metavar="FOLDER")
+    save_hf: str | None = option(
+        None,
+        "Folder for the trained model in the format of Hugging Face, written at the end of "
+        "training.",
+        metavar="FOLDER",
+    )
+    load: str | None = option(
+        None,
+        "Folder to load the latest checkpoint from. hf:FOLDER: weights, model and, unless given, "
+        "tokenizer from a model of Hugging Face; training starts at iteration 0.",
+        metavar="FOLDER",
+    )
     load_tag: str | None = option(
         None,
         "Name or iteration of the checkpoint to load, instead of the latest.",

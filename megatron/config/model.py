@@ -29,7 +29,7 @@ class ModelConfig:
         "Hidden size of the MLP.",
         at_least=1,
         at_most=16 * MOST_WIDTH,
-        derived="4 x hidden-size; with --swiglu 8/3 x hidden-size, rounded down to a "
+        derived="4 x hidden-size; with --swiglu or --geglu 8/3 x hidden-size, rounded down to a "
         "multiple of 64",
     )
     num_attention_heads: int = option(
@@ -91,14 +91,90 @@ class ModelConfig:
     )
     apply_layernorm_1p: bool = option(False, "Store norm weights as their difference from one.")
     swiglu: bool = option(False, "Use SwiGLU instead of GELU in the MLP.")
+    geglu: bool = option(False, "Use GELU-gated linear units instead of GELU in the MLP.")
     squared_relu: bool = option(False, "Use squared ReLU instead of GELU in the MLP.")
+    exact_gelu: bool = option(False, "Compute GELU exactly, by erf, instead of its tanh form.")
     openai_gelu: bool = option(
         False,
         "Use the tanh approximation of GELU, as GPT-2 does.",
         inert="GELU is always computed in its tanh form",
     )
+    norm_position: str = option(
+        "pre",
+        "Norms of each layer: before attention and MLP, after them on their outputs (OLMo 2), or "
+        "both (Gemma 2).",
+        choices=("pre", "post", "both"),
+    )
+    embedding_layernorm: bool = option(
+        False,
+        "Normalize the embeddings (BLOOM).",
+        flags=("--embed-layernorm", "--embedding-layernorm"),
+    )
+    qk_layernorm: bool = option(False, "Normalize queries and keys.")
+    qk_layernorm_over: str = option(
+        "head",
+        "What --qk-layernorm normalizes: each head (Qwen 3), or all heads together (OLMo 2).",
+        choices=("head", "all"),
+    )
     add_bias_linear: bool = option(
         True, "Add biases to the linear layers.", flags=(), off_flags=("--disable-bias-linear",)
+    )
+    add_qkv_bias: bool = option(
+        False,
+        "Add biases to queries, keys and values, also with --disable-bias-linear.",
+        flags=("--add-qkv-bias", "--add-qkv-bias-linear"),
+    )
+    parallel_residual: str | None = option(
+        None,
+        "Add attention and MLP of the same input to the residual stream, with one norm for both "
+        "(GPT-J) or one each (GPT-NeoX).",
+        choices=("one_norm", "two_norms"),
+    )
+    softmax_scale: float | None = option(
+        None,
+        "Factor of the attention scores.",
+        above=0,
+        at_most=1e6,
+        derived="1 / sqrt(kv-channels)",
+    )
+    attention_logit_softcapping: float | None = option(
+        None,
+        "Limit attention scores x to c tanh(x / c) (Gemma 2).",
+        above=0,
+        at_most=1e6,
+        flags=("--attention-logit-softcapping", "--attn-logit-softcapping"),
+        metavar="C",
+    )
+    final_logit_softcapping: float | None = option(
+        None,
+        "Limit output scores x to c tanh(x / c) (Gemma 2).",
+        above=0,
+        at_most=1e6,
+        metavar="C",
+    )
+    logit_z_loss: float = option(
+        0.0,
+        "Coefficient of the z-loss, the squared logarithm of the softmax's denominator.",
+        at_least=0,
+        at_most=1e3,
+        flags=("--logit-z-loss", "--z-loss-strength"),
+    )
+    window_size: tuple[int, ...] | None = option(
+        None,
+        "Sliding-window attention: a token sees LEFT tokens before itself. The second value, "
+        "tokens after itself, must be 0.",
+        at_least=-1,
+        at_most=MOST_POSITIONS,
+        metavar="LEFT[,0]",
+    )
+    window_attn_skip_freq: tuple[int, ...] | None = option(
+        None,
+        "Layers without the window: every N-th, or by a list over the layers, 1 with window and 0 "
+        "without.",
+        at_least=0,
+        at_most=MOST_LAYERS,
+        metavar="N",
+        derived="all layers have it",
     )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own weights."
@@ -129,6 +205,69 @@ class ModelConfig:
             "--rope-theta",
         ),
     )
+    rotary_interleaved: bool = option(
+        False, "Rotate neighbouring entries of a head (GPT-J) instead of its two halves."
+    )
+    rope_scaling: str | None = option(
+        None,
+        "Scaling of the RoPE frequencies for sequences longer than those of the original training.",
+        choices=("linear", "llama3", "yarn"),
+        shortcuts={"--use-rope-scaling": "llama3"},
+    )
+    rope_scaling_factor: float = option(
+        8.0,
+        "Factor between the new and the original longest sequence.",
+        at_least=1,
+        at_most=1e6,
+        flags=(
+            "--rope-scaling-factor",
+            "--rotary-scaling-factor",
+            "--yarn-rotary-scaling-factor",
+        ),
+    )
+    rope_original_positions: int = option(
+        8192,
+        "Longest sequence of the original training.",
+        at_least=1,
+        at_most=MOST_POSITIONS,
+        flags=(
+            "--rope-original-positions",
+            "--original-max-position-embeddings",
+            "--yarn-original-max-position-embeddings",
+        ),
+    )
+    rope_low_freq_factor: float = option(
+        1.0,
+        "Llama 3.1: wavelengths above original / this value are scaled in full.",
+        above=0,
+        at_most=1e6,
+    )
+    rope_high_freq_factor: float = option(
+        4.0,
+        "Llama 3.1: wavelengths below original / this value are not scaled.",
+        above=0,
+        at_most=1e6,
+    )
+    yarn_beta_fast: float = option(
+        32.0, "YaRN: rotations above which frequencies are not scaled.", above=0, at_most=1e6
+    )
+    yarn_beta_slow: float = option(
+        1.0, "YaRN: rotations below which frequencies are scaled in full.", above=0, at_most=1e6
+    )
+    yarn_attention_factor: float | None = option(
+        None,
+        "YaRN: factor of cosines and sines.",
+        above=0,
+        at_most=1e3,
+        derived="0.1 ln(rope-scaling-factor) + 1",
+    )
+    embedding_scale: float | None = option(
+        None,
+        "Factor of the word embeddings (Gemma: sqrt(hidden-size)).",
+        above=0,
+        at_most=1e6,
+        flags=("--embedding-scale", "--input-embeddings-multiplier"),
+    )
     apply_residual_connection_post_layernorm: bool = option(
         False, "Take the residual connection after the norm instead of before it."
     )
@@ -158,11 +297,44 @@ class ModelConfig:
 
     @property
     def activation(self) -> str:
-        """Return 'gelu', 'openai_gelu', 'swiglu' or 'squared_relu'."""
-        for name in ("swiglu", "squared_relu", "openai_gelu"):
+        """Return 'gelu', 'openai_gelu', 'squared_relu' or 'swiglu', or 'geglu'.
+
+        Also 'exact_gelu' or 'exact_geglu'.
+        """
+        if self.geglu:
+            return "exact_geglu" if self.exact_gelu else "geglu"
+        for name in ("swiglu", "squared_relu", "exact_gelu", "openai_gelu"):
             if getattr(self, name):
                 return name
         return "gelu"
+
+    @property
+    def gated(self) -> bool:
+        """Return whether the MLP multiplies two projections of its input."""
+        return self.swiglu or self.geglu
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Return whether queries, keys and values have biases."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def layer_norms(self) -> tuple[str, ...]:
+        """Return the names of the norms of a layer on the residual stream."""
+        before = ("input_layernorm", "post_attention_layernorm")
+        after = ("post_self_attn_layernorm", "post_mlp_layernorm")
+        if self.parallel_residual == "one_norm":
+            return before[:1]
+        return {"pre": before, "post": after, "both": before + after}[self.norm_position]
+
+    def window(self, layer: int) -> int | None:
+        """Return how many keys before its own a query of a layer, from 0, sees; None: all."""
+        if self.window_size is None or self.window_size[0] < 0:
+            return None
+        skip = self.window_attn_skip_freq
+        if skip is not None and not (skip[layer] if len(skip) > 1 else (layer + 1) % skip[0]):
+            return None
+        return self.window_size[0]
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Return the padded vocabulary size.

@@ -311,6 +311,12 @@ class TrainingConfig:
         hint="below 1 there is no evaluation, as in Megatron; to use all validation data, give its "
         "number of global batches",
     )
+    eval_tasks: tuple[str, ...] | None = option(
+        None,
+        "Files of tasks to evaluate at each evaluation: JSON lines with 'context', 'choices' and "
+        "'answer', or with 'context' and 'ending'.",
+        metavar="FILE ...",
+    )
     eval_interval: int = option(1000, "Number of iterations between evaluations.", at_least=1)
     eval_at_start: bool = option(
         False, "Also evaluate before the first step of a run that starts at iteration 0."

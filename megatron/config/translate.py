@@ -80,8 +80,15 @@ def _head_type(words: list[str]) -> dict[str, Any]:
 
 
 def _gated_activation(words: list[str]) -> dict[str, Any]:
-    Option(choices=("swiglu",), hint="it is the only gated activation").parse(words)
-    return {"swiglu": True}
+    kinds = Option(choices=("swiglu", "geglu"), hint="they are the only gated activations")
+    # BigScience's GeGLU has the exact GELU.
+    swiglu = kinds.parse(words) == "swiglu"
+    return {"swiglu": True} if swiglu else {"geglu": True, "exact_gelu": True}
+
+
+def _interpolation(words: list[str]) -> dict[str, Any]:
+    factor = Option(kind=float, at_least=1, at_most=1e6).parse(words)
+    return {} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": factor}
 
 
 def _profiled_steps(words: list[str]) -> dict[str, Any]:
@@ -174,7 +181,10 @@ def _weighted_paths() -> dict[str, Direct]:
 _STEPS = Direct(("profile_step_start", "profile_step_end"), _profiled_steps)
 DIRECT: Mapping[str, Direct] = {
     "--attention-head-type": Direct(("num_key_value_heads",), _head_type),
-    "--glu-activation": Direct(("swiglu",), _gated_activation),
+    "--glu-activation": Direct(("swiglu", "geglu", "exact_gelu"), _gated_activation),
+    "--rotary-seq-len-interpolation-factor": Direct(
+        ("rope_scaling", "rope_scaling_factor"), _interpolation
+    ),
     "--profile_steps": _STEPS,
     "--profile-steps": _STEPS,
     "--distributed-timeout": Direct(("distributed_timeout_minutes",), _timeout),

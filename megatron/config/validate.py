@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.config.duration import duration_s
-from megatron.config.files import named_corpus
+from megatron.config.files import hugging_face_folder, named_corpus
 from megatron.config.parallel import layout_counts
 from megatron.config.settings import Settings, all_options
 
@@ -20,7 +20,10 @@ Problems = Callable[[Values], Iterator[str]]
 
 # Settings of which at most one may be chosen.
 EXCLUSIVE = (
-    ("swiglu", "squared_relu", "openai_gelu"),
+    ("swiglu", "geglu", "squared_relu", "openai_gelu"),
+    ("exact_gelu", "swiglu"),
+    ("exact_gelu", "squared_relu"),
+    ("exact_gelu", "openai_gelu"),
     ("fp16", "bf16"),
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
@@ -33,6 +36,7 @@ EXCLUSIVE = (
 # Settings of which the first must not be greater than the second.
 ASCENDING = (
     ("min_lr", "lr"),
+    ("yarn_beta_slow", "yarn_beta_fast"),
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
@@ -46,6 +50,11 @@ NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("bf16", True, ("main_grads_dtype",)),
     ("recompute_granularity", "full", ("recompute_method",)),
     ("optimizer", "adam", ("optimizer_implementation",)),
+    ("qk_layernorm", True, ("qk_layernorm_over",)),
+    ("position_embedding_type", "rope", ("rotary_interleaved", "rope_scaling")),
+    ("rope_scaling", None, ("rope_scaling_factor", "rope_original_positions")),
+    ("rope_scaling", "llama3", ("rope_low_freq_factor", "rope_high_freq_factor")),
+    ("rope_scaling", "yarn", ("yarn_beta_fast", "yarn_beta_slow", "yarn_attention_factor")),
 )
 
 
@@ -91,7 +100,8 @@ def _problems_of_tables(settings: Settings) -> Iterator[str]:
     for needed, value, names in NEEDED:
         option, found = options[needed], values[needed]
         if value is None:
-            is_met, remedy = found is not None, f"{option.flag} {option.metavar or 'N'}"
+            words = option.metavar or "|".join(map(str, option.choices or "N"))
+            is_met, remedy = found is not None, f"{option.flag} {words}"
         else:
             is_met, remedy = found == value, option.written(value)
             remedy += f", not {found}" if found else ""
@@ -178,13 +188,74 @@ def _rotary_width(v: Values) -> Iterator[str]:
             )
 
 
+@check("rope_low_freq_factor", "rope_high_freq_factor")
+def _rope_ramp(v: Values) -> Iterator[str]:
+    low, high = v["rope_low_freq_factor"], v["rope_high_freq_factor"]
+    if v["rope_scaling"] == "llama3" and low >= high:
+        yield (
+            f"--rope-low-freq-factor {low:g} must be less than --rope-high-freq-factor {high:g}: "
+            "frequencies between them are partly scaled"
+        )
+
+
+@check("rope_scaling", "rope_original_positions")
+def _rope_original(v: Values) -> Iterator[str]:
+    kind, positions = v["rope_scaling"], v["rope_original_positions"]
+    if kind == "linear" and positions != all_options()["rope_original_positions"].default:
+        yield (
+            f"--rope-original-positions {positions} needs --rope-scaling llama3 or yarn: linear "
+            "scaling divides all angles by --rope-scaling-factor"
+        )
+
+
+@check("norm_position")
+def _norms(v: Values) -> Iterator[str]:
+    position, parallel = v["norm_position"], v["parallel_residual"]
+    after = v["apply_residual_connection_post_layernorm"]
+    if parallel and position != "pre":
+        yield (
+            f"--parallel-residual {parallel} and --norm-position {position} contradict each other: "
+            "attention and MLP of one input have their norms before them"
+        )
+    for name, value in (("parallel_residual", parallel), ("norm_position", position)):
+        if after and value not in (None, "pre"):
+            yield (
+                f"--apply-residual-connection-post-layernorm and --{name.replace('_', '-')} "
+                f"{value} contradict each other: choose one"
+            )
+
+
+@check("window_size")
+def _window(v: Values) -> Iterator[str]:
+    size = v["window_size"]
+    if size[1:] not in ((), (0,)) or not size:
+        yield (
+            f"--window-size {','.join(map(str, size))} is not LEFT or LEFT,0: attention is causal, "
+            "so a token sees none after itself"
+        )
+
+
+@check("window_attn_skip_freq", "num_layers")
+def _layers_without_window(v: Values) -> Iterator[str]:
+    skip, layers = v["window_attn_skip_freq"], v["num_layers"]
+    written = f"--window-attn-skip-freq {','.join(map(str, skip))}"
+    if v["window_size"] is None:
+        yield f"{written} needs --window-size LEFT"
+    if len(skip) <= 1 and not any(skip):
+        yield f"{written}: every N-th layer has no window, with N of at least 1"
+    elif len(skip) > 1 and (len(skip) != layers or not set(skip) <= {0, 1}):
+        yield f"{written} is not one number, nor a list of {layers} entries 0 or 1: one for a layer"
+
+
 # ---- parallelism
 
 
 @check("tensor_model_parallel_size")
 def _tensor_parallel(v: Values) -> Iterator[str]:
     names = ["num_attention_heads", "ffn_hidden_size"]
-    if v["num_key_value_heads"] != v["num_attention_heads"]:
+    groups, size = v["num_key_value_heads"], v["tensor_model_parallel_size"]
+    # of fewer heads than ranks, each is on several ranks
+    if groups and groups != v["num_attention_heads"] and size % groups:
         names.append("num_key_value_heads")
     if v["sequence_parallel"]:
         names.append("seq_length")
@@ -486,6 +557,16 @@ def _packing(v: Values) -> Iterator[str]:
         )
 
 
+@check("loss_mask")
+def _loss_mask(v: Values) -> Iterator[str]:
+    if v["loss_mask"] in ("required", "optional") and not v["calculate_per_token_loss"]:
+        off = all_options()["calculate_per_token_loss"].written(False)
+        yield (
+            f"{off} and --loss-mask {v['loss_mask']} contradict each other: micro-batches have "
+            "different numbers of unmasked tokens, and each token has to count equally"
+        )
+
+
 @check()
 def _checkpoints(v: Values) -> Iterator[str]:
     if v["loss_spike_factor"] is not None and not (v["save"] and v["save"] == v["load"]):
@@ -499,6 +580,15 @@ def _checkpoints(v: Values) -> Iterator[str]:
                 f"{all_options()[name].flag} would start at iteration 0 after each restart, from "
                 f"the run's own checkpoints: give --save another FOLDER than --load {v['load']}, "
                 "and resume from that one without the flag"
+            )
+
+    if hugging_face_folder(v["load"]) is not None:
+        if v["load_tag"] is not None:
+            yield f"--load-tag {v['load_tag']} names a checkpoint, but --load {v['load']} has none"
+        if v["requeue"]:
+            yield (
+                f"--requeue would start at iteration 0 from {v['load']} after each restart: train "
+                "from --load FOLDER, the --save FOLDER of a first job without --requeue"
             )
 
 

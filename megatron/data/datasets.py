@@ -21,7 +21,7 @@ from megatron.data.gpt_dataset import (
     PackedDataset,
     Source,
 )
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset, data_files
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import read_text
 
@@ -177,6 +177,25 @@ def data_prefixes(config: Config) -> list[str]:
     return list(dict.fromkeys(part.prefix for plan in plans for part in plan.blend))
 
 
+def open_data(prefix: str, data: DataConfig, location: str | None = None) -> IndexedDataset:
+    """Return the data set of a prefix, with the loss mask that --loss-mask asks for.
+
+    `location` is the prefix of a copy to read. Raises DataError for files that are missing or
+    damaged, and for a mask without --loss-mask.
+    """
+    found = IndexedDataset(prefix, mmap=data.mmap_bin_files, location=location)
+    _, _, *mask = data_files(found.location)
+    if data.loss_mask is None and mask:
+        raise DataError(
+            f"{mask[0]}: this data set has a loss mask, and the run does not say whether to use "
+            "it: --loss-mask required trains on the tokens that it marks, --loss-mask ignore on "
+            "all tokens"
+        )
+    if data.loss_mask == "required" or (data.loss_mask == "optional" and mask):
+        found.open_mask()
+    return found
+
+
 def build_datasets(
     config: Config,
     train_samples: int,
@@ -210,11 +229,8 @@ def build_datasets(
             continue
         for part in plan.blend:
             if part.prefix not in opened:
-                opened[part.prefix] = IndexedDataset(
-                    part.prefix,
-                    mmap=config.data.mmap_bin_files,
-                    location=(locations or {}).get(part.prefix),
-                )
+                location = (locations or {}).get(part.prefix)
+                opened[part.prefix] = open_data(part.prefix, config.data, location)
         for name, part in zip(plan.names, plan.blend, strict=False):
             alone = SplitPlan((part,), plan.split)
             if opened[part.prefix].num_tokens <= config.model.seq_length:

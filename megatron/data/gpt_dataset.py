@@ -81,6 +81,13 @@ class TokenDataset(Protocol):
         """
         ...
 
+    def loss_tokens(self, index: int, /) -> Tokens | None:
+        """Return which tokens of sample `index` are in the loss as labels, 0 or 1, like the sample.
+
+        None if all are.
+        """
+        ...
+
     def where(self, index: int, token: int = 0, /) -> str:
         """Return file, document and byte of a token of sample `index`, for messages."""
         ...
@@ -113,6 +120,10 @@ class _Unpacked:
 
         The end-of-document id ends documents in it.
         """
+        return None
+
+    def loss_tokens(self, index: int, /) -> Tokens | None:
+        """Return None: all tokens are in the loss."""
         return None
 
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
@@ -324,6 +335,20 @@ class FileDataset(ABC):
         tokens[filled:] = self._pad_id
         self._indexed.gather(*pieces, tokens[:filled])
         return tokens
+
+    @property
+    def masked(self) -> bool:
+        """Return whether the data have a loss mask that is in use."""
+        return self._indexed.mask is not None
+
+    def loss_tokens(self, index: int, /) -> Tokens | None:
+        """Return which tokens the loss mask marks; padding is not marked."""
+        if self._indexed.mask is None:
+            return None
+        pieces = self._pieces(index)
+        marks = np.zeros(self.seq_length + 1, np.int64)
+        self._indexed.gather_mask(*pieces, marks[: int(pieces[2].sum())])
+        return marks
 
     def where(self, index: int, token: int = 0, /) -> str:
         """Return file, document and byte of a token of sample `index`, for messages."""
@@ -636,6 +661,10 @@ class BlendedDataset:
         dataset, sample = self._find(index)
         return dataset.segments(sample)
 
+    def loss_tokens(self, index: int, /) -> Tokens | None:
+        dataset, sample = self._find(index)
+        return dataset.loss_tokens(sample)
+
     def where(self, index: int, token: int = 0, /) -> str:
         dataset, sample = self._find(index)
         return dataset.where(sample, token)
@@ -662,7 +691,8 @@ class OwnDataset(_Unpacked):
         self._dataset, self.seq_length = dataset, seq_length
         self.name: str = getattr(dataset, "name", f"{type(dataset).__name__} ({name})")
         self.description, self.tokens_per_epoch = self.name, len(dataset) * seq_length
-        for member in ("description", "tokens_per_epoch", "segments", "where", "tokens_in"):
+        members = ("description", "tokens_per_epoch", "segments", "loss_tokens", "where")
+        for member in (*members, "tokens_in"):
             if hasattr(dataset, member):
                 setattr(self, member, getattr(dataset, member))
 

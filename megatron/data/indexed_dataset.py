@@ -15,6 +15,11 @@ the other. The .idx file, little-endian and without padding:
 
 gpt-neox swaps the type codes 6 and 7, float64 and float32. Token ids are integers, so training data
 are unaffected.
+
+A loss mask is a second pair of files in the same format, `<prefix>_mask.bin` and `.idx`, of type
+uint8: 1 for each token that is in the loss as a label, 0 for the others, in sequences and documents
+of the same lengths. The pair with the tokens does not change, so every program of Megatron's family
+reads it.
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
 }
 TYPE_CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
 _BLOCK = 1 << 20  # sequences checked at once
+_PROBES = 256  # lengths compared when a mask is opened
 
 Integers = Sequence[int] | npt.NDArray[Any]
 
@@ -61,6 +67,22 @@ def bin_path(prefix: str | os.PathLike[str]) -> Path:
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
     """Return the name of the index file."""
     return Path(f"{os.fspath(prefix)}.idx")
+
+
+MASK_DTYPE = np.dtype("u1")
+
+
+def mask_prefix(prefix: str | os.PathLike[str]) -> str:
+    """Return the prefix of the loss mask of a data set."""
+    return f"{os.fspath(prefix)}_mask"
+
+
+def data_files(prefix: str | os.PathLike[str]) -> list[Path]:
+    """Return the names of the two files of a data set, and those of its loss mask that exist."""
+    mask = mask_prefix(prefix)
+    return [bin_path(prefix), idx_path(prefix)] + [
+        path for path in (bin_path(mask), idx_path(mask)) if path.exists()
+    ]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -84,7 +106,10 @@ class IndexedDataset:
     pointers: int64 [N], byte offset of each sequence.
     document_indices: int64 [D], sequence at which each document starts, and N.
     modes: int8 [N], or None.
+    mask: the loss mask, if `open_mask` has opened it.
     """
+
+    mask: IndexedDataset | None = None
 
     def __init__(
         self,
@@ -140,6 +165,40 @@ class IndexedDataset:
                 f"{self._bin_path}: {actual} bytes, but {self._idx_path} describes {expected}: the "
                 f"file {what}; copy or preprocess both again"
             )
+
+    def open_mask(self) -> None:
+        """Open the loss mask beside the data.
+
+        Raises DataError if a file of it is missing or damaged, or if it belongs to other data; the
+        lengths of some sequences are compared.
+        """
+        location = mask_prefix(self.location)
+        for path in (idx_path(location), bin_path(location)):
+            if not path.is_file():
+                raise DataError(
+                    f"{path}: no such file: it is a part of the loss mask of {self.prefix}, which "
+                    "--loss-mask names; tools/preprocess_data.py --chat writes it with the data"
+                )
+        mask = IndexedDataset(
+            mask_prefix(self.prefix),
+            mmap=self._map is not None or not self._bin_bytes,
+            location=location,
+        )
+        some = np.linspace(0, max(len(self) - 1, 0), _PROBES).astype(np.int64)[: len(self)]
+        if (
+            mask.dtype != MASK_DTYPE
+            or len(mask) != len(self)
+            or mask.num_documents != self.num_documents
+            or mask.num_tokens != self.num_tokens
+            or (mask.sizes[some] != self.sizes[some]).any()
+        ):
+            raise DataError(
+                f"{mask._idx_path}: {mask.num_documents} documents of {mask.num_tokens} entries of "
+                f"type {mask.dtype}, which is no loss mask of {self._idx_path} with "
+                f"{self.num_documents} documents of {self.num_tokens} tokens: it belongs to other "
+                "data; copy or preprocess both again"
+            )
+        self.mask = mask
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -203,6 +262,19 @@ class IndexedDataset:
         for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
             out[at : at + count] = self._tokens_at(start, count)
             at += count
+
+    def gather_mask(
+        self, sequences: Integers, offsets: Integers, lengths: Integers, out: npt.NDArray[np.int64]
+    ) -> None:
+        """Read the mask of pieces as `gather` does; raises also for values other than 0 and 1."""
+        assert self.mask is not None, "open_mask has opened it"
+        self.mask.gather(sequences, offsets, lengths, out)
+        if len(out) and not 0 <= out.min() <= out.max() <= 1:
+            bad = int(np.argmax((out < 0) | (out > 1)))
+            raise DataError(
+                f"{self.mask.where(sequences, offsets, lengths, bad)}: {out[bad]} in a loss mask, "
+                "which has 0 and 1: the file is damaged; copy or preprocess it again"
+            )
 
     def check(self, start: int, stop: int) -> None:
         """Raise DataError for the first damaged one of the sequences start..stop-1.

@@ -263,25 +263,28 @@ class MicroBatchStream:
         positions = self._own + start
         indices = self._order.indices(positions).tolist()
         samples = [self._sample(*pair) for pair in zip(positions.tolist(), indices, strict=True)]
-        segments = [pieces for _, pieces in samples if pieces is not None]
+        segments = [pieces for _, pieces, _ in samples if pieces is not None]
         assert len(segments) in (0, len(samples)), (
             "a data set separates the pieces of all samples or of none"
         )
+        marks = [marked for *_, marked in samples]
         batch = make_micro_batch(
-            np.stack([tokens for tokens, _ in samples]),
+            np.stack([tokens for tokens, *_ in samples]),
             segments=segments or None,
+            loss_tokens=None if all(marked is None for marked in marks) else marks,
             first_sample=int(positions[0]),
             **self._batch_options,
         )
         return batch if self._device.type == "cpu" else batch.pin_memory()
 
-    def _sample(self, position: int, index: int) -> tuple[Indices, Indices | None]:
-        """Return the tokens and pieces of a sample.
+    def _sample(self, position: int, index: int) -> tuple[Indices, Indices | None, Indices | None]:
+        """Return the tokens and pieces of a sample, and which tokens are in the loss.
 
         Raises DataError with the sample, the fault and its place.
         """
         try:
             tokens, segments = self._dataset[index], self._dataset.segments(index)
+            marked = self._dataset.loss_tokens(index)
         except (DataError, IndexError, OSError) as error:
             place = ""
             with suppress(DataError, IndexError):  # the place may be damaged as well
@@ -295,7 +298,7 @@ class MicroBatchStream:
                 "entries: the data were written with another tokenizer "
                 f"({self._dataset.where(index, bad)})"
             )
-        return tokens, segments
+        return tokens, segments, marked
 
 
 # --- batch
@@ -352,6 +355,7 @@ def make_micro_batch(
     tokens: npt.NDArray[np.int64],
     *,
     segments: Sequence[npt.NDArray[np.int64]] | None = None,
+    loss_tokens: Sequence[npt.NDArray[np.int64] | None] | None = None,
     eod: int | None = None,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -369,6 +373,9 @@ def make_micro_batch(
     rest is padding. The pieces are the documents: positions start at 0 in each, attention stays
     within, and a position whose label is in another piece or in the padding is excluded from the
     loss. The two resets have no effect.
+
+    loss_tokens: for each sample, which of its s + 1 tokens are in the loss as labels, 0 or 1; None:
+    all of them.
 
     Raises DataError for pieces that do not fit their sample, and if one of the three options needs
     eod and it is unknown.
@@ -389,6 +396,9 @@ def make_micro_batch(
     else:
         opens[:, 1:], real = _pieces(segments, tokens.shape, first_sample)
         in_loss &= ~opens[:, 1:] & real
+    for row, marked in enumerate(loss_tokens or ()):
+        if marked is not None:
+            in_loss[row] &= marked[1:] != 0
     starts = np.flatnonzero(opens[:, :-1])
     lengths = np.diff(starts, append=inputs.size)
     positions = np.arange(inputs.size)

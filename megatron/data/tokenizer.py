@@ -75,7 +75,8 @@ def build_tokenizer(
     second has no effect once the library has started its threads).
 
     Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the
-    tokenizer's, and DataError, with path and flag, for a file that is missing or of another kind.
+    tokenizer's (of HFTokenizer it may be larger, as in many published models), and DataError, with
+    path and flag, for a file that is missing or of another kind.
     """
     kind = OTHER_NAMES.get(tokenizer_type.lower(), tokenizer_type)
     if kind not in TOKENIZER_TYPES:
@@ -114,7 +115,8 @@ def build_tokenizer(
             f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but "
             f"token files hold ids below {_MOST_IDS}: the file is damaged"
         )
-    if vocab_size not in (None, tokenizer.vocab_size):
+    padded = kind == "HFTokenizer" and (vocab_size or 0) > tokenizer.vocab_size
+    if vocab_size not in (None, tokenizer.vocab_size) and not padded:
         raise ConfigError(
             f"--vocab-size {vocab_size}, but {tokenizer_model or vocab_file} makes a vocabulary of "
             f"{tokenizer.vocab_size} for {kind}: leave --vocab-size out, or give the right file; "
@@ -135,7 +137,7 @@ def with_vocabulary(config: Config) -> tuple[Config, str]:
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer), vocab_size=known)
     except (MegatronError, OSError) as error:
         return config, f"the tokenizer cannot be read here ({error})"
-    return config.replace(vocab_size=tokenizer.vocab_size), ""
+    return config.replace(vocab_size=max(tokenizer.vocab_size, known or 0)), ""
 
 
 def _file(tokenizer_type: str, flag: str, value: str | None, *, or_folder: bool = False) -> Path:

@@ -22,6 +22,7 @@ from megatron.untrusted import read_json
 _MOST_BYTES = 1 << 24  # of a file that names the special tokens
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | npt.NDArray[Any]
+Places = npt.NDArray[np.int64] | Sequence[tuple[int, int]]
 # Names that end a text in published models, for a tokenizer.json without the files that name it.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 # The patterns that cut a text into pieces before pairs are merged. The ids of data depend on them,
@@ -60,6 +61,13 @@ class Tokenizer(ABC):
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
         """Return the ids of each text, as the library returns them."""
 
+    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+        """Return ids and ranges of characters of one text, see encode_with_places.
+
+        Only conversations need it.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
         """Return the text of ids that the library knows."""
@@ -95,6 +103,22 @@ class Tokenizer(ABC):
         if found and isinstance(found[0], np.ndarray):
             return np.concatenate(found, dtype=dtype, casting="unsafe"), sizes
         return np.fromiter(chain.from_iterable(found), dtype, int(sizes.sum())), sizes
+
+    def encode_with_places(
+        self, text: str, *, special: bool = True
+    ) -> tuple[list[int], npt.NDArray[np.int64]]:
+        """Return the ids of a text, and the characters of each: int64 [ids, 2], start and end.
+
+        A token without a character of its own, such as one that the tokenizer puts around a text,
+        has an empty range. `special`: put the tokens around the text that the tokenizer puts around
+        every text.
+        """
+        ids, places = self._encode_with_places(text, special)
+        found = np.array(places, np.int64).reshape(len(ids), 2)
+        # White space that the library leaves out of its ranges belongs to the token after it.
+        before = np.maximum.accumulate(np.concatenate([[0], found[:, 1]]))
+        found[:, 0] = np.minimum(found[:, 0], before[:-1])
+        return list(map(int, ids)), found
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special ids give their name or nothing.
@@ -144,6 +168,9 @@ class NullTokenizer(Tokenizer):
                 raise DataError(f"NullTokenizer: id {i}, but --vocab-size allows 0..{self.eod}")
         return found
 
+    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+        return self._encode([text])[0], [word.span() for word in re.finditer(r"\S+", text)]
+
     def _decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
 
@@ -185,6 +212,16 @@ class RankTokenizer(Tokenizer):
             # pattern. Python's engine has no such limit; it is slower, for this text only.
             return np.array(self._encoding._encode_only_native_bpe(text), np.uint32)
 
+    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+        ids = self._encode_text(text)
+        sizes = [len(piece) for piece in self._encoding.decode_tokens_bytes(ids.tolist())]
+        stops = np.cumsum(sizes, dtype=np.int64)  # in bytes
+        width = np.fromiter((len(character.encode()) for character in text), np.int64, len(text))
+        ends = np.cumsum(width)  # of each character
+        first = np.searchsorted(ends, stops - np.array(sizes, np.int64), side="right")
+        last = np.searchsorted(ends, stops - 1, side="right")
+        return ids, np.stack([first, last + 1], axis=1)
+
     def _decode(self, ids: list[int]) -> str:
         text: str = self._encoding.decode(ids)
         return text
@@ -200,6 +237,10 @@ class FastTokenizer(Tokenizer):
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
         # The fast call leaves out the positions of tokens in the text.
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
+    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=special)
+        return encoding.ids, encoding.offsets
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -325,7 +366,8 @@ def _end_beside(file: Path) -> tuple[str, str]:
         beside = file.with_name(name)
         if not beside.is_file():
             continue
-        settings = read_json(beside, _MOST_BYTES, error=DataError)
+        # transformers writes a length of 10^30 for "no limit"
+        settings = read_json(beside, _MOST_BYTES, error=DataError, bits=128)
         eos = settings.get("eos_token")
         eos = eos.get("content") if isinstance(eos, dict) else eos
         if not isinstance(eos, str | None):
@@ -353,6 +395,20 @@ class SentencePieceTokenizer(Tokenizer):
         encode = getattr(self._processor, "encode_as_numpy", self._processor.encode)
         found: Sequence[Ids] = encode(texts, add_bos=self._add_bos, num_threads=1)
         return found
+
+    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+        if hasattr(self._processor, "encode_as_offset_mapping"):
+            found = self._processor.encode_as_offset_mapping(text)
+            ids, places = list(found["ids"]), list(found["offsets"])
+        else:  # an older version
+            pieces = self._processor.encode(text, out_type="immutable_proto").pieces
+            ids = [piece.id for piece in pieces]
+            places = [(piece.begin, piece.end) for piece in pieces]
+        for i in reversed(range(len(ids) - 1)):  # only the last byte of a character has a range
+            if places[i][0] == places[i][1] and self._processor.is_byte(ids[i]):
+                places[i] = places[i + 1]
+        bos = [self._processor.bos_id()] if self._add_bos and special else []
+        return bos + ids, [(0, 0)] * len(bos) + places
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._processor.decode(ids)

@@ -81,14 +81,19 @@ def check_copies(
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
     found = torch.stack([digest(p) for p in parameters])
     shardings = [sharding_of(p) for p in parameters]
-    for group, cause, which in (
-        (topology.tensor, _TENSOR, [i for i, s in enumerate(shardings) if s.dim is None]),
-        (topology.embedding, _EMBEDDING, [i for i, s in enumerate(shardings) if s.tied]),
-        (topology.data, _DATA, list(range(len(shardings)))),
+    numbered = list(enumerate(shardings))
+    for group, copies, cause, which in (
+        (topology.tensor, None, _TENSOR, [i for i, s in numbered if s.dim is None]),
+        *(
+            (topology.tensor, n, _TENSOR, [i for i, s in numbered if s.copies == n])
+            for n in sorted({s.copies for s in shardings} - {1})
+        ),
+        (topology.embedding, None, _EMBEDDING, [i for i, s in numbered if s.tied]),
+        (topology.data, None, _DATA, list(range(len(shardings)))),
     ):
         if group is None or group.size == 1 or not which:
             continue
-        if differing := _differing(found[which], group):
+        if differing := _differing(found[which], group, copies):
             at = which[differing[0]]
             places = _places(gather_objects(int(found[at]), group), group)
             names = _listed([shardings[which[i]].name for i in differing])
@@ -112,13 +117,17 @@ _DATA = (
 )
 
 
-def _differing(found: torch.Tensor, group: Group) -> list[int]:
+def _differing(found: torch.Tensor, group: Group, copies: int | None = None) -> list[int]:
     """Return the indices of the digests [n] that differ between ranks of the group.
 
-    One message is sent.
+    With `copies`, between any `copies` neighbouring ranks. One message is sent.
     """
-    extremes = all_reduce(torch.cat([found, ~found]), group, dist.ReduceOp.MAX)
-    return (extremes[: len(found)] != ~extremes[len(found) :]).nonzero().flatten().tolist()
+    copies = copies or group.size
+    sets, n = group.size // copies, len(found)
+    extremes = found.new_full((sets, 2 * n), torch.iinfo(found.dtype).min)
+    extremes[group.rank // copies] = torch.cat([found, ~found])
+    all_reduce(extremes, group, dist.ReduceOp.MAX)
+    return (extremes[:, :n] != ~extremes[:, n:]).any(0).nonzero().flatten().tolist()
 
 
 def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]:

@@ -77,6 +77,12 @@ class Gradients:
                 self._sinks[p], self._bucket_of[p] = sink, number
         # owned parts of gradients that are terms; the first step shows which they are
         self._partial: list[torch.Tensor] = []
+        # the same of parameters that some neighbouring tensor ranks hold, by how many
+        shared: dict[int, list[torch.nn.Parameter]] = {}
+        for p in self._sinks:
+            if (copies := sharding_of(p).copies) > 1:
+                shared.setdefault(copies, []).append(p)
+        self._shared = {n: owned_gradients(self.buckets, some) for n, some in shared.items()}
         tied = [p for p in self._sinks if sharding_of(p).tied]
         self._tied = owned_gradients(self.buckets, tied)
         self._works: list[Any] = []
@@ -170,6 +176,9 @@ class Gradients:
             joined = torch.cat(self._partial)  # one message
             all_reduce(joined, topology.tensor)
             torch._foreach_copy_(self._partial, joined.split([len(t) for t in self._partial]))
+        for copies, parts in self._shared.items():
+            if parts:
+                _sum_among_neighbours(parts, copies, topology.tensor)
         for work in works:
             work.wait()
 
@@ -212,6 +221,19 @@ class Gradients:
             p.grad = None
             sink.renew()
             self._seen[p] = 0
+
+
+def _sum_among_neighbours(parts: list[torch.Tensor], copies: int, group: Group) -> None:
+    """Sum flat tensors over each `copies` neighbouring ranks of a group, in place.
+
+    One message of the whole group, with a row for each set of neighbours: they need no group of
+    their own.
+    """
+    rows = parts[0].new_zeros(group.size // copies, sum(map(len, parts)))
+    row = rows[group.rank // copies]
+    torch.cat(parts, out=row)
+    all_reduce(rows, group)
+    torch._foreach_copy_(parts, row.split([len(part) for part in parts]))
 
 
 _NEVER = 1 << 62
@@ -505,6 +527,13 @@ class WholeParameters:
 
     def __init__(self, bucket: Bucket, topology: Topology) -> None:
         self._bucket, self._topology = bucket, topology
+        for s in map(sharding_of, bucket.parameters):
+            if s.copies > 1:
+                raise ConfigError(
+                    f"{s.name} is needed whole by the optimizer, but its key and value heads are "
+                    f"each on {s.copies} tensor-parallel ranks: use at most "
+                    f"--tensor-model-parallel-size {topology.tensor.size // s.copies}"
+                )
         by_size = sorted(bucket.parameters, key=torch.numel, reverse=True)
         self._mine = by_size[bucket.rank :: bucket.ranks]
 

@@ -229,10 +229,12 @@ class Fragment:
 def is_copy(parameter: torch.nn.Parameter, topology: Topology) -> bool:
     """Return whether another rank of the model group holds the same values and counts them.
 
-    True for the last stage's tied embedding, and on tensor ranks above 0 for whatever is not
-    sharded.
+    True for the last stage's tied embedding, and on all but the first of the tensor ranks that hold
+    the same.
     """
     sharding = sharding_of(parameter)
     if sharding.tied and topology.embedding is not None and topology.pipeline.is_last:
         return True
-    return sharding.dim is None and not topology.tensor.is_first
+    if sharding.dim is None:
+        return not topology.tensor.is_first
+    return topology.tensor.rank % sharding.copies > 0

@@ -542,8 +542,7 @@ def check_training(job: Job, config: Config) -> None:
 
 def check_data(job: Job, config: Config) -> None:
     """Open the token files. Raises DataError."""
-    from megatron.data.datasets import data_prefixes
-    from megatron.data.indexed_dataset import IndexedDataset
+    from megatron.data.datasets import data_prefixes, open_data
 
     if config.data.mock_data:
         return
@@ -551,7 +550,7 @@ def check_data(job: Job, config: Config) -> None:
         if job.is_local(prefix):
             job.unchecked.append(f"data {prefix}, on node-local disks")
         else:
-            IndexedDataset(prefix, mmap=config.data.mmap_bin_files)
+            open_data(prefix, config.data)
     job.unchecked.append(
         "whether the data's indices are built: if not, the first start builds them while all ranks "
         "wait (tools/build_index.py with the same flags builds them in advance)"

@@ -10,13 +10,14 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron.config import Config
+    from megatron.config import Config, ModelConfig
     from megatron.config.training import KernelConfig
 
 # -- attention and optional packages ---------------------------------------------------------------
@@ -57,10 +58,16 @@ class Finding:
         )
 
 
-def flash_attention(device_type: str, dtype_name: str) -> Finding:
+def flash_attention(
+    device_type: str,
+    dtype_name: str,
+    drops: bool = False,
+    windowed: bool = False,
+    capped: bool = False,
+) -> Finding:
     """Check for flash-attn, and whether it runs on `device_type` in `dtype_name`.
 
-    `device_type` is "cuda" for CUDA and ROCm, or "cpu".
+    `device_type` is "cuda" for CUDA and ROCm, or "cpu". The others are as in choose_attention.
     """
     package, fallback = "flash-attn", _NAMES["torch"]
     version = _version("flash_attn", "flash-attn")
@@ -73,7 +80,33 @@ def flash_attention(device_type: str, dtype_name: str) -> Finding:
         reason = f"does not compute in {dtype_name}"
     else:
         reason = _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention()
-    return Finding(package, version, not reason, reason, fallback)
+        # its window_size and softcap came with these versions
+        if windowed and not reason and _older(version, (2, 3)):
+            reason = "has no windows before version 2.3"
+        if capped and not reason:
+            reason = _why_no_softcap(version, drops)
+    return Finding(package, version, not reason, reason, _NAMES["blocked"] if capped else fallback)
+
+
+def _older(version: str, than: tuple[int, int]) -> bool:
+    """Return whether a version is known to be older than another one."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and tuple(map(int, numbers.groups())) < than
+
+
+def _why_no_softcap(version: str, drops: bool) -> str:
+    """Return why flash-attn cannot limit scores; "" if it can.
+
+    It refuses dropout beside it (csrc/flash_attn/flash_api.cpp), and its kernels for ROCm ignore
+    it.
+    """
+    import torch
+
+    if _older(version, (2, 6)):
+        return "has no softcap before version 2.6"
+    if torch.version.hip is not None:
+        return "has no softcap on ROCm"
+    return "has no softcap with dropout" if drops else ""
 
 
 def choose_attention(
@@ -82,10 +115,13 @@ def choose_attention(
     dtype_name: str,
     sequence: int = 0,
     drops: bool = False,
+    windowed: bool = False,
+    capped: bool = False,
 ) -> str:
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
-    "flash" is flash-attn, "torch" scaled_dot_product_attention.
+    "flash" is flash-attn, "torch" scaled_dot_product_attention. `windowed`: there is a sliding window;
+    `capped`: scores have a soft cap, which torch lacks.
 
     `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, this is not
     an error, because torch's attention computes the same; the log names what runs (see report). If
@@ -97,18 +133,28 @@ def choose_attention(
         return "unfused"
     if backend == "blocked":
         return "blocked"
-    if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name).usable:
+    wishes = drops, windowed, capped
+    if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name, *wishes).usable:
         return "flash"
-    if drops and device_type == "cpu":
+    if capped or (drops and device_type == "cpu"):
         return "blocked"
     # Measured with benchmarks/attention.py: in bf16 blocks are 1.9 to 2.8 times as fast as torch at
     # sequences of 512 to 2048; in fp32 1.2 times at 512, but 0.9 to 0.96 from 1024 on (with grouped
     # queries 1.1), where torch's own blocks fill its products. In fp16 torch's batched products
     # have no fast path on most processors, and without the kernels the passes over the scores cost
-    # what the products gain.
-    short = dtype_name == "float32" and sequence <= LONGEST_BLOCKED_IN_FP32
+    # what the products gain. In a window (512 of 4096, fp32) they are 1.2 times as fast.
+    short = dtype_name == "float32" and (sequence <= LONGEST_BLOCKED_IN_FP32 or windowed)
     faster = device_type == "cpu" and (short or dtype_name == "bfloat16") and _loaded("cpu")
     return "blocked" if backend == "auto" and faster else "torch"
+
+
+def attention_wishes(model: ModelConfig, layer: int) -> dict[str, bool]:
+    """Return what a layer, counted from 0, asks of its attention, as choose_attention takes it."""
+    return {
+        "drops": model.attention_dropout > 0.0,
+        "windowed": model.window(layer) is not None,
+        "capped": model.attention_logit_softcapping is not None,
+    }
 
 
 LONGEST_BLOCKED_IN_FP32 = 512
@@ -207,7 +253,7 @@ class Fusions:
 
     attention_block  softmax of a block of attention scores, and its gradient
     masked_softmax   scale, mask and softmax of attention scores
-    bias_activation  bias and GELU, SwiGLU or squared ReLU
+    bias_activation  bias and GELU, a gated unit or squared ReLU
     bias_dropout     bias, dropout and residual
     layer_norm, rms_norm  normalisation, with the residual sum before it
     rotary           rotary embedding
@@ -308,9 +354,10 @@ def report(config: Config, device: torch.device) -> list[str]:
     from megatron.kernels import library
 
     found, model, dtype_name = library.find(device.type), config.model, config.precision.dtype_name
-    attention = choose_attention(
-        config.kernels, device, dtype_name, model.seq_length, model.attention_dropout > 0.0
-    )
+    # a windowed layer, where there is one: it asks for more
+    some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
+    wishes = attention_wishes(model, next(some, 0))
+    attention = choose_attention(config.kernels, device, dtype_name, model.seq_length, **wishes)
     lines = [found.line]
     if found.handle is not None:
         names: dict[str, list[str]] = {"": []}  # by the reason
@@ -319,15 +366,17 @@ def report(config: Config, device: torch.device) -> list[str]:
         used = ", ".join(names.pop("")) or "none"
         others = "; ".join(f"{', '.join(left)} ({reason})" for reason, left in names.items())
         lines.append(f"through fused kernels: {used}; others: {others or 'none'}")
-    return lines + packages(config.kernels, device.type, dtype_name, attention)
+    return lines + packages(config.kernels, device.type, dtype_name, attention, **wishes)
 
 
-def packages(kernels: KernelConfig, device_type: str, dtype_name: str, attention: str) -> list[str]:
+def packages(
+    kernels: KernelConfig, device_type: str, dtype_name: str, attention: str, **wishes: bool
+) -> list[str]:
     """Return a line for each optional package that the configuration requests.
 
-    `attention`: see choose_attention.
+    `attention`, `wishes`: see choose_attention.
     """
-    flash, backend = flash_attention(device_type, dtype_name), kernels.attention_backend
+    flash, backend = flash_attention(device_type, dtype_name, **wishes), kernels.attention_backend
     if attention != "flash":
         reason = (
             flash.reason
@@ -352,6 +401,8 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return "only --attention-backend unfused has it"
     if name == "rotary" and model.position_embedding_type != "rope":
         return f"--position-embedding-type {model.position_embedding_type}"
+    if name == "rotary" and model.rotary_interleaved:
+        return "--rotary-interleaved"
     if name in NORMS and name.replace("_", "") != model.normalization:
         return f"--normalization {model.normalization}"
     if name == "optimizer" and config.pieces.optimizer is not None:

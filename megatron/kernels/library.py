@@ -240,7 +240,7 @@ def _try_on_gpu(handle: Any) -> str:
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     try:
         code = handle.mk_causal_softmax(
-            0, address, address, one, one, one, ctypes.c_float(1.0), stream
+            0, address, address, one, one, one, one, ctypes.c_float(1.0), stream
         )
         if code:
             result: str = handle.mk_error(code).decode()

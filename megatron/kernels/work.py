@@ -34,7 +34,8 @@ class Product(NamedTuple):
 class Attention(NamedTuple):
     """Causal attention that stores no scores: flash-attn's, torch's or in blocks.
 
-    `heads`: query heads on this device.
+    heads  query heads on this device
+    keys   keys that a query sees at most; None: all of the sequence
     """
 
     batch: int
@@ -42,11 +43,12 @@ class Attention(NamedTuple):
     seq: int
     head_dim: int
     backward: bool = False
+    keys: int | None = None
 
     @property
     def flops(self) -> float:
         """Count as model/formulas.py does: all pairs, the backward pass twice the forward's."""
-        pairs = 4.0 * self.batch * self.heads * self.seq**2
+        pairs = 4.0 * self.batch * self.heads * self.seq * (self.keys or self.seq)
         return (2 if self.backward else 1) * pairs * self.head_dim
 
 

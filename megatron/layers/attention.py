@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,22 +15,50 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.choose import Fusions
 from megatron.kernels.ops import attention as kernel
-from megatron.kernels.ops.attention import causal_softmax, masked_softmax
-from megatron.kernels.ops.elementwise import keyed_dropout
+from megatron.kernels.ops.attention import NO_WINDOW, causal_softmax, hidden_keys, masked_softmax
+from megatron.kernels.ops.elementwise import keyed_dropout, soft_cap, wider
 from megatron.kernels.work import Attention, counts_as, once_and_again
 from megatron.layers.context import CallContext, Fill, LayerContext
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding
-from megatron.parallel.sharding import WHOLE, DropoutKey, Place, Site, mix, seeded
+from megatron.parallel.sharding import WHOLE, DropoutKey, Place, Rows, Site, mix, seeded
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-    """Return causal attention [n, l, heads, d].
+class Scoring(NamedTuple):
+    """From products q k^T to the arguments of the softmax.
 
-    q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None.
+    scale   factor of the products; None: 1 / sqrt(d)
+    cap     scores x become cap tanh(x / cap); 0: they do not
+    window  keys before its own that a query sees
+    """
+
+    scale: float | None = None
+    cap: float = 0.0
+    window: int = NO_WINDOW
+
+    def factor(self, head_dim: int) -> float:
+        """Return the factor of the products for heads of this size."""
+        return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+
+PLAIN = Scoring()
+
+
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Return attention [n, l, heads, d], causal if there is no bias.
+
+    q [n, l, heads, d], k and v [n, keys, kv heads, d]. Bias, or mask of visible keys: [1, heads, l,
+    keys], [l, keys] or None.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d]
     grouped = q.shape[1] != k.shape[1]
@@ -39,9 +68,75 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=bias is None, enable_gqa=grouped
+        q,
+        k,
+        v,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=bias is None,
+        scale=scale,
+        enable_gqa=grouped,
     )
     return out.transpose(1, 2)
+
+
+# Queries of a block of attention in a window, by torch: more of them see more keys that are hidden
+# from some, fewer make smaller products.
+_LEAST_QUERIES, _MOST_QUERIES = 128, 512
+
+
+class _Ranges(torch.autograd.Function):
+    """Ranges of x [n, l, ...] along l, which may overlap: views, whose gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranges: list[slice]) -> tuple[Tensor, ...]:
+        ctx.ranges, ctx.shape = ranges, x.shape
+        return tuple(x[:, part] for part in ranges)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].new_zeros(ctx.shape)
+        for part, gradient in zip(ctx.ranges, gradients, strict=True):
+            total[:, part] += gradient
+        return total, None
+
+
+def _in_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi: Alibi | None,
+    bias: Tensor | None,
+    dropout: float,
+    scoring: Scoring,
+) -> Tensor:
+    """Return causal attention in a window shorter than l; see _causal.
+
+    The first window + 1 queries see all keys before them; `bias` is theirs. The others are computed
+    in blocks, each with the keys that its queries see: its first `window` keys are those before the
+    block. One mask serves all blocks.
+    """
+    length, window = q.shape[1], scoring.window
+    least = min(max(_LEAST_QUERIES, window), _MOST_QUERIES)
+    width = -(-(window + least) // 16) * 16  # a kernel loads many entries of a mask's row at once
+    block, start = width - window, window + 1
+    queries = [slice(at, min(at + block, length)) for at in range(start, length, block)]
+    keys = [slice(block.start - window, block.stop) for block in queries]
+    place = torch.arange(width, device=q.device)
+    distance = place - window - place[:block].unsqueeze(1)  # [block, width]
+    mask = (distance <= 0) & (distance >= -window)
+    if alibi is not None:
+        behind = distance.to(q.dtype).masked_fill_(~mask, float("-inf"))
+        mask = (alibi.slopes.to(q.dtype).view(-1, 1, 1) * behind).unsqueeze(0)
+    parts = zip(
+        q.split([start, *(block.stop - block.start for block in queries)], dim=1),
+        *(_Ranges.apply(x, [slice(start), *keys]) for x in (k, v)),  # type: ignore[no-untyped-call]
+        [bias, *(mask[..., : b.stop - b.start, : window + b.stop - b.start] for b in queries)],
+        strict=True,
+    )
+    outs = [_causal(q_n, k_n, v_n, own, dropout, scoring.scale) for q_n, k_n, v_n, own in parts]
+    return torch.cat(outs, dim=1)
 
 
 def _one_sample(x: Tensor) -> Tensor:
@@ -62,6 +157,7 @@ def torch_attention(
     alibi: Alibi | None,
     documents: Documents | None,
     dropout: float,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v by torch's scaled_dot_product_attention.
 
@@ -69,24 +165,28 @@ def torch_attention(
 
     Documents of similar length are one batch, padded at the end, which no causal query sees, so
     that no mask of documents is needed. ALiBi's bias is as long as the longest document and used
-    for all.
+    for all. There is no soft cap.
     """
+    assert not scoring.cap, "torch has no soft cap: see choose_attention"
     positions = q.shape[0]
+    bias = None
+    if alibi is not None:
+        longest = positions if documents is None else documents.longest
+        bias = alibi.bias(min(longest, scoring.window + 1), positions, q.dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[1]
+        corner = None if bias is None else bias[:, :, :length, :length]
+        if length > scoring.window + 1:
+            return _in_window(q, k, v, alibi, corner, dropout, scoring)
+        return _causal(q, k, v, corner, dropout, scoring.scale)
+
     if documents is None:
         if alibi is None:
-            return _causal(_one_sample(q), _one_sample(k), _one_sample(v), None, dropout).reshape(
-                q.shape
-            )
-        whole = alibi.bias(positions, positions, q.dtype)
-        return _causal(
-            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), whole, dropout
-        ).transpose(0, 1)
-    bias = None if alibi is None else alibi.bias(documents.longest, positions, q.dtype)
-    outs = []
-    for q_n, k_n, v_n in zip(*(documents.batches(x) for x in (q, k, v)), strict=True):
-        length = q_n.shape[1]
-        corner = None if bias is None else bias[:, :, :length, :length]
-        outs.append(_causal(q_n, k_n, v_n, corner, dropout).flatten(0, 1))
+            return attend(_one_sample(q), _one_sample(k), _one_sample(v)).reshape(q.shape)
+        return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
+    batches = zip(*(documents.batches(x) for x in (q, k, v)), strict=True)
+    outs = [attend(*batch).flatten(0, 1) for batch in batches]
     return torch.cat(outs).index_select(0, documents.groups.scatter).view(q.shape)
 
 
@@ -97,15 +197,25 @@ def flash_attention(
     alibi: Alibi | None,
     documents: Documents | None,
     dropout: float,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Return the same from the flash-attn package, with the cumulative lengths of documents."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if alibi is None else alibi.slopes
+    more: dict[str, Any] = {}  # older versions lack some of these
+    if scoring.scale is not None:
+        more["softmax_scale"] = scoring.scale
+    if scoring.cap:
+        more["softcap"] = scoring.cap
+    if scoring.window < q.shape[0]:
+        more["window_size"] = (scoring.window, 0)
     if documents is None:
         slopes = None if slopes is None else slopes.repeat(q.shape[1])
         one = _one_sample(q), _one_sample(k), _one_sample(v)
-        out: Tensor = flash_attn_func(*one, dropout_p=dropout, causal=True, alibi_slopes=slopes)
+        out: Tensor = flash_attn_func(
+            *one, dropout_p=dropout, causal=True, alibi_slopes=slopes, **more
+        )
         return out.reshape(q.shape)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [b, s, heads, d]
     flat, bounds, longest = (
@@ -114,7 +224,15 @@ def flash_attention(
         documents.longest,
     )
     out = flash_attn_varlen_func(
-        *flat, bounds, bounds, longest, longest, dropout_p=dropout, causal=True, alibi_slopes=slopes
+        *flat,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        dropout_p=dropout,
+        causal=True,
+        alibi_slopes=slopes,
+        **more,
     )
     return out.view(q.shape).transpose(0, 1)
 
@@ -129,6 +247,7 @@ def unfused_attention(
     seed: int | None,
     fusions: Fusions,
     place: Place | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Return explicit softmax(q k^T / sqrt(d)) v: [s, b, heads, d].
 
@@ -146,10 +265,13 @@ def unfused_attention(
     )
     keys, values = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (k, v))  # [b groups, s, d]
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, heads, s, s)
-    scale = 1.0 / math.sqrt(d)
+    scale = scoring.factor(d)
+    if scoring.cap:
+        wide = soft_cap(wider(scores) * scale, scoring.cap)
+        scores, scale = wide.to(scores.dtype), 1.0
     if alibi is not None:
         scores = scores + alibi.bias(s, s, q.dtype, scale)  # the softmax scales both
-    weights = _softmax(scores, documents, scale, fusions.masked_softmax)
+    weights = _softmax(scores, documents, scale, fusions.masked_softmax, scoring.window)
     weights = keyed_dropout(
         weights, dropout, seed, fusions.bias_dropout, place or DropoutKey(0, 0).weights(s, heads)
     )
@@ -157,26 +279,60 @@ def unfused_attention(
     return out.permute(3, 0, 1, 2, 4).reshape(s, b, heads, d)
 
 
-def _softmax(scores: Tensor, documents: Documents | None, scale: float, fused: bool) -> Tensor:
+def _softmax(
+    scores: Tensor, documents: Documents | None, scale: float, fused: bool, window: int
+) -> Tensor:
     """Return softmax(scale * scores) over the visible keys, computed in fp32.
 
     [b, heads, s, s] in the scores' dtype.
     """
     if fused:
         return (
-            causal_softmax(scores, scale)
+            causal_softmax(scores, scale, window)
             if documents is None
-            else masked_softmax(scores, documents.hidden, scale)
+            else masked_softmax(scores, documents.hidden, scale, window)
         )
-    s = scores.shape[-1]
-    later = torch.ones(s, s, dtype=torch.bool, device=scores.device).triu_(1)
-    hidden = later if documents is None else documents.hidden
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    hidden = hidden_keys(None if documents is None else documents.hidden, scores, window)
+    wide = wider(scores)
     return (wide * scale).masked_fill(hidden, float("-inf")).softmax(-1).to(scores.dtype)
 
 
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    alibi: Alibi | None,
+    scoring: Scoring = PLAIN,
+) -> Tensor:
+    """Return attention of the newest token of each sample to all its tokens: [1, b, heads, d].
+
+    q         [1, b, heads, d]
+    k, v      [b, kv heads, n, d], the newest token last (KeyValueCache)
+    padding   fp32 [b, n], -infinity where a sample has no token, otherwise 0; None: all have n
+    """
+    first = max(k.shape[2] - 1 - scoring.window, 0)
+    if first:
+        k, v = k[:, :, first:], v[:, :, first:]
+        padding = None if padding is None else padding[:, first:]
+    b, groups, n, d = k.shape
+    # The queries of a group are the rows of one matrix: keys and values are not copied.
+    queries = q.reshape(b * groups, -1, d) * scoring.factor(d)
+    scores = torch.bmm(queries, k.flatten(0, 1).transpose(1, 2)).view(b, groups, -1, n)
+    scores = wider(scores)
+    if scoring.cap:
+        scores = soft_cap(scores, scoring.cap)
+    if alibi is not None:
+        behind = torch.arange(1 - n, 1, device=q.device, dtype=scores.dtype)
+        scores = scores + torch.outer(alibi.slopes, behind).view(groups, -1, n)
+    if padding is not None:
+        scores = scores + padding[:, None, None, :]
+    weights = scores.softmax(-1).to(v.dtype).view(b * groups, -1, n)
+    return torch.bmm(weights, v.flatten(0, 1)).view(1, b, -1, d)
+
+
 class CoreAttention:
-    """Causal softmax(q k^T / sqrt(d)) v of one layer, as configured: ALiBi, dropout, recomputation.
+    """Causal attention of one layer, as configured: Scoring, ALiBi, dropout, recomputation.
 
     attention  names what computes it (choose_attention)
     """
@@ -192,6 +348,12 @@ class CoreAttention:
         self.heads, self.layer, self.recompute = config.num_attention_heads, layer, recompute
         self.dropout, self.tensor = config.attention_dropout, context.tensor
         self.attention, self.fusions = attention, context.fusions
+        window = config.window(layer)
+        self.scoring = Scoring(
+            config.softmax_scale,
+            config.attention_logit_softcapping or 0.0,
+            NO_WINDOW if window is None else window,
+        )
         self.alibi = (
             context.alibi(self.heads) if config.position_embedding_type == "alibi" else None
         )
@@ -199,8 +361,12 @@ class CoreAttention:
     def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
         """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d].
 
-        Blocked attention also takes the projection of all three.
+        Blocked attention also takes the projection of all three, but not for a cache.
         """
+        if call.cache is not None:
+            q, k, v = tensors
+            if (stored := call.cache.put(self.layer, k, v)) is not None:
+                return cached_attention(q, *stored, call.cache.padding, self.alibi, self.scoring)
         seed, place = None, WHOLE
         if call.dropout:
             s, heads = tensors[0].shape[0], self.heads // self.tensor.size
@@ -224,29 +390,46 @@ class CoreAttention:
         if self.attention == "blocked":
             fused = self.fusions.attention_block
             slopes = None if self.alibi is None else self.alibi.slopes
-            return blocked_attention(tensors, slopes, documents, self.dropout, seed, fused, place)
+            return blocked_attention(
+                tensors, slopes, documents, self.dropout, seed, fused, place, self.scoring
+            )
         q, k, v = tensors
         if self.attention == "unfused":
             return unfused_attention(
-                q, k, v, self.alibi, documents, self.dropout, seed, self.fusions, place
+                q,
+                k,
+                v,
+                self.alibi,
+                documents,
+                self.dropout,
+                seed,
+                self.fusions,
+                place,
+                self.scoring,
             )
         core = flash_attention if self.attention == "flash" else torch_attention
         if seed is None or self.dropout == 0.0:
-            return core(q, k, v, self.alibi, documents, 0.0)
+            return core(q, k, v, self.alibi, documents, 0.0, self.scoring)
         # These number the samples and heads of each call from 0, so that masks are those of one
         # micro-batch and rank.
         with seeded(q.device, mix(seed, place.start)):
-            return core(q, k, v, self.alibi, documents, self.dropout)
+            return core(q, k, v, self.alibi, documents, self.dropout, self.scoring)
+
+
+MakeNorm = Callable[[str, int, Rows | None], torch.nn.Module]
+"""Makes a norm by name, width, and this rank's part of it, if it is not the whole."""
 
 
 class SelfAttention(torch.nn.Module):
     """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
-    recompute, attention: see CoreAttention.
+    recompute, attention: see CoreAttention. make_norm: of queries and keys; None: they have none.
+    summed: see RowParallelLinear.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
     dimension], so a cut along them gives every rank whole groups (the order of Megatron checkpoints
-    from version 2.0 on).
+    from version 2.0 on). With fewer groups than ranks, neighbouring ranks divide the queries of a
+    group, and each has its key and value.
     """
 
     def __init__(
@@ -260,6 +443,8 @@ class SelfAttention(torch.nn.Module):
         rotary: RotaryEmbedding | None,
         recompute: bool,
         attention: str = "torch",
+        make_norm: MakeNorm | None = None,
+        summed: bool = True,
     ) -> None:
         super().__init__()
         heads, groups, d = (
@@ -267,19 +452,41 @@ class SelfAttention(torch.nn.Module):
             config.num_key_value_heads,
             config.kv_channels,
         )
-        tp = context.tensor.size
+        tp, rank = context.tensor.size, context.tensor.rank
         self.rotary, self.core = rotary, CoreAttention(context, config, layer, recompute, attention)
-        self.groups, self.queries, self.head_dim = groups // tp, heads // groups, d
-        bias = config.add_bias_linear
+        self.groups, self.queries, self.head_dim = max(1, groups // tp), heads // max(groups, tp), d
+        rows, share = None, max(1, tp // groups)
+        if tp > groups:
+            of_group = heads // groups * d
+            start = rank // share * (of_group + 2 * d)
+            own = Rows(start + rank % share * self.queries * d, self.queries * d)
+            rows = own, Rows(start + of_group, 2 * d, share)
         self.query_key_value = ColumnParallelLinear(
             context,
             f"{name}.query_key_value",
             ((heads + 2 * groups) * d, config.hidden_size),
             fill,
-            bias,
+            config.qkv_bias,
+            rows,
         )
+        self.q_layernorm: torch.nn.Module | None = None
+        self.k_layernorm: torch.nn.Module | None = None
+        self.norms_heads = config.qk_layernorm_over == "head"
+        names = f"{name}.q_layernorm", f"{name}.k_layernorm"
+        if make_norm is not None and self.norms_heads:
+            self.q_layernorm, self.k_layernorm = (make_norm(x, d, None) for x in names)
+        elif make_norm is not None:
+            of_q, of_k = heads // tp * d, self.groups * d
+            self.q_layernorm = make_norm(names[0], heads * d, Rows(rank * of_q, of_q))
+            of_keys = Rows(rank // share * of_k, of_k, share)
+            self.k_layernorm = make_norm(names[1], groups * d, of_keys)
         self.dense = RowParallelLinear(
-            context, f"{name}.dense", (config.hidden_size, heads * d), output_fill, bias
+            context,
+            f"{name}.dense",
+            (config.hidden_size, heads * d),
+            output_fill,
+            config.add_bias_linear,
+            summed,
         )
 
     def forward(
@@ -289,25 +496,33 @@ class SelfAttention(torch.nn.Module):
         mixed = self.query_key_value(x, again)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
-        whole = self.rotary is None and self.core.attention == "blocked"
+        plain = self.rotary is None and self.q_layernorm is None and call.cache is None
+        whole = plain and self.core.attention == "blocked"
         out = self.core(call, *((mixed,) if whole else self._apart(mixed, call)))
         result: tuple[Tensor, Tensor | None] = self.dense(out.reshape(s, b, -1))
         return result
 
     def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
-        """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, rotated.
+        """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection.
 
-        Their positions determine the angles.
+        Queries and keys are normalized and rotated; their positions determine the angles.
         """
         s, b = mixed.shape[:2]
         # The gradient of split is one concatenation; those of slices would each be as large as the
         # whole.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)
         k, v = k.squeeze(3), v.squeeze(3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self._normed(self.q_layernorm, q), self._normed(self.k_layernorm, k)
         if self.rotary is not None:
             angles = self.rotary.angles(s, call.position_ids, mixed.device)
             return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v
         return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v
+
+    def _normed(self, norm: torch.nn.Module, x: Tensor) -> Tensor:
+        """Normalize x [s, b, .., d], each head or all of them."""
+        normed: Tensor = norm(x if self.norms_heads else x.flatten(2)).view(x.shape)
+        return normed
 
 
 # --- blocked attention
@@ -351,6 +566,12 @@ def _transposed(x: Tensor) -> Tensor:
     of a tensor.
     """
     return (x if x.dtype == torch.float32 else x.contiguous()).transpose(1, 2)
+
+
+def _sizes(length: int, share: int, window: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the positions of a block, and the most scores of a block in a sample and group."""
+    block = block_length(length, dtype)
+    return block, min(block, length) * share * min(length, block + window + kernel.TILE)
 
 
 def _parts(count: int, scores: int) -> list[slice]:
@@ -416,24 +637,25 @@ class _Attention(torch.autograd.Function):
         s, b, groups, share, d = q.shape
         weights = kernel.attention_weights_ if fused else kernel.weights_reference
         # All blocks count as one pass of attention, whose rate is measured as such.
-        with counts_as(Attention(b, groups * share, s, d)):
+        keys_seen = min(s, law.window + 1)
+        with counts_as(Attention(b, groups * share, s, d, keys=keys_seen)):
             out = q.new_empty(q.shape)
             queries, keys, values, result = _rows(q), _heads(k), _heads(v), _Rows(out)
             logarithms = q.new_empty(
                 b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32)
             )
-            block = block_length(s, q.dtype)
-            parts = _parts(b * groups, min(block, s) * share * s)
-            buffer = q.new_empty(parts[0].stop * min(block, s) * share * s)
+            block, most = _sizes(s, share, law.window, q.dtype)
+            parts = _parts(b * groups, most)
+            buffer = q.new_empty(parts[0].stop * most)
             for part in parts:
                 for first in range(0, s, block):
-                    last = min(first + block, s)
+                    last, key = min(first + block, s), kernel.first_key(first, law.window)
                     rows = slice(first * share, last * share)
-                    shape = part.stop - part.start, (last - first) * share, last
+                    shape = part.stop - part.start, (last - first) * share, last - key
                     scores = buffer[: math.prod(shape)].view(shape)
-                    torch.bmm(queries[part, rows], _transposed(keys[part, :last]), out=scores)
+                    torch.bmm(queries[part, rows], _transposed(keys[part, key:last]), out=scores)
                     weights(scores, logarithms, slopes, part.start, first, *law)
-                    torch.bmm(scores, values[part, :last], out=result.rows[part, rows])
+                    torch.bmm(scores, values[part, key:last], out=result.rows[part, rows])
             result.put()
         ctx.save_for_backward(out, logarithms, *tensors)
         ctx.settings = settings
@@ -450,25 +672,28 @@ class _Attention(torch.autograd.Function):
         s, b, groups, share, d = q.shape
         gradient = kernel.attention_gradient_ if fused else kernel.gradient_reference
         row_dots = kernel.row_dots if fused else kernel.dots_reference
-        with counts_as(Attention(b, groups * share, s, d, backward=True)):
+        keys_seen = min(s, law.window + 1)
+        with counts_as(Attention(b, groups * share, s, d, True, keys_seen)):
             dout = dout.contiguous()
             dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
             queries, keys, values, douts = _rows(q), _heads(k), _heads(v), _rows(dout)
             to_queries, to_keys, to_values = (
                 _Rows(x) for x in (dq, dk.unsqueeze(3), dv.unsqueeze(3))
             )
-            block = block_length(s, q.dtype)
-            parts = _parts(b * groups, min(block, s) * share * s)
-            buffers = q.new_empty(2, parts[0].stop * min(block, s) * share * s)
+            block, most = _sizes(s, share, law.window, q.dtype)
+            parts = _parts(b * groups, most)
+            buffers = q.new_empty(2, parts[0].stop * most)
             narrow = q.dtype in (torch.float16, torch.bfloat16)
             sums = q.new_empty(parts[0].stop, s * share, d, dtype=torch.float32) if narrow else None
             for part in parts:
                 n = part.stop - part.start
                 total = to_queries.rows[part] if sums is None else sums[:n]
+                written = 0  # rows of `total`
                 for first in range(0, s, block):
                     last, row = min(first + block, s), first * share
-                    keys_here, rows = (part, slice(first, last)), (part, slice(row, None))
-                    shape = n, s * share - row, last - first
+                    end = min(last + law.window, s) * share
+                    keys_here, rows = (part, slice(first, last)), (part, slice(row, end))
+                    shape = n, end - row, last - first
                     scores, dscores = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
                     torch.bmm(queries[rows], _transposed(keys[keys_here]), out=scores)
                     torch.bmm(douts[rows], _transposed(values[keys_here]), out=dscores)
@@ -477,7 +702,11 @@ class _Attention(torch.autograd.Function):
                     )
                     torch.bmm(scores.transpose(1, 2), douts[rows], out=to_values.rows[keys_here])
                     torch.bmm(dscores.transpose(1, 2), queries[rows], out=to_keys.rows[keys_here])
-                    _add_product(total[:, row:], dscores, keys[keys_here], fresh=first == 0)
+                    for at, stop, fresh in ((row, written, False), (max(row, written), end, True)):
+                        if at < stop:
+                            some = dscores[:, at - row : stop - row]
+                            _add_product(total[:, at:stop], some, keys[keys_here], fresh)
+                    written = end
                 if sums is not None:
                     to_queries.rows[part] = total
             for result in (to_queries, to_keys, to_values):
@@ -493,6 +722,7 @@ def blocked_attention(
     seed: int | None,
     fused: bool,
     place: Place | None = None,
+    scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
 
@@ -513,7 +743,7 @@ def blocked_attention(
 
     def at(rows: Tensor) -> Settings:
         """Return the settings for documents that start at these rows of [s, b]."""
-        law = kernel.Law(share, 1.0 / math.sqrt(d), 0.0, 0)
+        law = kernel.Law(share, scoring.factor(d), 0.0, 0, cap=scoring.cap, window=scoring.window)
         if seed is not None and dropout > 0.0:
             origins = place.start + rows % samples * place.outer + rows // samples
             law = law._replace(probability=dropout, seed=seed, origins=origins, positions=positions)

@@ -15,17 +15,20 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.choose import NONE, Fusions
+from megatron.layers.cache import KeyValueCache
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.parallel.sharding import (
     WHOLE,
     DropoutKey,
     Place,
+    Rows,
     Sharding,
     Site,
     WeightGradients,
@@ -35,6 +38,9 @@ from megatron.parallel.sharding import (
     shard,
 )
 from megatron.parallel.topology import Group
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
 
 BLOCK = 64
 _PIECE = 1 << 20
@@ -152,13 +158,31 @@ class ParameterFactory:
         fill: Fill,
         *,
         padded: int | None = None,
+        rows: Rows | None = None,
         **properties: bool,
     ) -> torch.nn.Parameter:
-        """Create a parameter; `dim`, padded to `padded` entries, is cut over the tensor ranks."""
-        sharding = shard(name, global_shape, dim, self.rank, self.size, padded=padded, **properties)
+        """Create a parameter; `dim`, padded to `padded` entries, is cut over the tensor ranks.
+
+        `rows` are this rank's entries of dimension 0 where they are not an even part.
+        """
         local_shape = list(global_shape)
-        if dim is not None:
-            local_shape[dim] = (padded or global_shape[dim]) // self.size
+        if rows is not None:
+            offset, local_shape[0] = (rows.first, *[0] * (len(local_shape) - 1)), rows.count
+            sharding = Sharding(
+                name,
+                tuple(global_shape),
+                offset,
+                tuple(local_shape),
+                dim,
+                copies=rows.copies,
+                **properties,
+            )
+        else:
+            sharding = shard(
+                name, global_shape, dim, self.rank, self.size, padded=padded, **properties
+            )
+            if dim is not None:
+                local_shape[dim] = (padded or global_shape[dim]) // self.size
         if self.device.type == "meta" or not self.perform_initialization:
             values = torch.zeros(local_shape, device=self.device)
         else:
@@ -189,17 +213,28 @@ class LayerContext:
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     fusions: Fusions = NONE
     alibis: dict[int, Alibi] = field(default_factory=dict)
-    rotaries: dict[tuple[int, float], RotaryEmbedding] = field(default_factory=dict)
+    rotaries: dict[tuple[int, float, ModelConfig | None], RotaryEmbedding] = field(
+        default_factory=dict
+    )
 
     def alibi(self, heads: int) -> Alibi:
         """Return ALiBi for this rank's part of `heads` heads: one object for all layers."""
         slopes = alibi_slopes(heads).chunk(self.tensor.size)[self.tensor.rank]
         return self.alibis.setdefault(heads, Alibi(slopes.to(self.parameters.device)))
 
-    def rotary(self, dimension: int, base: float) -> RotaryEmbedding:
-        """Return the rotary embedding of this many entries of a head: one object for all layers."""
-        made = RotaryEmbedding(dimension, base, self.fusions.rotary)
-        return self.rotaries.setdefault((dimension, base), made)
+    def rotary(
+        self, dimension: int, base: float, model: ModelConfig | None = None
+    ) -> RotaryEmbedding:
+        """Return the rotary embedding of this many entries of a head: one object for all layers.
+
+        `model` has the scaling and the order of pairs (RotaryEmbedding).
+        """
+        made = RotaryEmbedding(dimension, base, self.fusions.rotary, model)
+        return self.rotaries.setdefault((dimension, base, model), made)
+
+    def alone(self) -> LayerContext:
+        """Return a context for products without messages, whose parameters are those of this."""
+        return replace(self, tensor=Group((0,), 0), sequence_parallel=False)
 
     @classmethod
     def single(cls, seed: int = 1234, device: str | torch.device = "cpu") -> LayerContext:
@@ -214,11 +249,14 @@ class CallContext:
     position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
     documents      when attention must not cross documents, else None
     dropout        the key of this micro-batch's masks; None switches dropout off
+    cache          keys and values of earlier tokens, to which attention adds those of this pass;
+                   None in training
     """
 
     position_ids: Tensor | None = None
     documents: Documents | None = None
     dropout: DropoutKey | None = None
+    cache: KeyValueCache | None = None
 
     def hidden_mask(
         self, x: Tensor, layer: int, site: Site, context: LayerContext

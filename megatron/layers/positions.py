@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.ops import rotary as kernel
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -82,23 +86,64 @@ class Alibi:
 Angles = tuple[Tensor, Tensor]
 
 
+def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -> Tensor:
+    """Return the angle per position of each pair, fp64 [dimension / 2], scaled as `model` says.
+
+    base^(-2i / dimension) (Su et al., arXiv 2104.09864, section 3.2.2), which "linear" divides by
+    the factor (Chen et al., arXiv 2306.15595). The other two divide only the low frequencies and
+    ramp between low and high ones: "llama3" over the wavelength (apply_scaling in Meta's code of
+    Llama 3.1), "yarn" over the index of the pair (Peng et al., arXiv 2309.00071, section 3.2, with
+    the bounds rounded outwards to whole pairs as in the authors' code).
+    """
+    index = torch.arange(0, dimension, 2, dtype=torch.float64)
+    plain = base ** (-index / dimension)
+    if model is None or model.rope_scaling is None:
+        return plain
+    scaled, original = plain / model.rope_scaling_factor, model.rope_original_positions
+    if model.rope_scaling == "linear":
+        return scaled
+    if model.rope_scaling == "llama3":
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        rotations = original * plain / (2 * math.pi)
+        share = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    else:
+        # the pair that turns this often within the original sequence
+        first, last = (
+            dimension * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (model.yarn_beta_fast, model.yarn_beta_slow)
+        )
+        start, end = max(math.floor(first), 0), min(math.ceil(last), dimension - 1)
+        share = 1.0 - ((index / 2 - start) / (end - start or 0.001)).clamp(0.0, 1.0)
+    return share * plain + (1.0 - share) * scaled
+
+
 class RotaryEmbedding:
     """Angles for the first `dimension` entries of each head; shared by the layers of a rank.
 
-    No module and no buffer: a cast of the model to bf16 must not touch the angles.
+    No module and no buffer: a cast of the model to bf16 must not touch the angles. `model` has the
+    scaling of the frequencies, and whether neighbours are pairs, for which there is no kernel;
+    None: no scaling, and pairs of the two halves.
     """
 
-    def __init__(self, dimension: int, base: float, fused: bool = False) -> None:
+    def __init__(
+        self, dimension: int, base: float, fused: bool = False, model: ModelConfig | None = None
+    ) -> None:
         assert dimension % 2 == 0, f"rotary dimension {dimension} is odd"
-        self.dimension, self.base, self.fused = dimension, base, fused
+        self.interleaved = model is not None and model.rotary_interleaved
+        self.dimension, self.fused = dimension, fused and not self.interleaved
+        self.base, self.model, self.factor = base, model, 1.0
+        if model is not None and model.rope_scaling == "yarn":
+            factor = model.yarn_attention_factor
+            self.factor = factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
         self._table: Angles | None = None
 
     def _grown(self, length: int, device: torch.device) -> Angles:
         table = self._table
         if table is None or table[0].shape[0] < length or table[0].device != device:
-            exponent = torch.arange(0, self.dimension, 2, dtype=torch.float64) / self.dimension
-            angles = torch.outer(torch.arange(length, dtype=torch.float64), self.base**-exponent)
-            self._table = table = (angles.cos().float().to(device), angles.sin().float().to(device))
+            frequencies = rotary_frequencies(self.dimension, self.base, self.model)
+            angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+            cos, sin = (self.factor * x for x in (angles.cos(), angles.sin()))
+            self._table = table = (cos.float().to(device), sin.float().to(device))
         return table
 
     def angles(self, length: int, position_ids: Tensor | None, device: torch.device) -> Angles:
@@ -118,7 +163,9 @@ class RotaryEmbedding:
         Arithmetic in fp32; contiguous result. x may be a slice of the fused projection: the kernel
         needs no copy.
         """
-        return kernel.rotate(x, *angles) if self.fused else kernel.reference(x, *angles)
+        if self.fused:
+            return kernel.rotate(x, *angles)
+        return kernel.reference(x, *angles, neighbours=self.interleaved)
 
     def rotate_groups(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotate x [s, b, groups, queries, d] -> [s, b, groups * queries, d].

@@ -1,4 +1,8 @@
-"""One transformer layer: attention and MLP, each with norm before, dropout and residual after."""
+"""One transformer layer: attention and MLP with their norms, dropout and residual.
+
+By default the norm comes before and the MLP follows attention; --norm-position and
+--parallel-residual change that.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megatron.kernels.choose import choose_attention
+from megatron.kernels.choose import attention_wishes, choose_attention
 from megatron.kernels.ops import elementwise
-from megatron.kernels.ops.elementwise import bias_activation
+from megatron.kernels.ops.elementwise import activate, bias_activation, wider
 from megatron.kernels.ops.norm import norm
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import (
@@ -24,8 +29,10 @@ from megatron.layers.context import (
     normal,
     xavier_uniform,
 )
-from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.sharding import WHOLE, Place, Site, wide
+from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear, one_token
+from megatron.parallel.collectives import all_reduce, reduce_from_tensor_region
+from megatron.parallel.sharding import WHOLE, Place, Rows, Site, wide
+from megatron.parallel.topology import Group
 
 if TYPE_CHECKING:
     from megatron.config import Config, ModelConfig
@@ -36,6 +43,7 @@ class Norm(torch.nn.Module):
 
     Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467. The result has the dtype of
     the weight; statistics are in fp32. With `one_plus` the stored weight is the gain minus one.
+    With a `part`, this rank's of h, the tensor ranks have one each, and statistics are of the whole.
     """
 
     def __init__(
@@ -46,21 +54,30 @@ class Norm(torch.nn.Module):
         kind: str,
         epsilon: float,
         one_plus: bool = False,
+        part: Rows | None = None,
     ) -> None:
         super().__init__()
-        make = context.parameters.create
+        make, dim = context.parameters.create, None if part is None else 0
+        self.group = context.tensor if part is not None and context.tensor.size > 1 else None
         self.epsilon, self.one_plus, self.rms = epsilon, one_plus, kind == "rmsnorm"
         self.fused = context.fusions.rms_norm if self.rms else context.fusions.layer_norm
         self.apex: Any = None
         if context.fusions.apex_norm:
             self.apex = importlib.import_module("apex.normalization.fused_layer_norm")
         start = constant(0.0 if one_plus else 1.0)
-        self.weight = make(f"{name}.weight", (hidden,), None, start, decay=False)
-        self.bias = (
-            None if self.rms else make(f"{name}.bias", (hidden,), None, constant(0.0), decay=False)
-        )
+        self.weight = make(f"{name}.weight", (hidden,), dim, start, rows=part, decay=False)
+        self.bias: torch.nn.Parameter | None = None
+        if not self.rms:
+            zero = constant(0.0)
+            self.bias = make(f"{name}.bias", (hidden,), dim, zero, rows=part, decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.group is not None:
+            weight, bias = wide(self.weight), None if self.bias is None else wide(self.bias)
+            result: Tensor = _NormOverRanks.apply(  # type: ignore[no-untyped-call]
+                x, weight, bias, self.epsilon, float(self.one_plus), self.group
+            )
+            return result.to(self.weight.dtype)
         if self.fused and x.dtype == self.weight.dtype:
             return self._by_kernel(x, None)[0]
         if self.apex is not None and x.dtype == self.weight.dtype:
@@ -79,6 +96,11 @@ class Norm(torch.nn.Module):
         return norm(x, residual, weight, bias, self.epsilon, self.one_plus, self.rms)
 
     def _by_torch(self, x: Tensor) -> Tensor:
+        if one_token(x) and x.dtype == self.weight.dtype and not self.one_plus:
+            shape, bias = self.weight.shape, self.bias
+            if bias is None:
+                return F.rms_norm(x, shape, self.weight, self.epsilon)
+            return F.layer_norm(x, shape, self.weight, bias, self.epsilon)
         dtype, gain = self.weight.dtype, wide(self.weight)
         # A residual stream in fp32 with bf16 weights: normalise in the wider type, return the
         # narrower one.
@@ -102,22 +124,45 @@ class Norm(torch.nn.Module):
         return normed
 
 
-def activate(x: Tensor, kind: str) -> Tensor:
-    """Apply the activation: [.., ffn] -> [.., ffn].
+class _NormOverRanks(torch.autograd.Function):
+    """The norm of x [.., h/tp], a part of each row, in x's dtype; without bias an RMS norm."""
 
-    For 'swiglu' [.., 2 ffn], gate before value, -> [.., ffn].
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        epsilon: float,
+        plus: float,
+        group: Group,
+    ) -> Tensor:
+        whole, centred = x.shape[-1] * group.size, wider(x)
+        mean = None
+        if bias is not None:
+            mean = all_reduce(centred.sum(-1, keepdim=True), group) / whole
+            centred = centred - mean
+        squares = all_reduce(centred.square().sum(-1, keepdim=True), group)
+        rstd = (squares / whole + epsilon).rsqrt()
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.plus, ctx.group = plus, group
+        y = centred * rstd * (wider(weight) + plus)
+        return (y if bias is None else y + wider(bias)).to(x.dtype)
 
-    'gelu' is the tanh form (Hendrycks and Gimpel, arXiv 1606.08415, section 2), which GPT-2 and
-    Megatron's fused kernel use; 'openai_gelu' names the same function. 'swiglu': Shazeer, arXiv
-    2002.05202. 'squared_relu': So et al., arXiv 2109.08668.
-    """
-    if kind == "swiglu":
-        gate, value = x.chunk(2, dim=-1)
-        return F.silu(gate) * value
-    if kind == "squared_relu":
-        return F.relu(x).square()
-    assert kind in ("gelu", "openai_gelu"), f"unknown activation {kind}"
-    return F.gelu(x, approximate="tanh")
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dy, normed = wider(dy), (wider(x) if mean is None else wider(x) - mean) * rstd
+        dweight = (dy * normed).sum_to_size(weight.shape).to(weight.dtype)
+        dbias = None if mean is None else dy.sum_to_size(weight.shape).to(weight.dtype)
+        g = dy * (wider(weight) + ctx.plus)
+        sums = torch.stack(((g * normed).sum(-1), g.sum(-1))[: 1 if mean is None else 2])
+        sums = all_reduce(sums, ctx.group).unsqueeze(-1) / (x.shape[-1] * ctx.group.size)
+        g = g - normed * sums[0]
+        if mean is not None:
+            g = g - sums[1]
+        return (rstd * g).to(x.dtype), dweight, dbias, None, None, None
 
 
 class MLP(torch.nn.Module):
@@ -125,6 +170,7 @@ class MLP(torch.nn.Module):
 
     activation_again  recompute the output of the activation function in the backward pass instead
                       of keeping it
+    summed            see RowParallelLinear
     """
 
     def __init__(
@@ -135,37 +181,36 @@ class MLP(torch.nn.Module):
         fill: Fill,
         output_fill: Fill,
         activation_again: bool = False,
+        summed: bool = True,
     ) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
         self.activation, self.fused = config.activation, context.fusions.bias_activation
         self.activation_again = activation_again
-        up = (2, ffn, hidden) if self.activation == "swiglu" else (ffn, hidden)
+        up = (2, ffn, hidden) if config.gated else (ffn, hidden)
         bias = config.add_bias_linear
         self.dense_h_to_4h = ColumnParallelLinear(context, f"{name}.dense_h_to_4h", up, fill, bias)
         self.dense_4h_to_h = RowParallelLinear(
-            context, f"{name}.dense_4h_to_h", (hidden, ffn), output_fill, bias
+            context, f"{name}.dense_4h_to_h", (hidden, ffn), output_fill, bias, summed
         )
 
     def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
         """Compute the MLP of x; `again` recomputes x."""
+        fused = self.fused and not one_token(x)
         up, bias = (
-            self.dense_h_to_4h.apart(x, again)
-            if self.fused
-            else (self.dense_h_to_4h(x, again), None)
+            self.dense_h_to_4h.apart(x, again) if fused else (self.dense_h_to_4h(x, again), None)
         )
-        activated = self._activate(up, bias)
+        activated = self._activate(up, bias, fused)
         # The gradient of the activation function keeps `up` anyway.
-        recompute = partial(self._activate, up.detach(), bias) if self.activation_again else None
+        recompute = None
+        if self.activation_again:
+            recompute = partial(self._activate, up.detach(), bias, fused)
         result: tuple[Tensor, Tensor | None] = self.dense_4h_to_h(activated, recompute)
         return result
 
-    def _activate(self, up: Tensor, bias: Tensor | None) -> Tensor:
-        return (
-            bias_activation(up, bias, self.activation)
-            if self.fused
-            else activate(up, self.activation)
-        )
+    def _activate(self, up: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
+        kind = self.activation
+        return bias_activation(up, bias, kind) if fused else activate(up, kind)
 
 
 def bias_dropout_add(
@@ -225,32 +270,38 @@ class TransformerLayer(torch.nn.Module):
         again = config.recompute.recompute_modules if selective else ()
         fill, output_fill = weight_fills(model)
 
-        def make_norm(part: str) -> Norm:
+        def make_norm(full_name: str, width: int, part: Rows | None = None) -> Norm:
             return Norm(
                 context,
-                f"{name}.{part}",
-                model.hidden_size,
+                full_name,
+                width,
                 model.normalization,
                 model.layernorm_epsilon,
                 model.apply_layernorm_1p,
+                part,
             )
+
+        def norm_if_any(part: str) -> Norm | None:
+            has = part in model.layer_norms
+            return make_norm(f"{name}.{part}", model.hidden_size) if has else None
 
         self.index, self.dropout = index, model.hidden_dropout
         self.fused_dropout, self.context = context.fusions.bias_dropout, context
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
+        self.parallel = model.parallel_residual is not None
         # The residual stream would keep the norm's output anyway.
         self.norms_again = "layernorm" in again and not self.residual_after_norm
-        self.input_layernorm = make_norm("input_layernorm")
+        self.input_layernorm = norm_if_any("input_layernorm")
         rotary = None
         if model.position_embedding_type == "rope":
             turned = 2 * int(model.kv_channels * model.rotary_percent / 2)
-            rotary = context.rotary(turned, model.rotary_base)
+            rotary = context.rotary(turned, model.rotary_base, model)
         attention = choose_attention(
             config.kernels,
             context.parameters.device,
             config.precision.dtype_name,
             model.seq_length,
-            drops=model.attention_dropout > 0.0,
+            **attention_wishes(model, index),
         )
         self.self_attention = SelfAttention(
             context,
@@ -262,32 +313,78 @@ class TransformerLayer(torch.nn.Module):
             rotary,
             "core_attn" in again,
             attention,
+            make_norm if model.qk_layernorm else None,
+            summed=not self.parallel,
         )
-        self.post_attention_layernorm = make_norm("post_attention_layernorm")
-        self.mlp = MLP(context, f"{name}.mlp", model, fill, output_fill, "mlp_act" in again)
+        self.post_self_attn_layernorm = norm_if_any("post_self_attn_layernorm")
+        self.post_attention_layernorm = norm_if_any("post_attention_layernorm")
+        self.mlp = MLP(
+            context,
+            f"{name}.mlp",
+            model,
+            fill,
+            output_fill,
+            "mlp_act" in again,
+            summed=not self.parallel,
+        )
+        self.post_mlp_layernorm = norm_if_any("post_mlp_layernorm")
 
     def forward(self, x: Tensor, call: CallContext) -> Tensor:
-        normed = self.input_layernorm(x)
+        if self.parallel:
+            return self._parallel(x, call)
+        normed = self._before(self.input_layernorm, x)
         residual = normed if self.residual_after_norm else x
-        out, bias = self.self_attention(normed, call, self._again(self.input_layernorm, x))
+        out, bias = self._after(
+            self.post_self_attn_layernorm,
+            *self.self_attention(normed, call, self._again(self.input_layernorm, x)),
+        )
         drops = call.dropout is not None and self.dropout > 0.0
-        if bias is None and not drops and not self.residual_after_norm:
-            # one kernel if there is one
-            normed, x = self.post_attention_layernorm.add(out, residual)
+        norm = self.post_attention_layernorm
+        if norm is not None and bias is None and not drops and not self.residual_after_norm:
+            normed, x = norm.add(out, residual)  # one kernel if there is one
         else:
             x = self._add(out, bias, residual, call, Site.ATTENTION_OUTPUT)
-            normed = self.post_attention_layernorm(x)
+            normed = self._before(norm, x)
         residual = normed if self.residual_after_norm else x
-        out, bias = self.mlp(normed, self._again(self.post_attention_layernorm, x))
+        out, bias = self._after(self.post_mlp_layernorm, *self.mlp(normed, self._again(norm, x)))
         return self._add(out, bias, residual, call, Site.MLP_OUTPUT)
 
-    def _again(self, norm: Norm, x: Tensor) -> Again:
+    def _parallel(self, x: Tensor, call: CallContext) -> Tensor:
+        """Return x + attention + MLP, whose sum has one message and one dropout mask."""
+        first, second = self.input_layernorm, self.post_attention_layernorm
+        normed = self._before(first, x)
+        attention, bias = self.self_attention(normed, call, self._again(first, x))
+        if second is None:
+            second = first
+        else:
+            normed = second(x)
+        out, more = self.mlp(normed, self._again(second, x))
+        group, scatters = self.context.tensor, self.context.sequence_parallel
+        out = reduce_from_tensor_region(attention + out, group, scatters)
+        if bias is not None and more is not None:
+            bias = wide(bias) + wide(more)
+        return self._add(out, bias, x, call, Site.MLP_OUTPUT)
+
+    def _before(self, norm: Norm | None, x: Tensor) -> Tensor:
+        """Return norm(x), or x in the type of the weights."""
+        return x.to(self.mlp.dense_4h_to_h.weight.dtype) if norm is None else norm(x)
+
+    def _after(
+        self, norm: Norm | None, x: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return norm(x + bias), without a bias; x and bias if there is no norm."""
+        if norm is None:
+            return x, bias
+        return norm(x if bias is None else x + wide(bias)), None
+
+    def _again(self, norm: Norm | None, x: Tensor) -> Again:
         """Return how to recompute norm(x), if configured; the norm's gradient keeps x anyway."""
-        return partial(norm, x.detach()) if self.norms_again else None
+        return partial(norm, x.detach()) if self.norms_again and norm is not None else None
 
     def _add(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, call: CallContext, site: Site
     ) -> Tensor:
         """Return residual + dropout(x + bias)."""
         seed, place = call.hidden_mask(x, self.index, site, self.context)
-        return bias_dropout_add(x, bias, residual, self.dropout, seed, self.fused_dropout, place)
+        fused = self.fused_dropout and not one_token(x)
+        return bias_dropout_add(x, bias, residual, self.dropout, seed, fused, place)

@@ -31,9 +31,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops import vocabulary as kernel
+from megatron.kernels.ops.elementwise import soft_cap
 from megatron.kernels.ops.vocabulary import add_rows_, reference_
 from megatron.layers.context import Fill, LayerContext
-from megatron.layers.linear import column_parallel_matmul, deferred_weight_gradient
+from megatron.layers.linear import column_parallel_matmul, deferred_weight_gradient, product
 from megatron.parallel import collectives
 from megatron.parallel.collectives import reduce_from_tensor_region, split_first
 from megatron.parallel.sharding import sink_of
@@ -70,6 +71,10 @@ class Vocabulary:
              `real` exist
     context  the tensor-parallel group, the queue of deferred weight gradients, fusions
     tokens   of a chunk; 0: all at once; None: what suits the device
+    cap      limit of the logits x, which become cap tanh(x / cap); 0: none
+    z_loss   coefficient z of the z-loss: z times the mean of log(sum exp(logits))^2 over the
+             unmasked tokens is added to the loss in the gradient alone (Chowdhery et al., arXiv
+             2204.02311, section 5)
     """
 
     weight: Tensor
@@ -77,6 +82,8 @@ class Vocabulary:
     first: int
     real: int
     tokens: int | None = None
+    cap: float = 0.0
+    z_loss: float = 0.0
 
     def chunks(self, count: int) -> list[slice]:
         """Divide `count` tokens into chunks."""
@@ -91,7 +98,7 @@ class Vocabulary:
         """
         fused = self.context.fusions.cross_entropy
         local = kernel.local_pass if fused else kernel.local_reference
-        return torch.stack(local(logits, labels, self.first, self.real))
+        return torch.stack(local(logits, labels, self.first, self.real, self.cap))
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x [s(/tp), b, h] of all ranks: [s * b, h]."""
@@ -133,12 +140,14 @@ def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
     gradients.
     """
     if positions is None:
-        found = column_parallel_matmul(x, v.weight, v.context).float()
+        found = column_parallel_matmul(x, (v.weight,), v.context).float()
     else:
         with torch.no_grad():
             whole = v.gather(x).view(-1, *x.shape[1:])
             samples = torch.arange(len(positions), device=x.device)
-            found = F.linear(whole[positions, samples].unsqueeze(0), v.weight).float()
+            found = product(whole[positions, samples].unsqueeze(0), v.weight.t()).float()
+    if v.cap:
+        found = soft_cap(found, v.cap)
     found[..., v.real :] = float("-inf")
     return found
 
@@ -147,17 +156,36 @@ def _mean(losses: Tensor, mask: Tensor) -> Tensor:
     return (losses * mask).sum() / mask.sum().clamp(min=1.0)
 
 
+@torch.no_grad()
+def token_losses(x: Tensor, labels: Tensor, v: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Return the loss of every token, fp32 [s, b], and whether no token has a higher logit.
+
+    x [s(/tp), b, h], labels int64 [s, b]; without gradients.
+    """
+    own = _statistics(x, labels.reshape(-1), v)
+    losses, maximum, _ = _combine(own, v.context.tensor)
+    target = own[2]  # 0 on ranks that do not hold the label's logit
+    if v.context.tensor.size > 1:
+        target = collectives.gather_first(target.unsqueeze(0), v.context.tensor).sum(dim=0)
+    return losses.view_as(labels), (target >= maximum).view_as(labels)
+
+
 def _losses(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
     """Return the loss of every token, fp32 [s * b], without a gradient.
 
     One message for all chunks.
     """
+    return _combine(_statistics(x, labels, v), v.context.tensor)[0]
+
+
+def _statistics(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
+    """Return the statistics of all tokens on this rank, fp32 [3, s * b]."""
     whole = v.gather(x)
     found = [
         v.statistics(logits, labels[part])
         for part, logits in _logits(whole, v, v.chunks(len(whole)))
     ]
-    return _combine(torch.cat(found, dim=1), v.context.tensor)[0]
+    return torch.cat(found, dim=1)
 
 
 def _logits(x: Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
@@ -212,7 +240,7 @@ class _Loss(torch.autograd.Function):
                 if last:
                     dx, sent = _summed(dx, v.context)
             if deferred:
-                queue.add(partial(deferred_weight_gradient, v.weight, logits, whole.detach()))
+                queue.add(partial(deferred_weight_gradient, (v.weight,), logits, whole.detach()))
             elif needs_weight and sink is not None:
                 sink.add_product(logits, whole[part], last=last)
             elif needs_weight:
@@ -238,9 +266,12 @@ class _Loss(torch.autograd.Function):
 def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Vocabulary) -> Tensor:
     """Turn the logits of a chunk into their gradient; return the chunk's losses."""
     losses, maximum, total = _combine(v.statistics(logits, labels), v.context.tensor)
+    if v.z_loss:
+        # The gradient's first term, exp(logit - maximum) / total, gets the factor 1 + 2 z log(sum).
+        total = total / (1.0 + 2.0 * v.z_loss * (maximum + total.log()))
     fused = v.context.fusions.cross_entropy
     differentiate = kernel.gradient_ if fused else kernel.gradient_reference
-    differentiate(logits, labels, maximum, total, token_gradients, v.first, v.real)
+    differentiate(logits, labels, maximum, total, token_gradients, v.first, v.real, v.cap)
     return losses
 
 

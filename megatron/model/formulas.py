@@ -13,7 +13,7 @@ V vocabulary, L layers, B global batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from megatron.config import Config
 from megatron.config.model import ModelConfig
@@ -43,27 +43,35 @@ _PEAKS = (
 
 
 def layer_matrices(model: ModelConfig) -> int:
-    """Return the entries of one layer's weight matrices; SwiGLU doubles the input of the MLP."""
+    """Return the entries of one layer's weight matrices; a gate doubles the input of the MLP."""
     # queries and output; keys and values
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
-    inner = (3 if model.swiglu else 2) * model.ffn_hidden_size
+    inner = (3 if model.gated else 2) * model.ffn_hidden_size
     return model.hidden_size * (heads * model.kv_channels + inner)
 
 
 def total_parameters(model: ModelConfig) -> int:
     """Return all parameters of the model, a tied embedding counted once."""
-    h, bias = model.hidden_size, int(model.add_bias_linear)
-    norm = h * (2 if model.normalization == "layernorm" else 1)
-    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.kv_channels
-    inner = (2 if model.swiglu else 1) * model.ffn_hidden_size
-    layer = layer_matrices(model) + bias * (qkv + inner + 2 * h) + 2 * norm
+    h, bias, heads, groups, d = (
+        model.hidden_size,
+        int(model.add_bias_linear),
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        model.kv_channels,
+    )
+    width = 2 if model.normalization == "layernorm" else 1  # vectors of a norm
+    inner = (2 if model.gated else 1) * model.ffn_hidden_size
+    layer = layer_matrices(model) + bias * (inner + 2 * h) + len(model.layer_norms) * width * h
+    layer += int(model.qkv_bias) * (heads + 2 * groups) * d
+    if model.qk_layernorm:
+        layer += width * d * (2 if model.qk_layernorm_over == "head" else heads + groups)
     words = _vocab(model) * h * (2 if model.untie_embeddings_and_output_weights else 1)
     learned = model.position_embedding_type == "learned_absolute"
     return (
         words
         + (model.max_position_embeddings * h if learned else 0)
         + model.num_layers * layer
-        + norm
+        + (2 if model.embedding_layernorm else 1) * width * h
     )
 
 
@@ -99,17 +107,27 @@ def _vocab(model: ModelConfig) -> int:
 # -- operations ------------------------------------------------------------------------------------
 
 
-def attention_score_flops(model: ModelConfig) -> float:
-    """Return the forward FLOPs per token and layer of scores and weighted values: 4 s n d.
+def attention_score_flops(model: ModelConfig, layer: int = 0) -> float:
+    """Return the forward FLOPs per token of a layer's scores and weighted values: 4 s n d.
 
-    All pairs are counted, also those that a causal mask hides.
+    All pairs are counted, also those that a causal mask hides. A layer with a sliding window counts
+    the keys of a full one: 4 (LEFT + 1) n d.
     """
-    return 4.0 * model.seq_length * model.num_attention_heads * model.kv_channels
+    window = model.window(layer)
+    keys = model.seq_length if window is None else min(window + 1, model.seq_length)
+    return 4.0 * keys * model.num_attention_heads * model.kv_channels
 
 
-def layer_flops(model: ModelConfig) -> float:
-    """Return the forward FLOPs per token of one layer."""
-    return 2.0 * layer_matrices(model) + attention_score_flops(model)
+def layer_flops(model: ModelConfig, layer: int = 0) -> float:
+    """Return the forward FLOPs per token of one layer, counted from 0."""
+    return 2.0 * layer_matrices(model) + attention_score_flops(model, layer)
+
+
+def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], float]) -> float:
+    """Return the mean of a layer's FLOPs over all layers."""
+    if model.window_size is None:
+        return flops(model, 0)
+    return math.fsum(flops(model, layer) for layer in range(model.num_layers)) / model.num_layers
 
 
 def model_flops_per_token(model: ModelConfig) -> float:
@@ -118,7 +136,7 @@ def model_flops_per_token(model: ModelConfig) -> float:
     The backward pass takes twice the forward's. The logits take 2 h V.
     """
     head = 2.0 * model.hidden_size * _vocab(model)
-    return 3.0 * (model.num_layers * layer_flops(model) + head)
+    return 3.0 * (model.num_layers * _mean_over_layers(model, layer_flops) + head)
 
 
 def recompute_flops_per_token(
@@ -138,14 +156,14 @@ def recompute_flops_per_token(
     if granularity is None or (granularity == "selective" and "core_attn" not in modules):
         return 0.0
     if granularity == "selective":
-        return model.num_layers * attention_score_flops(model)
+        return model.num_layers * _mean_over_layers(model, attention_score_flops)
     assert granularity == "full", (
         f"recompute granularity {granularity!r} is neither 'full' nor 'selective'"
     )
     layers = (
         model.num_layers if recomputed_layers is None else min(recomputed_layers, model.num_layers)
     )
-    return layers * layer_flops(model)
+    return layers * _mean_over_layers(model, layer_flops)
 
 
 def paper_flops(

@@ -15,6 +15,7 @@ from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import choose_fusions
 from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.kernels.work import once_and_again
+from megatron.layers.cache import KeyValueCache
 from megatron.layers.context import CallContext, LayerContext, ParameterFactory
 from megatron.layers.positions import Documents
 from megatron.layers.transformer import Norm, TransformerLayer, weight_fills
@@ -24,6 +25,7 @@ from megatron.layers.vocabulary import (
     VocabParallelEmbedding,
     Vocabulary,
     scores,
+    token_losses,
     vocabulary_loss,
 )
 from megatron.model.stages import assign_layers
@@ -41,6 +43,8 @@ class GPTChunk(torch.nn.Module):
     forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the
     scalar fp32 loss of the micro-batch: the mean over its unmasked tokens. `hidden` is None on the
     first stage.
+
+    With a `cache`, which each pass extends, the tokens of the batch follow those of earlier passes.
 
     With late_loss=True, for an executor that needs the loss only after its backward pass, it is NaN
     until then, and the logits never exist as a whole (vocabulary_loss.py).
@@ -62,6 +66,16 @@ class GPTChunk(torch.nn.Module):
         self.is_first, self.is_last = stage == 0, last
         fill, _ = weight_fills(model)
 
+        def norm(name: str) -> Norm:
+            return Norm(
+                context,
+                name,
+                model.hidden_size,
+                model.normalization,
+                model.layernorm_epsilon,
+                model.apply_layernorm_1p,
+            )
+
         def vocabulary(name: str = WORD_EMBEDDINGS, tied: bool = False) -> torch.nn.Parameter:
             assert model.vocab_size is not None, (
                 "the tokenizer gives the vocabulary size before the model is built"
@@ -73,6 +87,8 @@ class GPTChunk(torch.nn.Module):
         tied = not model.untie_embeddings_and_output_weights
         if self.is_first:
             self.word_embeddings = VocabParallelEmbedding(context, vocabulary(tied=tied))
+            if model.embedding_layernorm:
+                self.embedding_layernorm = norm("embedding_layernorm")
             if model.position_embedding_type == "learned_absolute":
                 self.position_embeddings = PositionEmbedding(
                     context, model.max_position_embeddings, model.hidden_size, fill
@@ -80,14 +96,7 @@ class GPTChunk(torch.nn.Module):
         make: Layer = config.pieces.layer or TransformerLayer
         self.layers = torch.nn.ModuleList(make(context, config, i) for i in layers)
         if self.is_last:
-            self.final_layernorm = Norm(
-                context,
-                "final_layernorm",
-                model.hidden_size,
-                model.normalization,
-                model.layernorm_epsilon,
-                model.apply_layernorm_1p,
-            )
+            self.final_layernorm = norm("final_layernorm")
             if not tied:
                 self.output_weight = vocabulary(name=OUTPUT_LAYER)
             elif self.is_first:
@@ -97,8 +106,14 @@ class GPTChunk(torch.nn.Module):
             else:
                 self.output_weight = vocabulary(tied=True)
 
-    def forward(self, batch: MicroBatch, hidden: Tensor | None, late_loss: bool = False) -> Tensor:
-        hidden = self._hidden(batch, hidden)
+    def forward(
+        self,
+        batch: MicroBatch,
+        hidden: Tensor | None,
+        late_loss: bool = False,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        hidden = self._hidden(batch, hidden, cache)
         if not self.is_last:
             return hidden
         assert batch.labels is not None and batch.loss_mask is not None
@@ -107,12 +122,21 @@ class GPTChunk(torch.nn.Module):
             x, batch.labels.t(), batch.loss_mask.t(), self._vocabulary(), late_loss
         )
 
+    def token_losses(self, batch: MicroBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return, on the last stage, the loss of every label, [b, s], and whether it is greedy.
+
+        Greedy: no other token has a higher score. Without gradients.
+        """
+        assert self.is_last, "labels are compared on the last stage"
+        x = self.final_layernorm(self._hidden(batch, hidden))
+        losses, greedy = token_losses(x, batch.labels.t(), self._vocabulary())
+        return losses.t(), greedy.t()
+
     def weight_users(self) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
         """Return the modules that this chunk calls, in order, and the parameters of each call."""
         embeddings = (
-            (self.word_embeddings, getattr(self, "position_embeddings", None))
-            if self.is_first
-            else ()
+            getattr(self, name, None)
+            for name in ("word_embeddings", "embedding_layernorm", "position_embeddings")
         )
         found = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
         # the norm is called right before the product with the output weight, which no module holds
@@ -123,7 +147,11 @@ class GPTChunk(torch.nn.Module):
         return found
 
     def logits(
-        self, batch: MicroBatch, hidden: Tensor | None, positions: Tensor | None = None
+        self,
+        batch: MicroBatch,
+        hidden: Tensor | None,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Return, on the last stage, this rank's fp32 scores [s, b, vocab/tp].
 
@@ -134,17 +162,19 @@ class GPTChunk(torch.nn.Module):
         """
         assert self.is_last, "logits exist on the last stage"
         return scores(
-            self.final_layernorm(self._hidden(batch, hidden)), self._vocabulary(), positions
+            self.final_layernorm(self._hidden(batch, hidden, cache)), self._vocabulary(), positions
         )
 
-    def _hidden(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-        call = self._call_context(batch)
+    def _hidden(
+        self, batch: MicroBatch, hidden: Tensor | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        call = self._call_context(batch, cache)
         if self.is_first:
             hidden = self._embed(batch, call)
         assert hidden is not None, f"stage {self.stage} needs the hidden states of the stage before"
         return self._run_layers(hidden, call)
 
-    def _call_context(self, batch: MicroBatch) -> CallContext:
+    def _call_context(self, batch: MicroBatch, cache: KeyValueCache | None) -> CallContext:
         dropout, documents = None, None
         if self.training:
             dropout = DropoutKey(self.config.training.seed, batch.first_sample)
@@ -154,18 +184,24 @@ class GPTChunk(torch.nn.Module):
             documents = Documents(bounds, lengths, len(batch.tokens))
         # Positions that cannot restart are those that the layers count themselves.
         restart = documents is not None or self.config.data.reset_position_ids
-        return CallContext(batch.position_ids if restart else None, documents, dropout)
+        given = restart if cache is None else cache.used > 0
+        return CallContext(batch.position_ids if given else None, documents, dropout, cache)
 
     def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
         assert batch.tokens is not None
+        model = self.config.model
         hidden = self.word_embeddings(batch.tokens)  # [s(/tp), b, h]
-        if self.config.model.position_embedding_type == "learned_absolute":
+        if model.embedding_scale is not None:
+            hidden = hidden * model.embedding_scale
+        if model.embedding_layernorm:
+            hidden = self.embedding_layernorm(hidden)
+        if model.position_embedding_type == "learned_absolute":
             hidden = hidden + self.position_embeddings(batch.tokens.shape[1], call.position_ids)
-        if self.config.model.fp32_residual_connection:
+        if model.fp32_residual_connection:
             hidden = hidden.float()
         seed, place = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
         return keyed_dropout(
-            hidden, self.config.model.hidden_dropout, seed, self.context.fusions.bias_dropout, place
+            hidden, model.hidden_dropout, seed, self.context.fusions.bias_dropout, place
         )
 
     def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
@@ -205,8 +241,9 @@ class GPTChunk(torch.nn.Module):
 
     def _vocabulary(self) -> Vocabulary:
         own = sharding_of(self.output_weight)
-        tokens = self.config.kernels.cross_entropy_chunk_tokens
-        return Vocabulary(self.output_weight, self.context, own.offset[0], own.extent[0], tokens)
+        model, tokens = self.config.model, self.config.kernels.cross_entropy_chunk_tokens
+        part = self.output_weight, self.context, own.offset[0], own.extent[0]
+        return Vocabulary(*part, tokens, model.final_logit_softcapping or 0.0, model.logit_z_loss)
 
 
 def layer_context(

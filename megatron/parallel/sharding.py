@@ -46,6 +46,8 @@ class Sharding:
                      autograd graph of the first forward pass says (engine/gradients.py)
     tied             whether this is the tied embedding weight, held by the first and the last stage
     decay            whether weight decay applies
+    copies           how many neighbouring tensor ranks hold this part of a divided dimension; the
+                     gradients of more than one are terms of a sum
     """
 
     name: str
@@ -56,6 +58,19 @@ class Sharding:
     partial_gradient: bool | None = None
     tied: bool = False
     decay: bool = True
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a global tensor that a tensor rank holds where they are not an even part.
+
+    copies  see Sharding
+    """
+
+    first: int
+    count: int
+    copies: int = 1
 
 
 def shard(

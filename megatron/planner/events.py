@@ -153,9 +153,20 @@ class Trace:
     again      one layer that keeps only its input and repeats its forward pass in the backward
                pass; None unless recomputation is "full"
     head       last norm, output layer and loss, on the last stage
+    unlimited  a layer without a sliding window and the same with recomputation, if `layer` and
+               `again` have one
     """
 
     embedding: Part
     layer: Part
     again: Part | None
     head: Part
+    unlimited: tuple[Part, Part | None] | None = None
+
+    def layer_of(self, unlimited: bool) -> tuple[Part, Part]:
+        """Return a layer of one kind without and with recomputation."""
+        layer, again = self.layer, self.again
+        if unlimited:
+            assert self.unlimited is not None, "the model has layers without a window"
+            layer, again = self.unlimited
+        return layer, again or layer

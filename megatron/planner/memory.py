@@ -8,7 +8,7 @@ inside kernels, and fragmentation. Needs torch if a trace is not cached.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -150,43 +150,39 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
     group  most layers that are recomputed together
     block  granularity to which a tensor's size is rounded up
     """
-    embedding, layer, head = (
-        _passes(part, block) for part in (traced.embedding, traced.layer, traced.head)
-    )
-    again = layer if traced.again is None else _passes(traced.again, block)
-    groups = _groups(stage, group)
-    plain = stage.layers - stage.layers_again
+    embedding, head = (_passes(part, block) for part in (traced.embedding, traced.head))
+    kinds = [traced.layer_of(kind) for kind in stage.unlimited or (False,) * stage.layers]
+    layers = [_passes(layer, block) for layer, _ in kinds]
+    agains = [_passes(again, block) for _, again in kinds]
+    groups, at = list[slice](), 0
+    for count, times in _groups(stage, group):
+        groups += [slice(i, i + count) for i in range(at, at + count * times, count)]
+        at += count * times
     first = int(stage.first)
     last = int(stage.last)
-    # keeps nothing of its own
-    passing = [again["forward"], -again["forward"].sum(axis=0, keepdims=True)]
     forward = np.concatenate(
         [
             NOTHING,
             *[embedding["forward"]] * first,
-            *(
-                rows
-                for count, times in groups
-                for rows in [again["forward"], *passing * (count - 1)] * times
-            ),
-            *[layer["forward"]] * plain,
+            *(rows for some in groups for rows in _forward_again(agains[some])),
+            *(layer["forward"] for layer in layers[at:]),
             *[head["forward"]] * last,
         ]
     )
 
     def backward(half: str) -> Bytes:
-        made = [_as_temporary(layer["forward"])] * (half != "weights")
-        undone = [_as_temporary(layer[half])]
+        def again(some: slice) -> list[Bytes]:
+            inside = layers[some][:-1]
+            made = [_as_temporary(layer["forward"]) for layer in inside]
+            undone = [_as_temporary(layer[half]) for layer in reversed(inside)]
+            return [*made * (half != "weights"), agains[some][-1][half], *undone]
+
         return np.concatenate(
             [
                 NOTHING,
                 *[head[half]] * last,
-                *[layer[half]] * plain,
-                *(
-                    rows
-                    for count, times in reversed(groups)
-                    for rows in [*made * (count - 1), again[half], *undone * (count - 1)] * times
-                ),
+                *(layer[half] for layer in reversed(layers[at:])),
+                *(rows for some in reversed(groups) for rows in again(some)),
                 *[embedding[half]] * first,
             ]
         )
@@ -195,6 +191,14 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
     halves = [backward(half) for half in (("inputs", "weights") if stage.split else ("backward",))]
     most = find_peak(np.concatenate([kept[None], *halves]))[0]
     return ChunkMemory(kept, find_peak(forward)[0], most, kept + halves[0].sum(axis=0))
+
+
+def _forward_again(agains: Sequence[dict[str, Bytes]]) -> Iterator[Bytes]:
+    """Yield the rows of a recomputed group: the layers after the first keep nothing of their own."""
+    for i, again in enumerate(agains):
+        yield again["forward"]
+        if i:
+            yield -again["forward"].sum(axis=0, keepdims=True)
 
 
 def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:

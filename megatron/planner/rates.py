@@ -19,7 +19,8 @@ measured times.
 
 **Attention.** Rates by sequence length in the same way (1 / rate over 1 / length); between head
 sizes, linear in their logarithm. Causal attention counts the operations of half of all pairs, the
-backward pass 2.5 times those of the forward pass (Dao, arXiv 2307.08691, section 4.1).
+backward pass 2.5 times those of the forward pass (Dao, arXiv 2307.08691, section 4.1). In a sliding
+window it has the rate of a sequence in which a query sees as many keys on average.
 
 **Memory.** Bytes divided by a bandwidth that is linear in the logarithm of the bytes between
 points; at least the shortest time of a kernel.
@@ -91,14 +92,20 @@ class Rates:
         seq: int,
         head_dim: int,
         backward: bool,
+        keys: int | None = None,
     ) -> float:
-        """Time one pass of causal flash attention over [batch, seq, heads, head_dim]."""
+        """Time one pass of causal flash attention over [batch, seq, heads, head_dim].
+
+        keys  of a sliding window; None: there is none
+        """
         figure = self._take(f"attention.{self._dtype}.{'backward' if backward else 'forward'}")
         heads_known, lines = _attention_lines(figure, self._peak)
         rate = np.interp(
-            math.log(head_dim), heads_known, [1.0 / line.inverse(seq) for line in lines]
+            math.log(head_dim),
+            heads_known,
+            [1.0 / line.inverse(as_long_as(seq, keys)) for line in lines],
         )
-        operations = 2.0 * batch * heads * seq * seq * head_dim
+        operations = 4.0 * batch * heads * causal_pairs(seq, keys) * head_dim
         if backward:
             operations *= BACKWARD_OPERATIONS
         return max(self._kernel_s, operations / float(rate))
@@ -120,6 +127,21 @@ class Rates:
     def used(self) -> set[Used]:
         """Figures that the results so far are based on."""
         return {figure.used for figure in self._used.values()}
+
+
+def causal_pairs(seq: int, keys: int | None) -> float:
+    """Return the pairs of a query and a key that it sees: at most `keys` each, or all before it.
+
+    >>> causal_pairs(1024, None) == causal_pairs(1024, 1024) == 1024**2 / 2
+    True
+    """
+    keys = keys or seq
+    return seq * keys - keys * keys / 2
+
+
+def as_long_as(seq: int, keys: int | None) -> int:
+    """Return the length of a sequence in which causal attention sees as many keys on average."""
+    return seq if keys is None else min(seq, 2 * keys)
 
 
 def size_of(m: float, n: float, k: float) -> float:

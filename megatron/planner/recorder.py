@@ -215,7 +215,15 @@ def _rule(func: Any) -> _Rule:
         return _product
     if "scaled_dot_product" in name:
         place = int("backward" in name)  # of the queries
-        return lambda args, kwargs, out: Attention._make((*args[place].shape, bool(place)))
+
+        def attention(args: Any, kwargs: Any, out: Any) -> Computation:
+            batch, heads, queries, head_dim = args[place].shape
+            keys = args[place + 1].shape[2]
+            # The queries of a block see as many keys before their own as come before the block.
+            seen = None if keys == queries else keys - queries + 1
+            return Attention(batch, heads, queries, head_dim, bool(place), seen)
+
+        return attention
     if name in _ROWS_OUT:
         return lambda args, kwargs, out: Memory(2 * out.nbytes, 1, declared)
     if name in _ROWS_IN:
@@ -362,7 +370,7 @@ class _Piece:
         for p in self.chunk.parameters():
             s = sharding_of(p)
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
-            partial = partial and self.terms.partial(p, True)
+            partial = s.copies > 1 or (partial and self.terms.partial(p, True))
             found.append(
                 Parameter(s.name, tuple(p.shape), s.global_shape, s.dim, s.decay, s.tied, partial)
             )

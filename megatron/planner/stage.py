@@ -6,7 +6,7 @@ The time of a pass is simulated: a clock for computations on the device, one for
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,15 +16,17 @@ from megatron.kernels.work import Attention, Computation, Product
 from megatron.model.stages import assign_layers
 from megatron.pipeline.schedule import splits_backward
 from megatron.planner.cluster import Cluster
-from megatron.planner.events import Again, Give, Pass, Post, Take, Trace, Wait
+from megatron.planner.events import Again, Give, Part, Pass, Post, Take, Trace, Wait
 from megatron.planner.rates import Rates
+from megatron.planner.trace import layers_without_window
 
 
 class Stage(NamedTuple):
     """Work of a global stage.
 
-    again  (recomputed groups of layers, layers in them)
-    split  whether the backward pass runs in two halves
+    again      (recomputed groups of layers, layers in them)
+    split      whether the backward pass runs in two halves
+    unlimited  for each layer whether it has no sliding window, if the model has layers of both kinds
     """
 
     layers: int
@@ -33,6 +35,7 @@ class Stage(NamedTuple):
     groups_again: int = 0
     layers_again: int = 0
     split: bool = False
+    unlimited: tuple[bool, ...] = ()
 
 
 def stages_of(config: Config) -> tuple[Stage, ...]:
@@ -42,15 +45,30 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     split = size > 1 and splits_backward(
         config.schedule, size, parallel.num_chunks, config.num_micro_batches()
     )
-    layers = config.model.num_layers
-    return _stages(layers, parallel.num_stages, parallel.pipeline_layout, config.recompute, split)
+    kinds: tuple[bool, ...] = ()
+    if config.model.window_attn_skip_freq is not None:
+        kinds = layers_without_window(config.model)
+        kinds = kinds if len(set(kinds)) > 1 else ()
+    return _stages(
+        config.model.num_layers,
+        parallel.num_stages,
+        parallel.pipeline_layout,
+        config.recompute,
+        split,
+        kinds,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _stages(
-    layers: int, stages: int, layout: str | None, recompute: RecomputeConfig, split: bool
+    layers: int,
+    stages: int,
+    layout: str | None,
+    recompute: RecomputeConfig,
+    split: bool,
+    unlimited: tuple[bool, ...],
 ) -> tuple[Stage, ...]:
-    counts = [len(of_stage) for of_stage in assign_layers(layers, stages, layout)]
+    parts = assign_layers(layers, stages, layout)
     n = recompute.recompute_num_layers
 
     def again(count: int) -> tuple[int, int]:
@@ -64,8 +82,15 @@ def _stages(
         )
 
     return tuple(
-        Stage(count, i == 0, i == stages - 1, *again(count), split)
-        for i, count in enumerate(counts)
+        Stage(
+            len(part),
+            i == 0,
+            i == stages - 1,
+            *again(len(part)),
+            split,
+            unlimited[part.start : part.stop],
+        )
+        for i, part in enumerate(parts)
     )
 
 
@@ -88,29 +113,45 @@ def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
     """
     first = int(stage.first)
     last = int(stage.last)
-    alone = stage.groups_again
-    inside = stage.layers_again - alone
-    again = trace.again or trace.layer
+    kinds = list(_kinds(trace, stage))
     found = {
         "forward": [
             Run(first, trace.embedding.forward),
-            Run(stage.layers, trace.layer.forward),
+            *(Run(count, layer.forward) for layer, _, count, _, _ in kinds),
             Run(last, trace.head.forward),
         ]
     }
     halves = ("inputs", "weights") if stage.split else ("backward",)
     for name, half in zip(("backward", "weight"), halves, strict=False):
-        found[name] = [
-            Run(last, getattr(trace.head, half)),
-            Run(inside if name == "backward" else 0, trace.layer.forward, again=True),
-            Run(alone, getattr(again, half)),
-            Run(stage.layers - alone, getattr(trace.layer, half)),
-            Run(first, getattr(trace.embedding, half)),
-        ]
+        found[name] = [Run(last, getattr(trace.head, half))]
+        for layer, again, count, recomputed, alone in kinds:
+            inside = recomputed - alone if name == "backward" else 0
+            found[name] += [
+                Run(inside, layer.forward, again=True),
+                Run(alone, getattr(again, half)),
+                Run(count - alone, getattr(layer, half)),
+            ]
+        found[name].append(Run(first, getattr(trace.embedding, half)))
     return {
         name: [run for run in found.get(name, []) if run.times]
         for name in ("forward", "backward", "weight")
     }
+
+
+def _kinds(trace: Trace, stage: Stage) -> Iterator[tuple[Part, Part, int, int, int]]:
+    """Yield each kind of a stage's layers.
+
+    (layer, layer with recomputation, how many, how many of them are recomputed, how many of these
+    are the last of their group)
+    """
+    unlimited = stage.unlimited or (False,) * stage.layers
+    left, groups = stage.layers_again, stage.groups_again
+    for kind in sorted(set(unlimited)):
+        recomputed = unlimited[: stage.layers_again].count(kind)
+        # Layers of both kinds alternate: groups end with either in proportion.
+        alone = round(groups * recomputed / left) if left else 0
+        left, groups = left - recomputed, groups - alone
+        yield *trace.layer_of(kind), unlimited.count(kind), recomputed, alone
 
 
 def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dict[str, float]:

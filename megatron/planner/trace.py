@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron.config import Config
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
@@ -74,14 +75,31 @@ def trace(config: Config, device: str) -> Trace:
     found = _traces.get(key)
     if found is None:
         plain = dataclasses.replace(config, recompute=RecomputeConfig())
-        full = config.recompute.recompute_granularity == "full"
+        limited = layers_without_window(config.model)
+        kinds = [_layers(config, device, not one) for one in sorted(set(limited))]
         found = _traces[key] = Trace(
-            embedding=_part(plain, "embedding", device),
-            layer=_part(plain if full else config, "layer", device),
-            again=_part(config, "layer", device) if full else None,
-            head=_part(plain, "head", device),
+            _part(plain, "embedding", device),
+            *kinds[0],
+            _part(plain, "head", device),
+            kinds[1] if len(kinds) > 1 else None,
         )
     return found
+
+
+def layers_without_window(model: ModelConfig) -> tuple[bool, ...]:
+    """Return for each layer whether it has no sliding window."""
+    return tuple(model.window(layer) is None for layer in range(model.num_layers))
+
+
+def _layers(config: Config, device: str, windowed: bool) -> tuple[Part, Part | None]:
+    """Trace a layer with or without the window, and the same with full recomputation if that is on."""
+    size = config.model.window_size if windowed else None
+    model = dataclasses.replace(config.model, window_size=size, window_attn_skip_freq=None)
+    config = dataclasses.replace(config, model=model)
+    if config.recompute.recompute_granularity != "full":
+        return _part(config, "layer", device), None
+    plain = dataclasses.replace(config, recompute=RecomputeConfig())
+    return _part(plain, "layer", device), _part(config, "layer", device)
 
 
 _traces: dict[tuple[Any, ...], Trace] = {}

@@ -13,10 +13,11 @@ import torch
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.files import CONFIG, PROVENANCE, STATE, read_manifest
 from megatron.checkpoint.find import find_folder
-from megatron.checkpoint.save import write_offline
 from megatron.checkpoint.shards import read_stored
 from megatron.config import Config
 from megatron.errors import CheckpointError
+from megatron_conversion import write as write_module
+from megatron_conversion.write import write_offline
 from tests.tools.conversion.whole import whole_tensors
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (2, 6, 4), "d": (1,), "e": (4, 3)}
@@ -47,7 +48,7 @@ def write(directory: Path, given: Any, iteration: int = 3) -> Path:
 
 @pytest.mark.parametrize("box", [1 << 20, 100, 24, 1])
 def test_boxes_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: int) -> None:
-    monkeypatch.setattr(save_module, "SHARD_BYTES", box)
+    monkeypatch.setattr(write_module, "SHARD_BYTES", box)
     folder = write(tmp_path, tensors().items())
     assert folder == find_folder(tmp_path) == tmp_path / "iter_0000003"
     found = whole_tensors(folder)

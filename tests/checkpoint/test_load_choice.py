@@ -12,6 +12,8 @@ import pytest
 
 from megatron.checkpoint.files import digest, write_manifest, write_text
 from megatron.checkpoint.find import Found, find, find_folder, open_checkpoint, required
+from megatron.checkpoint.settings import check_architecture, plain
+from megatron.config import Config
 from megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -199,8 +201,9 @@ def test_what_others_wrote_is_no_reason_to_start_anew(
         find(tmp_path)
 
 
-def test_megatrons_own_checkpoint_is_named(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+@pytest.mark.parametrize("name", ["mp_rank_00", "metadata.json"])
+def test_megatrons_own_checkpoint_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "iter_0000100" / name).mkdir(parents=True)
     track(tmp_path, "100")
     with pytest.raises(CheckpointError, match="convert_checkpoint"):
         find_folder(tmp_path)
@@ -328,3 +331,19 @@ def test_those_from_before_saves_were_counted_are_the_oldest(tmp_path: Path) -> 
     assert find(tmp_path).folder == made[6]
     expected = checkpoint(tmp_path, 3, generation=2)
     assert find(tmp_path).folder == expected
+
+
+def test_a_setting_that_is_newer_than_the_checkpoint():
+    """A checkpoint from before a setting existed was written with its default."""
+    sizes = dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=8)
+    config = Config.create(**sizes)
+    stored = plain(config)
+    for name in ("qk_layernorm", "parallel_residual", "norm_position"):
+        del stored["model"][name]
+    check_architecture(stored, config, "iter_0000001")
+    changed = dict(qk_layernorm=True, parallel_residual="one_norm")
+    with pytest.raises(CheckpointError) as raised:
+        check_architecture(stored, Config.create(**sizes, **changed), "iter_0000001")
+    text = str(raised.value)
+    assert "--qk-layernorm" in text and "--parallel-residual" in text and "one_norm" in text
+    assert "--norm-position" not in text

@@ -2,7 +2,7 @@
 
 Every number is recovered.
 
-Grouped queries, SwiGLU, an untied head, and rotary positions. A vocabulary of 50 is padded to 56
+Grouped queries, SwiGLU, an untied head, and norms of embeddings, queries and keys. A vocabulary of 50 is padded to 56
 without tensor parallelism and to 64 with it. Stages share the layers evenly or not.
 """
 
@@ -40,7 +40,14 @@ MODEL: dict[str, Any] = dict(
     position_embedding_type="rope",
     normalization="rmsnorm",
     add_bias_linear=False,
+    add_qkv_bias=True,
+    norm_position="both",
+    embedding_layernorm=True,
+    qk_layernorm=True,
+    qk_layernorm_over="all",
 )
+# fewer key and value heads than tensor ranks, which share them; with biases, and few bytes
+MULTI_QUERY: dict[str, Any] = dict(BASE, num_layers=2, num_key_value_heads=1)
 TIED: dict[str, Any] = dict(BASE, num_layers=4)
 FP16 = dict(fp16=True, initial_loss_scale=2.0**7, loss_scale_window=2)
 
@@ -49,11 +56,14 @@ TP2, SP2 = (
     dict(tensor_model_parallel_size=2),
     dict(tensor_model_parallel_size=2, sequence_parallel=True),
 )
+TP4 = dict(tensor_model_parallel_size=4)
 PP2 = dict(pipeline_model_parallel_size=2)
 
 # Written checkpoints: (model, fields), all on 4 ranks.
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2sp-pp2": (MODEL, {**SP2, **PP2}),
+    "multi-query, tp4": (MULTI_QUERY, TP4),
+    "multi-query, dp4": (MULTI_QUERY, {}),
     "tied, interleaved, dp2": (TIED, INTERLEAVED),
     "fp16, zero 0, zb, dp2": (TIED, {**PP2, **FP16, "enable_zbh1_pipeline": True, "zero_stage": 0}),
 }
@@ -75,19 +85,22 @@ SOME = [
     Case("tp2sp-pp2", {**SP2, **PP2}),
     Case("tp2sp-pp2", {"zero_stage": 0, "bf16": True}),
     Case("tp2sp-pp2", {**PP2, "pipeline_layout": "1,4", **TP2}),
+    Case("multi-query, tp4", {}, 1),
+    Case("multi-query, dp4", TP4),
+    Case("multi-query, tp4", {**TP2, "zero_stage": 0, "bf16": True}),
     Case("tied, interleaved, dp2", dict(pipeline_model_parallel_size=4)),
     Case("tied, interleaved, dp2", {**PP2, "enable_zbh1_pipeline": True, "zero_stage": 0}),
     Case("fp16, zero 0, zb, dp2", {**FP16, "initial_loss_scale": 2.0**9}),
     Case("fp16, zero 0, zb, dp2", {}, 1),
 ]
 OTHERS = [
-    Case("tp2sp-pp2", dict(tensor_model_parallel_size=4)),
+    Case("tp2sp-pp2", TP4),
     Case("tp2sp-pp2", {}),
     Case("tp2sp-pp2", {**SP2, **FP16}),
     Case("tp2sp-pp2", {**PP2, "enable_zbh1_pipeline": True, "pipeline_layout": "4,1"}),
     Case("tied, interleaved, dp2", INTERLEAVED),
     Case("tied, interleaved, dp2", {**INTERLEAVED, **SP2}),
-    Case("tied, interleaved, dp2", dict(tensor_model_parallel_size=4)),
+    Case("tied, interleaved, dp2", TP4),
     Case("fp16, zero 0, zb, dp2", {**INTERLEAVED, **FP16, **TP2}),
     Case("fp16, zero 0, zb, dp2", {**PP2, **SP2}),
     Case("fp16, zero 0, zb, dp2", {**TP2, "bf16": True}),
@@ -160,7 +173,7 @@ class Job:
         for p in self.chunks.parameters():
             s = sharding_of(p)
             real = p.detach()[tuple(slice(0, n) for n in s.extent)].float().numpy().copy()
-            found[f"weight.{s.name}"] = [(s.global_shape, s.offset, real)]
+            found.setdefault(f"weight.{s.name}", []).append((s.global_shape, s.offset, real))
         return found
 
     def padding(self) -> float:

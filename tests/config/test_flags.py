@@ -45,8 +45,34 @@ SETTINGS = """
 --normalization LayerNorm => normalization layernorm
 --apply-layernorm-1p
 --swiglu
+--geglu
 --squared-relu
+--exact-gelu
 --openai-gelu
+--norm-position both
+--embed-layernorm => embedding_layernorm True
+--qk-layernorm
+--qk-layernorm-over all
+--add-qkv-bias
+--add-qkv-bias-linear => add_qkv_bias True
+--parallel-residual two_norms
+--final-logit-softcapping 30.0
+--logit-z-loss 0.0001
+--z-loss-strength 0.0001 => logit_z_loss 0.0001
+--embedding-scale 8.0
+--input-embeddings-multiplier 8.0 => embedding_scale 8.0
+--rotary-interleaved
+--rope-scaling linear
+--use-rope-scaling => rope_scaling llama3
+--rope-scaling-factor 4.0
+--rotary-scaling-factor 4.0 => rope_scaling_factor 4.0
+--rope-original-positions 4096
+--original-max-position-embeddings 4096 => rope_original_positions 4096
+--rope-low-freq-factor 2.0
+--rope-high-freq-factor 8.0
+--yarn-beta-fast 16.0
+--yarn-beta-slow 2.0
+--yarn-attention-factor 1.5
 --disable-bias-linear => add_bias_linear False
 --untie-embeddings-and-output-weights
 --use-rotary-position-embeddings => position_embedding_type rope
@@ -360,7 +386,6 @@ ACCEPTED = """
 --moe-router-score-function sigmoid
 --cross-entropy-fusion-impl te
 --rotary-seq-len-interpolation-factor 1
---rope-scaling-factor 8.0
 --use-precision-aware-optimizer
 --decoupled-lr 0.001
 --decoupled-min-lr 0
@@ -431,8 +456,9 @@ REFUSED = """
 --use-torch-fsdp2 => --zero-stage
 --use-bnb-optimizer => adam
 --fp8-format hybrid => --bf16
---embed-layernorm => remove
---glu-activation geglu => swiglu
+--glu-activation liglu => swiglu
+--use-z-loss => --logit-z-loss
+--apply-wd-to-qk-layernorm => remove
 --ds-sequence-parallel-fpdt => --sequence-parallel
 --ds-sequence-parallel-fpdt-chunk-size 4096 => --sequence-parallel
 --ds-sequence-parallel-fpdt-offloading => --sequence-parallel
@@ -450,15 +476,9 @@ REFUSED = """
 --reset-progress => --reset-iteration
 --curriculum-learning => --rampup-batch-size
 --eval-only true => --skip-train
---use-rope-scaling => --rotary-base
---rope-scaling-factor 4 => --rotary-base
---qk-layernorm => remove
---add-qkv-bias => --disable-bias-linear
 --multi-latent-attention => --num-query-groups
 --mtp-num-layers 1 => remove
 --use-mup => --init-method-std
---window-size 128 => remove
---final-logit-softcapping 30 => remove
 --attention-head-type multigroup => --num-query-groups
 --exp-avg-dtype bf16 => fp32
 --embedding-init-method-std 0.1 => --init-method-std
@@ -550,7 +570,20 @@ model-parallel-size tiktoken-pattern tiktoken-num-special-tokens tiktoken-specia
 
 # Flags that a flag needs beside it to make sense; a flag that maps to None is removed from the
 # base.
+ROPE = {"--position-embedding-type": "rope"}
+SCALED = {kind: {**ROPE, "--rope-scaling": kind} for kind in ("linear", "llama3", "yarn")}
 BESIDE: dict[str, dict[str, str | None]] = {
+    "--qk-layernorm-over": {"--qk-layernorm": ""},
+    **dict.fromkeys(("--rotary-interleaved", "--rope-scaling", "--use-rope-scaling"), ROPE),
+    **dict.fromkeys(("--rope-scaling-factor", "--rotary-scaling-factor"), SCALED["linear"]),
+    "--rope-original-positions": SCALED["yarn"],
+    **dict.fromkeys(
+        ("--original-max-position-embeddings", "--rope-low-freq-factor", "--rope-high-freq-factor"),
+        SCALED["llama3"],
+    ),
+    **dict.fromkeys(
+        ("--yarn-beta-fast", "--yarn-beta-slow", "--yarn-attention-factor"), SCALED["yarn"]
+    ),
     "--sequence-parallel": {"--tensor-model-parallel-size": "2"},
     "--tp-comm-overlap": {"--tensor-model-parallel-size": "2"},
     "--tp-comm-overlap-chunks": {"--tensor-model-parallel-size": "2", "--tp-comm-overlap": ""},

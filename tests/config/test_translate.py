@@ -306,6 +306,11 @@ def test_single_values():
         "--attention-head-type multiquery": ("num_key_value_heads", 1),
         "--attention-head-type multihead": ("num_key_value_heads", 4),
         "--glu-activation swiglu": ("swiglu", True),
+        "--glu-activation geglu": ("exact_gelu", True),
+        "--rotary-seq-len-interpolation-factor 4 --position-embedding-type rope": (
+            "rope_scaling_factor",
+            4.0,
+        ),
         "--profile_steps 2,3": ("profile_step_start", 1),  # the second step, counted from 0
         "--profile-steps 2,3": ("profile_step_end", 3),  # before the fourth
         "--distributed-timeout 1800": ("distributed_timeout_minutes", 30.0),
@@ -332,7 +337,7 @@ def test_single_values():
             "--attention-head-type multiquery --num-query-groups 2",
             ["multiquery", "--num-query-groups 2"],
         ),
-        ("--glu-activation geglu", ["geglu", "swiglu"]),
+        ("--glu-activation liglu", ["liglu", "swiglu"]),
         ("--profile_steps 2", ["FIRST,LAST"]),
         (
             "--activations-checkpoint-method uniform --recompute-granularity selective",

@@ -15,6 +15,7 @@ from megatron.config.command_line import read_settings
 from megatron.config.settings import all_options, raise_problems
 from megatron.errors import ConfigError
 
+ROPE = dict(position_embedding_type="rope")
 SIZES = dict(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=64)
 
 
@@ -35,9 +36,35 @@ CASES = [
         dict(num_attention_heads=9, hidden_size=72),
     ),
     (
-        dict(tensor_model_parallel_size=4, num_key_value_heads=2),
-        ["--num-key-value-heads 2", "4"],
-        dict(num_key_value_heads=4),
+        dict(
+            tensor_model_parallel_size=6,
+            num_attention_heads=12,
+            hidden_size=96,
+            ffn_hidden_size=96,
+            num_key_value_heads=4,
+        ),
+        ["--num-key-value-heads 4", "6"],
+        dict(num_key_value_heads=3),
+    ),
+    (
+        dict(window_size=(5, 3)),
+        ["--window-size 5,3", "LEFT,0"],
+        dict(window_size=(5, 0)),
+    ),
+    (
+        dict(window_size=(5,), window_attn_skip_freq=(1, 0)),
+        ["--window-attn-skip-freq 1,0", "8"],
+        dict(window_attn_skip_freq=(4,)),
+    ),
+    (
+        dict(window_size=(5,), window_attn_skip_freq=(0,)),
+        ["--window-attn-skip-freq 0"],
+        dict(window_attn_skip_freq=(1, 0) * 4),
+    ),
+    (
+        dict(window_attn_skip_freq=(2,)),
+        ["--window-attn-skip-freq 2", "--window-size"],
+        dict(window_size=(5,)),
     ),
     (
         dict(num_key_value_heads=3),
@@ -156,6 +183,51 @@ CASES = [
         dict(rotary_percent=0.5),
     ),
     (dict(swiglu=True, squared_relu=True), ["--swiglu", "--squared-relu"], dict(swiglu=False)),
+    (dict(swiglu=True, exact_gelu=True), ["--swiglu", "--exact-gelu"], dict(swiglu=False)),
+    (dict(qk_layernorm_over="all"), ["--qk-layernorm-over all"], dict(qk_layernorm=True)),
+    (dict(rotary_interleaved=True), ["--rotary-interleaved"], ROPE),
+    (dict(rope_scaling="linear"), ["--rope-scaling linear"], ROPE),
+    (dict(ROPE, rope_scaling_factor=4.0), ["--rope-scaling-factor 4"], dict(rope_scaling="yarn")),
+    (
+        dict(ROPE, rope_scaling="linear", rope_original_positions=32),
+        ["--rope-original-positions 32", "llama3"],
+        dict(rope_scaling="llama3"),
+    ),
+    (
+        dict(ROPE, rope_scaling="yarn", rope_low_freq_factor=2.0),
+        ["--rope-low-freq-factor 2.0", "llama3"],
+        dict(rope_scaling="llama3"),
+    ),
+    (
+        dict(ROPE, rope_scaling="llama3", yarn_attention_factor=2.0),
+        ["--yarn-attention-factor 2.0", "yarn"],
+        dict(rope_scaling="yarn"),
+    ),
+    (
+        dict(ROPE, rope_scaling="llama3", rope_low_freq_factor=4.0),
+        ["--rope-low-freq-factor 4", "--rope-high-freq-factor 4"],
+        dict(rope_high_freq_factor=8.0),
+    ),
+    (
+        dict(ROPE, rope_scaling="yarn", yarn_beta_slow=64.0),
+        ["--yarn-beta-slow 64", "--yarn-beta-fast 32"],
+        dict(yarn_beta_fast=128.0),
+    ),
+    (
+        dict(parallel_residual="one_norm", norm_position="post"),
+        ["--parallel-residual one_norm", "--norm-position post"],
+        dict(norm_position="pre"),
+    ),
+    (
+        dict(norm_position="both", apply_residual_connection_post_layernorm=True),
+        ["--norm-position both", "--apply-residual-connection-post-layernorm"],
+        dict(norm_position="pre"),
+    ),
+    (
+        dict(parallel_residual="two_norms", apply_residual_connection_post_layernorm=True),
+        ["--parallel-residual two_norms", "--apply-residual-connection-post-layernorm"],
+        dict(parallel_residual=None),
+    ),
     (dict(fp16=True, bf16=True), ["--fp16", "--bf16"], dict(bf16=False)),
     (
         dict(min_loss_scale=2.0, initial_loss_scale=1.0),

@@ -29,6 +29,9 @@ class Counting:
             raise IndexError(index)
         return np.arange(index, index + 3, dtype=np.int64)
 
+    def loss_tokens(self, index: int, /) -> npt.NDArray[np.int64] | None:
+        return None
+
     def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
         return None
 

@@ -133,21 +133,29 @@ def batches(
     return out
 
 
+_SHARED = " of neighbours"
+
+
 def pieces(parameters: Any) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
-    """Return {global name: (global offset, real values)} of this rank's parameters."""
+    """Return {global name: (global offset, real values)} of this rank's parameters.
+
+    Of a tensor's two parameters, the one that neighbours share has another name.
+    """
     found = {}
     for p in parameters:
         s = sharding_of(p)
         real = p.detach()[tuple(slice(0, n) for n in s.extent)]
-        found[s.name] = (s.offset, real.float().numpy().copy())
+        name = s.name if s.copies == 1 else f"{s.name}{_SHARED}"
+        found[name] = (s.offset, real.float().numpy().copy())
     return found
 
 
 def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict[str, np.ndarray]:
     """Assemble whole parameters from the pieces of all ranks; copies must agree exactly."""
     whole: dict[str, np.ndarray] = {}
-    for name in sorted({n for rank in ranks for n in rank}):
-        parts = [rank[name] for rank in ranks if name in rank]
+    for name in sorted({n.removesuffix(_SHARED) for rank in ranks for n in rank}):
+        both = name, f"{name}{_SHARED}"
+        parts = [rank[n] for rank in ranks for n in both if n in rank]
         shape = tuple(max(o[d] + v.shape[d] for o, v in parts) for d in range(parts[0][1].ndim))
         out = np.full(shape, np.nan, dtype=np.float32)
         for offset, values in parts:

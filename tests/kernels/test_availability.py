@@ -87,17 +87,50 @@ def test_flash_attention_that_works(flash: None) -> None:
             assert choose.choose_attention(config, torch.device("cuda"), dtype) == chosen
 
 
+@pytest.mark.parametrize(
+    ("version", "hip", "wishes", "chosen", "named"),
+    [
+        ("2.8.3", None, dict(windowed=True, capped=True), "flash", ""),
+        ("2.2.5", None, dict(windowed=True), "torch", "2.3"),
+        ("2.2.5", None, dict(), "flash", ""),
+        ("2.5.9", None, dict(windowed=True), "flash", ""),
+        ("2.5.9", None, dict(capped=True), "blocked", "2.6"),
+        ("2.8.3", None, dict(capped=True, drops=True), "blocked", "dropout"),
+        ("2.8.3", "6.2", dict(capped=True), "blocked", "ROCm"),
+        ("2.8.3", "6.2", dict(windowed=True), "flash", ""),
+    ],
+)
+def test_flash_attention_with_windows_and_caps(
+    packages: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    hip: str | None,
+    wishes: dict[str, bool],
+    chosen: str,
+    named: str,
+) -> None:
+    """A version without them is not used, nor is torch, which has no cap; the log says why."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    make(packages, "flash_attn", "def flash_attn_func(): ...", version=version)
+    cuda = torch.device("cuda")
+    found = choose.choose_attention(KernelConfig(), cuda, "bfloat16", **wishes)
+    assert found == chosen
+    (line,) = choose.packages(KernelConfig(), "cuda", "bfloat16", found, **wishes)
+    assert named in line and ("used" in line) == (chosen == "flash")
+
+
 def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose blocked attention on a CPU with our kernels, in bf16, and in fp32 for short sequences.
+    """Choose blocked attention on a CPU with our kernels, in bf16, and in fp32 for few keys.
 
     Other values of the flag are taken literally.
     """
     without(monkeypatch)
     cpu = torch.device("cpu")
 
-    def chosen(backend: str, dtype: str, sequence: int = 512) -> str:
+    def chosen(backend: str, dtype: str, sequence: int = 512, windowed: bool = False) -> str:
         return choose.choose_attention(
-            KernelConfig(attention_backend=backend), cpu, dtype, sequence
+            KernelConfig(attention_backend=backend), cpu, dtype, sequence, windowed=windowed
         )
 
     for handle, expected in ((object(), "blocked"), (None, "torch")):
@@ -114,6 +147,7 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
             "blocked",
             "unfused",
         ]
+        assert chosen("auto", "float32", 1024, windowed=True) == expected
         assert [chosen("auto", dtype, 1024) for dtype in ("float32", "bfloat16")] == [
             "torch",
             expected,

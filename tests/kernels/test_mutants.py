@@ -362,6 +362,11 @@ TOPICS = {
             Mutant("gradient of GELU", "activation.cpp", "3.0f * CUBIC", "2.0f * CUBIC"),
             Mutant("gradient of the gate", "activation.cpp", "1.0f + a * s.rest", "1.0f"),
             Mutant(
+                "gradient of exact GELU", "activation.cpp", "n.below + a * n.density", "n.below"
+            ),
+            Mutant("the other tail", "activation.cpp", "a < 0.0f ? tail : 1.0f - tail", "tail"),
+            Mutant("gradient of a gated value", "activation.cpp", "db = dy * y;", "db = y;"),
+            Mutant(
                 "gradient of squared ReLU",
                 "activation.cpp",
                 "2.0f * maximum(0.0f, a)",
@@ -425,9 +430,24 @@ TOPICS = {
                 "attention.cpp",
                 "position - key",
                 "position",
-                after="slopes[head] : 0.0f, ",
+                after="slopes[head] : 0.0f,",
             ),
-            Mutant("tail of a pack is seen", "attention.cpp", "c + k < valid", "c + k <= valid"),
+            Mutant(
+                "tail of a pack is seen",
+                "attention.cpp",
+                "(c + k - start) < seen",
+                "(c + k - start) <= seen",
+            ),
+            Mutant("window a key short", "attention.cpp", "seen - 1 - window", "seen - window"),
+            Mutant("window without an end", "attention.cpp", "seen - 1 - window", "0"),
+            Mutant(
+                "scores are not capped",
+                "attention.cpp",
+                "soft_cap(v[k], cap, inside, slope ? slope + k : nullptr)",
+                "v[k] * scale",
+            ),
+            Mutant("slope of a score's cap", "number.h", "4.0f * e * share * share", "1.0f"),
+            Mutant("series beyond its range", "number.h", "square < 0.0625f", "square < 1.0f"),
             Mutant(
                 "limit one pack short",
                 "attention.cpp",
@@ -477,17 +497,10 @@ TOPICS = {
             Mutant(
                 "gradient without scale",
                 "attention.cpp",
-                "scale * v[k]",
-                "v[k]",
-                after="here.valid ? ",
+                "slope[k] = block.scale",
+                "slope[k] = 1.0f",
             ),
             Mutant("weights are not dropped", "attention.cpp", "v[k] *= drop[k];", ""),
-            Mutant(
-                "gradient of what is not seen",
-                "attention.cpp",
-                "c + k < here.valid",
-                "c + k <= here.valid",
-            ),
             Mutant("squares for products", "attention.cpp", "u[k] * v[k]", "u[k] * u[k]"),
         ),
         wide=True,
@@ -556,9 +569,15 @@ TOPICS = {
                 "cross_entropy.cpp",
                 "c + k < columns",
                 "c + k <= columns",
-                after="static void get(",
+                after="void get(",
             ),
-            Mutant("padding gets a gradient", "cross_entropy.cpp", "c + k < seen", "c + k <= seen"),
+            Mutant(
+                "padding gets a gradient",
+                "cross_entropy.cpp",
+                "c + k < seen",
+                "c + k <= seen",
+                after="if (!WHOLE) {",
+            ),
             Mutant(
                 "sum keeps its old maximum",
                 "cross_entropy.cpp",
@@ -573,6 +592,13 @@ TOPICS = {
             ),
             Mutant(
                 "label has no gradient", "cross_entropy.cpp", "c + k == mine ? up : 0.0f", "0.0f"
+            ),
+            Mutant("slope of a cap", "number.h", "4.0f * e * share", "4.0f * e"),
+            Mutant(
+                "negative logits capped",
+                "number.h",
+                "__builtin_copysignf((1.0f - e) * share, z)",
+                "(1.0f - e) * share",
             ),
             Mutant(
                 "rows are skipped", "cross_entropy.cpp", "row += gridDim.y", "row += gridDim.y + 1"

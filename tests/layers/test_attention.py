@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.kernels.choose import ALL, NONE
-from megatron.layers.attention import SelfAttention, flash_attention, torch_attention
+from megatron.layers.attention import PLAIN, SelfAttention, flash_attention, torch_attention
 from megatron.layers.context import CallContext, normal
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.model.gpt import build_chunks, layer_context
@@ -53,7 +53,7 @@ def inputs(
     ]
 
 
-def dense(q, k, v, slopes, lengths):
+def dense(q, k, v, slopes, lengths, scoring=PLAIN):
     """Return the reference: all scores, with unseen ones masked.
 
     Head h reads group h // (heads / groups).
@@ -61,7 +61,9 @@ def dense(q, k, v, slopes, lengths):
     s, _, heads, d = q.shape
     group = [h // (heads // k.shape[2]) for h in range(heads)]
     k, v = k[:, :, group], v[:, :, group]
-    scores = torch.einsum("ibhd,jbhd->bhij", q, k) / math.sqrt(d)
+    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (scoring.scale or 1 / math.sqrt(d))
+    if scoring.cap:
+        scores = scoring.cap * torch.tanh(scores / scoring.cap)
     i, j = torch.arange(s).view(s, 1), torch.arange(s).view(1, s)
     if slopes is not None:
         scores = scores - slopes.double().view(heads, 1, 1) * (i - j)
@@ -69,7 +71,8 @@ def dense(q, k, v, slopes, lengths):
     ids = torch.stack(
         [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths]
     )
-    seen = (j <= i) & (ids.unsqueeze(2) == ids.unsqueeze(1))  # [b, s, s]
+    seen = (j <= i) & (j >= i - scoring.window)
+    seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1))  # [b, s, s]
     weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
     return torch.einsum("bhij,jbhd->ibhd", weights, v)
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.layers.positions import Alibi, RotaryEmbedding, alibi_bias, alibi_slopes
+from megatron.config.model import ModelConfig
+from megatron.layers.positions import (
+    Alibi,
+    RotaryEmbedding,
+    alibi_bias,
+    alibi_slopes,
+    rotary_frequencies,
+)
 
 
 def test_slopes():
@@ -46,23 +53,29 @@ def test_a_shorter_sequence_has_a_corner_of_the_bias_of_a_longer_one():
     storage(20, torch.bfloat16, 0.5)
 
 
+@pytest.mark.parametrize("neighbours", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("rotary", [8, 4])
-def test_rotation_is_multiplication_by_a_complex_number(rotary):
+def test_rotation_is_multiplication_by_a_complex_number(rotary, neighbours):
     d, base = 8, 10000.0
     x = torch.randn(
         6, 2, 3, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).float()
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [5, 4, 3, 2, 1, 0]])
-    embedding = RotaryEmbedding(rotary, base)
-    out = embedding.rotate(x, embedding.angles(6, positions, x.device)).numpy()
+    model = ModelConfig(rotary_interleaved=neighbours)
+    embedding = RotaryEmbedding(rotary, base, fused=True, model=model)
+    angles = embedding.angles(6, positions, x.device)
+    out = embedding.rotate(x, angles).numpy()
+    groups = embedding.rotate_groups(x.unflatten(2, (3, 1)), angles)
+    assert np.array_equal(out, groups.numpy())
     half = rotary // 2
     for s in range(6):
         for b in range(2):
             for k in range(half):
                 turn = cmath.exp(1j * positions[b, s].item() * base ** (-2 * k / rotary))
-                z = (x[s, b, :, k].numpy() + 1j * x[s, b, :, k + half].numpy()) * turn
-                np.testing.assert_allclose(out[s, b, :, k], z.real, atol=1e-6)
-                np.testing.assert_allclose(out[s, b, :, k + half], z.imag, atol=1e-6)
+                real, imaginary = (2 * k, 2 * k + 1) if neighbours else (k, k + half)
+                z = (x[s, b, :, real].numpy() + 1j * x[s, b, :, imaginary].numpy()) * turn
+                np.testing.assert_allclose(out[s, b, :, real], z.real, atol=1e-6)
+                np.testing.assert_allclose(out[s, b, :, imaginary], z.imag, atol=1e-6)
     np.testing.assert_array_equal(out[..., rotary:], x.numpy()[..., rotary:])
 
 
@@ -72,3 +85,49 @@ def test_plain_positions_equal_given_ones():
     ids = torch.arange(5).unsqueeze(0)
     plain = embedding.rotate(x, embedding.angles(5, None, x.device))
     assert torch.equal(plain, embedding.rotate(x, embedding.angles(5, ids, x.device)))
+
+
+SCALINGS = {
+    "linear": (dict(rope_scaling_factor=4.0), dict(factor=4.0)),
+    # those of Llama 3.1 8B
+    "llama3": (dict(), dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    # those of the YaRN paper's Llama 2 with 64k
+    "yarn": (dict(rope_scaling_factor=16.0, rope_original_positions=4096), dict(factor=16.0)),
+    "yarn of other bounds": (
+        dict(yarn_beta_fast=20.0, yarn_beta_slow=2.0, yarn_attention_factor=1.5),
+        dict(factor=8.0, beta_fast=20.0, beta_slow=2.0, attention_factor=1.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SCALINGS)
+@pytest.mark.parametrize(("dimension", "base"), [(128, 500000.0), (64, 10000.0)])
+def test_scaled_frequencies_are_those_of_transformers(case, dimension, base):
+    """Frequencies, and the factor of cosines and sines, equal transformers', which are in fp32."""
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers")
+    kind, (fields, theirs) = case.split()[0], SCALINGS[case]
+    model = ModelConfig(rope_scaling=kind, **fields)
+    config = transformers.LlamaConfig(
+        head_dim=dimension,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": kind,
+            "rope_theta": base,
+            "original_max_position_embeddings": model.rope_original_positions,
+            **theirs,
+        },
+    )
+    expected, factor = utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    found = rotary_frequencies(dimension, base, model)
+    torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0)
+    plain = rotary_frequencies(dimension, base, None)
+    assert (found < 0.9 * plain).any()
+    assert kind == "linear" or (found == plain).any()
+    embedding = RotaryEmbedding(dimension, base, model=model)
+    cos, sin = embedding.angles(1000, None, torch.device("cpu"))
+    length = (cos.double() ** 2 + sin.double() ** 2).sqrt()
+    torch.testing.assert_close(length, torch.full_like(length, factor), rtol=1e-6, atol=0)
+    angle = 999 * expected.double()
+    difference = (angle.cos() * factor - cos[999, 0, 0]).abs().max()
+    assert difference < 1e-3  # an fp32 frequency times 999 positions

@@ -1,4 +1,4 @@
-"""Transformer layer on two tensor-parallel ranks, against the same layer in one process."""
+"""Transformer layer: against its formula in float64, and two tensor-parallel ranks against one."""
 
 import dataclasses
 
@@ -9,18 +9,45 @@ import torch
 from megatron.config import Config
 from megatron.layers.context import CallContext, LayerContext, ParameterFactory
 from megatron.layers.transformer import TransformerLayer
-from megatron.parallel.sharding import DropoutKey
+from megatron.parallel.sharding import DropoutKey, sharding_of
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
 S, B, H = 8, 2, 32
+GROUPED = dict(num_key_value_heads=2, qk_layernorm=True)
+MODELS = {
+    "gpt": {},
+    "one norm": dict(GROUPED, parallel_residual="one_norm", exact_gelu=True),
+    "two norms": dict(
+        parallel_residual="two_norms", normalization="rmsnorm", add_bias_linear=False
+    ),
+    "post": dict(GROUPED, norm_position="post", qk_layernorm_over="all"),
+    # whose key and value are on both ranks
+    "multi-query": dict(num_key_value_heads=1, qk_layernorm=True, qk_layernorm_over="all"),
+    "both": dict(
+        GROUPED,
+        norm_position="both",
+        qk_layernorm_over="all",
+        normalization="rmsnorm",
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        geglu=True,
+        exact_gelu=True,
+        apply_layernorm_1p=True,
+    ),
+}
+# Dropped are attention weights, and the hidden states at each place where they are added.
 CASES = [
-    (sequence_parallel, dropout) for sequence_parallel in (False, True) for dropout in (0.0, 0.3)
+    (model, sequence_parallel, dropout)
+    for model in MODELS
+    for sequence_parallel in (False, True)
+    for dropout in (0.0, 0.3)
+    if model in ("gpt", "one norm") or not dropout
 ]
 
 
-def run(context, dropout):
-    """Return (output, gradient of the input) of this rank."""
+def make(context, model, dropout=0.0):
+    """Return a layer with weights that are neither 0 nor 1, the same on any layout."""
     config = Config.create(
         num_layers=1,
         hidden_size=H,
@@ -32,21 +59,116 @@ def run(context, dropout):
         hidden_dropout=dropout,
         attention_dropout=dropout,
         attention_backend="blocked",
+        **MODELS[model],
     )
     layer = TransformerLayer(context, config, 0)
+    for p in layer.parameters():
+        own = sharding_of(p)
+        whole = 0.1 * torch.randn(
+            own.global_shape, generator=torch.Generator().manual_seed(len(own.name))
+        )
+        box = tuple(slice(o, o + n) for o, n in zip(own.offset, own.extent, strict=True))
+        p.data += whole[box]
+    return layer
+
+
+def formula(parameters, x, fields):
+    """Return the layer's result from the papers' formulas."""
+    p = {name.removeprefix("layers.0."): value for name, value in parameters.items()}
+    plus = 1.0 if "apply_layernorm_1p" in fields else 0.0
+    groups, heads, d = fields.get("num_key_value_heads", 4), 4, H // 4
+
+    def norm(name, x):
+        if f"{name}.weight" not in p:
+            return x
+        if "normalization" not in fields:
+            x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return x * (p[f"{name}.weight"] + plus) + p.get(f"{name}.bias", 0.0)
+
+    def linear(name, x):
+        return x @ p[f"{name}.weight"].flatten(0, -2).t() + p.get(
+            f"{name}.bias", torch.zeros(1)
+        ).flatten().to(x.dtype)
+
+    def attention(x):
+        mixed = linear("self_attention.query_key_value", x)
+        mixed = mixed.view(S, B, groups, heads // groups + 2, d)
+        q, k, v = mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :]
+        names = "self_attention.q_layernorm", "self_attention.k_layernorm"
+        if "qk_layernorm_over" in fields:
+            q, k = (
+                norm(name, x.flatten(2)).view(x.shape)
+                for name, x in zip(names, (q, k), strict=True)
+            )
+        else:
+            q, k = norm(names[0], q), norm(names[1], k)
+        k, v = (x.repeat_interleave(heads // groups, 2) for x in (k, v))
+        scores = torch.einsum("ibhd,jbhd->bhij", q, k) / d**0.5
+        later = torch.ones(S, S).triu(1).bool()
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        return linear(
+            "self_attention.dense", torch.einsum("bhij,jbhd->ibhd", weights, v).flatten(2)
+        )
+
+    def mlp(x):
+        up = linear("mlp.dense_h_to_4h", x)
+        gate, *value = up.chunk(2, -1) if "geglu" in fields else (up,)
+        cubic = torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))
+        up = 0.5 * gate * (1 + (torch.erf(gate / 2**0.5) if "exact_gelu" in fields else cubic))
+        return linear("mlp.dense_4h_to_h", up * value[0] if value else up)
+
+    normed = norm("input_layernorm", x)
+    if "parallel_residual" in fields:
+        second = fields["parallel_residual"] == "two_norms"
+        return (
+            x + attention(normed) + mlp(norm("post_attention_layernorm", x) if second else normed)
+        )
+    x = x + norm("post_self_attn_layernorm", attention(normed))
+    return x + norm("post_mlp_layernorm", mlp(norm("post_attention_layernorm", x)))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_layer_is_its_formula(model):
+    layer = make(LayerContext.single(), model).double()
+    x = torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x.requires_grad_()
+    parameters = {sharding_of(p).name: p for p in layer.parameters()}
+    inputs = [x, *parameters.values()]
+    found = layer(x, CallContext())
+    expected = formula(parameters, x, MODELS[model])
+    gradients = [torch.autograd.grad(y, inputs, y.detach().cos()) for y in (found, expected)]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for name, a, b in zip(["x", *parameters], *gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        # A softmax does not see what is added to all keys alike.
+        assert b.abs().max() > 1e-3 or name.endswith("k_layernorm.bias")
+
+
+def run(context, model, dropout):
+    """Return (output, gradient of the input) of this rank."""
+    layer = make(context, model, dropout)
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(3))
     if context.sequence_parallel:
         x = x.chunk(context.tensor.size)[context.tensor.rank].clone()
     x.requires_grad_()
     out = layer(x, CallContext(dropout=DropoutKey(1, 2)))
-    (gradient,) = torch.autograd.grad(out, x, out.detach().cos())
-    return out.detach().numpy(), gradient.numpy()
+    cut = [p for p in layer.parameters() if sharding_of(p).dim is not None]
+    gradient, *others = torch.autograd.grad(out, [x, *cut], out.detach().cos())
+    pieces = [
+        (sharding_of(p).name, sharding_of(p).offset, g.numpy())
+        for p, g in zip(cut, others, strict=True)
+    ]
+    return out.detach().numpy(), gradient.numpy(), pieces
 
 
 def body(rank):
     group = join(tensor=2).tensor
     context = LayerContext(group, ParameterFactory(1234, rank, 2, torch.device("cpu")))
-    return [run(dataclasses.replace(context, sequence_parallel=s), dropout) for s, dropout in CASES]
+    return [
+        run(dataclasses.replace(context, sequence_parallel=s), model, dropout)
+        for model, s, dropout in CASES
+    ]
 
 
 @pytest.mark.slow
@@ -57,14 +179,20 @@ def test_two_ranks_equal_one():
     of one process.
     """
     ranks = run_processes(2, body)
-    for (sequence_parallel, dropout), *found in zip(CASES, *ranks, strict=True):
+    for (model, sequence_parallel, dropout), *found in zip(CASES, *ranks, strict=True):
         if not sequence_parallel:
-            assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
-        expected = run(LayerContext.single(), dropout)
+            assert all(np.array_equal(a, b) for a, b in zip(*(f[:2] for f in found), strict=True))
+        expected = run(LayerContext.single(), model, dropout)
         whole = (
-            [np.concatenate(parts) for parts in zip(*found, strict=True)]
+            [np.concatenate(parts) for parts in zip(*(f[:2] for f in found), strict=True)]
             if sequence_parallel
-            else found[0]
+            else found[0][:2]
         )
-        for a, b in zip(whole, expected, strict=True):
+        for a, b in zip(whole, expected[:2], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        for name, _, b in expected[2]:
+            a = np.zeros_like(b)
+            for _, offset, piece in (p for f in found for p in f[2] if p[0] == name):
+                # Gradients of rows that both ranks hold are terms of a sum.
+                a[tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))] += piece
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4, err_msg=f"{model} {name}")

@@ -33,25 +33,33 @@ def data():
     return x, weight, labels, mask
 
 
-def reference(x, weight, labels, mask):
-    """Return the loss, and the gradients of UPSTREAM times the loss."""
+LIMITS = [dict(), dict(cap=3.0), dict(z_loss=0.05), dict(cap=3.0, z_loss=0.05)]
+
+
+def reference(x, weight, labels, mask, cap=0.0, z_loss=0.0):
+    """Return the loss, and the gradients of UPSTREAM times the loss and the z-loss."""
     x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
-    losses = cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none").view(
+    logits = x @ weight.t()
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(
         labels.shape
     )
     loss = (losses * mask).sum() / mask.sum()
-    (loss * UPSTREAM).backward()
+    squares = logits.logsumexp(-1).square()
+    ((loss + z_loss * (squares * mask).sum() / mask.sum()) * UPSTREAM).backward()
     return loss.item(), x.grad, weight.grad
 
 
-def one_rank(fused=False, tokens=7, dtype=torch.float32):
+def one_rank(fused=False, tokens=7, dtype=torch.float32, **limits):
     """Return an input of 7 tokens: three whole chunks of the 24 and a remainder."""
     context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
     x, weight, labels, mask = data()
     padded = torch.full((PADDED, H), 9.0)  # the contents of the padding must not matter
     padded[:V] = weight
     parameter = torch.nn.Parameter(padded.to(dtype))
-    return x.to(dtype).requires_grad_(), labels, mask, Vocabulary(parameter, context, 0, V, tokens)
+    vocabulary = Vocabulary(parameter, context, 0, V, tokens, **limits)
+    return x.to(dtype).requires_grad_(), labels, mask, vocabulary
 
 
 def hang_sink(parameter):
@@ -65,10 +73,11 @@ def hang_sink(parameter):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("tokens", [7, 24, 0, 1000])
 @pytest.mark.parametrize("sunk", [False, True])
-def test_late_loss(fused, tokens, sunk):
-    x, labels, mask, v = one_rank(fused, tokens)
+@pytest.mark.parametrize("limits", LIMITS[::3])
+def test_late_loss(fused, tokens, sunk, limits):
+    x, labels, mask, v = one_rank(fused, tokens, **limits)
     sink, done = hang_sink(v.weight) if sunk else (None, [])
-    expected = reference(*data())
+    expected = reference(*data(), **limits)
     loss = vocabulary_loss(x, labels, mask, v, late=True)
     assert loss.shape == () and loss.dtype == torch.float32 and loss.isnan()
     (loss * UPSTREAM).backward()
@@ -82,10 +91,11 @@ def test_late_loss(fused, tokens, sunk):
     assert not dw[V:].any()
 
 
+@pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("fused", [False, True])
-def test_loss_at_once_and_without_gradients(fused):
-    expected = reference(*data())
-    x, labels, mask, v = one_rank(fused)
+def test_loss_at_once_and_without_gradients(fused, limits):
+    expected = reference(*data(), **limits)
+    x, labels, mask, v = one_rank(fused, **limits)
     loss = vocabulary_loss(x, labels, mask, v)
     assert loss.item() == pytest.approx(expected[0], rel=1e-6)
     (loss * UPSTREAM).backward()
@@ -102,8 +112,9 @@ def test_loss_at_once_and_without_gradients(fused):
     )
 
 
+@pytest.mark.parametrize("limits", LIMITS[::3])
 @pytest.mark.parametrize("fused", [False, True])
-def test_bf16_logits_give_fp32_losses(fused):
+def test_bf16_logits_give_fp32_losses(fused, limits):
     """Logits in bf16 give fp32 losses.
 
     The weight is the identity: the input's gradient is that of the logits.
@@ -112,8 +123,8 @@ def test_bf16_logits_give_fp32_losses(fused):
     _, _, labels, mask = data()
     logits = torch.randn(S, B, V, generator=torch.Generator().manual_seed(3)) * 8
     x = logits.bfloat16().requires_grad_()
-    v = Vocabulary(torch.eye(V, dtype=torch.bfloat16), context, 0, V, 7)
-    expected = reference(x.detach().float(), torch.eye(V), labels, mask)
+    v = Vocabulary(torch.eye(V, dtype=torch.bfloat16), context, 0, V, 7, **limits)
+    expected = reference(x.detach().float(), torch.eye(V), labels, mask, **limits)
     loss = vocabulary_loss(x, labels, mask, v)
     (loss * UPSTREAM).backward()
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected[0], rel=2e-6)
@@ -237,23 +248,28 @@ def test_bf16_in_chunks_without_a_sink_is_rounded_once():
     assert torch.equal(*found)
 
 
-def test_scores_of_positions():
-    x, _, _, v = one_rank()
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_scores_of_positions(cap):
+    x, _, _, v = one_rank(cap=cap)
     positions = torch.tensor([4, 0, 7])
     every, some = scores(x, v), scores(x, v, positions)
     assert every.shape == (S, B, PADDED) and every[..., V:].eq(float("-inf")).all()
     torch.testing.assert_close(some, every[positions, torch.arange(B)].unsqueeze(0))
+    plain = x.detach().double() @ v.weight[:V].double().t()
+    assert plain.abs().max() > 5.0
+    wanted = cap * torch.tanh(plain / cap) if cap else plain
+    torch.testing.assert_close(every[..., :V].double(), wanted, **CLOSE)
 
 
 PARALLEL = [
-    # (padding, sequence parallel, fused, deferred, overlap, sunk); with 128 the second rank has no
-    # entry.
-    (64, False, True, False, True, True),
-    (64, False, False, False, False, False),
-    (64, True, True, False, True, True),
-    (64, True, False, True, False, True),
-    (128, False, True, True, True, False),
-    (128, True, True, False, True, True),
+    # (padding, sequence parallel, fused, deferred, overlap, sunk, limits); with 128 the second rank
+    # has no entry.
+    (64, False, True, False, True, True, {}),
+    (64, False, False, False, False, False, LIMITS[3]),
+    (64, True, True, False, True, True, LIMITS[3]),
+    (64, True, False, True, False, True, {}),
+    (128, False, True, True, True, False, LIMITS[2]),
+    (128, True, True, False, True, True, LIMITS[1]),
 ]
 
 
@@ -261,7 +277,7 @@ def body(rank):
     """Return [(loss, loss of an evaluation, dx, dw)] of the cases on one of two ranks."""
     topology = join(tensor=2)
     found = []
-    for vocab_padding, sequence_parallel, fused, deferred, overlap, sunk in PARALLEL:
+    for vocab_padding, sequence_parallel, fused, deferred, overlap, sunk, limits in PARALLEL:
         context = LayerContext(
             topology.tensor,
             ParameterFactory(1, rank, 2, torch.device("cpu")),
@@ -276,7 +292,7 @@ def body(rank):
         parameter = torch.nn.Parameter(part)
         sink = hang_sink(parameter)[0] if sunk else None
         x = (x.chunk(2)[rank].clone() if sequence_parallel else x).requires_grad_()
-        v = Vocabulary(parameter, context, own.offset[0], own.extent[0], 7)
+        v = Vocabulary(parameter, context, own.offset[0], own.extent[0], 7, **limits)
         if deferred:
             context.weight_gradients.begin()
         loss = vocabulary_loss(x, labels, mask, v, late=True)
@@ -294,10 +310,10 @@ def body(rank):
 
 @pytest.mark.slow
 def test_two_ranks_equal_one():
-    expected = reference(*data())
     for case, (first, second) in zip(
         PARALLEL, zip(*run_processes(2, body), strict=True), strict=True
     ):
+        expected = reference(*data(), **case[6])
         for loss in (*first[:2], *second[:2]):
             assert loss == pytest.approx(expected[0], rel=1e-6), case
         assert first[0] == second[0], "all ranks add in the same order"

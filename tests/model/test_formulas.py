@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config.model import ModelConfig
 from megatron.model import formulas
 from megatron.model.formulas import (
+    attention_score_flops,
     layer_flops,
     model_flops_per_token,
     paper_flops,
@@ -49,10 +50,82 @@ GPT2_124M = gpt(12, 768, 12, 1024, 50257)
 LLAMA_8B = gpt(32, 4096, 32, 8192, 128256, ffn_hidden_size=14336, num_key_value_heads=8, **LLAMA)
 
 
-def test_totals_of_released_models() -> None:
-    # Counted over the released weights: openai-community/gpt2 and meta-llama/Meta-Llama-3-8B.
-    assert total_parameters(GPT2_124M) == 124_439_808
-    assert total_parameters(LLAMA_8B) == 8_030_261_248
+def llama(layers: int, hidden: int, heads: int, vocab: int, **changes: object) -> ModelConfig:
+    return gpt(layers, hidden, heads, 2048, vocab, **{**LLAMA, **changes})
+
+
+RELEASED = {
+    "gpt2": (GPT2_124M, 124_439_808),
+    "Meta-Llama-3-8B": (LLAMA_8B, 8_030_261_248),
+    "pythia-1.4b": (
+        gpt(
+            *(24, 2048, 16, 2048, 50304),
+            position_embedding_type="rope",
+            parallel_residual="two_norms",
+            untie_embeddings_and_output_weights=True,
+        ),
+        1_414_647_808,
+    ),
+    "bloom-560m": (
+        gpt(
+            *(24, 1024, 16, 2048, 250880),
+            position_embedding_type="alibi",
+            embedding_layernorm=True,
+        ),
+        559_214_592,
+    ),
+    "Qwen2.5-0.5B": (
+        llama(
+            *(24, 896, 14, 151936),
+            ffn_hidden_size=4864,
+            num_key_value_heads=2,
+            add_qkv_bias=True,
+            untie_embeddings_and_output_weights=False,
+        ),
+        494_032_768,
+    ),
+    "Qwen3-0.6B": (
+        llama(
+            *(28, 1024, 16, 151936),
+            ffn_hidden_size=3072,
+            num_key_value_heads=8,
+            kv_channels=128,
+            qk_layernorm=True,
+            untie_embeddings_and_output_weights=False,
+        ),
+        596_049_920,
+    ),
+    "OLMo-2-1124-7B": (
+        llama(
+            *(32, 4096, 32, 100352),
+            ffn_hidden_size=11008,
+            norm_position="post",
+            qk_layernorm=True,
+            qk_layernorm_over="all",
+        ),
+        7_298_617_344,
+    ),
+    "gemma-2-2b": (
+        llama(
+            *(26, 2304, 8, 256000),
+            ffn_hidden_size=9216,
+            num_key_value_heads=4,
+            kv_channels=256,
+            norm_position="both",
+            swiglu=False,
+            geglu=True,
+            untie_embeddings_and_output_weights=False,
+        ),
+        2_614_341_888,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_totals_of_released_models(name: str) -> None:
+    """Count what was counted over the released weights, as Hugging Face shows it."""
+    model, total = RELEASED[name]
+    assert total_parameters(model) == total
 
 
 @pytest.mark.parametrize(
@@ -181,6 +254,20 @@ def test_flops_agree_with_the_papers_formula(layers: int, hidden: int, heads: in
     # Without checkpointing the paper counts 4.5 h V for the head's 6 h V.
     theirs = paper_flops(batch, seq, layers, hidden, vocab, checkpointing=False)
     assert ours - theirs == pytest.approx(1.5 * batch * seq * hidden * vocab, rel=1e-6)
+
+
+def test_a_window_counts_the_keys_of_a_query() -> None:
+    """A late query of a layer with a window sees LEFT keys and its own, of others as many as s."""
+    model = gpt(6, 64, 4, 128, 512, window_size=(31, 0), window_attn_skip_freq=(1, 0, 1, 1, 0, 1))
+    assert attention_score_flops(model, 0) == 4 * 32 * 64
+    assert attention_score_flops(model, 1) == 4 * 128 * 64
+    scores = 4 * (4 * 32 + 2 * 128) * 64
+    whole = gpt(6, 64, 4, 128, 512)
+    saved = 6 * 4 * 128 * 64 - scores
+    assert model_flops_per_token(model) == model_flops_per_token(whole) - 3 * saved
+    assert recompute_flops_per_token(model, "selective") == scores
+    assert recompute_flops_per_token(model, "full") == 6 * layer_flops(whole) - saved
+    assert attention_score_flops(gpt(6, 64, 4, 128, 512, window_size=(500,))) == 4 * 128 * 64
 
 
 def test_recomputation_adds_what_is_run_again() -> None:

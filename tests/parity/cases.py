@@ -150,7 +150,35 @@ LLAMA: dict[str, Any] = dict(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
+# As of the families of models that they are named after.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bloom": dict(position_embedding_type="alibi", embedding_layernorm=True),
+    "neox": dict(
+        position_embedding_type="rope",
+        rotary_percent=0.5,
+        parallel_residual="two_norms",
+        exact_gelu=True,
+        untie_embeddings_and_output_weights=True,
+    ),
+    "gptj": dict(
+        position_embedding_type="rope", rotary_interleaved=True, parallel_residual="one_norm"
+    ),
+    "llama31": dict(LLAMA, rope_scaling="llama3", rope_original_positions=32, add_qkv_bias=True),
+    "qwen3": dict(LLAMA, qk_layernorm=True, kv_channels=16, logit_z_loss=0.01),
+    "olmo2": dict(LLAMA, norm_position="post", qk_layernorm=True, qk_layernorm_over="all"),
+    "gemma2": {
+        **LLAMA,
+        "untie_embeddings_and_output_weights": False,
+        "swiglu": False,
+        "geglu": True,
+        "norm_position": "both",
+        "apply_layernorm_1p": True,
+        "embedding_scale": 32**0.5,
+        "final_logit_softcapping": 2.0,
+    },
+}
 MIXTURES = {
+    **FAMILIES,
     "llama": LLAMA,
     "llama-tied-layernorm": {
         **LLAMA,
@@ -176,6 +204,9 @@ DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.1)
 BF16 = dict(bf16=True)
 FP16 = dict(fp16=True, initial_loss_scale=2.0**14, loss_scale_window=1000, hysteresis=1)
 CHUNKS = dict(tp_comm_overlap=True, tp_comm_overlap_chunks=3)
+WINDOW = dict(window_size=(5, 0), window_attn_skip_freq=(2,), softmax_scale=0.5)
+CAP = dict(attention_logit_softcapping=0.5)
+MULTI_QUERY = dict(num_key_value_heads=1)
 
 # Every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few
 # processes as possible: those of one world size share theirs.
@@ -187,6 +218,19 @@ TOGETHER = [
     layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True),
     layout(pp=2, num_layers=7),  # the stated rule distributes 7 layers over 2 stages
     layout(dp=2, **BF16),
+    layout(
+        tp=2,
+        sp=True,
+        recompute=SELECTIVE,
+        fused=True,
+        packed=True,
+        **BLOCKED,
+        **WINDOW,
+        **DOCUMENTS,
+        **{**LLAMA, **MULTI_QUERY},
+    ),
+    layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL, **UNFUSED, **WINDOW, **CAP, **MULTI_QUERY),
+    layout(tp=4, sp=True, fused=True, **BLOCKED, **CAP, **DROPOUT, num_key_value_heads=2),
     layout(
         tp=2,
         pp=2,
@@ -212,6 +256,11 @@ TOGETHER = [
     layout(pp=2, dp=2, schedule="interleaved", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
     layout(tp=2, pp=2, sp=True, **FP16),
     layout(tp=2, pp=2, **FP16, poison=(1, 3)),
+    layout(tp=2, sp=True, recompute=CHEAP, fused=True, **FAMILIES["olmo2"]),
+    layout(tp=2, sp=True, recompute=CHEAP, **FAMILIES["gptj"]),
+    layout(dp=2, recompute=FULL, fused=True, **FAMILIES["gemma2"]),
+    layout(tp=2, pp=2, fused=True, **FAMILIES["neox"]),
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["qwen3"]),
     # Uneven, with fewer micro-batches than stages. It is the last of its processes: ranks within
     # the pipeline are members of fewer groups than those at its ends, and torch counts them to name
     # the next.
@@ -231,6 +280,19 @@ CAMPAIGN = [
         layout(tp=2, pp=2, sp=True, schedule="interleaved", **mixture)
         for mixture in MIXTURES.values()
     ],
+    *[
+        layout(**shape, **mixture)
+        for mixture in FAMILIES.values()
+        for shape in (
+            dict(tp=2, sp=True, recompute=CHEAP, fused=True),
+            dict(tp=2, pp=2, schedule="zb-h1", recompute=FULL),
+            dict(pp=2, recompute=SELECTIVE),
+            dict(dp=2, fused=True, **BF16, fp32_residual_connection=True),
+            # norms after small outputs have large gradients: a lower scale
+            dict(tp=2, pp=2, sp=True, **{**FP16, "initial_loss_scale": 2.0**12}),
+        )
+    ],
+    *[layout(tp=2, sp=True, **DROPOUT, **FAMILIES[name]) for name in ("bloom", "gptj", "gemma2")],
     *[
         layout(**{**MIXTURES[name], **ALL})
         for name in ("documents", "documents-rope", "documents-alibi")
@@ -288,6 +350,18 @@ CAMPAIGN = [
     layout(tp=2, pp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **BF16),
     # products in chunks
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", **CHUNKS),
+    # windows and caps, key and value heads that ranks share
+    layout(
+        tp=2, pp=2, sp=True, schedule="interleaved", packed=True, **WINDOW, **LLAMA, **DOCUMENTS
+    ),
+    layout(tp=2, position_embedding_type="alibi", **WINDOW),
+    layout(tp=2, dp=2, sp=True, fused=True, **BLOCKED, **WINDOW, **CAP, **LLAMA),
+    layout(pp=2, schedule="interleaved", fused=True, **UNFUSED, **WINDOW, **CAP, **DROPOUT),
+    layout(tp=4, pp=2, sp=True, schedule="interleaved", **{**LLAMA, **MULTI_QUERY}),
+    layout(tp=4, dp=2, **LLAMA),
+    layout(tp=2, dp=2, zero=0, **MULTI_QUERY, **CHUNKS),
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", **MULTI_QUERY, **BF16),
+    layout(tp=4, sp=True, gradient_accumulation_fusion=False, **LLAMA, **FP16),
     # 16 bits
     *[
         layout(**shape, **precision)

@@ -16,7 +16,9 @@ def rank_parameters(
     """
     h, bias = model.hidden_size, int(model.add_bias_linear)
     norm = h * (2 if model.normalization == "layernorm" else 1)
-    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.kv_channels
+    # each of fewer key and value heads than ranks is on several
+    groups = max(model.num_key_value_heads, tensor_size)
+    qkv = (model.num_attention_heads + 2 * groups) * model.kv_channels
     inner = (2 if model.swiglu else 1) * model.ffn_hidden_size
     matrices = (
         h * qkv

@@ -10,14 +10,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron.kernels.work import Attention
 from megatron.model import formulas
 from megatron.planner import trace as traces
 from megatron.planner.events import Again, Give, Part, Pass, Take
-from megatron.planner.memory import sized_model
-from megatron.planner.stage import parameters_of, stage_flops, stages_of
+from megatron.planner.memory import changes, find_peak, sized_model
+from megatron.planner.stage import parameters_of, stage_flops, stage_passes, stages_of
 from megatron.planner.trace import trace
 from tests.planner.closed_form import rank_parameters
-from tests.planner.timing.configs import configs, run
+from tests.planner.timing.configs import RECOMPUTE, configs, run
 
 
 # An autograd function is recomputed.
@@ -31,7 +32,11 @@ def test_flops_are_those_of_the_formulas(config, device):
     if config.kernels.attention_backend == "unfused":
         return  # counted below
     model, recompute, batch = sized_model(config), config.recompute, config.batch.global_batch_size
-    padded = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    tensor_size = config.parallel.tensor_model_parallel_size
+    padded = model.padded_vocab_size(tensor_size)
+    # each of fewer key and value heads than ranks is computed on several
+    groups = max(model.num_key_value_heads, tensor_size)
+    model = dataclasses.replace(model, num_key_value_heads=groups)
 
     def flops(again: bool) -> float:
         of_pipeline = sum(
@@ -49,6 +54,57 @@ def test_flops_are_those_of_the_formulas(config, device):
         model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
     )
     assert flops(again=True) == extra * model.seq_length * batch
+
+
+@pytest.mark.parametrize("more", [{}, *RECOMPUTE[1:4]], ids=str)
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [("cuda", "fused"), ("cuda", "blocked"), ("cpu", "fused"), ("cpu", "blocked")],
+)
+def test_a_layer_with_a_window_counts_its_keys(device, backend, more):
+    """Every third layer sees 512 keys, the others 100: 4 FLOPs for a key, a head and its entries.
+
+    Kernels of torch do not show the window: it is counted from the shapes of the blocks.
+    """
+    config = run(
+        window_size=(99, 0),
+        window_attn_skip_freq=(3,),
+        attention_backend=backend,
+        attention_dropout=0.0,
+        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=2,
+        **more,
+    )
+    passes = [
+        (of.times, of.of, of.again)
+        for stage in stages_of(config)
+        for runs in stage_passes(trace(config, device), stage).values()
+        for of in runs
+    ]
+
+    def flops(again: bool) -> float:
+        return sum(
+            times * sum(o.flops for o in of.computations(again=part) if isinstance(o, Attention))
+            for times, of, repeated in passes
+            for part in ((None,) if repeated and again else () if repeated else (again,))
+        )
+
+    once = 4 * 512 * (6 * 100 + 2 * 512) * 256 / 2
+    assert flops(again=False) == 3 * once
+    assert flops(again=True) == (once if more else 0)
+
+
+def test_memory_of_a_window_grows_with_the_sequence_alone():
+    """Four times the sequence takes four times the memory of attention's passes, not sixteen."""
+
+    def most(seq: int) -> float:
+        config = run(
+            window_size=(63, 0), seq_length=seq, attention_backend="blocked", attention_dropout=0.0
+        )
+        layer = trace(config, "cpu").layer
+        return find_peak(changes(layer.forward.steps, 1, {}))[0].sum()
+
+    assert most(4096) < 4.2 * most(1024)
 
 
 def test_explicit_attention_is_recomputed_as_far_as_its_weights():

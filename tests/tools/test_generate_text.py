@@ -1,48 +1,130 @@
-"""tools/generate_text.py as called by a user: the checkpoint that generates the text."""
+"""tools/generate_text.py as called by a user: which checkpoint, which prompts, which output."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.launching import TINY, launch
+import megatron
+from tests.helpers.launching import TINY, Outcome, launch
+
+pytestmark = pytest.mark.slow
+
+FLAGS = [*TINY, "--lr", "1", "--train-iters", "2", "--save-interval", "1"]
 
 
-@pytest.mark.slow
-def test_the_checkpoint_that_is_named_speaks(tmp_path: Path) -> None:
-    """The named checkpoint generates the text.
+def tool(*words: object, processes: int = 1) -> Outcome:
+    done = launch(processes, [*map(str, words)], script="tools/generate_text.py")
+    assert done[0] is not None
+    return done[0]
 
-    A step between two checkpoints of one run changes every weight by about 1: their texts differ. A
-    folder with only the first shows which text is its.
-    """
-    flags = [*TINY, "--lr", "1", "--train-iters", "2", "--save-interval", "1"]
-    (trained,) = launch(1, [*flags, "--save", str(tmp_path / "run")])
-    (alone,) = launch(1, [*flags, "--save", str(tmp_path / "first"), "--exit-interval", "1"])
-    assert trained is not None and trained.code == 0 and alone is not None and alone.code == 0, (
-        trained,
-        alone,
-    )
 
-    def text(folder: str, *more: str) -> str:
-        metrics = tmp_path / "-".join([folder, *more, "metrics.jsonl"])
-        words = [
-            "--prompt",
-            "5 17 3",
-            "--tokens",
-            "12",
-            "--temperature",
-            "0",
-            "--metrics-file",
-            str(metrics),
-        ]
-        (done,) = launch(
-            1, ["--load", str(tmp_path / folder), *words, *more], script="tools/generate_text.py"
-        )
-        assert done is not None and done.code == 0, done
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train for two steps with a rate at which each changes every weight by about 1."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    (trained,) = launch(1, [*FLAGS, "--save", str(folder)])
+    assert trained is not None and trained.code == 0, trained
+    return folder
+
+
+def test_the_checkpoint_that_is_named_speaks(run: Path, tmp_path: Path) -> None:
+    """A folder with only the first of two checkpoints shows which text is its."""
+    (alone,) = launch(1, [*FLAGS, "--save", str(tmp_path / "first"), "--exit-interval", "1"])
+    assert alone is not None and alone.code == 0, alone
+
+    def text(folder: Path, *more: str) -> str:
+        metrics = tmp_path / "-".join([folder.name, *more, "metrics.jsonl"])
+        words = "--prompt", "5 17 3", "--tokens", 12, "--temperature", 0, "--metrics-file", metrics
+        done = tool("--load", folder, *words, *more)
+        assert done.code == 0, done
         (record,) = [json.loads(line) for line in metrics.read_text().splitlines()]
+        assert f"5 17 3{record['text']}\n" in done.output
+        assert (more or [f"iter_000000{2 if folder == run else 1}"])[-1] in done.output
         return str(record["text"])
 
-    first = text("first")
-    assert text("run", "--load-tag", "iter_0000001") == first != text("run")
+    first = text(tmp_path / "first")
+    assert text(run, "--load-tag", "iter_0000001") == first != text(run)
+
+
+PROMPTS: list[dict[str, Any]] = [
+    {"q": "5 17 3"},
+    {"q": "9", "seed": 7},
+    {"q": "1 2 3 4 5 6"},
+    {"q": "99"},
+    {"q": "9 9"},
+]
+
+
+def test_a_file_of_prompts_gives_a_file_of_texts(run: Path, tmp_path: Path) -> None:
+    """The texts are those of megatron.generate with the same seeds, on any layout and batch."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    words = "--load", run, "--prompts", prompts, "--json-key", "q", "--tokens", 9, "--seed", 5
+
+    def rows(*more: object, processes: int = 1) -> list[dict[str, Any]]:
+        done = tool(*words, "--output", out, *more, processes=processes)
+        assert done.code == 0, done
+        assert sorted(path.name for path in tmp_path.iterdir()) == [prompts.name, out.name]
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+        again = tool(*words, "--output", out, *more)
+        assert again.code == 2 and str(out) in again.output, "it is not written over"
+        out.unlink()
+        return found
+
+    seeds = [5, 7, 7, 8, 9]
+    model = megatron.load_model(run)
+    made = megatron.generate(
+        model,
+        [row["q"] for row in PROMPTS],
+        max_new_tokens=9,
+        sampling=megatron.Sampling(temperature=0.8),
+        seeds=seeds,
+    )
+    expected = [
+        dict(
+            line=i + 1,
+            prompt=PROMPTS[i]["q"],
+            cut_tokens=0,
+            text=text.text,
+            tokens=len(text.ids),
+            finish=text.finish,
+            seed=seeds[i],
+        )
+        for i, text in enumerate(made)
+    ]
+    assert rows() == expected
+    assert rows("--tensor-model-parallel-size", 2, "--batch-size", 2, processes=4) == expected
+
+
+def test_a_bad_prompt_ends_the_job_before_the_first_text(run: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    words = "--load", run, "--prompts", prompts, "--output", out, "--batch-size", 1, "--tokens", 4
+    long = " ".join(map(str, range(40)))
+    for text, place in ((f"5\n{long}\n", "40"), ("5\n\n7\n", "txt:2"), ("", "prompts.txt")):
+        prompts.write_text(text)
+        done = tool(*words)
+        assert done.code == 2 and place in done.output and "Traceback" not in done.output, done
+        assert [path.name for path in tmp_path.iterdir()] == [prompts.name]
+    prompts.write_text(f"5\n{long}\n")
+    done = tool(*words, "--cut-prompts")
+    assert done.code == 0, done
+    assert [json.loads(line)["cut_tokens"] for line in out.read_text().splitlines()] == [0, 12]
+
+
+def test_a_damaged_checkpoint_is_refused_unless_an_older_one_is_allowed(
+    tmp_path: Path, run: Path
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    for file in (tmp_path / "run" / "iter_0000002").glob("*.distcp"):
+        file.write_bytes(b"x" * file.stat().st_size)
+    words = "--load", tmp_path / "run", "--prompt", "5 17 3", "--tokens", 2
+    refused = tool(*words)
+    assert refused.code == 2 and "iter_0000002" in refused.output
+    assert "--- " not in refused.output
+    older = tool(*words, "--allow-older")
+    assert older.code == 0 and "--- " in older.output

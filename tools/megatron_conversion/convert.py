@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.files import MANIFEST, SHARD_INDEX
 from megatron.checkpoint.folder import TRACKER, tagged_name
-from megatron.checkpoint.save import write_offline
 from megatron.checkpoint.shards import named
 from megatron.config import Config
 from megatron.errors import CheckpointError
@@ -28,6 +28,8 @@ from megatron_conversion.names import (
     merge,
 )
 from megatron_conversion.source import KINDS, Part, Source, configure, laid_out, settings_of
+from megatron_conversion.torch_dist import BACKENDS, is_torch_dist, read_torch_dist
+from megatron_conversion.write import write_offline
 
 _TRACKER_LIMIT_BYTES = 4096
 
@@ -64,7 +66,7 @@ def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Pa
         )
     if tag is not None:
         folder = root / tag if os.path.isdir(root / tag) else root / tagged_name(tag)
-    elif is_deepspeed(root) or is_megatron(root):
+    elif reader_of(root):
         return root
     else:
         folder = root / _tracked(root)
@@ -90,14 +92,25 @@ def _tracked(root: Path) -> str:
     )
 
 
+def reader_of(folder: Path) -> Callable[..., Source] | None:
+    """Return the reader of a foreign checkpoint's folder; None if no reader knows it."""
+    for is_theirs, read in (
+        (is_deepspeed, read_deepspeed),
+        (is_megatron, read_megatron),
+        (is_torch_dist, read_torch_dist),
+    ):
+        if is_theirs(folder):
+            return read
+    return None
+
+
 def read_source(
     folder: Path, *, optimizer: bool = True, version: float | None = None, plain: Sequence[str] = ()
 ) -> Source:
     """Read a foreign checkpoint's folder; tensors stay in its files. Raises CheckpointError."""
-    for is_theirs, read in ((is_deepspeed, read_deepspeed), (is_megatron, read_megatron)):
-        if is_theirs(folder):
-            with laid_out(folder):
-                return read(folder, optimizer, version, plain)
+    if read := reader_of(folder):
+        with laid_out(folder):
+            return read(folder, optimizer, version, plain)
     names = {path.name for path in folder.iterdir()}
     if any(
         name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names
@@ -105,10 +118,13 @@ def read_source(
         why = "is of ZeRO stage 3: extract its weights with the zero_to_fp32.py beside it"
     elif "zero" in names:
         why = "is a universal checkpoint: convert the one that it was made from"
-    elif ".metadata" in names or "boxes.json" in names:
-        why = "is in torch's distributed format, as this program's own are: load those with --load"
+    elif MANIFEST in names or SHARD_INDEX in names:
+        why = "is one of this program's own: load it with --load"
     else:
-        why = f"has neither DeepSpeed's mp_rank_00_model_states.pt nor Megatron's mp_rank_00/{FILE}"
+        why = (
+            f"has neither DeepSpeed's mp_rank_00_model_states.pt nor Megatron's mp_rank_00/{FILE} "
+            f"or {BACKENDS} (torch_dist)"
+        )
     raise CheckpointError(f"{folder} {why}")
 
 
@@ -131,7 +147,7 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
             )
         shapes = global_shapes(config)
         _check_names(source, shapes)
-        rules = Rules(source.version, model.kv_channels, vocab_size, model.swiglu)
+        rules = Rules(source.version, model.kv_channels, vocab_size, model.gated)
         plan = Plan(source, config, shapes, rules, [*source.notes, *notes, *more])
         padded = _rows(source)
         if padded > vocab_size:
@@ -232,17 +248,16 @@ def convert(
         "checkpoint_version": source.version,
         "notes": plan.notes,
     }
-    with laid_out(source.folder):
-        return write_offline(
-            directory,
-            source.iteration,
-            _tensors(plan, progress),
-            config=plan.config,
-            state=state,
-            scalars=scalars,
-            optimizer=plan.optimizer,
-            provenance={**(provenance or {}), "converted_from": origin},
-        )
+    return write_offline(
+        directory,
+        source.iteration,
+        _tensors(plan, progress),
+        config=plan.config,
+        state=state,
+        scalars=scalars,
+        optimizer=plan.optimizer,
+        provenance={**(provenance or {}), "converted_from": origin},
+    )
 
 
 def _tensors(
@@ -256,19 +271,24 @@ def _tensors(
         ):
             plan.notes.append(f"{name} differs between tensor ranks: using that of the first")
         for kind in KINDS if plan.optimizer else KINDS[:1]:
-            yield (
-                f"{kind}.{name}",
-                merge(name, [_value(plan, name, part, kind) for part in parts], plan.rules),
-            )
+            yield f"{kind}.{name}", whole_tensor(plan, kind, name)
         progress(done, len(plan.shapes))
+
+
+def whole_tensor(plan: Plan, kind: str, name: str) -> torch.Tensor:
+    """Return a whole parameter, or its optimizer state, in fp32. Raises CheckpointError."""
+    with laid_out(plan.source.folder):
+        parts = [_value(plan, name, part, kind) for part in plan.source.parts[name]]
+        return merge(name, parts, plan.rules)
 
 
 def _value(plan: Plan, name: str, part: Part, kind: str) -> torch.Tensor:
     """Return a part's tensor in fp32; a master must round to the model's weight."""
+    load = part.load or (lambda: part.weight)
     if part.state is None or not plan.optimizer:
-        return part.weight.float()
+        return load().float()
     value = part.state(kind).detach().float()
-    if kind == "master" and not torch.equal(value.to(part.weight.dtype), part.weight):
+    if kind == "master" and not torch.equal(value.to(part.weight.dtype), load()):
         raise CheckpointError(
             f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: "
             "the files are of different steps or layouts. If the weights are the right ones, "

@@ -131,7 +131,13 @@ def _optimizers(
     if len(steps) > 1:
         raise CheckpointError(f"{source.folder}: optimizers of different steps: {sorted(steps)}")
     source.optimizer_step = steps.pop()
-    scaler = attributes(attributes(next(iter(states.values()))["optimizer"]).get("grad_scaler"))
+    take_loss_scale(source, next(iter(states.values()))["optimizer"])
+    return {rank: state for rank, (state, _) in found.items()}
+
+
+def take_loss_scale(source: Source, optimizer: Any) -> None:
+    """Give a source the state of the loss scale that Megatron's optimizer has."""
+    scaler = attributes(attributes(optimizer).get("grad_scaler"))
     if "scale" in scaler and "growth_tracker" in scaler:
         source.loss_scale = {
             "scale": float(scaler["scale"]),
@@ -139,7 +145,6 @@ def _optimizers(
         }
         if "hysteresis_tracker" in scaler:
             source.loss_scale["allowance"] = max(int(scaler["hysteresis_tracker"]), 1)
-    return {rank: state for rank, (state, _) in found.items()}
 
 
 def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:

@@ -33,6 +33,11 @@ _FINAL = re.compile(
 _WHOLE = {
     "word_embeddings.weight": WORD_EMBEDDINGS,
     "position_embeddings.weight": POSITION_EMBEDDINGS,
+    **{
+        f"{prefix}word_embeddings.norm.{kind}": f"embedding_layernorm.{kind}"
+        for prefix in ("", "embedding.")
+        for kind in ("weight", "bias")
+    },
     "output_weight": OUTPUT_LAYER,
     "lm_head.weight": OUTPUT_LAYER,
 }

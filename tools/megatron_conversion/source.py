@@ -32,9 +32,12 @@ _MODEL = (
     "swiglu",
     "squared_relu",
     "openai_gelu",
+    "qk_layernorm",
     "add_bias_linear",
+    "add_qkv_bias",
     "untie_embeddings_and_output_weights",
     "rotary_percent",
+    "rotary_interleaved",
     "apply_residual_connection_post_layernorm",
     "fp32_residual_connection",
     "attention_dropout",
@@ -70,15 +73,14 @@ _RUN = (
 _UNKNOWN = (
     ("num_experts", (None, 0, 1, [1], (1,))),
     ("multi_latent_attention", (None, False)),
-    ("qk_layernorm", (None, False)),
-    ("embed_layernorm", (None, False)),
-    ("rotary_interleaved", (None, False)),
-    ("use_rope_scaling", (None, False)),
     ("rotary_scaling_factor", (None, 1, 1.0)),
-    ("rotary_seq_len_interpolation_factor", (None, 1, 1.0)),
     ("num_residual_layers_per_attention", (None, 1)),
     ("use_mup", (None, False)),
     ("mtp_num_layers", (None, 0)),
+    ("window_size", (None,)),
+    ("softmax_type", (None, "vanilla")),
+    ("attention_output_gate", (None, False)),
+    ("no_rope_freq", (None,)),
 )
 
 
@@ -86,13 +88,14 @@ _UNKNOWN = (
 class Part:
     """Tensor rank's part of a parameter.
 
-    weight   in the model's dtype
+    weight   in the model's dtype; on the meta device if `load` returns its values
     state    returns "master", "exp_avg" or "exp_avg_sq", of the weight's shape; None without
              optimizer state
     """
 
     weight: torch.Tensor
     state: Callable[[str], torch.Tensor] | None = None
+    load: Callable[[], torch.Tensor] | None = None
 
 
 @dataclass
@@ -263,6 +266,13 @@ def settings_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         if isinstance(arguments.get(name), (bool, int, float, str))
     }
     found["vocab_size"] = arguments.get("vocab_size")
+    found["embedding_layernorm"] = arguments.get("embed_layernorm")
+    stretched = arguments.get("rotary_seq_len_interpolation_factor")
+    if arguments.get("use_rope_scaling"):
+        found["rope_scaling"] = "llama3"
+        found["rope_scaling_factor"] = arguments.get("rope_scaling_factor")
+    elif stretched not in (None, 1):
+        found["rope_scaling"], found["rope_scaling_factor"] = "linear", stretched
     found["position_embedding_type"] = positions
     if arguments.get("group_query_attention") is not False:
         found["num_key_value_heads"] = arguments.get("num_key_value_heads") or arguments.get(

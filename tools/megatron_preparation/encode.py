@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed_dataset import token_dtype
+from megatron.data.indexed_dataset import MASK_DTYPE, mask_prefix, token_dtype
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import DataError
 from megatron_preparation import sources
+from megatron_preparation.chat import Chat
 from megatron_preparation.sources import Block
 
 POLL_S = 0.2
@@ -53,6 +54,8 @@ class PreprocessOptions:
     input_format: 'jsonl', 'text' (one document per file), 'parquet', or 'auto' (by suffix); .gz and
     .zst are always
         unpacked.
+    chat: read JSON lines of messages, or of prompt and completion, and write a loss mask too;
+        json_keys is the one name of the output.
     """
 
     tokenizer: dict[str, Any]
@@ -61,11 +64,17 @@ class PreprocessOptions:
     split_sentences: bool = False
     keep_newlines: bool = False
     input_format: str = "auto"
+    chat: Chat | None = None
 
     @property
     def level(self) -> str:
         """Return the part of the file names for the kind of sequence."""
         return "sentence" if self.split_sentences else "document"
+
+    def outputs(self, prefix: str, vocab_size: int) -> dict[str, np.dtype[Any]]:
+        """Return the prefixes of the data sets to write, and their types; the tokens come first."""
+        found = {f"{prefix}_{key}_{self.level}": token_dtype(vocab_size) for key in self.json_keys}
+        return found | {mask_prefix(name): MASK_DTYPE for name in found if self.chat is not None}
 
 
 @dataclass(frozen=True)
@@ -81,10 +90,13 @@ class BadInput:
 
 @dataclass
 class Documents:
-    """Usable documents of a block: their numbers, and their texts for each of the json_keys."""
+    """Usable documents of a block: their numbers, and their texts for each of the json_keys.
+
+    With `PreprocessOptions.chat` each text is a Conversation.
+    """
 
     numbers: list[int]
-    texts: list[list[str]]
+    texts: list[list[Any]]
     bad: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -100,7 +112,7 @@ class EncodedKey:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """One EncodedKey for each of the json_keys, and the left-out documents in order."""
+    """One EncodedKey for each of the outputs, and the left-out documents in order."""
 
     keys: tuple[EncodedKey, ...]
     bad: tuple[BadInput, ...]
@@ -108,14 +120,14 @@ class EncodedBlock:
 
 def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions) -> EncodedBlock:
     """Return the tokens of a block."""
-    documents = parse_block(block, options.json_keys)
+    documents = parse_block(block, options.json_keys, options.chat)
     try:
-        keys = [_encode_texts(texts, tokenizer, options) for texts in documents.texts]
+        keys = _encode_documents(documents.texts, tokenizer, options)
     except BaseException as error:
         if not _blames_a_text(error):
             raise
         _drop_unencodable(documents, tokenizer, options)
-        keys = [_encode_texts(texts, tokenizer, options) for texts in documents.texts]
+        keys = _encode_documents(documents.texts, tokenizer, options)
     bad = tuple(BadInput(block.where(number), why) for number, why in sorted(documents.bad))
     return EncodedBlock(tuple(keys), bad)
 
@@ -129,15 +141,15 @@ def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
     return documents.texts
 
 
-def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
-    """Return the texts and the bad documents of a block."""
+def parse_block(block: Block, json_keys: Sequence[str], chat: Chat | None = None) -> Documents:
+    """Return the texts, or the conversations of `chat`, and the bad documents of a block."""
     documents = Documents([], [[] for _ in json_keys])
     if block.problem:
         documents.bad.append((block.first, block.problem))
         return documents
     for number, content in _contents(block):
         try:
-            texts = _texts(content, block.kind, json_keys)
+            texts = _texts(content, block.kind, json_keys, chat)
         except (ValueError, DataError) as error:
             documents.bad.append((number, str(error)))
             continue
@@ -163,7 +175,9 @@ def _contents(block: Block) -> Iterable[tuple[int, Any]]:
     return enumerate(content, block.first)
 
 
-def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
+def _texts(
+    content: Any, kind: str, keys: Sequence[str], chat: Chat | None = None
+) -> list[Any] | None:
     """Return a document's texts; None for an empty line. Raises ValueError or DataError."""
     if kind == "parquet":
         return [_decode(column or b"") for column in content]
@@ -183,6 +197,8 @@ def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
         raise DataError(
             f'expected an object such as {{"text": ...}}, got {type(document).__name__}'
         )
+    if chat is not None:
+        return [chat.read(document)]
     return [_text_of(document, key) for key in keys]
 
 
@@ -210,6 +226,23 @@ def _text_of(document: dict[str, Any], key: str) -> str:
             f"{key!r} holds half of a surrogate pair, which is not a character"
         ) from None
     return text
+
+
+def _encode_documents(
+    texts: Sequence[Sequence[Any]], tokenizer: Tokenizer, options: PreprocessOptions
+) -> list[EncodedKey]:
+    """Return the tokens of documents for each of the outputs."""
+    if options.chat is None:
+        return [_encode_texts(of_key, tokenizer, options) for of_key in texts]
+    found = [
+        options.chat.encode(conversation, tokenizer, append_eod=options.append_eod)
+        for conversation in texts[0]
+    ]
+    sizes = np.fromiter((len(ids) for ids, _ in found), np.int32, len(found))
+    ids = np.array([i for ids, _ in found for i in ids], token_dtype(tokenizer.vocab_size))
+    marks = np.concatenate([np.empty(0, MASK_DTYPE), *(marks for _, marks in found)])
+    ones = np.ones(len(found), np.int64)
+    return [EncodedKey(ids, sizes, ones, 0), EncodedKey(marks, sizes, ones, 0)]
 
 
 def _encode_texts(
@@ -246,8 +279,8 @@ def _drop_unencodable(
     kept = []
     for i, number in enumerate(documents.numbers):
         try:
-            for texts in documents.texts:
-                _encode_texts(texts[i : i + 1], tokenizer, options)
+            one = [texts[i : i + 1] for texts in documents.texts]
+            _encode_documents(one, tokenizer, options)
         except BaseException as error:
             if not _blames_a_text(error):
                 raise

@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk, renamed_into
-from megatron.data.indexed_dataset import token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter, WriterPosition, open_at
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError, MegatronError
@@ -117,6 +116,7 @@ def preprocess(
 ) -> Totals:
     """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; return totals with prefixes.
 
+    With `options.chat` each has a loss mask beside it, which gets its name first.
     The files are the same for any number of workers, and appear only when all input was read; until
     then, existing files of these names are kept. An unfinished run of the same inputs and options is
     resumed; `restart` discards it. With `on_bad_input` 'skip', unusable documents are left out and
@@ -135,6 +135,9 @@ def preprocess(
             "have /"
         )
     sources = find_sources(inputs, options.input_format)
+    for source in sources if options.chat is not None else ():
+        if source.kind != "jsonl":
+            raise ConfigError(f"{source.path}: --chat reads JSON lines, and this is {source.kind}")
     # its errors come before any work
     tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)
     prefix = os.fspath(output_prefix)
@@ -147,8 +150,8 @@ def preprocess(
                 f"--output-prefix (its lock is {lock.path})"
             )
         try:
-            return _Run(prefix, options, sources, listeners).run(
-                tokenizer, workers, on_bad_input, restart, journal_interval_s
+            return _Run(prefix, options, sources, listeners, tokenizer).run(
+                workers, on_bad_input, restart, journal_interval_s
             )
         finally:
             lock.release()
@@ -218,7 +221,7 @@ class PartialFolder:
         self.path.mkdir()
         self.write(self.job, job)
 
-    def check_job(self, job: dict[str, Any], journal: Journal) -> None:
+    def check_job(self, job: dict[str, Any], journal: Journal, outputs: int) -> None:
         """Raise DataError with the differences if the folder is another job's."""
         try:
             before = _named(
@@ -238,9 +241,7 @@ class PartialFolder:
                 f"and this run differs: {'; '.join(differences)}. To finish that run, give its "
                 "command again; --restart discards it; another --output-prefix keeps it"
             )
-        if journal.place.source >= len(job["inputs"]) or len(journal.positions) != len(
-            job["options"]["json_keys"]
-        ):
+        if journal.place.source >= len(job["inputs"]) or len(journal.positions) != outputs:
             raise DataError(
                 f"{self.journal}: damaged (it is of other inputs or outputs); --restart begins "
                 "again"
@@ -327,6 +328,7 @@ class _Run:
         options: PreprocessOptions,
         sources: Sequence[Source],
         listeners: Listeners,
+        tokenizer: Tokenizer,
     ) -> None:
         self.prefix, self.options, self.sources, self.listeners = (
             prefix,
@@ -334,9 +336,11 @@ class _Run:
             sources,
             listeners,
         )
+        self.tokenizer = tokenizer
         self.folder = PartialFolder(prefix)
+        self.dtypes = options.outputs(prefix, tokenizer.vocab_size)
         self.totals = Totals(
-            outputs=[f"{prefix}_{key}_{options.level}" for key in options.json_keys],
+            outputs=list(self.dtypes),
             total_file_bytes=sum(source.size for source in sources),
         )
         self.journal: Journal | None = None  # as it is on disk
@@ -344,20 +348,13 @@ class _Run:
         self.writers: list[IndexedDatasetWriter] = []
         self.bad_file: BinaryIO
 
-    def run(
-        self,
-        tokenizer: Tokenizer,
-        workers: int,
-        on_bad_input: str,
-        restart: bool,
-        interval_s: float,
-    ) -> Totals:
+    def run(self, workers: int, on_bad_input: str, restart: bool, interval_s: float) -> Totals:
         self._begin(restart)
         try:
             if self.journal is None or not self.journal.sealed:
                 with ExitStack() as stack:
-                    self._open_parts(stack, tokenizer)
-                    self._encode_all(tokenizer, workers, on_bad_input, interval_s)
+                    self._open_parts(stack)
+                    self._encode_all(workers, on_bad_input, interval_s)
                     self._seal()
             self._publish()
         except (MegatronError, OSError) as error:
@@ -383,7 +380,7 @@ class _Run:
         if self.journal is None:
             self.folder.begin(job)
             return
-        self.folder.check_job(job, self.journal)
+        self.folder.check_job(job, self.journal, len(self.dtypes))
         totals, counts, self.place = self.totals, self.journal.counts, self.journal.place
         for name in COUNTS:
             setattr(totals, name, counts[name])
@@ -405,10 +402,9 @@ class _Run:
         if self.listeners.should_stop():
             raise PreprocessStopped("stopped")
 
-    def _open_parts(self, stack: ExitStack, tokenizer: Tokenizer) -> None:
-        dtype = token_dtype(tokenizer.vocab_size)
+    def _open_parts(self, stack: ExitStack) -> None:
         try:
-            for i, output in enumerate(self.totals.outputs):
+            for i, (output, dtype) in enumerate(self.dtypes.items()):
                 position = self.journal.positions[i] if self.journal else None
                 writer = IndexedDatasetWriter(
                     output, dtype, directory=self.folder.path, resume=position
@@ -426,14 +422,12 @@ class _Run:
                 f"{error}; if this cannot be repaired, --restart begins again"
             ) from error
 
-    def _encode_all(
-        self, tokenizer: Tokenizer, workers: int, on_bad_input: str, interval_s: float
-    ) -> None:
+    def _encode_all(self, workers: int, on_bad_input: str, interval_s: float) -> None:
         blocks = read_sources(self.sources, self.options.json_keys, self.place, on_skip=self.poll)
         due = time.monotonic() + interval_s
         try:
             with closing(
-                encode_blocks(blocks, tokenizer, self.options, workers, self.poll)
+                encode_blocks(blocks, self.tokenizer, self.options, workers, self.poll)
             ) as encoded_blocks:
                 for block, encoded in encoded_blocks:
                     if encoded.bad and on_bad_input == "fail":
@@ -473,8 +467,9 @@ class _Run:
                 totals.empty_documents += key.empty_documents
         except DataError as error:
             raise _WriteError(str(error)) from error
-        totals.documents = sum(writer.num_documents for writer in self.writers)
-        totals.tokens = sum(writer.num_tokens for writer in self.writers)
+        texts = self.writers[: len(self.options.json_keys)]  # without masks
+        totals.documents = sum(writer.num_documents for writer in texts)
+        totals.tokens = sum(writer.num_tokens for writer in texts)
         totals.bad_documents += len(encoded.bad)
         totals.input_bytes += block.text_bytes
         totals.file_bytes = block.file_bytes
@@ -503,7 +498,8 @@ class _Run:
 
     def _publish(self) -> None:
         """Give the files their names. Each step can be repeated by a run that resumes."""
-        for output in self.totals.outputs:
+        # A mask comes first: tokens must never appear without it.
+        for output in reversed(self.totals.outputs):
             IndexedDatasetWriter.publish(output, self.folder.path)
         named = Path(f"{self.prefix}_bad_input.txt")
         if self.totals.bad_documents:

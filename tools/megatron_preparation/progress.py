@@ -18,12 +18,19 @@ LINE_S = 10.0
 class ByteProgress:
     """Context manager that shows the share of `total` bytes done, MB/s and the time left on stderr.
 
-    Rates exclude the first `done` bytes. `clock` returns seconds.
+    Rates exclude the first `done` bytes. `clock` returns seconds. `unit`: what is counted instead
+    of bytes.
     """
 
     def __init__(
-        self, what: str, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        what: str,
+        total: int,
+        done: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        unit: str = "",
     ) -> None:
+        self._unit = unit
         self._what, self._total, self._first, self._clock = what, max(total, 1), done, clock
         self._started = self._last_line = clock()
         self._bar: Any = None
@@ -34,6 +41,7 @@ class ByteProgress:
             from rich.progress import (
                 BarColumn,
                 DownloadColumn,
+                MofNCompleteColumn,
                 Progress,
                 TextColumn,
                 TimeRemainingColumn,
@@ -43,8 +51,7 @@ class ByteProgress:
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
-                DownloadColumn(),
-                Speed(),
+                *((MofNCompleteColumn(),) if self._unit else (DownloadColumn(), Speed())),
                 TimeRemainingColumn(),
             )
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
@@ -61,10 +68,13 @@ class ByteProgress:
         if now - self._last_line >= LINE_S if due is None else due:
             self._last_line = now
             rate = max((done - self._first) / max(now - self._started, 1e-9), 1.0)
-            digits = 0 if self._total >= 1e8 else 3
+            unit, scale, digits = self._unit, 1.0, 0
+            if not unit:
+                unit, scale, digits = "MB", 1e6, 0 if self._total >= 1e8 else 3
             self.say(
-                f" {what or self._what}: {done / 1e6:.{digits}f} of {self._total / 1e6:.{digits}f} "
-                f"MB ({done / self._total:.0%}), {rate / 1e6:.{digits + 1}f} MB/s, "
+                f" {what or self._what}: {done / scale:.{digits}f} of "
+                f"{self._total / scale:.{digits}f} {unit} ({done / self._total:.0%}), "
+                f"{rate / scale:.{digits + 1}f} {unit}/s, "
                 f"{max(self._total - done, 0) / rate:.0f} s left"
             )
 

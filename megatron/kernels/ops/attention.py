@@ -25,6 +25,7 @@ attention_gradient_ 4 N e. Masked scores are written as zeros, but not read.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,19 +40,22 @@ from megatron.kernels.library import (
     empty_like_first,
     operator,
 )
-from megatron.kernels.ops.elementwise import check_key, threshold
+from megatron.kernels.ops.elementwise import check_key, soft_cap, threshold, wider
 from megatron.kernels.work import Memory
 from megatron.parallel.sharding import dropout_mask, mix
 
-_CAUSAL = Function("mk_causal_softmax", "pplllf")
-_MASKED = Function("mk_masked_softmax", "pppllllf")
+_CAUSAL = Function("mk_causal_softmax", "ppllllf")
+_MASKED = Function("mk_masked_softmax", "ppplllllf")
 _SOFTMAX_BACKWARD = Function("mk_softmax_backward", "ppplllf")
-_WEIGHTS = Function("mk_attention_weights", "pppp" + "lllllllll" + "fuwf")
-_GRADIENT = Function("mk_attention_gradient", "pppppp" + "llllllllll" + "fuwf")
+_WEIGHTS = Function("mk_attention_weights", "pppp" + "l" * 11 + "ffuwf")
+_GRADIENT = Function("mk_attention_gradient", "pppppp" + "l" * 11 + "ffuwf")
 _DOTS = Function("mk_row_dots", "pppll")
 
 TILE = 32
 """Blocks of queries and of keys start at multiples of this many positions."""
+
+NO_WINDOW = 1 << 30
+"""A window that hides nothing: longer than any sequence."""
 
 
 class Law(NamedTuple):
@@ -60,6 +64,8 @@ class Law(NamedTuple):
     share    how many queries of a group see the same keys
     scale    factor of the scores
     probability, seed, origins, positions  dropout, see attention_weights_
+    cap      scores x become cap tanh(x / cap); 0: they do not
+    window   keys before its own that a query sees
     """
 
     share: int
@@ -68,6 +74,13 @@ class Law(NamedTuple):
     seed: int
     origins: Tensor | None = None
     positions: int = 0
+    cap: float = 0.0
+    window: int = NO_WINDOW
+
+
+def first_key(first: int, window: int) -> int:
+    """Return where the keys begin that queries from position `first` on see: a multiple of TILE."""
+    return max(0, (first - window) // TILE * TILE)
 
 
 def _check(
@@ -87,6 +100,9 @@ def _check(
     check_beside(name, scores, [torch.float32], slopes=slopes, **rows)
     check_beside(name, scores, [torch.int64], origins=origins)
     check_key(name, law.probability, law.seed)
+    check(name, law.cap >= 0.0, f"cap is {law.cap}; it must be at least 0")
+    fits = 0 <= law.window <= NO_WINDOW
+    check(name, fits, f"window is {law.window}; it must be from 0 to {NO_WINDOW}")
     check(
         name,
         scores.dim() == 3,
@@ -139,7 +155,9 @@ def _check_weights(
 ) -> None:
     _check(name, scores, {"logarithms": logarithms}, slopes, sample, first, 0, *law)
     keys, seen = scores.shape[-1], first + scores.shape[1] // law[0]
-    check(name, keys == seen, f"there are {keys} keys; queries up to {seen} need as many")
+    key, most = seen - keys, first_key(first, Law(*law).window)
+    fits = 0 <= key <= most and key % TILE == 0
+    check(name, fits, f"there are {keys} keys; queries from {first} to {seen} need {seen - most}")
 
 
 def _check_gradient(
@@ -181,12 +199,14 @@ def _mask(
 def _logits(
     scores: Tensor, slopes: Tensor | None, sample: int, first: int, key: int, law: Law
 ) -> Tensor:
-    """Return the scaled and biased scores in fp32 (fp64 for fp64).
+    """Return the scaled, capped and biased scores in fp32 (fp64 for fp64).
 
-    They are -infinity where a key is later than the query.
+    They are -infinity where a key is later than the query or before its window.
     """
     samples, rows, keys = scores.shape
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * law.scale
+    wide = wider(scores) * law.scale
+    if law.cap:
+        wide = soft_cap(wide, law.cap)
     row = torch.arange(rows, device=scores.device)
     query = (row // law.share + first).unsqueeze(1)
     # 0 or less where the query sees the key
@@ -197,7 +217,10 @@ def _logits(
         )
         slope = slopes.view(-1, law.share)[groups.unsqueeze(1), row % law.share]  # [samples, rows]
         wide += slope.unsqueeze(-1) * distance
-    return wide.masked_fill_(distance > 0, float("-inf"))
+    wide.masked_fill_(distance > 0, float("-inf"))
+    return (
+        wide if law.window == NO_WINDOW else wide.masked_fill_(distance < -law.window, -torch.inf)
+    )
 
 
 def _place(scores: Tensor, sample: int, row: int) -> tuple[slice, slice]:
@@ -213,13 +236,14 @@ def weights_reference(
     Its masks differ from the kernel's.
     """
     law = Law(*rest)
-    logits = _logits(scores, slopes, sample, first, 0, law)
+    key = first + scores.shape[1] // law.share - scores.shape[2]
+    logits = _logits(scores, slopes, sample, first, key, law)
     sums = logits.logsumexp(-1)
     sums.masked_fill_(sums == float("-inf"), float("inf"))
     logarithms[_place(scores, sample, first * law.share)] = sums
     weights = logits.sub_(sums.unsqueeze(-1)).exp_()
     if law.probability:
-        weights *= _mask(scores, logarithms, sample, first, 0, law)
+        weights *= _mask(scores, logarithms, sample, first, key, law)
     scores.copy_(weights)
 
 
@@ -247,14 +271,16 @@ def gradient_reference(
     if law.probability:
         factors = _mask(scores, logarithms, sample, first, key, law)
         wide, dropped = wide * factors, weights * factors
-    gradients.copy_((wide - dots[place].unsqueeze(-1)) * weights * law.scale)
+    wide = (wide - dots[place].unsqueeze(-1)) * weights * law.scale
+    if law.cap:
+        wide *= 1.0 - (scores.to(wide.dtype) * (law.scale / law.cap)).tanh_().square_()
+    gradients.copy_(wide)
     scores.copy_(dropped)
 
 
 def dots_reference(a: Tensor, b: Tensor) -> Tensor:
     """Compute row_dots with torch's operators; fp64 for fp64."""
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return (a.to(wide) * b.to(wide)).sum(-1)
+    return (wider(a) * wider(b)).sum(-1)
 
 
 # -- a block, with the kernels ---------------------------------------------------------------------
@@ -285,11 +311,13 @@ def _launch(
         all_rows,
         sample,
         *starts,
+        law.window,
         law.positions,
         groups,
         law.share,
         keys,
         law.scale,
+        law.cap,
         law.seed,
         *threshold(law.probability),
     )
@@ -298,7 +326,8 @@ def _launch(
 def _weights(
     scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *law: Any
 ) -> None:
-    _launch(_WEIGHTS, (scores, logarithms), slopes, sample, (first,), *law)
+    key = first + scores.shape[1] // law[0] - scores.shape[2]
+    _launch(_WEIGHTS, (scores, logarithms), slopes, sample, (first, key), *law)
 
 
 def _gradient(
@@ -332,7 +361,7 @@ def _like_dots(a: Tensor, b: Tensor) -> Tensor:
 attention_weights_ = operator(
     "attention_weights_(Tensor(a!) scores, Tensor(b!) logarithms, Tensor? slopes, SymInt sample, "
     "SymInt first, int share, float scale, float probability, SymInt seed, Tensor? origins=None, "
-    "SymInt positions=0) -> ()",
+    f"SymInt positions=0, float cap=0.0, SymInt window={NO_WINDOW}) -> ()",
     _weights,
     weights_reference,
     check=_check_weights,
@@ -340,22 +369,24 @@ attention_weights_ = operator(
 """Turn scores [samples, queries * share, keys] into softmax weights with dropout; contiguous, fp32,
 fp16 or bf16.
 
-The queries start at position `first`. A query sees the keys up to its own position, and all of
-these are present: keys = first + queries. Weights of other keys are exactly 0. A score stands for
-scale * score, plus slope * (key - query) if there are `slopes`, fp32 [groups * share]; samples are
-[.., groups], from `sample` on. The logarithms of the sums of exponentials are written to their rows
-of `logarithms`, fp32 [all samples, all rows]; infinity for a row that is all -infinity, whose
-weights are 0. Weights are dropped with `probability` and scaled by 1 / (1 - p) otherwise. The rows
-of the whole job are [samples, heads, positions]: `origins`, int64, one for each sample, has the
-number of the first query of its first head; that of the next head is larger by `positions`. Has no
-gradient: see attention_gradient_. Raises KernelError for other types and shapes, and probabilities
-outside of [0, 1).
+The queries start at position `first`. A query sees the key of its own position and `window` keys
+before it, and all of these are present: the last key is that of the last query, the first one at a
+multiple of TILE up to first_key(first, window). Weights of other keys are exactly 0. A score stands
+for scale * score, or cap * tanh(scale * score / cap) with a `cap` above 0, plus slope * (key -
+query) if there are `slopes`, fp32 [groups * share]; samples are [.., groups], from `sample` on. The
+logarithms of the sums of exponentials are written to their rows of `logarithms`, fp32 [all samples,
+all rows]; infinity for a row that is all -infinity, whose weights are 0. Weights are dropped with
+`probability` and scaled by 1 / (1 - p) otherwise. The rows of the whole job are [samples, heads,
+positions]: `origins`, int64, one for each sample, has the number of the first query of its first
+head; that of the next head is larger by `positions`. Has no gradient: see attention_gradient_.
+Raises KernelError for other types and shapes, and probabilities outside of [0, 1).
 """
 
 attention_gradient_ = operator(
     "attention_gradient_(Tensor(a!) scores, Tensor(b!) gradients, Tensor logarithms, Tensor dots, "
     "Tensor? slopes, SymInt sample, SymInt first, SymInt key, int share, float scale, float "
-    "probability, SymInt seed, Tensor? origins=None, SymInt positions=0) -> ()",
+    "probability, SymInt seed, Tensor? origins=None, SymInt positions=0, float cap=0.0, "
+    f"SymInt window={NO_WINDOW}) -> ()",
     _gradient,
     gradient_reference,
     check=_check_gradient,
@@ -378,7 +409,9 @@ row_dots = operator(
 # -- all scores at once ----------------------------------------------------------------------------
 
 
-def _check_softmax(name: str, scores: Tensor, mask: Tensor | None, scale: float) -> None:
+def _check_softmax(
+    name: str, scores: Tensor, mask: Tensor | None, scale: float, window: int = NO_WINDOW
+) -> None:
     check_all(name, scores=scores)
     least, shape = (2, "[.., queries, keys]") if mask is None else (4, "[b, heads, queries, keys]")
     check(
@@ -390,15 +423,29 @@ def _check_softmax(name: str, scores: Tensor, mask: Tensor | None, scale: float)
         check_beside(name, scores, [torch.bool], mask=mask)
         batch = mask.shape[0] if mask.dim() == 4 and mask.shape[0] == 1 else scores.shape[0]
         check_shape(name, (batch, 1, *scores.shape[2:]), mask=mask)
+    check(name, 0 <= window <= NO_WINDOW, f"window is {window}; it must be from 0 to {NO_WINDOW}")
 
 
-def softmax_reference(scores: Tensor, hidden: Tensor | None, scale: float) -> Tensor:
-    """Compute the softmax with torch's operators, in fp32 (fp64 for fp64 scores)."""
+def hidden_keys(hidden: Tensor | None, scores: Tensor, window: int) -> Tensor:
+    """Return where scores [.., queries, keys] are masked.
+
+    That is by `hidden`, or by causality without it, and outside of the window.
+    """
+    queries, keys = scores.shape[-2:]
+    all_pairs = partial(torch.ones, queries, keys, dtype=torch.bool, device=scores.device)
     if hidden is None:
-        queries, keys = scores.shape[-2:]
-        hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
-        hidden.triu_(keys - queries + 1)
-    wide = scores if scores.dtype == torch.float64 else scores.float()
+        hidden = all_pairs().triu_(keys - queries + 1)
+    if window < keys:
+        hidden = hidden | all_pairs().tril_(keys - queries - window - 1)
+    return hidden
+
+
+def softmax_reference(
+    scores: Tensor, hidden: Tensor | None, scale: float, window: int = NO_WINDOW
+) -> Tensor:
+    """Compute the softmax with torch's operators, in fp32 (fp64 for fp64 scores)."""
+    hidden = hidden_keys(hidden, scores, window)
+    wide = wider(scores)
     out = (wide * scale).masked_fill(hidden, float("-inf")).softmax(-1)
     # A row that sees nothing above -infinity is all zero, rather than all NaN.
     nothing = (hidden | (wide == float("-inf"))).all(-1, keepdim=True)
@@ -412,13 +459,15 @@ def _softmax_backward_reference(
     return (scale * y * (g - (g * y).sum(-1, keepdim=True))).to(gradient.dtype)
 
 
-def _run_softmax(out: Tensor, scores: Tensor, mask: Tensor | None, scale: float) -> None:
+def _run_softmax(
+    out: Tensor, scores: Tensor, mask: Tensor | None, scale: float, window: int = NO_WINDOW
+) -> None:
     queries, keys = scores.shape[-2:]
     rows = scores.numel() // keys
     if mask is None:
-        _CAUSAL(scores, out, scores, rows, queries, keys, scale)
+        _CAUSAL(scores, out, scores, rows, queries, keys, window, scale)
     else:
-        _MASKED(scores, out, scores, mask, rows, queries, rows // len(mask), keys, scale)
+        _MASKED(scores, out, scores, mask, rows, queries, rows // len(mask), keys, window, scale)
 
 
 def _run_softmax_backward(
@@ -430,18 +479,18 @@ def _run_softmax_backward(
 
 
 def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, mask, ctx.scale = inputs
+    _, mask, ctx.scale, *_ = inputs
     ctx.causal = mask is None
     ctx.save_for_backward(output)
 
 
-def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     (probabilities,) = ctx.saved_tensors
     dx = _softmax_backward(gradient.contiguous(), probabilities, ctx.scale, ctx.causal)
-    return dx, None, None
+    return dx, None, None, None
 
 
-def _moved(scores: Tensor, mask: Tensor | None, scale: float) -> Memory:
+def _moved(scores: Tensor, mask: Tensor | None, *_: Any) -> Memory:
     """Return the bytes of the forward pass, which reads only the visible part of a causal row."""
     return Memory(3 * scores.nbytes // 2 if mask is None else 2 * scores.nbytes + mask.nbytes)
 
@@ -453,7 +502,7 @@ _softmax_backward = operator(
     empty_like_first,
 )
 _softmax = operator(
-    "softmax(Tensor scores, Tensor? mask, float scale) -> Tensor",
+    f"softmax(Tensor scores, Tensor? mask, float scale, SymInt window={NO_WINDOW}) -> Tensor",
     _run_softmax,
     softmax_reference,
     empty_like_first,
@@ -464,23 +513,26 @@ _softmax = operator(
 )
 
 
-def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
+def causal_softmax(scores: Tensor, scale: float = 1.0, window: int = NO_WINDOW) -> Tensor:
     """Return softmax(scale * scores) over the keys that a query may see; the others get exactly 0.
 
-    scores [.., queries, keys], copied unless contiguous; query q sees keys 0 ... keys - queries +
-    q. A query that sees nothing, or nothing above -infinity, gets all zeros. Raises KernelError for
-    types other than fp32, fp16 and bf16.
+    scores [.., queries, keys], copied unless contiguous; query q sees key keys - queries + q and
+    `window` keys before it. A query that sees nothing, or nothing above -infinity, gets all zeros.
+    Raises KernelError for types other than fp32, fp16 and bf16.
     """
-    result: Tensor = _softmax(scores.contiguous(), None, scale)
+    result: Tensor = _softmax(scores.contiguous(), None, scale, window)
     return result
 
 
-def masked_softmax(scores: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+def masked_softmax(
+    scores: Tensor, mask: Tensor, scale: float = 1.0, window: int = NO_WINDOW
+) -> Tensor:
     """Return softmax(scale * scores) over the keys where `mask` is False; the others get exactly 0.
 
-    scores [b, heads, queries, keys], mask bool [b or 1, 1, queries, keys]. A query that sees
-    nothing, or nothing above -infinity, gets all zeros and no gradient. Raises KernelError for
-    other types or shapes.
+    scores [b, heads, queries, keys], mask bool [b or 1, 1, queries, keys]. Keys more than `window`
+    before key keys - queries + q are hidden from query q as well. A query that sees nothing, or
+    nothing above -infinity, gets all zeros and no gradient. Raises KernelError for other types or
+    shapes.
     """
-    result: Tensor = _softmax(scores.contiguous(), mask.contiguous(), scale)
+    result: Tensor = _softmax(scores.contiguous(), mask.contiguous(), scale, window)
     return result

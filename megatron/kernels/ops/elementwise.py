@@ -1,9 +1,10 @@
 """Elementwise kernels: activations with the preceding layer's bias, and bias-dropout-add.
 
-The activations are GELU, SwiGLU and squared ReLU; bias-dropout-add is residual + dropout(x + bias).
+The activations are GELU in its tanh and its exact form, the gated units SwiGLU and GeGLU, and
+squared ReLU; bias-dropout-add is residual + dropout(x + bias).
 
 Activations: bytes moved for results of N elements of e bytes, with a bias of n elements: forward N
-e in (SwiGLU 2 N e) and N e out; backward 2 N e in and N e out (SwiGLU 3 and 2). The bias is read
+e in (gated 2 N e) and N e out; backward 2 N e in and N e out (gated 3 and 2). The bias is read
 once per row, from a cache; its gradient is summed in the pass that makes dx, which adds 8 bytes a
 column for each part of the rows, below 6 % (library.partial_sums).
 
@@ -38,16 +39,34 @@ from megatron.kernels.library import (
 )
 from megatron.parallel.sharding import WHOLE, Place, dropout_mask
 
-KINDS = {"gelu": 0, "openai_gelu": 0, "swiglu": 1, "squared_relu": 2}
+KINDS = {
+    "gelu": 0,
+    "openai_gelu": 0,
+    "swiglu": 1,
+    "squared_relu": 2,
+    "exact_gelu": 3,
+    "geglu": 4,
+    "exact_geglu": 5,
+}
 """The kinds of activation, and their numbers in the C interface."""
 
 _FORWARD = Function("mk_bias_activation", "ipppll")
 _BACKWARD = Function("mk_bias_activation_backward", "ipppppplll")
 
 
+def wider(x: Tensor) -> Tensor:
+    """Return x in fp32; fp64 stays."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Return cap tanh(x / cap)."""
+    return (x / cap).tanh() * cap
+
+
 def _inputs(kind: str) -> int:
     """Return how many columns of the input make one of the result."""
-    return 2 if kind == "swiglu" else 1
+    return 2 if kind.endswith("glu") else 1
 
 
 def _check(name: str, x: Tensor, bias: Tensor | None, kind: str) -> None:
@@ -68,15 +87,25 @@ def _like_result(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 def reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """Compute the activation with torch's operators, in fp32 (fp64 for fp64 x)."""
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = wider(x)
     if bias is not None:
         wide = wide + bias.to(wide.dtype)
-    if kind == "swiglu":
-        gate, value = wide.chunk(2, dim=-1)
-        return (F.silu(gate) * value).to(x.dtype)
+    return activate(wide, kind).to(x.dtype)
+
+
+def activate(x: Tensor, kind: str) -> Tensor:
+    """Apply the activation in the type of x, by torch: see bias_activation."""
+    assert kind in KINDS, f"unknown activation {kind}"
     if kind == "squared_relu":
-        return F.relu(wide).square().to(x.dtype)
-    return F.gelu(wide, approximate="tanh").to(x.dtype)
+        return F.relu(x).square()
+    gate, *value = x.chunk(2, dim=-1) if _inputs(kind) == 2 else (x,)
+    y = F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate=_approximation(kind))
+    return y * value[0] if value else y
+
+
+def _approximation(kind: str) -> str:
+    """Return torch's name for the form of GELU."""
+    return "none" if kind.startswith("exact") else "tanh"
 
 
 def _forward(out: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> None:
@@ -100,13 +129,20 @@ def _reference_backward(
     wide, g = x.float(), gradient.float()
     if bias is not None:
         wide = wide + bias.float()
-    if kind == "swiglu":
-        gate, value = wide.chunk(2, dim=-1)
-        dx = torch.cat((torch.ops.aten.silu_backward(g * value, gate), g * F.silu(gate)), dim=-1)
-    elif kind == "squared_relu":
+    if kind == "squared_relu":
         dx = 2.0 * g * F.relu(wide)
     else:
-        dx = torch.ops.aten.gelu_backward(g, wide, approximate="tanh")
+        gate, *value = wide.chunk(_inputs(kind), dim=-1)
+        silu, form = kind == "swiglu", _approximation(kind)
+        up = g * value[0] if value else g
+        dx = (
+            torch.ops.aten.silu_backward(up, gate)
+            if silu
+            else torch.ops.aten.gelu_backward(up, gate, approximate=form)
+        )
+        if value:
+            y = F.silu(gate) if silu else F.gelu(gate, approximate=form)
+            dx = torch.cat((dx, g * y), dim=-1)
     dbias = x.new_empty(0) if bias is None else dx.sum_to_size(bias.shape).to(x.dtype)
     return dx.to(x.dtype), dbias
 
@@ -153,9 +189,10 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
     x [.., n], copied unless contiguous; bias [n] or None; -> [.., n]. kind "gelu", also called
     "openai_gelu": the tanh form (Hendrycks and Gimpel, arXiv 1606.08415, section 2).
-    "squared_relu": So et al., arXiv 2109.08668. "swiglu": Shazeer, arXiv 2002.05202; x [.., 2n],
-    gate before value, bias [2n]. The gradient of the bias is summed in fp32. Raises KernelError for
-    other kinds and shapes, and for types other than fp32, fp16 and bf16.
+    "exact_gelu": the form with erf. "squared_relu": So et al., arXiv 2109.08668. "swiglu", "geglu",
+    "exact_geglu": Shazeer, arXiv 2002.05202; x [.., 2n], gate before value, bias [2n]. The gradient
+    of the bias is summed in fp32. Raises KernelError for other kinds and shapes, and for types
+    other than fp32, fp16 and bf16.
     """
     result: Tensor = _bias_activation(
         x.contiguous(), None if bias is None else bias.contiguous(), kind

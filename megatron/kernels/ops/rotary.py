@@ -38,12 +38,22 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     check(name, 2 * half <= d, f"cos and sin turn {2 * half} entries, but x has {d}")
 
 
-def reference(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    """Compute `rotate` with torch's operators; `back`: by the opposite angles."""
+def reference(
+    x: Tensor, cos: Tensor, sin: Tensor, back: bool = False, neighbours: bool = False
+) -> Tensor:
+    """Compute `rotate` with torch's operators; `back`: by the opposite angles.
+
+    `neighbours`: the pairs are (x[.., 2c], x[.., 2c + 1]).
+    """
     half = cos.shape[-1]
     wide, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    low, high = wide.chunk(2, dim=-1) if half else (wide, wide)
     sin = -sin if back else sin
+    if neighbours:
+        low, high = wide.unflatten(-1, (half, 2)).unbind(-1)
+        both = torch.stack((low * cos - high * sin, high * cos + low * sin), dim=-1)
+        turned = both.flatten(-2).to(x.dtype)
+        return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    low, high = wide.chunk(2, dim=-1) if half else (wide, wide)
     turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 

@@ -33,10 +33,11 @@ from megatron.kernels.library import (
     find,
     operator,
 )
+from megatron.kernels.ops.elementwise import soft_cap
 from megatron.kernels.work import Memory
 
-_LOCAL = Function("mk_entropy_local", "pppppllll")
-_GRADIENT = Function("mk_entropy_gradient", "pppppllll")
+_LOCAL = Function("mk_entropy_local", "pppppllllf")
+_GRADIENT = Function("mk_entropy_gradient", "pppppllllf")
 
 _AT_A_TIME = 1 << 22
 """Elements that torch's operators process at a time without a kernel: their copies stay this
@@ -49,10 +50,11 @@ Three = tuple[Tensor, Tensor, Tensor]
 def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
     """Check the arguments of both operators.
 
-    `rest`: the numbers of each token that `gradient_` takes, first, real.
+    `rest`: the numbers of each token that `gradient_` takes, first, real, and the cap if given.
     """
-    *found, first, real = rest
+    found = [x for x in rest if isinstance(x, Tensor)]
     numbers = dict(zip(("maximum", "total", "gradient"), found, strict=False))
+    first, real, *caps = rest[len(found) :]
     check_type(name, logits=logits)
     check_type(name, [torch.int64], labels=labels)
     check_device(name, logits=logits, labels=labels, **numbers)
@@ -61,6 +63,7 @@ def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
     columns = logits.shape[-1]
     check(name, first >= 0, f"first is {first}; it must not be negative")
     check(name, 0 <= real <= columns, f"real is {real}, but the logits have {columns} columns")
+    check(name, all(cap >= 0 for cap in caps), f"cap is {caps}; it must not be negative")
     check_shape(name, logits.shape[:-1], labels=labels, **numbers)
     if numbers:
         check_type(name, [torch.float32], **numbers)
@@ -79,18 +82,23 @@ def _pieces(logits: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _three(logits: Tensor, labels: Tensor, *_: int) -> Three:
+def _three(logits: Tensor, labels: Tensor, *_: float) -> Three:
     """Return three empty tensors with a number for each token, fp32 (fp64 for fp64 logits)."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     a, b, c = (torch.empty(labels.shape, dtype=dtype, device=logits.device) for _ in range(3))
     return a, b, c
 
 
-def _local(out: Three, logits: Tensor, labels: Tensor, first: int, real: int) -> None:
-    _LOCAL(logits, *out, logits, labels.contiguous(), labels.numel(), logits.shape[-1], first, real)
+def _local(
+    out: Three, logits: Tensor, labels: Tensor, first: int, real: int, cap: float = 0.0
+) -> None:
+    shape = labels.numel(), logits.shape[-1]
+    _LOCAL(logits, *out, logits, labels.contiguous(), *shape, first, real, cap)
 
 
-def local_reference(logits: Tensor, labels: Tensor, first: int, real: int) -> Three:
+def local_reference(
+    logits: Tensor, labels: Tensor, first: int, real: int, cap: float = 0.0
+) -> Three:
     """Compute `local_pass` with torch's operators on a few rows at a time; fp64 for fp64 logits."""
     out, rows = _three(logits, labels), labels.numel()
     maxima, totals, targets = (whole.view(rows) for whole in out)
@@ -102,6 +110,8 @@ def local_reference(logits: Tensor, labels: Tensor, first: int, real: int) -> Th
         return out
     for part in _pieces(flat):
         wide = flat[part, :real].to(maxima.dtype)
+        if cap:
+            wide = soft_cap(wide, cap)
         columns, here = _columns(labels[part], first, real)
         # For amax a NaN is the largest; the kernel leaves it to the sum.
         maximum = wide.nan_to_num(float("-inf"), float("inf"), float("-inf")).amax(-1)
@@ -120,10 +130,11 @@ def _gradient(
     gradient: Tensor,
     first: int,
     real: int,
+    cap: float = 0.0,
 ) -> None:
     rows = labels.numel()
     flat = (x.reshape(rows) for x in (labels, maximum, total, gradient))
-    _GRADIENT(logits, logits, *flat, rows, logits.shape[-1], first, real)
+    _GRADIENT(logits, logits, *flat, rows, logits.shape[-1], first, real, cap)
     _overwritten(logits)
 
 
@@ -135,6 +146,7 @@ def gradient_reference(
     gradient: Tensor,
     first: int,
     real: int,
+    cap: float = 0.0,
 ) -> None:
     """Compute `gradient_` with torch's operators on a few rows at a time."""
     rows = labels.numel()
@@ -143,11 +155,17 @@ def gradient_reference(
     scaled = gradient / total
     for part in _pieces(flat):
         columns, here = _columns(labels[part], first, real)
-        wide = flat[part, :real].to(gradient.dtype) - maximum[part].unsqueeze(-1)
+        wide, slope = flat[part, :real].to(gradient.dtype), None
+        if cap:
+            wide = soft_cap(wide, cap)
+            slope = 1.0 - (wide / cap).square()
+        wide = wide - maximum[part].unsqueeze(-1)
         out = wide.exp_().mul_(scaled[part].unsqueeze(-1))
         if real:
             at_label = gradient[part].masked_fill(~here, 0.0)
             out.scatter_add_(-1, columns.unsqueeze(-1), -at_label.unsqueeze(-1))
+        if slope is not None:
+            out.mul_(slope)
         flat[part, :real] = out.to(logits.dtype)
         flat[part, real:] = 0.0
     _overwritten(logits)
@@ -160,8 +178,8 @@ def _overwritten(logits: Tensor) -> None:
 
 
 local_pass = operator(
-    "cross_entropy_local(Tensor logits, Tensor labels, int first, int real) -> (Tensor, Tensor, "
-    "Tensor)",
+    "cross_entropy_local(Tensor logits, Tensor labels, int first, int real, float cap=0.) -> "
+    "(Tensor, Tensor, Tensor)",
     _local,
     local_reference,
     _three,
@@ -172,7 +190,8 @@ local_pass = operator(
 [..].
 
 logits [.., v], contiguous, of the entries first, first + 1, ..., of which only the first `real`
-exist; labels int64 [..], ids of the whole vocabulary. The sum is of exp(logit - maximum); where no
+exist; labels int64 [..], ids of the whole vocabulary. With a cap other than 0 a logit x counts as
+cap tanh(x / cap). The sum is of exp(logit - maximum); where no
 logit is above -inf the maximum is -inf and the sum 0. A NaN shows in the sum, never in the maximum.
 The target is 0 where the label is another rank's. Has no gradient: see `gradient_`. Raises
 KernelError for other types, shapes or layouts.
@@ -180,7 +199,7 @@ KernelError for other types, shapes or layouts.
 
 gradient_ = operator(
     "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor total, "
-    "Tensor gradient, int first, int real) -> ()",
+    "Tensor gradient, int first, int real, float cap=0.) -> ()",
     _gradient,
     gradient_reference,
     check=_check,
@@ -191,7 +210,8 @@ gradient[token].
 
 maximum, total and gradient are fp32 [..]: the largest logit and the sum of exp(logit - maximum)
 over the whole vocabulary, and the losses' gradient; the others as in `local_pass`. Padding columns
-get 0; a label of another rank subtracts nothing. The logits' version counter increases, so that a
+get 0; a label of another rank subtracts nothing. With a cap this is multiplied by the derivative
+of cap tanh(x / cap). The logits' version counter increases, so that a
 backward pass that saved them fails.
 """
 

@@ -27,7 +27,7 @@ from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import scale_and_norm_
 from megatron.kernels.work import Attention, Memory, Product
 from megatron.planner.calibration.tasks import Make, Task, Work
-from megatron.planner.rates import BACKWARD_OPERATIONS
+from megatron.planner.rates import BACKWARD_OPERATIONS, as_long_as, causal_pairs
 from megatron.planner.recorder import Call, Calls, calls
 from megatron.planner.tensors import is_empty
 from megatron.planner.timing.estimate import bytes_per_element
@@ -169,10 +169,11 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
             direction, more = (
                 ("backward", BACKWARD_OPERATIONS) if work.backward else ("forward", 1.0)
             )
-            tera = work._replace(backward=False).flops / 2 * more / 1e12
+            pairs = causal_pairs(work.seq, work.keys)
+            tera = 4.0 * work.batch * work.heads * pairs * work.head_dim * more / 1e12
             yield Task(
                 f"attention.{dtype_name}.{direction}",
-                (work.seq, work.head_dim),
+                (as_long_as(work.seq, work.keys), work.head_dim),
                 _in_turn(operators, device),
                 tera,
             )

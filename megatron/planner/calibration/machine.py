@@ -33,8 +33,10 @@ from megatron.training.run.setup import set_up_host
 FEW, MANY = 1, 5
 SEQUENCE = 16
 _KIND = (
-    "swiglu squared_relu openai_gelu normalization add_bias_linear position_embedding_type "
-    "untie_embeddings_and_output_weights bf16 fp16 fp32_residual_connection attention_backend"
+    "swiglu geglu squared_relu openai_gelu exact_gelu normalization norm_position qk_layernorm "
+    "qk_layernorm_over parallel_residual embedding_layernorm add_bias_linear add_qkv_bias "
+    "position_embedding_type rotary_interleaved untie_embeddings_and_output_weights bf16 fp16 "
+    "fp32_residual_connection attention_backend"
 ).split()
 
 
@@ -219,9 +221,11 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
 def _tensor_sizes(config: Config, per_node: int) -> tuple[int, ...]:
     """List the powers of two within a node that divide heads and MLP."""
     model = config.model
-    divided = (model.num_attention_heads, model.num_key_value_heads, model.ffn_hidden_size)
+    divided, groups = (model.num_attention_heads, model.ffn_hidden_size), model.num_key_value_heads
     sizes = [1 << i for i in range(per_node.bit_length())]
-    return tuple(t for t in sizes if all(n % t == 0 for n in divided))
+    return tuple(
+        t for t in sizes if all(n % t == 0 for n in divided) and 0 in (groups % t, t % groups)
+    )
 
 
 # -- the description -------------------------------------------------------------------------------

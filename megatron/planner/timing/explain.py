@@ -8,7 +8,7 @@ from collections import Counter
 from megatron.kernels.work import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
 from megatron.planner.events import Part, Pass
-from megatron.planner.rates import BACKWARD_OPERATIONS
+from megatron.planner.rates import BACKWARD_OPERATIONS, causal_pairs
 from megatron.planner.stage import rates_of, seconds_of, stages_of
 from megatron.planner.table import Table
 from megatron.planner.timing.estimate import Estimate, busiest_rank
@@ -103,11 +103,12 @@ def _described(operation: Computation, count: int, seconds: float) -> tuple[str,
             f"{count} x {moved}, {count * operation.bytes / seconds / 1e9:.4g} GB/s",
         )
     if isinstance(operation, Attention):
-        b, n, s, d, backward = operation
+        b, n, s, d, backward, keys = operation
         factor = 2 * (BACKWARD_OPERATIONS if backward else 1)
         name = "attention"
-        formula = f"{factor:g} x {b} x {n} heads x {s}^2 x {d}"
-        flops = factor * b * n * s**2 * d
+        pairs = f"{s}^2" if keys is None else f"{2 * causal_pairs(s, keys):g}"
+        formula = f"{factor:g} x {b} x {n} heads x {pairs} x {d}"
+        flops = 2 * factor * b * n * causal_pairs(s, keys) * d
     else:
         m, n, k, batch, _ = operation
         name = f"product [{m}, {k}] x [{k}, {n}]"

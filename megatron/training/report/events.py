@@ -215,6 +215,53 @@ class Validation(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskEvaluated(Event):
+    """Figures of a task, see evaluate_task: of multiple choice, or of cloze.
+
+    checkpoint   the folder, from tools/evaluate.py
+    """
+
+    event = "task"
+    iteration: int
+    task: str
+    examples: int
+    tokens: int
+    accuracy: float
+    elapsed_s: float
+    accuracy_bytes: float | None = None
+    accuracy_tokens: float | None = None
+    log_likelihood: float | None = None
+    perplexity: float | None = None
+    cut: int = 0
+    checkpoint: str | None = None
+
+    def shown_as(self) -> Mapping[str, str]:
+        """Return other names for each task."""
+        kinds = ("accuracy", "accuracy_bytes", "accuracy_tokens", "log_likelihood", "perplexity")
+        return {kind: f"task {self.task} {kind.replace('_', '-')}" for kind in kinds}
+
+    def __str__(self) -> str:
+        """Return a line for the log."""
+        shown = {name: getattr(self, name) for name in self.shown_as()}
+        figures = [
+            f"{name.replace('_', ' ')} {v:.6g}" for name, v in shown.items() if v is not None
+        ]
+        cut = f", {self.cut} texts cut" if self.cut else ""
+        return f"{self.task}: {', '.join(figures)}, of {self.examples} examples{cut}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessEvaluated(Event):
+    """{task: {metric: value}} of lm-evaluation-harness, by tools/evaluate.py."""
+
+    event = "lm_eval"
+    iteration: int
+    checkpoint: str
+    results: Mapping[str, Mapping[str, Any]]
+    elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataTaken(Event):
     """{samples, tokens, epochs} of each data source until now, see Ledger.record."""
 

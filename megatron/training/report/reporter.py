@@ -18,7 +18,14 @@ from typing import IO, Any, TextIO
 from megatron.config import Config
 from megatron.config.duration import show_duration
 from megatron.protocols import Callback
-from megatron.training.report.events import ComputeTimes, Event, Iteration, Validation, perplexity
+from megatron.training.report.events import (
+    ComputeTimes,
+    Event,
+    Iteration,
+    TaskEvaluated,
+    Validation,
+    perplexity,
+)
 from megatron.training.report.trackers import Background, JsonLines, trackers
 
 _SHOWN = 8  # slow ranks in the log: as many as one node has
@@ -259,6 +266,8 @@ class LogLines(Callback):
                 self._iteration(event)
             case Validation():
                 self._say(format_validation(event.where, event.lm_loss))
+            case TaskEvaluated():
+                self._say(f" iteration {event.iteration}, task {event}")
             case ComputeTimes():
                 self._compute_times(event)
 

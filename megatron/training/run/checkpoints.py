@@ -16,6 +16,7 @@ from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import Found, find, required
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
+from megatron.config.files import hugging_face_folder
 from megatron.data.sampler import are_ranges, is_consumed
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
@@ -232,14 +233,14 @@ def checkpoint_to_load(
 ) -> Path | None:
     """Return the newest good checkpoint in the --load folder.
 
-    None without --load, or where the folder has no checkpoint at all.
+    None without --load, with hf:FOLDER, or where the folder has no checkpoint at all.
 
     Rank 0 searches for all ranks. Broken checkpoints and a wrong tracker file are reported. Raises
     CheckpointError where all checkpoints are broken, and where --load-tag, --use-checkpoint-args or
     --exit-on-missing-checkpoint requires a missing one.
     """
     settings = config.checkpoint
-    if not settings.load:
+    if not settings.load or hugging_face_folder(settings.load) is not None:
         return None
     from megatron.checkpoint.together import decided_by_first
 
@@ -308,11 +309,17 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
 def load_checkpoint(
     config: Config, topology: Topology, engine: Engine, folder: Path | None, reporter: Reporter
 ) -> Progress:
-    """Load the result of `checkpoint_to_load` into the engine; return the progress.
+    """Load the result of `checkpoint_to_load`, or hf:FOLDER, into the engine; return the progress.
 
     Raises CheckpointError.
     """
-    settings = config.checkpoint
+    settings, start = config.checkpoint, time.perf_counter()
+    if (source := hugging_face_folder(settings.load)) is not None:
+        from megatron.checkpoint.huggingface_load import load_engine
+
+        load_engine(source, engine, topology, config, topology.flight.alive)
+        reporter.say(f" loaded model {source} in {time.perf_counter() - start:.2f} s")
+        return Progress()
     if folder is None:
         if settings.load:
             reporter.say(f" no checkpoint in {settings.load} yet: starting from initial weights")
@@ -320,7 +327,6 @@ def load_checkpoint(
     assert settings.load is not None, "a folder was found in it"
     from megatron.checkpoint.load import load
 
-    start = time.perf_counter()
     loaded = load(settings.load, engine, topology, config, folder, topology.flight.alive)
     assert loaded.folder is not None, "it raises when there is nothing to load"
     say_found(loaded, reporter.say, reporter.publish)

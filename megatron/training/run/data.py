@@ -25,12 +25,12 @@ from megatron.data import index_cache
 from megatron.data.datasets import Datasets, data_prefixes
 from megatron.data.file_lock import flush_to_disk, temporary_name
 from megatron.data.gpt_dataset import TokenDataset
+from megatron.data.indexed_dataset import data_files
 from megatron.data.sampler import MicroBatch, MicroBatchStream
 from megatron.errors import DataError, LaunchError
 from megatron.parallel.topology import Topology
 
 WAIT_S = 4 * 3600.0
-_SUFFIXES = (".bin", ".idx")
 
 
 class PlaceholderStream:
@@ -148,7 +148,7 @@ def staged_locations(
 
 
 def copy_to_node(prefix: str, folder: Path) -> str:
-    """Copy the two files of a data set into `folder`, unless a copy exists; return its prefix.
+    """Copy the files of a data set into `folder`, unless a copy exists; return its prefix.
 
     The copy's name depends on the paths, sizes and times of the originals, so that changed data is
     copied again. It appears when complete. Raises OSError, also when the files do not fit or change
@@ -165,9 +165,9 @@ def copy_to_node(prefix: str, folder: Path) -> str:
         part = temporary_name(copy)
         part.mkdir()
         try:
-            for suffix in _SUFFIXES:
-                shutil.copyfile(f"{prefix}{suffix}", part / f"{name}{suffix}")
-                with open(part / f"{name}{suffix}", "rb+") as file:
+            for path in data_files(prefix):
+                shutil.copyfile(path, part / path.name)
+                with open(part / path.name, "rb+") as file:
                     flush_to_disk(file)
             if _identity(prefix) != files:
                 raise OSError(errno.EAGAIN, "changed while it was copied", prefix)
@@ -180,7 +180,7 @@ def copy_to_node(prefix: str, folder: Path) -> str:
 
 def _identity(prefix: str) -> list[tuple[str, int, int]]:
     """Return path, size in bytes and modification time of each file of a data set."""
-    paths = [os.path.realpath(f"{prefix}{suffix}") for suffix in _SUFFIXES]
+    paths = [os.path.realpath(path) for path in data_files(prefix)]
     return [(path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
 
 

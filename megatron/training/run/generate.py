@@ -1,19 +1,43 @@
-"""Generation of text from a trained model, on any layout."""
+"""Generation of text from a trained model, on any layout, with a cache of keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
+from megatron.data.text_stream import TextStream
+from megatron.data.tokenizer import Tokenizer
 from megatron.errors import ConfigError
+from megatron.layers.cache import KeyValueCache
+from megatron.layers.context import LayerContext
 from megatron.parallel import collectives
+from megatron.parallel.sharding import mix
 from megatron.parallel.topology import Topology
+
+Ids = Sequence[int]
+OnText = Callable[[int, str, bool], object]
+"""Called on every rank with the number of a prompt, further text, and whether the text ends."""
+
+
+class Model(Protocol):
+    """What generates: a TrainedModel of load_model, or the Run of a training."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def chunks(self) -> torch.nn.ModuleDict: ...
 
 
 @dataclass(frozen=True)
@@ -23,8 +47,8 @@ class Sampling:
     temperature   divides the scores; 0 takes the most probable token (greedy)
     top_k         only the k most probable tokens; 0 all
     top_p         only the smallest set of tokens that together have this probability (Holtzman et
-                  al., arXiv 1904.09751); 1 all
-    seed          the same seed gives the same text
+                  al., arXiv 1904.09751); 1 all. With top_k: of the probabilities among those k
+    seed          of the first prompt; those of the others follow it
     """
 
     temperature: float = 1.0
@@ -33,7 +57,7 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not self.temperature >= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(
                 f"sampling with temperature {self.temperature}, top-k {self.top_k}, top-p "
                 f"{self.top_p}: temperature and top-k must be at least 0, top-p above 0 and at "
@@ -41,103 +65,311 @@ class Sampling:
             )
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What was generated after a prompt.
+
+    ids      new token ids, with the end token and all of a stop string
+    text     their text, without end token and stop string; "" where there is no tokenizer
+    finish   why it ends: "end_token", "stop_string", "max_new_tokens", or "context" where the
+             model has no further position
+    cut      tokens that were cut from the left of the prompt
+    """
+
+    ids: list[int]
+    text: str
+    finish: str
+    cut: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt that is ready for generation.
+
+    cut     how many tokens were cut from its left
+    room    most new tokens after it
+    limit   why no more: "max_new_tokens" or "context"
+    """
+
+    ids: Ids
+    cut: int
+    room: int
+    limit: str
+
+
 @torch.no_grad()
 def generate(
-    config: Config,
-    topology: Topology,
-    chunks: torch.nn.ModuleDict,
-    prompts: Sequence[Sequence[int]],
+    model: Model,
+    prompts: Sequence[str | Ids],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int = 64,
     sampling: Sampling = Sampling(),
+    seeds: Sequence[int] | None = None,
+    stop: Sequence[str] = (),
     end_token: int | None = None,
-) -> list[list[int]]:
-    """Continue each prompt by up to `max_new_tokens` ids, up to `end_token`; return the new ids.
+    context: int | None = None,
+    cut: bool = False,
+    on_text: OnText | None = None,
+    cached: bool = True,
+) -> list[Continuation]:
+    """Continue each prompt, as one batch.
 
-    All ranks call this with the same arguments, and every rank gets the result. `chunks` are this
-    rank's stages as returned by build_chunks. Each token costs a pass over the whole text: there is
-    no cache, which is slow for long texts and needs no memory. A text longer than
-    max_position_embeddings is continued from its end. Raises ConfigError for an empty prompt or
-    unknown ids.
+    model            see load_model; its dropout is off meanwhile
+    prompts          texts, or token ids
+    max_new_tokens   after which a text ends, if no end token comes first
+    seeds            one for each prompt, instead of sampling.seed, sampling.seed + 1, ... A text
+                     depends on its prompt and seed, not on the others of the batch (but for the
+                     rounding of products of other sizes)
+    stop             a text ends at one of these strings
+    end_token        by default the tokenizer's end of a document, if there is a tokenizer
+    context          most tokens of prompt and text; by default max_position_embeddings. More is for
+                     models without learned positions
+    cut              cut prompts that leave less than max_new_tokens of the context from their left.
+                     Otherwise a prompt that leaves none is an error
+    on_text          called with each piece of text as soon as it is certain, in whole characters
+    cached           keep keys and values of all layers. Otherwise, and with layers or models of
+                     your own, each token costs a pass over the whole text
+
+    All ranks call this with the same arguments, and each gets the result. Raises ConfigError for
+    prompts that are empty, too long or no text of this model, and if scores are not finite.
     """
-    vocab_size = config.model.vocab_size
-    assert vocab_size is not None, "the model was built with a vocabulary"
-    for prompt in prompts:
-        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ConfigError(
-                f"a prompt needs at least one token id, all from 0 to {vocab_size - 1}; got "
-                f"{list(prompt)[:8]}"
-            )
-    model = _Stages(config, topology, chunks)
-    generator = torch.Generator().manual_seed(sampling.seed)
-    texts, running = [list(p) for p in prompts], set(range(len(prompts)))
-    modes = {chunk: chunk.training for chunk in chunks.values()}
-    for chunk in modes:
-        chunk.eval()  # dropout off
-    for _ in range(max_new_tokens):
-        if not running:
-            break
-        for i, token in enumerate(model.next_tokens(texts, sampling, generator)):
-            if i in running:
-                texts[i].append(token)
-                if token == end_token:
-                    running.discard(i)
-    for chunk, training in modes.items():
-        chunk.train(training)
-    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+    config, tokenizer = model.config, model.tokenizer
+    if isinstance(prompts, str):
+        raise ConfigError("prompts are a list: put a single one into brackets")
+    ready = prepare(model, prompts, max_new_tokens, context, cut)
+    if tokenizer is None and (stop or on_text):
+        raise ConfigError("stop strings and text need the tokenizer, and the model has none")
+    if "" in stop:
+        raise ConfigError("an empty stop string ends every text: leave it out")
+    if seeds is None:
+        seeds = range(sampling.seed, sampling.seed + len(ready))
+    if len(seeds) != len(ready):
+        raise ConfigError(f"{len(seeds)} seeds for {len(ready)} prompts: give one for each")
+    if end_token is None and tokenizer is not None:
+        end_token = tokenizer.eod
+    cached = cached and config.pieces.layer is None and config.pieces.model is None
+    samples = []
+    for number, (prompt, seed) in enumerate(zip(ready, seeds, strict=True)):
+        stream = None if tokenizer is None else TextStream(tokenizer, prompt.ids, stop)
+        samples.append(_Sample(number, prompt, seed, stream, end_token))
+    if not samples:
+        return []
+    with _evaluating(model.chunks, whole=cached):
+        decoder = _Decoder(model, ready, cached)
+        running = samples
+        while running:
+            numbers = [mix(sample.seed, len(sample.ids)) >> 15 for sample in running]
+            for sample, token in zip(running, decoder.next(sampling, numbers), strict=True):
+                text = sample.add(token)
+                if on_text is not None and (text or sample.finish):
+                    on_text(sample.number, text, bool(sample.finish))
+            kept = [i for i, sample in enumerate(running) if not sample.finish]
+            decoder.go_on(kept, [running[i].ids[-1] for i in kept])
+            running = [running[i] for i in kept]
+    return [sample.result() for sample in samples]
 
 
-def choose(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
-    """Return one id for each row of scores [n, vocab]: int64 [n], on the CPU."""
-    scores = scores.float().cpu()
-    if sampling.temperature == 0:
-        return scores.argmax(dim=-1)
-    scores = scores / sampling.temperature
-    if 0 < sampling.top_k < scores.shape[-1]:
-        least = scores.topk(sampling.top_k).values[:, -1:]
-        scores = scores.masked_fill(scores < least, float("-inf"))
-    if sampling.top_p < 1:
-        ordered, ids = scores.softmax(dim=-1).sort(dim=-1, descending=True)
-        beyond = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the tokens before it suffice
-        scores = scores.masked_fill(
-            torch.zeros_like(beyond).scatter(-1, ids, beyond), float("-inf")
+def prepare(
+    model: Model,
+    prompts: Sequence[str | Ids],
+    max_new_tokens: int,
+    context: int | None = None,
+    cut: bool = False,
+) -> list[Prompt]:
+    """Return the token ids of prompts, cut if wished; see generate. Raises ConfigError."""
+    settings, tokenizer = model.config.model, model.tokenizer
+    most = settings.max_position_embeddings
+    learned = settings.position_embedding_type == "learned_absolute"
+    if context is not None and (context < 2 or (learned and context > most)):
+        raise ConfigError(
+            f"a context of {context} tokens: give 2 or more, and at most the {most} learned "
+            "positions of a model that has such"
         )
-    return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).squeeze(-1)
+    most = most if context is None else context
+    if max_new_tokens < 1 or (cut and max_new_tokens >= most):
+        raise ConfigError(
+            f"{max_new_tokens} new tokens in a context of {most}: give 1 or more, and with prompts "
+            "that are cut fewer than the context, so that some of the prompt remains"
+        )
+    assert settings.vocab_size is not None, "the model was built with a vocabulary"
+    found = []
+    for number, prompt in enumerate(prompts, 1):
+        if not isinstance(prompt, str):
+            ids: Ids = list(prompt)
+        elif tokenizer is None:
+            raise ConfigError("the model has no tokenizer: give prompts as token ids")
+        else:
+            ids = tokenizer.encode(prompt)
+        if not ids or min(ids) < 0 or max(ids) >= settings.vocab_size:
+            raise ConfigError(
+                f"prompt {number} has the token ids {list(ids)[:8]}: it needs at least one, all "
+                f"from 0 to {settings.vocab_size - 1}"
+            )
+        left = max(0, len(ids) + max_new_tokens - most) if cut else 0
+        room = most - (len(ids) - left)
+        if room < 1:
+            raise ConfigError(
+                f"prompt {number} has {len(ids)} tokens, which leaves none of a context of {most} "
+                "for new ones: shorten it, or cut prompts from their left (cut=True, "
+                "--cut-prompts)"
+            )
+        limit = "max_new_tokens" if room >= max_new_tokens else "context"
+        found.append(Prompt(ids[left:], left, min(room, max_new_tokens), limit))
+    return found
 
 
-class _Stages:
-    """The whole model, seen from one rank: a forward pass runs through all pipeline stages."""
+class _Sample:
+    """A text that grows; `finish` says why it has ended, and is "" before."""
 
-    def __init__(self, config: Config, topology: Topology, chunks: torch.nn.ModuleDict) -> None:
-        self._config, self._topology, self._chunks = config, topology, chunks
-        self._last = config.parallel.num_stages - 1
+    def __init__(
+        self, number: int, prompt: Prompt, seed: int, stream: TextStream | None, end: int | None
+    ) -> None:
+        self.number, self.seed, self.ids, self.finish = number, seed, list[int](), ""
+        self._prompt, self._stream, self._end = prompt, stream, end
+
+    def add(self, token: int) -> str:
+        """Add a token, set `finish` if it is the last, and return the text that is now certain."""
+        self.ids.append(token)
+        stream, text = self._stream, ""
+        if token == self._end:
+            self.finish = "end_token"
+        elif stream is not None:
+            text = stream.add(token)
+        if not self.finish and len(self.ids) == self._prompt.room:
+            self.finish = self._prompt.limit
+        if stream is not None:
+            text += stream.end() if self.finish else ""
+            self.finish = self.finish if stream.stopped is None else "stop_string"
+        return text
+
+    def result(self) -> Continuation:
+        text = "" if self._stream is None else self._stream.text
+        return Continuation(self.ids, text, self.finish, self._prompt.cut)
+
+
+def choose(
+    scores: torch.Tensor, sampling: Sampling, uniform: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return one id for each row of scores [n, vocab]: int64 [n]; -1 if one is not a number.
+
+    uniform   fp64 [n], from 0 to below 1: the same number chooses the same token
+    """
+    scores = scores.float()
+    best = scores.max(dim=-1)
+    chosen = best.indices
+    if sampling.temperature > 0:
+        assert uniform is not None, "sampling needs random numbers"
+        chosen = _draw(scores / sampling.temperature, sampling, uniform)
+    return chosen.masked_fill(~best.values.isfinite(), -1)
+
+
+def _draw(scores: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:
+    """Return ids where the sum of the probabilities exceeds `uniform`."""
+    ids = None
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores, ids = scores.topk(sampling.top_k)
+    elif sampling.top_p < 1:
+        scores, ids = scores.sort(dim=-1, descending=True)
+    probabilities = scores.softmax(dim=-1).double()
+    sums = probabilities.cumsum(dim=-1)
+    if sampling.top_p < 1:
+        # without those before which the sum suffices
+        sums = probabilities.masked_fill(sums - probabilities >= sampling.top_p, 0.0).cumsum(dim=-1)
+    wanted = uniform.unsqueeze(1) * sums[:, -1:]
+    # The first entry above: it is never one without probability.
+    place = torch.searchsorted(sums, wanted, right=True).clamp_(max=sums.shape[-1] - 1)
+    return (place if ids is None else ids.gather(1, place)).squeeze(1)
+
+
+@contextmanager
+def _evaluating(chunks: torch.nn.ModuleDict, whole: bool) -> Iterator[None]:
+    """Switch dropout off, and with `whole` sequence parallelism: a single token cannot be cut."""
+    modes = {chunk: chunk.training for chunk in chunks.values()}
+    contexts: dict[torch.nn.Module, Any] = {}
+    for module in chunks.modules() if whole else ():
+        context = getattr(module, "context", None)
+        if isinstance(context, LayerContext) and context.sequence_parallel:
+            contexts[module] = context
+    try:
+        for chunk in modes:
+            chunk.eval()
+        for module, context in contexts.items():
+            module.context = dataclasses.replace(context, sequence_parallel=False)
+        yield
+    finally:
+        for chunk, training in modes.items():
+            chunk.train(training)
+        for module, context in contexts.items():
+            module.context = context
+
+
+class _Decoder:
+    """The whole model, seen from one rank: a pass runs through all pipeline stages."""
+
+    def __init__(self, model: Model, prompts: Sequence[Prompt], cached: bool) -> None:
+        self._config, self._topology, self._chunks = model.config, model.topology, model.chunks
+        self._last = self._config.parallel.num_stages - 1
+        size = self._config.model.vocab_size
+        assert size is not None, "the model was built with a vocabulary"
+        # The model may have more entries than the tokenizer knows.
+        self._known = size if model.tokenizer is None else min(size, model.tokenizer.vocab_size)
+        self._texts = [list(prompt.ids) for prompt in prompts]
+        self._cache: KeyValueCache | None = None
         # Sequence parallelism cuts the text into equal parts.
-        self._multiple = topology.tensor.size if config.parallel.sequence_parallel else 1
-        self._longest = config.model.max_position_embeddings // self._multiple * self._multiple
+        splits = self._config.parallel.sequence_parallel and not cached
+        self._multiple = self._topology.tensor.size if splits else 1
+        if cached:
+            lengths = [len(text) for text in self._texts]
+            places = max(lengths) + max(prompt.room for prompt in prompts)
+            self._cache = KeyValueCache(lengths, places, self._topology.device)
+            chunk: Any
+            for chunk in self._chunks.values():
+                for rotary in chunk.context.rotaries.values():
+                    rotary.angles(places, None, self._topology.device)  # the table reaches so far
 
-    def next_tokens(
-        self, texts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator
-    ) -> list[int]:
-        """Return the next token of each text, on every rank of this replica of the model."""
-        window = [text[-self._longest :] for text in texts]
-        batch = self._batch(window)
+    def next(self, sampling: Sampling, numbers: Sequence[int]) -> list[int]:
+        """Return the next token of each text, on every rank of this replica of the model.
+
+        `numbers` have 48 random bits, one for each text.
+        """
+        batch, ends = self._batch()
         hidden: torch.Tensor | None = None
-        ends = torch.tensor([len(text) - 1 for text in window], device=self._topology.device)
-        for stage in range(self._last + 1):
-            hidden = self._stage(stage, batch, hidden, ends)
-        chosen = torch.zeros(len(texts), dtype=torch.long)
+        # The first pass makes tables that training uses later, so it makes ordinary tensors.
+        with torch.inference_mode(self._cache is not None and self._cache.used > 0):
+            for stage in range(self._last + 1):
+                hidden = self._stage(stage, batch, hidden, ends)
+        if self._cache is not None:
+            self._cache.used += batch.tokens.shape[1]
+        device = self._topology.device
+        chosen = torch.zeros(len(self._texts), dtype=torch.long, device=device)
         if hidden is not None:  # the scores, on the ranks of the last stage
-            local = hidden.squeeze(0).t().contiguous()  # [vocab/tp, n]
-            whole = collectives.gather_first(local, self._topology.tensor)  # [padded vocab, n]
-            chosen = choose(whole[: self._config.model.vocab_size].t(), sampling, generator)
+            scores = hidden.squeeze(0)  # [n, vocab/tp]
+            if self._topology.tensor.size > 1:
+                scores = collectives.gather_first(
+                    scores.t().contiguous(), self._topology.tensor
+                ).t()
+            uniform = torch.tensor(numbers, dtype=torch.float64).mul_(0.5**48).to(device)
+            chosen = choose(scores[:, : self._known], sampling, uniform)
         group, layout = self._topology.model, self._topology.layout
         if group.size > 1:
             replica = layout.coordinates(self._topology.rank)[1]
-            chosen = chosen.to(self._topology.device)
             source = layout.rank(tensor=0, data=replica, pipeline=layout.pipeline - 1)
             dist.broadcast(chosen, source, group=group.handle)
         tokens: list[int] = chosen.tolist()
+        if -1 in tokens:
+            raise ConfigError(
+                "the model's scores are not finite: its weights are broken, or too large for "
+                f"{self._config.precision.dtype_name}"
+            )
         return tokens
+
+    def go_on(self, kept: Sequence[int], tokens: Sequence[int]) -> None:
+        """Keep these texts alone, and add a token to each."""
+        if self._cache is not None and 0 < len(kept) < len(self._texts):
+            self._cache.keep(kept)
+        self._texts = [self._texts[i] for i in kept]
+        for text, token in zip(self._texts, tokens, strict=True):
+            text.append(token)
 
     def _stage(
         self, stage: int, batch: MicroBatch, hidden: torch.Tensor | None, ends: torch.Tensor
@@ -163,17 +395,28 @@ class _Stages:
                 s // self._multiple, b, model.hidden_size, dtype=dtype, device=self._topology.device
             )
             dist.recv(hidden, pipeline.ranks[previous], group=pipeline.handle)
+        more = {} if self._cache is None else {"cache": self._cache}
         out: torch.Tensor = (
-            chunk.logits(batch, hidden, ends) if stage == self._last else chunk(batch, hidden)
+            chunk.logits(batch, hidden, ends, **more)
+            if stage == self._last
+            else chunk(batch, hidden, **more)
         )
         return out
 
-    def _batch(self, texts: Sequence[Sequence[int]]) -> MicroBatch:
-        """Put texts side by side, padded at the end, where no real token attends to the padding."""
-        length = -(-max(len(text) for text in texts) // self._multiple) * self._multiple
-        rows = [list(text) + [0] * (length - len(text)) for text in texts]
-        tokens = torch.tensor(rows, dtype=torch.long, device=self._topology.device)
-        positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-        return MicroBatch(
-            tokens, tokens, torch.ones_like(tokens, dtype=torch.float32), positions, None, 0
-        )
+    def _batch(self) -> tuple[MicroBatch, torch.Tensor]:
+        """Return the tokens of the next pass, and the place of each text's last one, int64 [b].
+
+        Texts are side by side, padded at the end, where no real token attends to the padding.
+        """
+        device, cache = self._topology.device, self._cache
+        if cache is not None and cache.used:
+            tokens = torch.tensor([text[-1:] for text in self._texts], device=device)
+            ends, positions = tokens.new_zeros(len(tokens)), cache.position_ids
+        else:
+            texts = self._texts
+            length = -(-max(map(len, texts)) // self._multiple) * self._multiple
+            rows = [text + [0] * (length - len(text)) for text in texts]
+            tokens = torch.tensor(rows, device=device)
+            ends = torch.tensor([len(text) - 1 for text in texts], device=device)
+            positions = torch.arange(length, device=device).expand_as(tokens)
+        return MicroBatch(tokens, tokens, torch.ones_like(tokens), positions, None, 0), ends

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megatron.training.report.events import (
     DataTaken,
     End,
     StepRecord,
+    TaskEvaluated,
     Timeline,
     Validation,
 )
@@ -33,6 +35,7 @@ from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run, Skips, StepUnderWay
 from megatron.training.run.stopping import Stop
+from megatron.training.run.tasks import evaluate_task
 from megatron.training.safety.bad_steps import (
     Spike,
     count_skip,
@@ -86,6 +89,8 @@ def train(run: Run) -> Stop | None:
         with run.topology.flight.phase("saving"):
             run.saves.close()
         run.saves.check()
+    if run.config.checkpoint.save_hf is not None:
+        export(run, Path(run.config.checkpoint.save_hf), stop)
     call_back(run, "on_end")
     return stop
 
@@ -346,11 +351,14 @@ def report(run: Run) -> None:
 
 
 def validate(run: Run) -> None:
-    """Measure the validation loss inside the loop.
+    """Measure the validation loss inside the loop, and evaluate tasks.
 
     The evaluation before the first step and the next one use the same samples, so a run needs as
     many samples as in Megatron.
     """
+    if run.tasks:
+        finish_step(run)
+        evaluate_tasks(run)
     if not run.config.training.eval_iters:
         return
     finish_step(run)
@@ -363,16 +371,18 @@ def validate(run: Run) -> None:
 
 
 def final_evaluations(run: Run) -> None:
-    """Measure validation and test loss at the end of the run.
+    """Measure validation and test loss at the end of the run, and evaluate tasks.
 
     Skipped if a signal asks to end: everything is saved by then.
     """
-    if not run.config.training.eval_iters:
-        return
-    for name, label, dataset in (
+    asked = run.tasks and run.tasks_iteration != run.progress.iteration
+    if asked and not run.stop.signalled(run.agreement.now()):
+        evaluate_tasks(run)
+    sets = (
         ("valid", "validation", run.datasets.valid),
         ("test", "test", run.datasets.test),
-    ):
+    )
+    for name, label, dataset in sets if run.config.training.eval_iters else ():
         prefix = f"iteration {run.progress.iteration}"
         if run.stop.signalled(run.agreement.now()):
             run.reporter.say(f" note: no evaluation on {label} data, because a signal asks to end")
@@ -466,6 +476,36 @@ def evaluate(
         if run.wall_time is not None and corpus is None:
             run.wall_time.after_evaluation(seconds)
     return loss
+
+
+def evaluate_tasks(run: Run) -> None:
+    """Evaluate and report the tasks of --eval-tasks, until a signal asks to end."""
+    progress = run.progress
+    if not run.tasks:
+        return
+    run.tasks_iteration = progress.iteration
+    if not run.evaluated:
+        run.evaluated = True
+        done_before(run, False)
+    with run.watch.paused(), run.topology.flight.phase("evaluation"):
+        run.chunks.eval()
+        try:
+            for number, task in enumerate(run.tasks):
+                if number and signalled(run):
+                    run.reporter.say(" note: further tasks are left out: a signal asks to end")
+                    return
+                start, size = time.perf_counter(), run.config.batch.micro_batch_size
+                with run.reporter.console.doing(f"task {task.name}"):
+                    figures = evaluate_task(run, task, micro_batch_size=size)
+                done_before(run, True)  # all ranks have, as the figures are of all
+                seconds = time.perf_counter() - start
+                run.reporter.publish(
+                    TaskEvaluated(iteration=progress.iteration, elapsed_s=seconds, **figures)
+                )
+                if run.wall_time is not None:
+                    run.wall_time.task_s[task.name] = seconds
+        finally:
+            run.chunks.train()
 
 
 def report_validation(
@@ -573,3 +613,21 @@ def save(run: Run, *, last: bool = False) -> None:
             gc.collect()
         run.saves.save(run.progress.iteration, run.state(), last=last)
         account_data(run)
+
+
+def export(run: Run, folder: Path, stop: Stop | None) -> None:
+    """Write the model for --save-hf, unless training ended early. Raises CheckpointError."""
+    if stop is not None:
+        run.reporter.say(f" the model is not written to {folder}: training has not ended")
+        return
+    from megatron.checkpoint.huggingface_save import export as write  # takes long to import
+
+    finish_step(run)
+    run.engine.wait_for_weights()
+    shown = run.reporter.console.doing(f"writing the model to {folder}")
+    with run.watch.paused("save"), run.topology.flight.phase("saving"), shown:
+        start = time.perf_counter()
+        size = write(folder, run.config, run.topology, run.chunks, run.topology.flight.alive)
+    run.reporter.say(
+        f" wrote the model to {folder}: {size / 1e9:.3f} GB in {time.perf_counter() - start:.2f} s"
+    )

@@ -27,6 +27,7 @@ from megatron.checkpoint.files import digest
 from megatron.config import Config
 from megatron.config.settings import all_options
 from megatron.data.datasets import data_prefixes
+from megatron.data.indexed_dataset import data_files
 from megatron.errors import MegatronError
 from megatron.parallel.launch import Launch
 from megatron.parallel.participants import Alike
@@ -302,8 +303,8 @@ def files(config: Config, package: Path = _PACKAGE) -> Iterator[tuple[str, str]]
         yield "data", str(error)  # the same on all nodes, or the run ends
         return
     for prefix in prefixes:
-        yield f"{prefix}.bin", _file(Path(f"{prefix}.bin"), 0)
-        yield f"{prefix}.idx", _file(Path(f"{prefix}.idx"), _COMPARED_END)
+        for path in data_files(prefix):
+            yield str(path), _file(path, 0 if path.suffix == ".bin" else _COMPARED_END)
 
 
 def _file(path: Path, end: int) -> str:

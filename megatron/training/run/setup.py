@@ -22,7 +22,7 @@ from megatron.config.help_text import differences, render_differences
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import SPLIT_NAMES, Datasets, build_datasets
 from megatron.data.file_lock import FolderClaim
-from megatron.data.gpt_dataset import PackedDataset
+from megatron.data.gpt_dataset import FileDataset, PackedDataset
 from megatron.data.sampler import Ledger, sample_order, sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
@@ -69,6 +69,7 @@ from megatron.training.run.schedules import (
 )
 from megatron.training.run.state import Run
 from megatron.training.run.stopping import Agreement, SlurmEnd, StopRules, WallTime, requeue
+from megatron.training.run.tasks import context_of, read_tasks
 from megatron.training.safety.watchdog import Watchdog
 
 _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
@@ -248,12 +249,19 @@ def assemble(
     settings = config  # for --config: the tokenizer gives the vocabulary size again
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
-        config = config.replace(vocab_size=tokenizer.vocab_size)
+        size = max(tokenizer.vocab_size, config.model.vocab_size or 0)
+        config = config.replace(vocab_size=size)
+    if config.checkpoint.save_hf is not None:
+        from megatron.checkpoint.together import decided_by_first
+
+        if note := decided_by_first(topology, partial(check_export, config)):
+            reporter.say(f" note: --save-hf: {note}")
     describe_setup(config, topology, places, reporter, host)
     check_kernels(config, topology)
 
     batches = BatchSchedule.from_config(config)
     samples = planned_samples(config, batches)
+    tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
     eod = tokenizer.eod if tokenizer is not None else None
     with reporter.console.doing("copying data to the node"):
         staged = staged_locations(config, topology, reporter.say)
@@ -341,10 +349,29 @@ def assemble(
         timeline=Timeline(topology, executor, path, reporter.say, places),
         accounted_iteration=progress.iteration,
         costs=costs,
+        tasks=tasks,
     )
     if saves is not None:
         saves.after_save.append(lambda _: call_back(run, "on_save"))
     return run
+
+
+def check_export(config: Config) -> str:
+    """Raise MegatronError at the start where --save-hf could not write the model at the end.
+
+    Returns why it will not write a tokenizer; "" if it will.
+    """
+    from megatron.checkpoint.huggingface_save import check_target, companions_of, family_of
+
+    own = [name for name in ("layer", "model") if getattr(config.pieces, name) is not None]
+    if own:
+        raise ConfigError(
+            f"--save-hf writes no model with a {own[0]} of your own: its parts have no names there"
+        )
+    check_target(Path(config.checkpoint.save_hf or ""))
+    companions = companions_of(config)
+    family_of(config.model, companions.kind)
+    return companions.note
 
 
 def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
@@ -542,6 +569,7 @@ def describe_output(config: Config) -> str:
     logging = config.logging
     places = (
         ("checkpoints", config.checkpoint.save),
+        ("the trained model", config.checkpoint.save_hf),
         ("metrics", config.metrics_path),
         ("TensorBoard's events", logging.tensorboard_dir),
         ("Weights & Biases' run", logging.wandb_project and f"project {logging.wandb_project}"),
@@ -586,6 +614,12 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
         for name, dataset in found.items()
     )
     reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
+    if datasets.train is not None and config.data.loss_mask in ("required", "optional"):
+        masked = [isinstance(s, FileDataset) and s.masked for s in sources(datasets.train)]
+        reporter.say(
+            f" > loss masks: {sum(masked)} of {len(masked)} sources of training data have one, "
+            "and the loss is on the tokens that it marks"
+        )
     if datasets.train is not None and config.data.data_packing == "best-fit":
         padding = {
             s.name: 100 * s.waste for s in sources(datasets.train) if isinstance(s, PackedDataset)

@@ -37,6 +37,7 @@ from megatron.training.run.schedules import (
     WeightDecaySchedule,
 )
 from megatron.training.run.stopping import Agreement, StopRules, WallTime
+from megatron.training.run.tasks import Task
 from megatron.training.safety.watchdog import Watchdog
 
 
@@ -78,6 +79,7 @@ class Run:
                     skipped
     evaluated       whether this job has begun an evaluation: the first one may take longer
     went_back       how often the run went back to the checkpoint of an iteration, after loss spikes
+    tasks           of --eval-tasks, and the iteration at which they were evaluated last
     costs           None once the time of the run is reported
     under_way       the last step, until its figures are read: `progress` does not show yet whether
                     it was skipped
@@ -115,6 +117,8 @@ class Run:
     skips: Skips = field(default_factory=Skips)
     went_back: Counter[int] = field(default_factory=Counter)
     costs: Costs | None = None
+    tasks: Sequence[Task] = ()
+    tasks_iteration: int | None = None
 
     @property
     def eod(self) -> int | None:

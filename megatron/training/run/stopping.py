@@ -303,6 +303,7 @@ class WallTime:
         )
         self._steps_s: deque[float] = deque([0.0], maxlen=_RECENT_STEPS)
         self._evaluation_s = self._save_s = 0.0
+        self.task_s = dict[str, float]()  # of the latest evaluation of each task
         self._guess_s = checkpoint_bytes / _GUESSED_BYTES_PER_S
         self._evaluations, self._saves_ahead = 0, 1
 
@@ -335,6 +336,7 @@ class WallTime:
         It covers the steps ahead, their evaluations, the saves and a margin.
         """
         evaluation = self._evaluation_s or self._eval_iters * max(self._steps_s)
+        evaluation += sum(self.task_s.values())
         steps = self.steps_ahead * max(self._steps_s) + self._evaluations * evaluation
         return steps + _SPREAD * self.save_s * self._saves_ahead + _MARGIN_S
 

@@ -24,7 +24,7 @@ from tests.kernels.numerics.reference import (
     types,
 )
 
-KINDS = ["gelu", "swiglu", "squared_relu"]
+KINDS = ["gelu", "swiglu", "squared_relu", "exact_gelu", "geglu", "exact_geglu"]
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = LINEAR * 0.044715
 
@@ -51,12 +51,23 @@ def sigmoid_error(z: torch.Tensor) -> torch.Tensor:
     return 2.0**-21 * z.abs() * torch.sigmoid(-z) + 2.0**-20
 
 
-def slope(inputs: list[torch.Tensor], kind: str) -> Slope:
-    """Return the reference for inputs in float64, bias included."""
-    a = inputs[0]
-    if kind == "squared_relu":
-        y, slope = a.clamp(min=0).square(), 2 * a.clamp(min=0)
-        return Slope(y, [slope], 2.0**-21 * y, [2.0**-21 * slope])
+def normal_slope(a: torch.Tensor) -> Slope:
+    """Return a Phi(a).
+
+    exp(-a^2 / 2) is off by up to 2^-21 of its argument, and the polynomial of the tail by 2^-19.
+    """
+    below, tail = (torch.erfc(x / math.sqrt(2)) / 2 for x in (-a, a.abs()))
+    density = (-a.square() / 2).exp() / math.sqrt(2 * math.pi)
+    relative = 2.0**-22 * a.square() + 2.0**-19
+    error = relative * tail + 2.0**-22 * below
+    terms = error + relative * (a * density).abs()
+    return Slope(a * below, [below + a * density], a.abs() * error + FLOOR, [terms + FLOOR])
+
+
+def gate_slope(a: torch.Tensor, kind: str) -> Slope:
+    """Return a times a sigmoid, or a Phi(a)."""
+    if kind.startswith("exact"):
+        return normal_slope(a)
     z = a if kind == "swiglu" else LINEAR * a + CUBIC * a**3
     dz = 1.0 if kind == "swiglu" else LINEAR + 3 * CUBIC * a**2
     s, rest = torch.sigmoid(z), torch.sigmoid(-z)
@@ -64,17 +75,31 @@ def slope(inputs: list[torch.Tensor], kind: str) -> Slope:
     da = s * (1 + a * rest * dz)
     # The two terms of the derivative cancel near its zero; each has its own error.
     da_error = s * (relative + (a * rest * dz).abs() * (relative + sigmoid_error(-z) + 2.0**-20))
-    if kind == "gelu":
-        return Slope(a * s, [da], (a * s).abs() * relative + FLOOR, [da_error + FLOOR])
+    return Slope(a * s, [da], (a * s).abs() * relative + FLOOR, [da_error + FLOOR])
+
+
+def slope(inputs: list[torch.Tensor], kind: str) -> Slope:
+    """Return the reference for inputs in float64, bias included."""
+    a = inputs[0]
+    if kind == "squared_relu":
+        y, slope = a.clamp(min=0).square(), 2 * a.clamp(min=0)
+        return Slope(y, [slope], 2.0**-21 * y, [2.0**-21 * slope])
+    gate = gate_slope(a, kind)
+    if not gated(kind):
+        return gate
     b = inputs[1]
-    y = a * s * b
-    errors = [b.abs() * da_error + FLOOR, (a * s).abs() * relative + FLOOR]
-    return Slope(y, [b * da, a * s], y.abs() * relative + FLOOR, errors)
+    errors = [b.abs() * gate.errors[0] + FLOOR, gate.y_error]
+    error = gate.y_error * b.abs() + 2.0**-23 * (gate.y * b).abs() + FLOOR
+    return Slope(gate.y * b, [b * gate.derivatives[0], gate.y], error, errors)
+
+
+def gated(kind: str) -> bool:
+    return kind.endswith("glu")
 
 
 def compare(x: torch.Tensor, bias: torch.Tensor | None, kind: str, seed: int) -> None:
     """Compare values, dx and dbias."""
-    dtype, inputs = x.dtype, 2 if kind == "swiglu" else 1
+    dtype, inputs = x.dtype, 2 if gated(kind) else 1
     x.requires_grad_()
     y = bias_activation(x, bias, kind)
     dy = random(tuple(y.shape), dtype, str(x.device), seed + 1)
@@ -117,7 +142,7 @@ def test_against_float64(
     moved: bool,
     seed: int,
 ) -> None:
-    width = 2 * columns if kind == "swiglu" else columns
+    width = 2 * columns if gated(kind) else columns
     x = random((rows, width), dtype, device, seed, scale=2.0)
     bias = random((width,), dtype, device, seed + 2).requires_grad_() if biased else None
     compare(moved_on(x) if moved else x, bias, kind, seed)
@@ -137,16 +162,17 @@ def test_bias_gradient_of_many_rows(device: str, rows: int, columns: int, kind: 
 
 
 @devices
-@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "squared_relu"])
 def test_small_and_far_negative(device: str, kind: str) -> None:
     """Results are relatively accurate where 1 + tanh loses all accuracy.
 
     The bound of `slope` is relative in both.
     """
     small = torch.logspace(-30, 0, 301)
-    far = torch.linspace(-5.0, -0.5, 300) if kind == "gelu" else torch.linspace(-80.0, -0.5, 300)
+    furthest = {"swiglu": -80.0, "exact_gelu": -12.0, "exact_geglu": -12.0}.get(kind, -5.0)
+    far = torch.linspace(furthest, -0.5, 300)
     a = torch.cat([small, -small, far]).to(device)
-    x = a if kind == "gelu" else torch.cat([a, torch.ones_like(a)])
+    x = torch.cat([a, torch.ones_like(a)]) if gated(kind) else a
     compare(x.unsqueeze(0), None, kind, 3)
     y = bias_activation(x.detach(), None, kind)
     assert (y[-300:] < 0).all()
@@ -161,7 +187,7 @@ def test_large_inputs(device: str, dtype: torch.dtype, kind: str) -> None:
     a = torch.tensor(
         [1e4, -1e4, top, -top, top / 2, -top / 2, 0.0, -0.0], dtype=dtype, device=device
     )
-    x = (torch.cat([a, torch.ones_like(a)]) if kind == "swiglu" else a).requires_grad_()
+    x = (torch.cat([a, torch.ones_like(a)]) if gated(kind) else a).requires_grad_()
     y = bias_activation(x, None, kind)
     y.sum().backward()
     positive, slopes = a.clamp(min=0), x.grad[: len(a)]
@@ -186,7 +212,7 @@ def test_what_is_not_finite_shows(device: str, dtype: torch.dtype, kind: str) ->
     """
     n = 32
     for value in (float("nan"), float("inf")):
-        x = torch.ones(3, 2 * n if kind == "swiglu" else n, dtype=dtype, device=device)
+        x = torch.ones(3, 2 * n if gated(kind) else n, dtype=dtype, device=device)
         x[1, 5] = value
         bias = torch.zeros(x.shape[1], dtype=dtype, device=device, requires_grad=True)
         x.requires_grad_()

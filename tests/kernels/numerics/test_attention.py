@@ -10,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops.attention import TILE, attention_gradient_, attention_weights_, row_dots
+from megatron.kernels.ops.attention import (
+    NO_WINDOW,
+    TILE,
+    attention_gradient_,
+    attention_weights_,
+    first_key,
+    row_dots,
+)
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     SIMULATED,
@@ -48,7 +55,10 @@ class Case:
         length: int,
         alibi: bool,
         seed: int,
+        window: int = NO_WINDOW,
+        cap: float = 0.0,
     ) -> None:
+        self.window, self.cap = window, cap
         self.device, self.dtype, self.share, self.length = device, dtype, share, length
         self.samples = samples * groups
         # Each belongs to another sample and starts somewhere inside it; this rank's heads are not
@@ -67,16 +77,24 @@ class Case:
         position = torch.arange(rows) // share
         distance = torch.arange(length) - position.unsqueeze(1)
         logits = exact(self.scores).detach() * SCALE
+        self.slope = torch.ones_like(logits)  # of the cap
+        if cap:
+            bent = (logits / cap).tanh()
+            logits, self.slope = cap * bent, 1 - bent**2
         if self.slopes is not None:
             # [samples groups, rows]
             head = self.slopes.double().view(groups, share).repeat(samples, length)
             logits = logits + head.unsqueeze(-1) * distance
-        self.hidden = (distance > 0).expand_as(logits)
+        self.hidden = ((distance > 0) | (distance < -window)).expand_as(logits)
         logits = logits.masked_fill(self.hidden, float("-inf"))
         self.weights, self.logarithms = logits.softmax(-1), logits.logsumexp(-1)
         self.dots = random((self.samples, rows), torch.float32, device, seed + 2)
         if self.slopes is not None:
             self.slopes = self.slopes.to(device)
+
+    def keys(self, queries: slice) -> slice:
+        """Return the keys that a block of queries needs."""
+        return slice(first_key(queries.start, self.window), queries.stop)
 
     def cut(
         self, x: torch.Tensor, part: slice, queries: slice, keys: slice, moved: bool = False
@@ -88,11 +106,11 @@ class Case:
         self, part: slice, queries: slice, p: float = 0.0, seed: int = 0, moved: bool = False
     ) -> tuple:
         """Return (weights of the block from the kernel, all logarithms, NaN outside the block)."""
-        scores = self.cut(self.scores, part, queries, slice(0, queries.stop), moved)
+        scores = self.cut(self.scores, part, queries, self.keys(queries), moved)
         logarithms = torch.full(
             (self.samples, self.length * self.share), float("nan"), device=self.device
         )
-        law = (self.share, SCALE, p, seed, self.origins, POSITIONS)
+        law = (self.share, SCALE, p, seed, self.origins, POSITIONS, self.cap, self.window)
         attention_weights_(scores, logarithms, self.slopes, part.start, queries.start, *law)
         return scores, logarithms
 
@@ -123,6 +141,8 @@ class Case:
             seed,
             self.origins,
             POSITIONS,
+            self.cap,
+            self.window,
         )
         return scores, gradients
 
@@ -142,6 +162,8 @@ LENGTHS = WIDTHS.filter(lambda n: n <= (257 if SIMULATED else 520))
     cut=st.integers(0, 9),
     moved=st.booleans(),
     seed=st.integers(0, 99),
+    window=st.one_of(st.just(NO_WINDOW), st.integers(0, 300)),
+    cap=st.sampled_from([0.0, 0.0, 0.9, 30.0]),
 )
 def test_blocks(
     device: str,
@@ -154,16 +176,18 @@ def test_blocks(
     cut: int,
     moved: bool,
     seed: int,
+    window: int,
+    cap: float,
 ) -> None:
-    """Compute a block of queries with all keys, then a block of keys with queries from anywhere.
+    """Compute a block of queries with all its keys, then a block of keys with queries from anywhere.
 
     Some of the queries see none of the keys.
     """
-    case = Case(device, dtype, samples, groups, share, length, alibi, seed)
+    case = Case(device, dtype, samples, groups, share, length, alibi, seed, window, cap)
     tiles = -(-length // TILE)
     queries = slice(cut % tiles * TILE, min(cut % tiles * TILE + (cut % 3 + 1) * TILE, length))
     part = slice(cut % case.samples, case.samples)
-    everything = slice(0, queries.stop)
+    everything = case.keys(queries)
     y, logarithms = case.weigh(part, queries, moved=moved)
     want = case.cut(case.weights, part, queries, everything)
     assert_close(y, want, dtype, RELATIVE * want + LOST)
@@ -183,7 +207,8 @@ def test_blocks(
     g = case.cut(exact(case.gradients).detach(), part, queries, keys)
     dots = exact(case.dots).detach()[part, rows].unsqueeze(-1)
     size = SCALE * want * (g.abs() + dots.abs())  # of the terms that cancel
-    assert_close(gradients, SCALE * want * (g - dots), dtype, RELATIVE * size + LOST)
+    want = SCALE * want * (g - dots) * case.cut(case.slope, part, queries, keys)
+    assert_close(gradients, want, dtype, RELATIVE * size + LOST)
 
 
 @devices
@@ -203,15 +228,15 @@ def test_what_is_not_seen_may_be_anything(device: str) -> None:
 
 
 @devices
-@pytest.mark.parametrize("length", [37, 64])
-def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None:
+@pytest.mark.parametrize(("length", "window"), [(37, NO_WINDOW), (64, NO_WINDOW), (70, 20)])
+def test_dropout_is_the_same_however_it_is_cut(device: str, length: int, window: int) -> None:
     """The dropout mask does not depend on the blocks.
 
     Each head has a row of whole tiles for each position of a sample, counted from the sample's
     origin; the gradient has the same mask.
     """
     p, seed, share = 0.4, 2**40 + 5, 2
-    case = Case(device, torch.float32, 2, 2, share, length, False, 3)
+    case = Case(device, torch.float32, 2, 2, share, length, False, 3, window)
     width, bound = -(-POSITIONS // TILE) * TILE, np.uint64(int((1 - p) * 2**32))
     rows = [
         int(case.origins[sample // 2]) + (sample % 2 * share + head) * POSITIONS + position
@@ -224,7 +249,7 @@ def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None
     for part in (slice(0, 4), slice(1, 3)):
         for queries in (slice(0, length), slice(TILE, length)):
             y, _ = case.weigh(part, queries, p, seed)
-            cut = (part, queries, slice(0, length))
+            cut = (part, queries, case.keys(queries))
             want = case.cut(case.weights * mask, *cut)
             assert_close(y, want, torch.float32, RELATIVE * want)
             for keys in (slice(0, TILE), slice(TILE, length)):
@@ -335,8 +360,11 @@ def test_what_is_refused() -> None:
         p=0.0,
         seed=1,
         origins=None,
+        cap=0.0,
+        window=NO_WINDOW,
     ) -> None:
-        attention_weights_(scores, rows, slopes, sample, first, share, 1.0, p, seed, origins, 70)
+        law = (share, 1.0, p, seed, origins, 70, cap, window)
+        attention_weights_(scores, rows, slopes, sample, first, *law)
 
     weights()
     for figures, values in (
@@ -351,6 +379,9 @@ def test_what_is_refused() -> None:
         (("probability", 0.5, "origins"), dict(p=0.5)),
         (("origins", [3]), dict(origins=torch.zeros(3, dtype=torch.int64))),
         (("seed", -1), dict(seed=-1)),
+        (("cap", -1.0), dict(cap=-1.0)),
+        (("window", -1), dict(window=-1)),
+        ((32, 35), dict(scores=torch.zeros(2, 6, 32), window=40)),
     ):
         refused(lambda values=values: weights(**values), *figures)
     law = (None, 0, 32, 0, 2, 1.0, 0.0, 1)

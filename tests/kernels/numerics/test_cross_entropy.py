@@ -106,6 +106,51 @@ def check_pass(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) 
     tokens=ROWS,
     width=WIDTHS,
     padding=st.integers(0, 40),
+    cap=st.sampled_from([0.5, 30.0]),
+    seed=st.integers(0, 99),
+)
+def test_capped_logits(
+    device: str, dtype: torch.dtype, tokens: int, width: int, padding: int, cap: float, seed: int
+) -> None:
+    """A logit x counts as cap tanh(x / cap), also at 1000 caps; the gradient is that of x.
+
+    The tanh is off by 2^-21, so that exponentials are by cap times as much. Its derivative is a
+    product of exp(-2 |x| / cap), whose argument is rounded, and three more numbers.
+    """
+    real = max(1, width - padding)
+    x = random((tokens, max(width, 1)), dtype, device, seed, scale=3.0)
+    x[:1, :2] *= 1000.0 * cap
+    x[:, real:] = float("nan")
+    labels = drawn_labels(tokens, 0, real, seed)
+    wide = exact(x).detach()
+    capped = cap * torch.tanh(wide / cap)
+    found = [t.cpu().double() for t in local_pass(x, labels.to(device), 0, real, cap)]
+    want = expected_pass(capped, labels, 0, real)
+    off = 2.0**-21 * cap
+    torch.testing.assert_close(found[0], want[0], rtol=2.0**-21, atol=off)
+    torch.testing.assert_close(found[2], want[2], rtol=2.0**-21, atol=off)
+    both = [t.log() + top for t, top in ((found[1], found[0]), (want[1], want[0]))]
+    torch.testing.assert_close(*both, rtol=2.0**-21, atol=2 * off + RELATIVE)
+
+    upstream = random((tokens,), torch.float32, device, seed + 1)
+    maximum, total = (t.float().to(device) for t in want[:2])
+    gradient_(x, labels.to(device), maximum, total, upstream, 0, real, cap)
+    expected, bound = expected_gradient(capped, labels, want[0], want[1], upstream, 0, real)
+    slope = torch.cosh(wide / cap) ** -2
+    slope[:, real:] = 0
+    more = upstream.double().cpu().unsqueeze(-1).abs() * 2 * off
+    error = (bound + more * (expected != 0)) * slope
+    error += (2.0**-20 * (1 + (wide / cap).abs()) * expected * slope).abs()
+    assert_close(x, expected.nan_to_num() * slope, dtype, error.nan_to_num() + 1e-30)
+
+
+@devices
+@types
+@EXAMPLES
+@given(
+    tokens=ROWS,
+    width=WIDTHS,
+    padding=st.integers(0, 40),
     first=st.sampled_from([0, 1, 77, 2**33]),
     shift=st.sampled_from([0, 0, 1, 8]),
     far=st.sampled_from(FAR),

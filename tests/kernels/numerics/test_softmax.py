@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops.attention import causal_softmax, masked_softmax
+from megatron.kernels.ops.attention import NO_WINDOW, causal_softmax, masked_softmax
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,
@@ -61,16 +61,25 @@ def compare(
     more=st.integers(0, 40),
     keys=WIDTHS,
     seed=st.integers(0, 99),
+    window=st.one_of(st.just(NO_WINDOW), st.integers(0, 300)),
 )
 def test_causal(
-    device: str, dtype: torch.dtype, batch: int, queries: int, more: int, keys: int, seed: int
+    device: str,
+    dtype: torch.dtype,
+    batch: int,
+    queries: int,
+    more: int,
+    keys: int,
+    seed: int,
+    window: int,
 ) -> None:
     """Apply the causal mask, also with more keys than queries, as in generation."""
     keys = max(keys, queries) if more else max(queries, 1)
     scale = 0.3 + seed / 50
     x = random((batch, queries, keys), dtype, device, seed, scale=3.0).requires_grad_()
-    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
-    compare(causal_softmax(x, scale), x, hidden, scale, dtype, seed)
+    pairs = torch.ones(queries, keys, dtype=torch.bool)
+    hidden = pairs.triu(keys - queries + 1) | pairs.tril(keys - queries - window - 1)
+    compare(causal_softmax(x, scale, window), x, hidden, scale, dtype, seed)
 
 
 @devices
@@ -84,6 +93,7 @@ def test_causal(
     shared=st.booleans(),
     share=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
     seed=st.integers(0, 99),
+    window=st.one_of(st.just(NO_WINDOW), st.integers(0, 300)),
 )
 def test_masked(
     device: str,
@@ -95,12 +105,15 @@ def test_masked(
     shared: bool,
     share: float,
     seed: int,
+    window: int,
 ) -> None:
     """Apply a mask; a row that sees no key is zero and has no gradient."""
     x = random((batch, heads, queries, keys), dtype, device, seed, scale=3.0).requires_grad_()
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.rand(1 if shared else batch, 1, queries, keys, generator=generator) < share
-    compare(masked_softmax(x, hidden.to(device), 0.7), x, hidden, 0.7, dtype, seed)
+    earlier = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries - window - 1)
+    y = masked_softmax(x, hidden.to(device), 0.7, window)
+    compare(y, x, hidden | earlier, 0.7, dtype, seed)
 
 
 @devices

@@ -399,6 +399,8 @@ def test_what_does_not_fit_is_named_with_what_to_do(
             ),
         ),
         ("gpu", dict(attention_backend="unfused", fp32_residual_connection=True, zero_stage=0)),
+        ("gpu", dict(num_key_value_heads=1, tensor_model_parallel_size=2, world_size=4)),
+        ("gpu", dict(window_size=(20, 0), window_attn_skip_freq=(2,), attention_dropout=0.0)),
         (
             "cpu",
             dict(

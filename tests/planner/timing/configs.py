@@ -16,6 +16,8 @@ _KINDS = st.sampled_from(
         dict(swiglu=True),
         dict(add_bias_linear=False, hidden_dropout=0.0),
         dict(num_key_value_heads=4),
+        dict(num_key_value_heads=1),
+        dict(window_size=(99, 0)),
         dict(position_embedding_type="rope", normalization="rmsnorm"),
         dict(untie_embeddings_and_output_weights=True),
         dict(attention_backend="unfused"),

@@ -27,6 +27,7 @@ from megatron_conversion.convert import (
 )
 from megatron_conversion.deepspeed import ZeroShards, shards_in
 from megatron_conversion.names import ours
+from tests.checkpoint.hugging_face import identical
 from tests.helpers.launching import ROOT, launch
 from tests.helpers.processes import run_processes
 from tests.tools.conversion import runs, theirs
@@ -388,6 +389,16 @@ def test_files_that_say_less(tmp_path: Path, folder: Path, wrote: Any) -> None:
     )
     convert(plan, tmp_path / "new")
     check_state(tmp_path / "new", "gpt", wrote["gpt"][0]["state"])
+
+
+@pytest.mark.slow
+def test_straight_to_hugging_face(tmp_path: Path, folder: Path, wrote: Any) -> None:
+    """The same files as by way of a checkpoint of ours."""
+    main, old, native = load_tool("convert_checkpoint").main, folder / "llama", tmp_path / "native"
+    straight, detour = tmp_path / "straight", tmp_path / "detour"
+    for words in ([old, straight, "--to", "hf"], [old, native], [native, detour, "--to", "hf"]):
+        assert main(list(map(str, words))) == 0
+    identical(detour, straight)
 
 
 @pytest.mark.slow

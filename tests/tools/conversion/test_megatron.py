@@ -15,6 +15,8 @@ from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.folder import TRACKER
 from megatron.errors import CheckpointError, MegatronError
 from megatron_conversion.convert import convert, find_source, plan_conversion, read_source
+from megatron_conversion.names import PipelineNames, ours
+from megatron_conversion.source import settings_of
 from tests.tools.conversion import theirs
 from tests.tools.conversion.whole import whole_tensors
 
@@ -295,9 +297,34 @@ def test_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"num_experts": [8]}, {"qk_layernorm": True}, {"position_embedding_type": "relative"}],
+    [
+        {"num_experts": [8]},
+        {"multi_latent_attention": True},
+        {"position_embedding_type": "relative"},
+    ],
 )
 def test_models_that_this_program_has_not(tmp_path: Path, setting: dict[str, Any]) -> None:
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True, **setting)
     with pytest.raises(CheckpointError, match=next(iter(setting))):
         plan_conversion(read_source(find_source(tmp_path / "old")), {})
+
+
+def test_arguments_of_other_architectures() -> None:
+    """Arguments under Megatron's names, and the norm of the embeddings as BLOOM's layers have it."""
+    given = dict(qk_layernorm=True, add_qkv_bias=True, rotary_interleaved=True)
+    other = dict(embed_layernorm=True, use_rope_scaling=True, rope_scaling_factor=32.0)
+    found, _ = settings_of({**given, **other, "position_embedding_type": "rope"})
+    assert found == dict(
+        **given,
+        embedding_layernorm=True,
+        position_embedding_type="rope",
+        rope_scaling="llama3",
+        rope_scaling_factor=32.0,
+    )
+    stretched, _ = settings_of({"rotary_seq_len_interpolation_factor": 4})
+    assert stretched == dict(rope_scaling="linear", rope_scaling_factor=4)
+    layers = PipelineNames({1: ["word_embeddings.weight", "word_embeddings.norm.bias"]})
+    assert layers.in_file(1, "word_embeddings.norm.bias") == "embedding_layernorm.bias"
+    assert ours("language_model.embedding.word_embeddings.norm.weight") == (
+        "embedding_layernorm.weight"
+    )

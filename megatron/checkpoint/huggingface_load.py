@@ -1,0 +1,299 @@
+"""Loading of models in the format of Hugging Face: config.json and safetensors files.
+
+Each rank reads the rows and columns that it needs of each tensor, from one memory-mapped file after
+the other. Nothing in the folder is executed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megatron.checkpoint.families import CONFIG, FAMILIES, Family, read_model
+from megatron.checkpoint.settings import check_architecture, plain
+from megatron.checkpoint.shards import named
+from megatron.checkpoint.tensors import MASTER, Shards, clear_padding, tensors_to_load
+from megatron.checkpoint.together import decided_by_first, together
+from megatron.checkpoint.writer import Alive, nothing
+from megatron.config import Config
+from megatron.config.model import ModelConfig
+from megatron.engine.engine import Engine
+from megatron.engine.optimizer import Index
+from megatron.errors import CheckpointError
+from megatron.model.gpt import global_shapes
+from megatron.parallel.topology import Topology
+from megatron.untrusted import is_file_name, open_regular, read_json
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_INDEX_LIMIT_BYTES = 1 << 28
+# Constants that old files have beside the parameters.
+_NO_PARAMETERS = re.compile(
+    r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$"
+)
+
+
+@functools.cache
+def rows_by_head(heads: int, groups: int, width: int) -> torch.Tensor:
+    """Return the row of [queries; keys; values] for each row [group][queries, key, value][width].
+
+    >>> rows_by_head(4, 2, 1).tolist()
+    [0, 1, 4, 6, 2, 3, 5, 7]
+    """
+    q, k, v = torch.arange((heads + 2 * groups) * width).split(
+        (heads * width, groups * width, groups * width)
+    )
+    return torch.cat([part.view(groups, -1) for part in (q, k, v)], 1).flatten()
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One of our parameters, whose rows are those of some of their tensors in another order.
+
+    shape        ours
+    counts       rows of each of their tensors, by name
+    columns      None for a vector
+    order        their row of each of ours; None: the same
+    transposed   their tensors are [columns, rows]
+    """
+
+    shape: tuple[int, ...]
+    counts: Mapping[str, int]
+    columns: int | None
+    order: torch.Tensor | None
+    transposed: bool
+
+    @property
+    def their_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each of their tensors."""
+        columns = () if self.columns is None else (self.columns,)
+        return {
+            name: (*columns, rows) if self.transposed else (rows, *columns)
+            for name, rows in self.counts.items()
+        }
+
+    def rows(self, offset: Index, sizes: Index) -> torch.Tensor:
+        """Return which of their rows make up a part of our parameter, in our order."""
+        leading = slice(None) if self.columns is None else slice(-1)
+        index = torch.zeros(1, dtype=torch.int64)
+        for start, size, whole in zip(
+            offset[leading], sizes[leading], self.shape[leading], strict=True
+        ):
+            index = (index[:, None] * whole + torch.arange(start, start + size)).flatten()
+        return index if self.order is None else self.order[index]
+
+    def cut(self, whole: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield their tensors of the whole of our parameter, one after the other."""
+        flat = whole.reshape(-1) if self.columns is None else whole.reshape(-1, self.columns)
+        if self.order is not None:
+            flat = flat.index_select(0, self.order.argsort())
+        for rows in flat.split(list(self.counts.values())):
+            yield (rows.t() if self.transposed else rows).contiguous()
+
+
+def matrix_of(family: Family, model: ModelConfig, name: str, shape: tuple[int, ...]) -> Matrix:
+    """Return where a parameter of ours is in a model of this family. Raises CheckpointError."""
+    theirs, names = family.theirs(name)
+    vector = len(shape) == 1 or name.endswith(".bias")
+    columns = None if vector else shape[-1]
+    rows = math.prod(shape if vector else shape[:-1])
+    counts, order = [rows // len(names)] * len(names), None
+    if theirs.by_head:
+        heads, groups = model.num_attention_heads, model.num_key_value_heads
+        order = rows_by_head(heads, groups, model.kv_channels)
+        if len(names) == 3:
+            counts = [n * model.kv_channels for n in (heads, groups, groups)]
+    named_counts = dict(zip(names, counts, strict=True))
+    return Matrix(shape, named_counts, columns, order, theirs.transposed and not vector)
+
+
+def tensors_of(
+    family: Family, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of their tensors, by name, for parameters of these global shapes."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found |= matrix_of(family, model, name, shape).their_shapes
+    return found
+
+
+# ---- files
+
+Places = Mapping[str, tuple[str, str]]
+"""File of each tensor, and its name there, by its name in transformers."""
+
+
+def open_tensors(path: Path) -> Any:
+    """Open a safetensors file, whose header is checked. Raises CheckpointError."""
+    open_regular(path, error=CheckpointError).close()
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:  # of the library: SafetensorError, which is no OSError
+        raise CheckpointError(
+            f"{path} is damaged or not a safetensors file ({str(error)[:200]}): get it again"
+        ) from error
+
+
+def find_tensors(folder: Path, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> Places:
+    """Return where the tensors of a model are, by the headers of all files.
+
+    shapes   of the model's tensors
+
+    Raises CheckpointError for files that are missing or damaged, and for tensors that are missing,
+    unknown, or of another shape or type.
+    """
+    places: dict[str, tuple[str, str]] = {}
+    unknown, wrong = [], []
+    # A tied output layer may be stored, too; transformers ignores it as well.
+    tied = set(family.theirs("output_layer.weight")[1]) - shapes.keys()
+    for file in _files(folder):
+        opened = open_tensors(folder / file)
+        for key in opened.keys():  # noqa: SIM118  it is no dict
+            name = key if key in shapes else family.prefix + key
+            if name not in shapes:
+                if not (_NO_PARAMETERS.search(key) or tied & {key, name}):
+                    unknown.append(key)
+                continue
+            header = opened.get_slice(key)
+            shape, dtype = tuple(header.get_shape()), header.get_dtype()
+            if name in places:
+                wrong.append(f"{key} is in {places[name][0]} and in {file}")
+            elif shape != shapes[name]:
+                wrong.append(f"{key} is {shape} in {file}, expected {shapes[name]}")
+            elif dtype not in DTYPES:
+                wrong.append(f"{key} is of type {dtype} in {file}, not one of {', '.join(DTYPES)}")
+            places[name] = (file, key)
+    missing = [name for name in shapes if name not in places]
+    lists = (("it has no", missing), ("it also has", unknown))
+    wrong += [f"{what} {named(names)}" for what, names in lists if names]
+    if wrong:
+        raise CheckpointError(
+            f"{folder} does not have the tensors that its {CONFIG} describes: {'; '.join(wrong[:8])}"
+        )
+    return places
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the names of a folder's safetensors files. Raises CheckpointError."""
+    if (folder / INDEX).exists():
+        listed = read_json(folder / INDEX, _INDEX_LIMIT_BYTES, error=CheckpointError)
+        files = listed.get("weight_map")
+        if not isinstance(files, dict) or not all(map(is_file_name, files.values())):
+            raise CheckpointError(f"{folder / INDEX} does not name the file of each tensor")
+        return sorted(set(files.values()))
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    hint = ""
+    if any(folder.glob("pytorch_model*.bin")):
+        hint = (
+            "; its pytorch_model.bin is a pickle, which is not read: AutoModelForCausalLM."
+            "from_pretrained(FOLDER).save_pretrained(NEW) of transformers writes safetensors"
+        )
+    raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
+
+
+class Reader:
+    """Tensors of a folder by their names in transformers, as views of the file that is mapped."""
+
+    def __init__(self, folder: Path, places: Places) -> None:
+        self._folder, self._places = folder, places
+        self._file = ""
+        self._opened: Any = None
+
+    def __call__(self, name: str) -> torch.Tensor:
+        file, key = self._places[name]
+        if file != self._file:
+            self._opened = None  # unmapped before another one is mapped
+            self._file, self._opened = file, open_tensors(self._folder / file)
+        try:
+            tensor: torch.Tensor = self._opened.get_tensor(key)
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._folder / file}: {key} cannot be read ({str(error)[:200]})"
+            ) from error
+        return tensor
+
+    def fill(self, target: torch.Tensor, offset: Index, matrix: Matrix) -> None:
+        """Set a part of one of our parameters, which begins at `offset`."""
+        index, start = matrix.rows(offset, tuple(target.shape)), 0
+        out = None
+        for name, count in matrix.counts.items():
+            here = (index >= start) & (index < start + count)
+            if here.any():
+                values = self(name).t() if matrix.transposed else self(name)
+                if matrix.columns is not None:
+                    values = values.narrow(1, offset[-1], target.shape[-1])
+                picked = _pick(values, index[here] - start)
+                if here.all():
+                    target.copy_(picked.reshape(target.shape))
+                    return
+                if out is None:
+                    out = torch.empty(len(index), *picked.shape[1:], dtype=target.dtype)
+                out[here] = picked.to(out.dtype)
+            start += count
+        assert out is not None, f"rows {offset} of {list(matrix.counts)} are nowhere"
+        target.copy_(out.reshape(target.shape))
+
+
+def _pick(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return some rows: a view where they follow each other."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows) and bool((rows.diff() == 1).all()):
+        return values[first : last + 1]
+    return values.index_select(0, rows)
+
+
+# ---- a whole model
+
+
+def describe_folder(folder: Path, config: Config) -> tuple[str, Places]:
+    """Check a folder against the model of `config`; return its model_type and its tensors.
+
+    Raises CheckpointError.
+    """
+    kind, theirs = read_model(folder)
+    check_architecture({"model": plain(theirs)}, config, str(folder / CONFIG))
+    expected = tensors_of(FAMILIES[kind], config.model, global_shapes(config))
+    return kind, find_tensors(folder, FAMILIES[kind], expected)
+
+
+def fill_shards(
+    folder: Path,
+    tensors: Mapping[str, Shards],
+    topology: Topology,
+    config: Config,
+    alive: Alive = nothing,
+) -> None:
+    """Fill the pieces of `tensors` (megatron.checkpoint.tensors) from a folder of Hugging Face.
+
+    All ranks call it. Raises CheckpointError on every rank; what was filled before stays.
+    """
+    kind, places = decided_by_first(topology, lambda: describe_folder(folder, config))
+    with together(topology, f"reading {folder}"):
+        read = Reader(folder, places)
+        for key, shards in tensors.items():
+            name = key.removeprefix(f"{MASTER}.")
+            matrix = matrix_of(FAMILIES[kind], config.model, name, shards.shape)
+            for offset, view in shards.pieces.items():
+                read.fill(view.detach(), offset, matrix)
+            alive()
+
+
+def load_engine(
+    folder: Path, engine: Engine, topology: Topology, config: Config, alive: Alive = nothing
+) -> None:
+    """Load the weights of a folder of Hugging Face into an engine of any layout and precision.
+
+    The optimizer stays as it is. All ranks call it; errors are those of `fill_shards`.
+    """
+    clear_padding(engine, False)
+    fill_shards(folder, tensors_to_load(engine, False), topology, config, alive)
+    engine.update_working_weights()

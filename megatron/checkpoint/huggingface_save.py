@@ -1,0 +1,511 @@
+"""Writing of models in the format of Hugging Face.
+
+    FOLDER/config.json, generation_config.json     the model
+           model.safetensors                       its tensors; of a large model
+           model-00001-of-00007.safetensors ...    several files, and
+           model.safetensors.index.json            which tensor is in which
+           tokenizer.json ...                      files of the tokenizer
+
+Each file is written by one rank, tensor by tensor, several files at once. The folder has a temporary
+name until all of it is on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megatron.checkpoint.families import (
+    CONFIG,
+    FAMILIES,
+    TOKENIZER_CONFIG,
+    Family,
+    is_huggingface,
+    model_of,
+    read_config,
+    windows_of,
+    write_fields,
+)
+from megatron.checkpoint.files import to_json, write_text
+from megatron.checkpoint.folder import start_folder, sync_directory
+from megatron.checkpoint.huggingface_load import DTYPES, INDEX, SINGLE, Matrix, matrix_of
+from megatron.checkpoint.settings import ARCHITECTURE
+from megatron.checkpoint.together import decided_by_first, together
+from megatron.checkpoint.writer import Alive, nothing
+from megatron.config import Config
+from megatron.config.model import ModelConfig, TokenizerConfig
+from megatron.data.tokenizer import build_tokenizer
+from megatron.engine.optimizer import unique_parameters
+from megatron.errors import CheckpointError, ConfigError
+from megatron.parallel.collectives import gather_first, gather_objects
+from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Topology
+from megatron.untrusted import read_bytes
+
+FILE_BYTES = 2 << 30
+"""Size of a file of tensors, unless a single parameter needs more."""
+_GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    _GENERATION,
+)
+_TOKENIZER_LIMIT_BYTES = 1 << 28
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+# ---- which family
+
+
+def family_of(model: ModelConfig, preferred: str | None = None) -> str:
+    """Return the model_type that describes a model: the preferred one, or the first that can.
+
+    A family can if its config.json, read back, gives the same model. Raises ConfigError that names
+    the settings in which the nearest family differs.
+    """
+    order = list(FAMILIES)
+    if preferred is not None and preferred in FAMILIES:
+        order.insert(0, preferred)
+    differences: dict[str, list[str]] = {}
+    for kind in order:
+        differences[kind] = _differences(kind, model)
+        if not differences[kind]:
+            return kind
+    nearest = min(differences, key=lambda kind: len(differences[kind]))
+    raise ConfigError(
+        f"Hugging Face has no such model among {', '.join(FAMILIES)}; {nearest} would have "
+        f"{'; '.join(differences[nearest])}"
+    )
+
+
+def _differences(kind: str, model: ModelConfig) -> list[str]:
+    """Return the settings in which a family's nearest model differs from `model`."""
+    try:
+        back = _effective(model_of(write_fields(kind, model), kind)[1])
+    except CheckpointError as error:
+        return [str(error)]
+    return [
+        f"{name} {back.get(name)!r} instead of {value!r}"
+        for name, value in _effective(model).items()
+        if not _same(back.get(name), value)
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-12)
+    return bool(one == other)
+
+
+def _effective(model: ModelConfig) -> dict[str, Any]:
+    """Return the architecture of a model, without settings that have no effect in it."""
+    found = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
+    found["add_qkv_bias"] = model.qkv_bias
+    found["window_size"] = windows_of(model)
+    found["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
+    found["embedding_scale"] = model.embedding_scale or 1.0
+    if model.position_embedding_type == "learned_absolute":
+        found["max_position_embeddings"] = model.max_position_embeddings
+    # Settings of what a model does not have keep their defaults (NEEDED in validate.py), but these.
+    names = ["window_attn_skip_freq"]
+    if model.position_embedding_type != "rope":
+        names += ["rotary_base", "rotary_percent"]
+    for name in names:
+        del found[name]
+    return found
+
+
+# ---- files beside the tensors
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What belongs to a model besides its tensors.
+
+    files   of the tokenizer, and generation_config.json, by name
+    ids     fields of config.json that name special tokens
+    kind    model_type of the folder that they are from
+    note    why there is no tokenizer; "" if there is one
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    ids: Mapping[str, Any] = field(default_factory=dict)
+    kind: str | None = None
+    note: str = ""
+
+
+def companions_of(config: Config) -> Companions:
+    """Return the files of the tokenizer of `config`, as transformers reads them.
+
+    Raises DataError or CheckpointError for files that cannot be read.
+    """
+    tokenizer, theirs = config.tokenizer, None
+    kind = tokenizer.tokenizer_type
+    if kind in (None, "NullTokenizer"):
+        return Companions(note="no tokenizer is written: the model has none")
+    place = Path(tokenizer.tokenizer_model or tokenizer.vocab_file or "")
+    folder = place if place.is_dir() else place.parent
+    fields = read_config(folder) if is_huggingface(folder) else {}
+    if fields.get("model_type") in FAMILIES:
+        files, theirs = read_files(folder), str(fields["model_type"])
+        ids = {name: fields[name] for name in _TOKEN_IDS if name in fields}
+    else:
+        files, ids = _of_tokenizer(tokenizer, folder)
+    if not ids:
+        known = build_tokenizer(**dataclasses.asdict(tokenizer), vocab_size=config.model.vocab_size)
+        ids = {"eos_token_id": known.eod}
+    note = (
+        ""
+        if files
+        else f"no tokenizer is written: transformers has none for the files of {kind}; "
+        "docs/huggingface.md says how to add it"
+    )
+    named = {name: i for name, i in ids.items() if i is not None}
+    files.setdefault(_GENERATION, to_json(named, _GENERATION).encode())
+    return Companions(files, ids, theirs, note)
+
+
+def _of_tokenizer(
+    tokenizer: TokenizerConfig, folder: Path
+) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return files for transformers, and special ids as far as they are known without more."""
+    kind, model = tokenizer.tokenizer_type, Path(tokenizer.tokenizer_model or "")
+    if kind == "HFTokenizer":
+        own = {"tokenizer.json": _read(model)} if model.is_file() else {}
+        return {**read_files(folder), **own}, {}
+    if kind == "GPT2BPETokenizer":
+        files = {"vocab.json": tokenizer.vocab_file, "merges.txt": tokenizer.merge_file}
+        ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+        settings = to_json({"tokenizer_class": "GPT2Tokenizer"} | ends, kind).encode()
+        return {name: _read(path or "") for name, path in files.items()} | {
+            TOKENIZER_CONFIG: settings
+        }, {}
+    if kind != "TikTokenizer":
+        fields, ids = _of_sentence_piece(tokenizer)
+        settings = to_json(fields, TOKENIZER_CONFIG).encode()
+        return {"tokenizer.model": _read(model), TOKENIZER_CONFIG: settings}, ids
+    return {}, {}
+
+
+def _read(path: str | Path) -> bytes:
+    return read_bytes(path, _TOKENIZER_LIMIT_BYTES, error=CheckpointError)
+
+
+def _of_sentence_piece(tokenizer: TokenizerConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return tokenizer_config.json and special ids of a SentencePiece model."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor(model_file=tokenizer.tokenizer_model)
+    known = build_tokenizer(**dataclasses.asdict(tokenizer))
+    # SentencePieceTokenizer appends tokens to those of the file.
+    appended = {i: known.decode([i]) for i in range(model.get_piece_size(), known.vocab_size)}
+    ids = {
+        "bos_token": model.bos_id(),
+        "eos_token": known.eod,
+        "unk_token": model.unk_id(),
+        "pad_token": model.pad_id(),
+    }
+    ids = {name: i for name, i in ids.items() if i >= 0}
+    first = model.encode("a", out_type=str)[0]
+    fields = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": tokenizer.tokenizer_type == "Llama2Tokenizer",
+        "add_eos_token": False,
+        "add_prefix_space": first.startswith("\u2581"),  # SentencePiece's mark for a space
+        "clean_up_tokenization_spaces": False,
+        "legacy": False,
+        "added_tokens_decoder": {i: {"content": n, "special": True} for i, n in appended.items()},
+    }
+    named = {f"{name}_id": i for name, i in ids.items() if name != "unk_token"}
+    names = {name: appended.get(i) or model.id_to_piece(i) for name, i in ids.items()}
+    return fields | names, named
+
+
+def read_files(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> dict[str, bytes]:
+    """Return the content of those of some files that a folder has. Raises CheckpointError."""
+    return {name: _read(folder / name) for name in names if (folder / name).is_file()}
+
+
+def config_fields(config: Config, companions: Companions, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the content of config.json. Raises ConfigError where no family has the model."""
+    kind = family_of(config.model, companions.kind)
+    fields = write_fields(kind, config.model)
+    ids = dict.fromkeys(_TOKEN_IDS) | dict(companions.ids)
+    return fields | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def check_target(folder: Path) -> None:
+    """Raise ConfigError where a folder for a model exists."""
+    if os.path.lexists(folder):
+        raise ConfigError(f"{folder} exists: choose another folder for the model, or remove it")
+
+
+# ---- tensors
+
+
+def _matrices(
+    family: Family, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Matrix]:
+    return {name: matrix_of(family, model, name, shape) for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A file: the parameters in it (ours), and its header."""
+
+    parameters: tuple[str, ...]
+    header: bytes
+    tensors: Mapping[str, int]
+
+
+def _parts(matrices: Mapping[str, Matrix], dtype: torch.dtype, limit: int) -> list[_Part]:
+    """Distribute parameters over files, in order."""
+    groups: list[list[str]] = []
+    filled = limit
+    for name, matrix in matrices.items():
+        size = math.prod(matrix.shape) * dtype.itemsize
+        if not groups or filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return [_part(group, matrices, dtype) for group in groups]
+
+
+def _part(group: list[str], matrices: Mapping[str, Matrix], dtype: torch.dtype) -> _Part:
+    """Return a file with its header, whose format is described at
+    https://github.com/huggingface/safetensors.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    sizes, at = {}, 0
+    for parameter in group:
+        for name, shape in matrices[parameter].their_shapes.items():
+            sizes[name] = math.prod(shape) * dtype.itemsize
+            header[name] = {
+                "dtype": _DTYPE_NAMES[dtype],
+                "shape": shape,
+                "data_offsets": (at, at + sizes[name]),
+            }
+            at += sizes[name]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return _Part(tuple(group), len(text).to_bytes(8, "little") + text, sizes)
+
+
+def _write_part(
+    path: Path | None,
+    part: _Part,
+    matrices: Mapping[str, Matrix],
+    values: Iterator[torch.Tensor | None],
+    dtype: torch.dtype,
+) -> Exception | None:
+    """Write a file, or take part in it where `path` is None; return what went wrong.
+
+    values   the parameters of the file, in order; None on ranks that do not write
+    """
+    failure: Exception | None = None
+    try:
+        if path is not None:
+            with open(path, "xb") as file:
+                file.write(part.header)
+                for name in part.parameters:
+                    _write_tensors(file, matrices[name], next(values), dtype)
+                file.flush()
+                os.fsync(file.fileno())
+    except (OSError, CheckpointError) as error:
+        failure = error
+    for _ in values:
+        pass  # after an error, too, the other ranks wait for this one's parts
+    return failure
+
+
+def _write_tensors(
+    file: BinaryIO, matrix: Matrix, whole: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    assert whole is not None, "the first tensor rank has the whole of each parameter"
+    for cut in matrix.cut(whole.to(dtype)):
+        file.write(cut.view(-1).view(torch.uint8).numpy().data)
+
+
+def write_model(
+    folder: Path,
+    config: Config,
+    topology: Topology,
+    shapes: Mapping[str, tuple[int, ...]],
+    whole: Callable[[str], torch.Tensor | None],
+    dtype: torch.dtype,
+    *,
+    companions: Companions | None = None,
+    alive: Alive = nothing,
+) -> int:
+    """Write a model in the format of Hugging Face; return the bytes of its tensors.
+
+    shapes       global shapes of the parameters of this rank's pipeline stages, by name
+    whole        returns a whole parameter on the first tensor rank, None on the others; all tensor
+                 ranks call it, for the same names in the same order
+    dtype        of the tensors in the files
+    companions   by default those of `config`
+    alive        called after every parameter
+
+    All ranks call it. Raises CheckpointError on every rank; then the folder is as before.
+    """
+    what, limit = f"writing {folder}", FILE_BYTES
+    beside, fields = decided_by_first(topology, lambda: _prepare(folder, config, companions, dtype))
+    with together(topology, what):
+        family = FAMILIES[fields["model_type"]]
+        matrices = _matrices(family, config.model, shapes)
+    owners = gather_objects(shapes, topology.pipeline)
+    listed = [_parts(_matrices(family, config.model, of), dtype, limit) for of in owners]
+    total = sum(map(len, listed))
+    before = sum(map(len, listed[: topology.pipeline.rank]))
+    temporary = decided_by_first(topology, lambda: start_folder(folder))
+    try:
+        failures = []
+        for number, part in enumerate(listed[topology.pipeline.rank]):
+            if number % topology.data.size == topology.data.rank:
+                path = temporary / _file_name(before + number, total)
+                values = _each(whole, part.parameters, alive)
+                writes = path if topology.tensor.is_first else None
+                failures.append(_write_part(writes, part, matrices, values, dtype))
+        with together(topology, what):
+            for failure in failures:
+                if failure is not None:
+                    raise failure
+
+        def finish() -> int:
+            try:
+                parts = [part for of in listed for part in of]
+                return _finish(temporary, folder, parts, fields, beside)
+            except OSError as error:
+                raise CheckpointError(f"{what} failed: {error}") from error
+
+        return decided_by_first(topology, finish)
+    finally:
+        if topology.world.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)  # where it has not got its name
+
+
+def _each(
+    whole: Callable[[str], torch.Tensor | None], names: Iterable[str], alive: Alive
+) -> Iterator[torch.Tensor | None]:
+    for name in names:
+        yield whole(name)
+        alive()
+
+
+def _prepare(
+    folder: Path,
+    config: Config,
+    companions: Companions | None,
+    dtype: torch.dtype,
+) -> tuple[Companions, dict[str, Any]]:
+    check_target(folder)
+    beside = companions_of(config) if companions is None else companions
+    return beside, config_fields(config, beside, dtype)
+
+
+def _file_name(number: int, total: int) -> str:
+    return SINGLE if total == 1 else f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+
+
+def _finish(
+    temporary: Path,
+    folder: Path,
+    parts: list[_Part],
+    fields: Mapping[str, Any],
+    companions: Companions,
+) -> int:
+    """Write the small files and give the folder its name; return the bytes of all tensors."""
+    size = sum(sum(part.tensors.values()) for part in parts)
+    if len(parts) > 1:
+        places = {
+            name: _file_name(number, len(parts))
+            for number, part in enumerate(parts)
+            for name in part.tensors
+        }
+        listed = {"metadata": {"total_size": size}, "weight_map": places}
+        write_text(temporary / INDEX, to_json(listed, INDEX))
+    write_text(temporary / CONFIG, to_json(fields, CONFIG))
+    write_files(temporary, companions.files)
+    sync_directory(temporary)
+    temporary.rename(folder)
+    sync_directory(folder.parent)
+    return size
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write new files and sync them to disk. Raises OSError."""
+    for name, data in files.items():
+        with open(folder / name, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+# ---- from a run
+
+
+def export(
+    folder: Path,
+    config: Config,
+    topology: Topology,
+    chunks: torch.nn.Module,
+    alive: Alive = nothing,
+) -> int:
+    """Write the model of a run, in the precision of its training; return the bytes of its tensors.
+
+    All ranks call it. In addition to the model, a rank needs memory for a parameter that it gathers
+    from its tensor-parallel group. Errors are those of `write_model`.
+    """
+    own: dict[str, list[torch.Tensor]] = {}
+    for p in unique_parameters(chunks):
+        copy = topology.embedding is not None and topology.pipeline.is_last
+        if not (sharding_of(p).tied and copy):
+            own.setdefault(sharding_of(p).name, []).append(p)
+    shapes = {name: sharding_of(parts[0]).global_shape for name, parts in own.items()}
+    dtype = getattr(torch, config.precision.dtype_name)
+
+    def whole(name: str) -> torch.Tensor | None:
+        return _gathered(own[name], topology)
+
+    return write_model(folder, config, topology, shapes, whole, dtype, alive=alive)
+
+
+def _gathered(parameters: list[torch.Tensor], topology: Topology) -> torch.Tensor | None:
+    """Return a whole parameter in host memory on the first tensor rank, None on the others.
+
+    A rank may hold several parts of it.
+    """
+    tensor, whole = topology.tensor, None
+    for parameter in parameters:
+        sharding = sharding_of(parameter)
+        mine = sharding.offset, sharding.extent
+        places, parts = [mine], [parameter.detach()]
+        if sharding.dim is not None and tensor.size > 1:
+            places = gather_objects(mine, tensor)
+            parts = list(gather_first(parameter.detach().unsqueeze(0), tensor))
+        if not tensor.is_first:
+            continue
+        if whole is None:
+            whole = torch.empty(sharding.global_shape, dtype=parameter.dtype)
+        for part, (offset, extent) in zip(parts, places, strict=True):
+            place = tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))
+            whole[place] = part[tuple(slice(0, n) for n in extent)].cpu()
+    return whole

@@ -1,0 +1,74 @@
+"""The text of token ids that arrive one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.data.tokenizer_adapters import Tokenizer
+
+_REPLACEMENT = "\ufffd"  # what tokenizers return for bytes that are not a character
+_MOST_OPEN = 3  # bytes that may wait for the last one of a character in UTF-8
+
+
+class TextStream:
+    """Text after `before`, passed on in whole characters and without a stop string.
+
+    before   the ids that precede: a tokenizer may join words differently at the start of a text
+    stop     strings at which the text ends, and which are not part of it
+    text     everything passed on so far
+    stopped  the stop string that was found; None before
+
+    Tokens may end inside a character, and a stop string may span several. Text waits while it may
+    be the beginning of either.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str]) -> None:
+        assert "" not in stop, "an empty stop string ends every text"
+        self._decode, self._stop = tokenizer.decode, stop
+        self.text, self._waiting = "", ""
+        self.stopped: str | None = None
+        # The text of a few tokens depends on where they start. So each text is decoded from the
+        # last but one place at which it ended with a whole character, and what is known is cut off.
+        self._ids, self._ended = list(before), len(before)
+        self._known = len(self._decode(self._ids))
+
+    def add(self, token: int) -> str:
+        """Return the text that can be shown after the next token."""
+        self._ids.append(token)
+        whole = self._decode(self._ids)
+        bare = whole.rstrip(_REPLACEMENT)
+        shown = max(len(bare), len(whole) - _MOST_OPEN, self._known)
+        fresh, self._known = whole[self._known : shown], shown
+        if shown == len(whole):
+            self._ids = self._ids[self._ended :]
+            self._ended = len(self._ids)
+            self._known = len(self._decode(self._ids))
+        return self._passed(fresh)
+
+    def end(self) -> str:
+        """Return the rest: nothing follows."""
+        if self.stopped is not None:
+            return ""
+        shown = self._passed(self._decode(self._ids)[self._known :])
+        if self.stopped is None:
+            self.text += self._waiting
+            shown, self._waiting = shown + self._waiting, ""
+        return shown
+
+    def _passed(self, fresh: str) -> str:
+        """Return the waiting text and `fresh`, except for what may begin a stop string."""
+        text = self._waiting + fresh
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            end, self.stopped = min(found)
+        else:
+            end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._waiting = "" if found else text[end:]
+        self.text += text[:end]
+        return text[:end]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of `text` are the beginning of `stop`."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,70 @@
+"""Keys and values of earlier tokens, so that generation computes each token once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KeyValueCache:
+    """Keys, after rotation, and values of all tokens so far, of this rank's layers and heads.
+
+    All samples end at the same place, and shorter ones start later. So the next token has one place
+    in all samples, and the same distance from each place.
+
+    lengths   tokens of each sample in the first pass, whose samples are padded at the end
+    places    room for the longest sample
+    used      places in use before the current pass; whoever runs the passes adds to it
+    """
+
+    def __init__(self, lengths: Sequence[int], places: int, device: torch.device) -> None:
+        longest = max(lengths)
+        self.used, self._places = 0, places
+        self._starts = torch.tensor([longest - n for n in lengths], device=device)
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._hidden = self._sources = None
+        if min(lengths) < longest:
+            place = torch.arange(places, device=device)
+            hidden = torch.zeros(len(lengths), places, device=device)
+            self._hidden = hidden.masked_fill_(place < self._starts.unsqueeze(1), float("-inf"))
+            # Before a sample its first token is repeated: those values are finite and weigh 0.
+            self._sources = (place[:longest].unsqueeze(1) - self._starts).clamp_(min=0)
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Return the positions of the next tokens, int64 [b, 1]."""
+        return (self.used - self._starts).unsqueeze(1)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Return the mask of the places up to the next token, see cached_attention."""
+        return None if self._hidden is None else self._hidden[:, : self.used + 1]
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Add k and v [s, b, kv heads, d] of a layer.
+
+        Return all of them, [b, kv heads, n, d]; None in the first pass, which sees no others.
+        """
+        s, b, groups, d = k.shape
+        first, end = self.used, self.used + s
+        assert not first or s == 1, "one token at a time after the first pass"
+        if not first:
+            shape = b, groups, self._places, d
+            self._layers[layer] = k.new_empty(shape), v.new_empty(shape)
+            if self._sources is not None:
+                samples = torch.arange(b, device=k.device)
+                k, v = k[self._sources, samples], v[self._sources, samples]
+        keys, values = self._layers[layer]
+        keys.narrow(2, first, s).copy_(k.permute(1, 2, 0, 3))
+        values.narrow(2, first, s).copy_(v.permute(1, 2, 0, 3))
+        return (keys.narrow(2, 0, end), values.narrow(2, 0, end)) if first else None
+
+    def keep(self, samples: Sequence[int]) -> None:
+        """Remove all samples but these."""
+        rows = torch.tensor(samples, device=self._starts.device)
+        self._starts = self._starts[rows]
+        self._hidden = None if self._hidden is None else self._hidden[rows]
+        for layer, (k, v) in self._layers.items():
+            self._layers[layer] = k[rows], v[rows]

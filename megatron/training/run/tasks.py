@@ -1,0 +1,311 @@
+"""Evaluation of tasks: the likelihood of texts after contexts, on any layout.
+
+A task is a file of JSON lines, all of one kind:
+
+    {"context": "The capital of France is", "choices": [" Paris", " Rome"], "answer": 0}
+    {"context": "The capital of France is", "ending": " Paris"}
+
+In the first kind, multiple choice, the model chooses the most likely choice: by the sum of the
+log-likelihoods of its tokens, by this sum divided by the choice's bytes, and divided by its tokens.
+In the second, cloze, the ending counts as right if each of its tokens is the most likely one after
+those before it.
+
+The tokens of an ending are those of context and ending together, without as many as the context
+alone has; white space at the end of the context belongs to the ending. An empty context is what the
+tokenizer puts before every text, or else the end-of-document token. A text that is longer than the
+model's context is cut from its left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.errors import ConfigError, DataError
+from megatron.untrusted import parse_json, read_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config import Config
+    from megatron.data.sampler import MicroBatch
+    from megatron.data.tokenizer import Tokenizer
+    from megatron.training.run.generate import Model
+
+_MOST_BYTES = 1 << 30
+_PER_STAGE = 4  # micro-batches of a step for each pipeline stage: a bubble of a fifth
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to score: the tokens from number `start` on, each from those before it."""
+
+    ids: Sequence[int]
+    start: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sum of the log-likelihoods of a request's tokens, and whether each is the most likely one."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+def score(
+    model: Model,
+    requests: Sequence[Request],
+    *,
+    micro_batch_size: int,
+    on_progress: Callable[[int], object] = lambda done: None,
+) -> list[Score]:
+    """Return the scores of requests of any length, at most the model's context and one token.
+
+    All ranks call this with the same requests, and every rank gets all scores. The model's dropout
+    is off. `on_progress` gets the number of requests that are done. Raises ConfigError for a model
+    of another class than GPTChunk.
+    """
+    import torch
+
+    from megatron.model.gpt import hidden_dtype, hidden_shape
+    from megatron.parallel import collectives
+    from megatron.pipeline.executor import Executor
+
+    config, topology = model.config, model.topology
+    multiple = topology.tensor.size if config.parallel.sequence_parallel else 1
+    found = torch.zeros(len(requests), 2, dtype=torch.float64, device=topology.device)
+    parts: dict[int, torch.Tensor] = {}  # of each micro-batch on ranks with the last stage
+
+    def last(chunk: Any, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        losses, greedy = chunk.token_losses(batch, hidden)
+        wanted = batch.loss_mask > 0
+        sums = -torch.where(wanted, losses, 0.0).double().sum(dim=1)
+        right = (greedy | ~wanted).all(dim=1)
+        parts[batch.first_sample] = torch.stack([sums, right.double()], dim=1)
+        return sums.sum()
+
+    def shape(batch: MicroBatch) -> tuple[int, ...]:
+        return batch.tokens.shape[1] // multiple, len(batch.tokens), hidden_shape(config)[2]
+
+    final, stages = config.parallel.num_stages - 1, dict[int, Any]()
+    for name, chunk in model.chunks.items():
+        stages[int(name)] = chunk
+        if int(name) == final:
+            if not hasattr(chunk, "token_losses"):
+                raise ConfigError(
+                    f"{type(chunk).__name__} has no token_losses, which tasks need: derive your "
+                    "model from megatron.GPTChunk"
+                )
+            stages[final] = partial(last, chunk)
+    # without backward passes all schedules are one of these two
+    chunks = config.parallel.num_chunks
+    schedule = "1f1b" if chunks == 1 else "interleaved"
+    executor = Executor(topology, stages, schedule, chunks, shape, hidden_dtype(config))
+    order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].ids), i))
+    size, count = micro_batch_size, topology.pipeline.size
+    count = _PER_STAGE * count if count > 1 else 1
+    chunk_size, own = size * topology.data.size, size * topology.data.rank
+    for at in range(0, len(order), chunk_size * count):
+        together = order[at : at + chunk_size * count]
+        rows = [
+            together[first + own : first + own + size]
+            for first in range(0, len(together), chunk_size)
+        ]
+        parts.clear()
+        executor.evaluate(
+            [
+                _batch(model, i, [requests[number] for number in row], size, multiple)
+                for i, row in enumerate(rows)
+            ]
+        )
+        if topology.tensor.rank == 0:  # every tensor rank has the same
+            for i, part in parts.items():
+                found[rows[i]] = part[: len(rows[i])]
+        on_progress(at + len(together))
+    scores = collectives.all_reduce(found, topology.world).tolist()
+    return [Score(log_likelihood, greedy == 1.0) for log_likelihood, greedy in scores]
+
+
+def _batch(
+    model: Model, number: int, requests: Sequence[Request], size: int, multiple: int
+) -> MicroBatch:
+    """Return up to `size` requests as a micro-batch, padded at their ends to a multiple."""
+    import torch
+
+    from megatron.data.sampler import make_micro_batch
+
+    data, tokenizer = model.config.data, model.tokenizer
+    length = max((len(request.ids) for request in requests), default=2) - 1
+    length = -(-length // multiple) * multiple
+    ids = np.zeros((size, length + 1), np.int64)
+    marks = np.zeros((size, length), np.float32)
+    for row, request in enumerate(requests):
+        ids[row, : len(request.ids)] = request.ids
+        marks[row, request.start - 1 : len(request.ids) - 1] = 1.0
+    batch = make_micro_batch(
+        ids,
+        eod=None if tokenizer is None else tokenizer.eod,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        first_sample=number,
+    )
+    marked = dataclasses.replace(batch, loss_mask=torch.from_numpy(marks))
+    return marked.to(model.topology.device)
+
+
+def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> Request:
+    """Return the request of token ids, cut from the left to `longest` and one.
+
+    Raises DataError for a context or an ending without tokens, and for an ending that does not fit.
+    """
+    if not context or not ending or len(ending) > longest:
+        raise DataError(
+            f"{len(context)} tokens of context and {len(ending)} of an ending: both need one, and "
+            f"the ending at most {longest}, the context of the model"
+        )
+    ids = [*context, *ending][-(longest + 1) :]
+    return Request(ids, len(ids) - len(ending))
+
+
+def tokens_of(tokenizer: Tokenizer, context: str, ending: str) -> tuple[list[int], list[int]]:
+    """Return the token ids of a context and of an ending, see the head of this module."""
+    whole = tokenizer.encode(context + ending)
+    size = len(tokenizer.encode(context.rstrip() or context))
+    if not context and (not size or whole[:size] != tokenizer.encode("")):
+        return [tokenizer.eod], whole
+    return whole[:size], whole[size:]
+
+
+# --- tasks
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task that is ready for evaluation.
+
+    requests   of all choices, or of all endings, example after example
+    lengths    bytes of their texts
+    starts     number of the first request of each example, and of all requests
+    answers    number of the right choice of each example; None for a cloze task
+    cut        how many texts were cut from their left
+    """
+
+    name: str
+    requests: tuple[Request, ...]
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]
+    answers: tuple[int, ...] | None
+    cut: int
+
+
+def read_tasks(paths: Sequence[str], tokenizer: Tokenizer | None, longest: int) -> list[Task]:
+    """Read tasks, named after their files; `longest` is the context of the model in tokens.
+
+    Raises DataError, with file and line, for a file that is none and for endings that do not fit,
+    and ConfigError for two of the same name, or without a tokenizer.
+    """
+    if paths and tokenizer is None:
+        raise ConfigError(f"{paths[0]}: tasks are texts, and the model has no tokenizer")
+    tasks = [_read(path, tokenizer, longest) for path in paths if tokenizer is not None]
+    names = [task.name for task in tasks]
+    for path, name in zip(paths, names, strict=True):
+        if names.count(name) > 1:
+            raise ConfigError(f"{path}: {names.count(name)} tasks have the name {name}: rename it")
+    return tasks
+
+
+def _read(path: str, tokenizer: Tokenizer, longest: int) -> Task:
+    requests, lengths, starts, answers, cut = list[Request](), list[int](), [0], list[int](), 0
+    for number, line in enumerate(read_text(path, _MOST_BYTES, error=DataError).split("\n"), 1):
+        if not line.strip():
+            continue
+        context, endings, answer = _example(parse_json(line, f"{path}:{number}", error=DataError))
+        if not endings:
+            raise DataError(
+                f"{path}:{number}: expected 'context' with 'choices', two texts or more, and the "
+                "number of the right one from 0 as 'answer'; or 'context' and 'ending'"
+            )
+        for ending in endings:
+            try:
+                before, after = tokens_of(tokenizer, context, ending)
+                requests.append(request_of(before, after, longest))
+            except DataError as error:
+                raise DataError(f"{path}:{number}: {error}") from None
+            lengths.append(len(ending.encode()))
+            cut += len(before) + len(after) > longest + 1
+        starts.append(len(requests))
+        answers += [] if answer is None else [answer]
+    if not requests or len(answers) not in (0, len(starts) - 1):
+        raise DataError(
+            f"{path}: {len(starts) - 1} examples, {len(answers)} of them with choices: a task has "
+            "at least one example, and all are of one kind"
+        )
+    name = re.sub(r"[^\w.-]", "_", Path(path).stem)
+    return Task(name, tuple(requests), tuple(lengths), tuple(starts), tuple(answers) or None, cut)
+
+
+def _example(line: Mapping[str, Any]) -> tuple[str, list[str], int | None]:
+    """Return context, endings and answer of a line; no endings if it has another form."""
+    context, answer = line.get("context"), line.get("answer")
+    choices: Any = line.get("choices")
+    if "choices" not in line:
+        choices, answer, right = [line.get("ending")], None, True
+    else:
+        several = isinstance(choices, list) and len(choices) > 1
+        right = several and type(answer) is int and 0 <= answer < len(choices)
+    if not right or not isinstance(context, str):
+        return "", [], None
+    return context, choices if all(isinstance(c, str) and c for c in choices) else [], answer
+
+
+def evaluate_task(
+    model: Model,
+    task: Task,
+    *,
+    micro_batch_size: int,
+    on_progress: Callable[[int], object] = lambda done: None,
+) -> dict[str, Any]:
+    """Return the figures of a task: the same on every rank and for every layout.
+
+    All ranks call this. task (its name), examples, tokens (of the endings), cut; of multiple choice
+    accuracy, accuracy_bytes and accuracy_tokens, the shares of right answers by the three
+    likelihoods; of cloze accuracy, log_likelihood (the mean over endings) and perplexity (over
+    their tokens).
+    """
+    scores = score(model, task.requests, micro_batch_size=micro_batch_size, on_progress=on_progress)
+    sums = np.array([found.log_likelihood for found in scores])
+    sizes = np.array([len(request.ids) - request.start for request in task.requests])
+    figures: dict[str, Any] = {
+        "task": task.name,
+        "examples": len(task.starts) - 1,
+        "tokens": int(sizes.sum()),
+        "cut": task.cut,
+    }
+    if task.answers is None:
+        return figures | {
+            "accuracy": float(np.mean([found.greedy for found in scores])),
+            "log_likelihood": float(sums.mean()),
+            "perplexity": math.exp(min(-sums.sum() / sizes.sum(), 700.0)),
+        }
+    for name, values in (
+        ("accuracy", sums),
+        ("accuracy_bytes", sums / np.array(task.lengths)),
+        ("accuracy_tokens", sums / sizes),
+    ):
+        chosen = [int(np.argmax(values[a:b])) for a, b in pairwise(task.starts)]
+        figures[name] = float(np.mean(np.array(chosen) == np.array(task.answers)))
+    return figures
+
+
+def context_of(config: Config) -> int:
+    """Return the most tokens that a model reads at once."""
+    return int(min(config.model.seq_length, config.model.max_position_embeddings))

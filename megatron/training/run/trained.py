@@ -1,0 +1,129 @@
+"""Loading of a checkpoint's model and tokenizer, without optimizer and data.
+
+torch is imported when a model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.config import Config
+from megatron.config.files import hugging_face_folder
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.checkpoint.load import LoadedState
+    from megatron.data.tokenizer import Tokenizer
+    from megatron.parallel.topology import Topology
+    from megatron.training.report.events import Event
+
+_AS_TRAINED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "data_packing")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint's model on this rank.
+
+    config     of the model, its tokenizer and the separation of documents
+    tokenizer  None if the model was trained without one
+    chunks     this rank's stages, without dropout
+    loaded     which checkpoint it is, and why
+    publish    takes events about its use; a tool adds them to --metrics-file on rank 0
+    """
+
+    config: Config
+    topology: Topology
+    tokenizer: Tokenizer | None
+    chunks: torch.nn.ModuleDict
+    loaded: LoadedState
+    publish: Callable[[Event], object] = lambda event: None
+
+
+def load_model(
+    folder: str | os.PathLike[str],
+    topology: Topology | None = None,
+    *,
+    tag: str | int | None = None,
+    allow_older: bool = False,
+    **settings: Any,
+) -> Trained:
+    """Load the newest checkpoint of a --save folder, or the model of hf:FOLDER.
+
+    folder       hf:FOLDER names one in the format of Hugging Face, see docs/huggingface.md
+    topology     of all processes, which all call this (connect and Topology.create make it); by
+                 default this process alone, on its GPU if it has one. The layout may differ from
+                 that of the training
+    tag          an iteration, or the name of a checkpoint's folder
+    allow_older  if the newest is damaged, load the one before; .loaded.rejected tells
+    settings     other than the checkpoint's, by their names in the configuration, such as bf16=True
+                 (fp32 by default) or tokenizer_model="moved.model"; None changes nothing
+
+    Raises CheckpointError, and ConfigError or DataError for settings and tokenizer files.
+    """
+    import torch
+
+    from megatron.checkpoint.huggingface_load import fill_shards
+    from megatron.checkpoint.load import LoadedState, load_weights
+    from megatron.checkpoint.tensors import weights_to_load
+    from megatron.engine.optimizer import unique_parameters
+    from megatron.model.gpt import build_chunks, layer_context
+    from megatron.parallel.launch import Launch, select_device
+    from megatron.parallel.topology import Topology
+    from megatron.training.run.setup import load_tokenizer
+
+    topology = topology or Topology.create(device=select_device(Launch()))
+    config = _config(folder, topology, tag, settings)
+    vocab_size = config.model.vocab_size
+    if config.tokenizer.tokenizer_type == "NullTokenizer" and vocab_size is not None:
+        # the model's vocabulary counts the end token that this tokenizer adds to the given size
+        vocab_size -= 1
+    tokenizer = load_tokenizer(config.replace(vocab_size=vocab_size))
+    empty = layer_context(config, topology, perform_initialization=False)
+    chunks = build_chunks(config, topology, empty)
+    chunks.to(getattr(torch, config.precision.dtype_name)).eval()
+    source = hugging_face_folder(str(folder))
+    if source is None:
+        loaded = load_weights(folder, chunks, topology, tag, allow_older=allow_older)
+    else:
+        fill_shards(source, weights_to_load(unique_parameters(chunks)), topology, config)
+        loaded = LoadedState(0, {}, False, source, (), ())
+    return Trained(config, topology, tokenizer, chunks, loaded)
+
+
+def _config(
+    folder: str | os.PathLike[str],
+    topology: Topology,
+    tag: str | int | None,
+    settings: dict[str, Any],
+) -> Config:
+    """Return the checkpoint's settings on the layout of a topology, in fp32 unless changed."""
+    from megatron.checkpoint.families import read_model, tokenizer_settings
+    from megatron.checkpoint.find import find_folder, open_checkpoint
+    from megatron.checkpoint.settings import plain
+
+    source = hugging_face_folder(str(folder))
+    if source is None:
+        stored = open_checkpoint(find_folder(folder, tag)).config
+    else:
+        if tag is not None:
+            raise ConfigError(f"{folder} has one model: leave --load-tag {tag} out")
+        stored = {"model": plain(read_model(source)[1]), "tokenizer": tokenizer_settings(source)}
+    data = stored.get("data", {})
+    wanted = {
+        **stored.get("model", {}),
+        **stored.get("tokenizer", {}),
+        **{name: data[name] for name in _AS_TRAINED if name in data},
+        "bf16": False,
+        "fp16": False,
+        "preset": None,
+        "world_size": topology.world.size,
+        "tensor_model_parallel_size": topology.tensor.size,
+        "pipeline_model_parallel_size": topology.pipeline.size,
+        **{name: value for name, value in settings.items() if value is not None},
+    }
+    return Config.create(**{name: value for name, value in wanted.items() if value is not None})

@@ -1,0 +1,174 @@
+"""Models of transformers with random weights, and what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+LENGTH, SAMPLES, VOCABULARY = 24, 2, 51
+
+_COMMON: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_hidden_layers=2,
+    intermediate_size=40,
+    max_position_embeddings=LENGTH,
+)
+_GROUPED = _COMMON | dict(num_key_value_heads=2, rms_norm_eps=1e-5)
+_GPT2 = dict(vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=LENGTH, n_inner=48)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", _GPT2),
+    "llama2": ("llama", _GROUPED | dict(num_key_value_heads=4, rope_theta=10000.0)),
+    "llama3": ("llama", _GROUPED | dict(rope_theta=500000.0, head_dim=12)),
+    "llama-biased": (
+        "llama",
+        _GROUPED | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    ),
+    "mistral": ("mistral", _GROUPED | dict(sliding_window=None)),
+    "llama31": (
+        "llama",
+        _GROUPED
+        | dict(
+            num_key_value_heads=1,  # of two tensor ranks both have it
+            rope_scaling=dict(
+                rope_type="llama3",
+                factor=4.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=16,
+            ),
+        ),
+    ),
+    "llama-yarn": (
+        "llama",
+        _GROUPED
+        | dict(
+            rope_scaling=dict(
+                rope_type="yarn", factor=2.0, original_max_position_embeddings=LENGTH // 2
+            )
+        ),
+    ),
+    "mistral-window": ("mistral", _GROUPED | dict(sliding_window=5)),
+    "qwen2": ("qwen2", _GROUPED | dict(tie_word_embeddings=True)),
+    "qwen2-window": (
+        "qwen2",
+        _GROUPED
+        | dict(use_sliding_window=True, sliding_window=6, max_window_layers=1, num_hidden_layers=3),
+    ),
+    "qwen3": ("qwen3", _GROUPED | dict(head_dim=16)),
+    "olmo2": ("olmo2", _GROUPED),
+    "gemma2": (
+        "gemma2",
+        _GROUPED
+        | dict(
+            head_dim=12,
+            num_hidden_layers=4,
+            sliding_window=7,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+    ),
+    "pythia": ("gpt_neox", _COMMON | dict(intermediate_size=128)),
+    "neox": (
+        "gpt_neox",
+        _COMMON | dict(use_parallel_residual=False, hidden_act="gelu_fast", rotary_pct=0.5),
+    ),
+    "bloom": ("bloom", dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
+    # of realistic proportions: grouped queries, a vocabulary that is padded here
+    "llama-larger": (
+        "llama",
+        dict(
+            vocab_size=1003,
+            hidden_size=256,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            num_hidden_layers=4,
+            intermediate_size=688,
+            max_position_embeddings=64,
+            rope_theta=500000.0,
+        ),
+    ),
+}
+"""model_type and fields of config.json by name of a case."""
+
+
+def make(case: str, folder: Path, dtype: torch.dtype = torch.float32, **saving: Any) -> Path:
+    """Save a model of a case with random values in all parameters; return its folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, fields = CASES[case]
+    dropouts = {n: 0.0 for n in ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2"}
+    # a padding token would have no gradient
+    config = AutoConfig.for_model(kind, **fields, **dropouts, pad_token_id=None)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(5)
+    width = max(p.shape[-1] for p in model.parameters())
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        if p.dim() > 1:
+            p.data = noise * 2.0 / width**0.5
+        else:
+            p.data = (p.data if name.endswith("weight") else 0.0) + 0.1 * noise
+    model.to(dtype).save_pretrained(folder, **saving)
+    return folder
+
+
+def tokens(vocabulary: int = VOCABULARY) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(9)
+    return torch.randint(0, vocabulary, (SAMPLES, LENGTH + 1), generator=generator)
+
+
+def computed(folder: Path) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
+    """Return transformers' logits [b, s, vocabulary], loss, and gradients, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    model.eval()
+    given = tokens(model.config.vocab_size)
+    logits = model(given[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), given[:, 1:].flatten())
+    loss.backward()
+    gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+    if model.config.model_type == "gpt_neox":  # another name than in its files
+        gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
+    return logits.detach().numpy(), loss.item(), gradients
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors in the files of a folder."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def identical(one: Path, other: Path) -> None:
+    """Check that the tensors of two folders are the same, byte for byte."""
+    a, b = tensors(one), tensors(other)
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert value.dtype == b[name].dtype and value.shape == b[name].shape, name
+        assert torch.equal(value.view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+def save_tokenizer(folder: Path, entries: int) -> None:
+    """Save a tokenizer of single letters with so many entries."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["</s>", "<unk>", *map(chr, range(ord("A"), ord("A") + entries - 2))]
+    own = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    own.pre_tokenizer = Split("", "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", unk_token="<unk>")
+    made.save_pretrained(folder)

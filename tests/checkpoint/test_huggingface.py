@@ -1,0 +1,188 @@
+"""Models of Hugging Face: transformers computes the same before and after, on any layout."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.families import FAMILIES, read_model
+from megatron.checkpoint.settings import plain
+from megatron.config import Config
+from tests.checkpoint.hugging_face import CASES, computed, identical, make, tokens
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+from tests.helpers.training import assemble, pieces
+
+LAYOUTS = {1: {}, 4: dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)}
+RATE = 1.0
+
+
+def config_of(folder: Path, world: int, **more: Any) -> Config:
+    settings = {n: v for n, v in plain(read_model(folder)[1]).items() if v is not None}
+    dropouts = dict(hidden_dropout=0.0, attention_dropout=0.0)
+    layout = dict(sequence_parallel=world > 1, world_size=world, **LAYOUTS[world])
+    step = dict(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0, lr=RATE)
+    batch = dict(micro_batch_size=2, global_batch_size=2, make_vocab_size_divisible_by=8)
+    return Config.create(**settings | dropouts | layout | step | batch | more)
+
+
+def run(rank: int, world: int, folders: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    return [one(Path(source), Path(target), world) for source, target in folders]
+
+
+def one(source: Path, target: Path, world: int) -> dict[str, Any]:
+    """Load a model, compute, write it, take a step, compute again and write it again."""
+    from megatron.checkpoint.huggingface_load import load_engine
+    from megatron.checkpoint.huggingface_save import export
+    from megatron.data.sampler import make_micro_batch
+    from megatron.engine.engine import Engine
+    from megatron.model.gpt import (
+        build_chunks,
+        hidden_dtype,
+        hidden_shape,
+        layer_context,
+        stages_of,
+    )
+    from megatron.pipeline.executor import Executor
+
+    length = tokens().shape[1] - 1
+    config = config_of(source, world, seq_length=length)
+    parallel = config.parallel
+    topology = join(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    context = layer_context(config, topology)
+    chunks = build_chunks(config, topology, context)
+    engine = Engine(config, topology, chunks)
+    load_engine(source, engine, topology, config)
+    engine.wait_for_weights()
+    before = pieces(chunks.parameters())
+    batch = make_micro_batch(tokens(config.model.vocab_size).numpy())
+
+    def logits() -> np.ndarray | None:
+        (chunk,) = chunks.values()
+        chunk.eval()
+        with torch.no_grad():
+            hidden = None
+            if not topology.pipeline.is_first:
+                hidden = torch.empty(hidden_shape(config), dtype=hidden_dtype(config))
+                dist.recv(hidden, topology.pipeline.ranks[0])
+            if not topology.pipeline.is_last:
+                dist.send(chunk(batch, hidden), topology.pipeline.ranks[1])
+                return None
+            local = chunk.logits(batch, hidden)  # [s, b, vocabulary/tp]
+        chunk.train()
+        parts = [torch.empty_like(local) for _ in range(topology.tensor.size)]
+        if topology.tensor.size > 1:
+            dist.all_gather(parts, local, group=topology.tensor.handle)
+        else:
+            parts = [local]
+        whole = torch.cat(parts, -1)[..., : config.model.vocab_size]
+        return whole.transpose(0, 1).contiguous().numpy()
+
+    first = logits()
+    export(target / "before", config, topology, chunks)
+    executor = Executor(
+        topology,
+        stages_of(chunks),
+        config.schedule,
+        parallel.num_chunks,
+        hidden_shape(config),
+        hidden_dtype(config),
+        context.weight_gradients,
+        before_training=engine.begin,
+    )
+    chunks.train()
+    losses = executor.train([batch], loss_scale=engine.loss_scale)
+    loss = float(losses[0]) if losses else None
+    engine.step(RATE)
+    engine.wait_for_weights()
+    export(target / "after", config, topology, chunks)
+    return {
+        "logits": first,
+        "later": logits(),
+        "loss": loss,
+        "before": before,
+        "after": pieces(chunks.parameters()),
+    }
+
+
+def close(found: np.ndarray, expected: np.ndarray, what: str, tolerance: float = 1e-5) -> None:
+    scale = max(1.0, float(np.abs(expected).max()))
+    assert np.abs(found - expected).max() <= tolerance * scale, what
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Path, list[dict[str, Any]]]]:
+    """Return source, target, and the results of all ranks, by case."""
+    root = tmp_path_factory.mktemp("models")
+    sources = {case: make(case, root / case / "source") for case in CASES}
+    folders = [(str(source), str(source.parent)) for source in sources.values()]
+    ranks = run_processes(request.param, run, request.param, folders)
+    return {
+        case: (source, source.parent, [rank[i] for rank in ranks])
+        for i, (case, source) in enumerate(sources.items())
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_computes_the_same(
+    results: dict[str, tuple[Path, Path, list[dict[str, Any]]]], case: str
+) -> None:
+    source, target, ranks = results[case]
+    logits, loss, gradients = computed(source)
+    last = next(rank for rank in ranks if rank["logits"] is not None)
+    close(last["logits"], logits, "logits")
+    assert abs(last["loss"] - loss) <= 1e-5 * max(1.0, loss)
+
+    # plain gradient descent: the step is the gradient
+    before, after = (assemble([rank[when] for rank in ranks]) for when in ("before", "after"))
+    for name, ours in gradients_by_their_names(source, before, after).items():
+        largest = max(float(np.abs(g).max()) for g in gradients.values())
+        assert np.abs(ours - gradients[name]).max() <= 1e-5 * max(largest, 1e-2), name
+
+    # byte for byte what was loaded, and what was trained computes the same there
+    identical(source, target / "before")
+    close(last["later"], computed(target / "after")[0], "logits after a step")
+    loads_without_a_warning(target / "after")
+
+
+def gradients_by_their_names(
+    source: Path, before: dict[str, np.ndarray], after: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    from megatron.checkpoint.huggingface_load import matrix_of
+
+    kind, model = read_model(source)
+    found = {}
+    for name, value in before.items():
+        gradient = torch.from_numpy((value - after[name]) / RATE)
+        matrix = matrix_of(FAMILIES[kind], model, name, tuple(gradient.shape))
+        found |= dict(zip(matrix.counts, map(np.asarray, matrix.cut(gradient)), strict=True))
+    return found
+
+
+def loads_without_a_warning(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    finally:
+        logger.removeHandler(handler)
+    assert not any(info.values()), info
+    assert not messages, messages

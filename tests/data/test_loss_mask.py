@@ -1,0 +1,138 @@
+"""The loss mask beside the data reaches the micro-batches, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config import Config
+from megatron.data.datasets import build_datasets, open_data
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.sampler import MicroBatchStream
+from megatron.errors import ConfigError, DataError
+from megatron.training.run.data import copy_to_node
+
+SEQ, PAD = 16, 7000
+FIELDS: dict[str, Any] = dict(
+    num_layers=1,
+    hidden_size=16,
+    num_attention_heads=2,
+    seq_length=SEQ,
+    max_position_embeddings=SEQ,
+    vocab_size=8000,
+    micro_batch_size=2,
+    global_batch_size=4,
+    train_iters=1,
+    split="1",
+    loss_mask="required",
+)
+
+
+def write(prefix: Path, first: int, sizes: list[int], *, masked: bool = True) -> str:
+    """Write documents of ids that count up from `first`; even ones are in the loss."""
+    starts = first + np.cumsum([0, *sizes])
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for start, size in zip(starts, sizes, strict=False):
+            writer.add_document(np.arange(start, start + size))
+    if masked:
+        with IndexedDatasetWriter(f"{prefix}_mask", np.uint8) as writer:
+            for start, size in zip(starts, sizes, strict=False):
+                writer.add_document(np.arange(start, start + size) % 2 == 0)
+    return str(prefix)
+
+
+def config(**fields: Any) -> Config:
+    return Config.create(**{**FIELDS, **fields})
+
+
+def batches(config: Config, samples: int, **options: Any) -> Iterator[tuple[int, int, int, float]]:
+    """Yield input, label, document-start flag and mask of each place of some samples."""
+    dataset = build_datasets(config, samples, 0, 0, pad_id=PAD, **options).train
+    assert dataset is not None
+    stream = MicroBatchStream(dataset, 2, num_workers=0)
+    for batch in stream.take(samples // 2):
+        places = (batch.tokens, batch.labels, batch.position_ids == 0, batch.loss_mask)
+        yield from zip(*(place.flatten().tolist() for place in places), strict=True)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_cut_samples_have_the_marks_of_their_labels(tmp_path: Path, mmap: bool) -> None:
+    sizes = [40, 3, 1, 25, 90]
+    prefix = write(tmp_path / "a", 0, sizes)
+    found = list(batches(config(data_path=(prefix,), mmap_bin_files=mmap), 20))
+    assert all(mask == (label % 2 == 0) for _, label, _, mask in found)
+    assert {label for _, label, *_ in found} >= set(range(SEQ, 100))
+
+
+def test_packed_samples_count_each_marked_prediction_once(tmp_path: Path) -> None:
+    """A document longer than a sample is cut like any other, with its marks."""
+    sizes = [3, 5, 2, 1, 50, 9, 16, 17, 18]
+    prefix = write(tmp_path / "a", 0, sizes)
+    settings = config(data_path=(prefix,), data_packing="best-fit")
+    one_epoch = len(build_datasets(settings, 1, 0, 0).train or ())
+    found = list(batches(settings, one_epoch + one_epoch % 2))[: one_epoch * SEQ]
+    ends = np.cumsum(sizes)
+    firsts = {0, *ends.tolist()}
+    counted = sorted(label for _, label, _, mask in found if mask)
+    assert counted == [i for i in range(ends[-1]) if i % 2 == 0 and i not in firsts]
+    assert all(label == token + 1 for token, label, _, mask in found if mask)
+
+
+def test_a_blend_counts_all_tokens_of_data_without_a_mask_if_they_are_optional(
+    tmp_path: Path,
+) -> None:
+    masked = write(tmp_path / "a", 0, [200])
+    plain = write(tmp_path / "b", 1000, [200], masked=False)
+    blend = ("1", masked, "1", plain)
+    found = list(batches(config(data_path=blend, loss_mask="optional"), 8))
+    assert all(mask == (label % 2 == 0 or label >= 1000) for _, label, _, mask in found)
+    assert len({label >= 1000 for _, label, *_ in found}) == 2
+    with pytest.raises(DataError, match="b_mask.idx"):
+        list(batches(config(data_path=blend), 8))
+    everything = list(batches(config(data_path=blend, loss_mask="ignore"), 8))
+    assert all(mask for *_, mask in everything)
+
+
+def test_a_copy_on_a_node_has_its_mask(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 0, [40])
+    settings = config(data_path=(prefix,))
+    copy = copy_to_node(prefix, tmp_path / "node")
+    found = list(batches(settings, 2, locations={prefix: copy}))
+    assert copy != prefix and all(mask == (label % 2 == 0) for _, label, _, mask in found)
+    write(tmp_path / "a", 1, [40])
+    assert copy_to_node(prefix, tmp_path / "node") != copy
+
+
+def test_a_mask_has_to_be_asked_for_and_to_belong_to_the_data(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 0, [40, 10])
+    settings, mask = config(data_path=(prefix,)), tmp_path / "a_mask.bin"
+    with pytest.raises(DataError, match="a_mask.bin.*--loss-mask"):
+        open_data(prefix, config(data_path=(prefix,), loss_mask=None).data)
+    content = bytearray(mask.read_bytes())
+    content[7] = 2
+    mask.write_bytes(content)
+    with pytest.raises(DataError, match="a_mask.bin.*byte 7"):
+        list(batches(settings, 4))
+    mask.write_bytes(content[:-1])
+    with pytest.raises(DataError, match="a_mask.bin"):
+        open_data(prefix, settings.data)
+    mask.unlink()
+    for use in ("required", "optional", None):
+        with pytest.raises(DataError, match=r"a_mask\.(bin|idx)"):
+            open_data(prefix, config(data_path=(prefix,), loss_mask=use).data)
+    write(tmp_path / "b", 0, [10, 40])
+    for end in (".bin", ".idx"):
+        (tmp_path / f"b_mask{end}").rename(tmp_path / f"a_mask{end}")
+    with pytest.raises(DataError, match="a_mask.idx.*other data"):
+        open_data(prefix, settings.data)
+
+
+def test_each_token_counts_equally() -> None:
+    assert config().batch.calculate_per_token_loss
+    assert not config(loss_mask=None).batch.calculate_per_token_loss
+    with pytest.raises(ConfigError, match="--loss-mask required"):
+        config(calculate_per_token_loss=False)

@@ -1,0 +1,52 @@
+"""Tokenizers beside an exported model: transformers, and this program again, make the same ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron.checkpoint.families import tokenizer_settings
+from megatron.checkpoint.huggingface_save import companions_of
+from megatron.config import Config
+from megatron.data.tokenizer import build_tokenizer
+from megatron.training.run.setup import check_export
+from tests.data.tokenizers.test_tik_token import write_ranks
+
+TEXT = "Größer  hello\n\n\tworld 北京 it's 😀"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(tokenizer_type="GPTSentencePieceTokenizer"),
+        dict(tokenizer_type="Llama2Tokenizer"),
+        dict(tokenizer_type="SentencePieceTokenizer", vocab_extra_ids=3),
+    ],
+    ids=lambda settings: settings["tokenizer_type"],
+)
+def test_sentence_piece(settings: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    settings |= dict(tokenizer_model=str(model))
+    ours = build_tokenizer(**settings)
+    config = Config.create(preset="tiny", vocab_size=ours.vocab_size, **settings)
+    companions = companions_of(config)
+    assert not companions.note and companions.ids["eos_token_id"] == ours.eod
+    for name, content in companions.files.items():
+        (tmp_path / name).write_bytes(content)
+    theirs, again = AutoTokenizer.from_pretrained(tmp_path), tokenizer_settings(tmp_path)
+    back = build_tokenizer(**again)
+    assert theirs(TEXT).input_ids == ours.encode(TEXT) == back.encode(TEXT)
+    assert len(theirs) == ours.vocab_size == back.vocab_size
+    assert theirs.eos_token_id == ours.eod == back.eod
+
+
+def test_a_tokenizer_that_is_not_written(tmp_path: Path) -> None:
+    """The run says so at its start; the model has the id that ends a document."""
+    ranks = {bytes([i]): i for i in range(256)}
+    path = write_ranks(tmp_path / "a.tiktoken", ranks)
+    settings = dict(tokenizer_type="TikTokenizer", tokenizer_model=path, tiktoken_pattern="gpt2")
+    config = Config.create(preset="tiny", vocab_size=257, save_hf=str(tmp_path / "new"), **settings)
+    assert "TikTokenizer" in check_export(config)
+    assert companions_of(config).ids == {"eos_token_id": 256}

@@ -1,0 +1,260 @@
+"""Folders of Hugging Face as checkpoints, and back, by the tool."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.checkpoint import huggingface_save
+from megatron.checkpoint.find import find_folder, open_checkpoint
+from megatron.config import Config
+from megatron.errors import CheckpointError, ConfigError, MegatronError
+from megatron.parallel.topology import Layout, Topology
+from megatron_conversion.huggingface import read_checkpoint, read_folder, to_checkpoint
+from tests.checkpoint.hugging_face import identical, make, save_tokenizer, tensors
+from tests.helpers.launching import launch
+from tests.tools.conversion.test_megatron import write as write_theirs
+from tests.tools.conversion.whole import whole_tensors
+from tools.convert_checkpoint import main
+
+ALONE = Topology.from_layout(Layout(), 0)
+pytestmark = pytest.mark.timeout(180)  # the import of transformers is part of the first test
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model in several bf16 files, with a tokenizer of fewer entries."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    make("mistral", folder, torch.bfloat16, max_shard_size="10KB")
+    save_tokenizer(folder, entries=40)
+    (folder / "modeling_own.py").write_text("raise SystemExit('executed')")
+    fields = json.loads((folder / "config.json").read_text())
+    fields |= {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}, "bos_token_id": 7}
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_there_and_back(llama: Path, tmp_path: Path, processes: int) -> None:
+    native, back = tmp_path / "native", tmp_path / "back"
+    for words in (
+        ["--from", "hf", "--to", "megatron", str(llama), str(native)],
+        ["--from", "megatron", "--to", "hf", str(native), str(back)],
+    ):
+        outcomes = launch(processes, words, script="tools/convert_checkpoint.py")
+        assert all(o is not None and o.code == 0 for o in outcomes), outcomes[0]
+    identical(llama, back)
+    assert {path.name for path in native.iterdir()} == {
+        "huggingface",
+        "iter_0000000",
+        "latest_checkpointed_iteration.txt",
+    }
+
+    # the checkpoint has the masters in fp32, and the tokenizer, whose files come along
+    masters = whole_tensors(find_folder(native))
+    embedding = tensors(llama)["model.embed_tokens.weight"]
+    assert torch.equal(masters["master.embedding.word_embeddings.weight"], embedding.float())
+    stored = open_checkpoint(find_folder(native)).config
+    assert stored["tokenizer"]["tokenizer_model"] == str(native / "huggingface")
+    assert stored["precision"]["bf16"] and stored["model"]["vocab_size"] == len(embedding)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (back / name).read_bytes() == (llama / name).read_bytes()
+
+    # family, type and special tokens are kept, and no code
+    fields = json.loads((back / "config.json").read_text())
+    assert (fields["model_type"], fields["torch_dtype"]) == ("mistral", "bfloat16")
+    assert fields["bos_token_id"] == 7 and "auto_map" not in fields
+    assert not list(back.glob("*.py"))
+
+
+def test_large_models_are_cut_into_files(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_save, "FILE_BYTES", 6000)
+    assert main([str(llama), str(tmp_path / "native")]) == 0
+    assert main(["--to", "hf", str(tmp_path / "native"), str(tmp_path / "back")]) == 0
+    back = tmp_path / "back"
+    identical(llama, back)
+    index = json.loads((back / "model.safetensors.index.json").read_text())
+    files = {path.name for path in back.glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files and len(files) > 3
+    sizes = [value.nbytes for value in tensors(back).values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def test_files_as_they_were_published(tmp_path: Path) -> None:
+    """Names without their first part, constants beside parameters, and a stored tied output."""
+    source, old = tmp_path / "source", tmp_path / "old"
+    make("gpt2", source)
+    shutil.copytree(source, old)
+    values = tensors(source)
+    published = {name.removeprefix("transformer."): value for name, value in values.items()}
+    published["h.0.attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
+    published["lm_head.weight"] = values["transformer.wte.weight"].clone()
+    save_file(published, old / "model.safetensors", {"format": "pt"})
+    assert main([str(old), str(tmp_path / "native")]) == 0
+    assert main(["--to", "hf", str(tmp_path / "native"), str(tmp_path / "back")]) == 0
+    identical(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+def test_straight_from_megatron(tmp_path: Path, style: str) -> None:
+    """The same files as by way of a checkpoint of ours."""
+    old, native = str(tmp_path / "old"), str(tmp_path / "native")
+    write_theirs(Path(old), style, 2, 2, 1, 2.0, True)
+    assert main(["--to", "hf", old, str(tmp_path / "straight")]) == 0
+    assert main([old, native]) == 0
+    assert main(["--to", "hf", "--fp16", native, str(tmp_path / "detour")]) == 0
+    identical(tmp_path / "detour", tmp_path / "straight")
+    again = ["--to", "hf", "--bf16", native, str(tmp_path / "detour")]
+    assert main(again) == 2
+    identical(tmp_path / "detour", tmp_path / "straight")
+    assert main([*again, "--overwrite"]) == 0
+    assert {value.dtype for value in tensors(tmp_path / "detour").values()} == {torch.bfloat16}
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "native", "straight", "detour"}
+    assert {value.dtype for value in tensors(tmp_path / "straight").values()} == {torch.float16}
+
+
+def change_config(**fields: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def first_file(folder: Path) -> Path:
+    return sorted(folder.glob("model-*.safetensors"))[0]
+
+
+def truncate(folder: Path) -> None:
+    path = first_file(folder)
+    os.truncate(path, path.stat().st_size - 8)
+
+
+def claim_a_huge_header(folder: Path) -> None:
+    data = first_file(folder).read_bytes()
+    first_file(folder).write_bytes(struct.pack("<Q", 1 << 62) + data[8:])
+
+
+def change_header(old: bytes, new: bytes) -> Callable[[Path], None]:
+    assert len(old) == len(new)
+
+    def change(folder: Path) -> None:
+        data = first_file(folder).read_bytes()
+        assert old in data
+        first_file(folder).write_bytes(data.replace(old, new, 1))
+
+    return change
+
+
+def put_a_fifo(folder: Path) -> None:
+    first_file(folder).unlink()
+    os.mkfifo(folder / "model-00001-of-00004.safetensors")
+
+
+def point_outside(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], "../llama/model.safetensors")
+    path.write_text(json.dumps(index))
+
+
+def only_a_pickle(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "architecture": (change_config(model_type="t5"), ("config.json", "t5")),
+    "class": (change_config(architectures=["MistralModel"]), ("MistralModel",)),
+    "activation": (change_config(hidden_act="relu"), ("hidden_act", "relu")),
+    "quantized": (change_config(quantization_config={"bits": 4}), ("quantized",)),
+    "type": (change_config(hidden_size=[32]), ("config.json", "[32]")),
+    "width": (change_config(intermediate_size=48), ("mlp.", "48")),
+    "vocabulary": (change_config(vocab_size=60), ("embed_tokens", "60")),
+    "layers": (change_config(num_hidden_layers=3), ("layers.2",)),
+    "fewer layers": (change_config(num_hidden_layers=1), ("layers.1",)),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), ("config.json",)),
+    "no config": (lambda f: (f / "config.json").unlink(), ("config.json",)),
+    "missing shard": (lambda f: first_file(f).unlink(), ("model-00001",)),
+    "truncated": (truncate, ("model-00001",)),
+    "huge header": (claim_a_huge_header, ("model-00001",)),
+    "dtype": (change_header(b'"BF16"', b'"I16" '), ("I16",)),
+    "unknown dtype": (change_header(b'"BF16"', b'"XF16"'), ("model-00001",)),
+    "fifo": (put_a_fifo, ("model-00001",)),
+    "outside": (point_outside, ("index.json",)),
+    "pickle": (only_a_pickle, ("pytorch_model.bin", "safetensors")),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_folders(llama: Path, tmp_path: Path, case: str) -> None:
+    folder, target = tmp_path / "llama", tmp_path / "target"
+    shutil.copytree(llama, folder)
+    change, named = BAD[case]
+    change(folder)
+    with pytest.raises(CheckpointError) as caught:
+        to_checkpoint(read_folder(folder, {}), target, ALONE, {}, False, lambda done, total: None)
+    assert all(word in str(caught.value) for word in named), caught.value
+    assert not target.exists()
+
+
+def test_nothing_half_written(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native, back = tmp_path / "native", tmp_path / "back"
+    assert main([str(llama), str(native)]) == 0
+    before = sorted(tmp_path.rglob("*"))
+    # neither a folder that exists, nor one on a full disk
+    (tmp_path / "other").mkdir()
+    assert main(["--to", "hf", str(native), str(tmp_path / "other")]) == 2
+    assert main([str(llama), str(native)]) == 2
+    (tmp_path / "other").rmdir()
+    for module, name in ((huggingface_save, "write_files"), (os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, full)
+            assert main(["--to", "hf", str(native), str(back)]) == 2
+        assert str(back) in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def full(*_: object) -> Exception:
+    raise OSError(28, "No space left on device")
+
+
+def test_models_without_a_family(tmp_path: Path) -> None:
+    config = Config.create(
+        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50
+    )
+    assert huggingface_save.family_of(config.model) == "gpt2"
+    for changed in (
+        {"squared_relu": True},
+        {"swiglu": True},
+        {"apply_layernorm_1p": True},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(changed))):
+            huggingface_save.family_of(config.replace(**changed).model)
+
+
+def test_formats_that_contradict_flags(llama: Path, tmp_path: Path) -> None:
+    for words in (
+        ["--to", "hf", str(llama), str(tmp_path / "a")],
+        ["--no-optim", str(llama), str(tmp_path / "a")],
+        ["--to", "hf", str(tmp_path), str(tmp_path / "a")],
+    ):
+        assert main(words) == 2
+    with pytest.raises(MegatronError):
+        read_checkpoint(tmp_path, None, {})
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,298 @@
+"""Conversations become tokens and a loss mask as transformers' apply_chat_template makes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.errors import ConfigError, DataError
+from megatron_preparation import sources
+from megatron_preparation.chat import Chat, find_chat
+from megatron_preparation.encode import PreprocessOptions
+from megatron_preparation.preprocess import PreprocessStopped, preprocess
+from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes
+from tests.tools.preparation.test_preprocess_resume import stop_after
+from tools import inspect_dataset, merge_datasets, preprocess_data
+
+# As the templates of ChatML with a beginning of the text, a default system turn and tools.
+MARKED = """
+{%- if messages[0]['role'] != 'system' %}{{ bos_token + '<|im_start|>system\\nHelp.<|im_end|>\\n' }}{% endif %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{% for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] | trim + '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+UNMARKED = MARKED.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
+WORDS = [
+    "Größer?",
+    " hello  world",
+    "\n\n",
+    "x",
+    "<|im_end|>",
+    "it's 北京\u00a0",
+    "a\tb\n",
+    "émile ",
+]
+Line = dict[str, Any]
+
+
+def messages(seed: int) -> Line:
+    random = np.random.RandomState(seed)
+    roles = [*["system"] * (seed % 2), *["user", "assistant"] * random.randint(1, 4)]
+    texts = ["".join(random.choice(WORDS, random.randint(1, 6))) for _ in roles]
+    turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+    return {"messages": turns} | ({"tools": [{"name": "größe", "n": 1}]} if seed % 3 == 0 else {})
+
+
+LINES = [messages(seed) for seed in range(40)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Provide a tokenizer folder of transformers with the template MARKED."""
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.post_processor = processors.ByteLevel(trim_offsets=True)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(["assistant user system hello world it's a\n" * 3], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=fast, bos_token="<s>", eos_token="<|endoftext|>", chat_template=MARKED
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write(path: Path, lines: list[Line]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(folder: Path, output: Path, lines: list[Line], *flags: str) -> int:
+    path = write(output.with_suffix(".jsonl"), lines)
+    words = ["--input", str(path), "--output-prefix", str(output), "--chat", "--workers", "1"]
+    if "--tokenizer-type" not in flags:
+        words += ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", str(folder)]
+    return preprocess_data.main([*words, *flags])
+
+
+def written(output: Path) -> tuple[list[list[int]], list[list[int]]]:
+    prefix = f"{output}_chat_document"
+    return documents(prefix), documents(f"{prefix}_mask")
+
+
+def test_tokens_and_mask_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = [
+        theirs.apply_chat_template(
+            line["messages"],
+            tools=line.get("tools"),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        for line in LINES
+    ]
+    assert run(folder, tmp_path / "o", LINES) == 0
+    ids, masks = written(tmp_path / "o")
+    assert ids == [found["input_ids"] for found in expected]
+    assert masks == [found["assistant_masks"] for found in expected]
+    share = np.mean([*chain.from_iterable(masks)])
+    assert 0.1 < share < 0.9 and IndexedDataset(f"{tmp_path}/o_chat_document_mask").dtype == "u1"
+
+
+def test_a_template_without_marks_gives_the_turns_with_their_ends(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The reference tokenizes the text up to the beginning and the end of each turn.
+
+    All turns begin after a line end and end with one, at which the tokenizer cuts; in front of
+    other white space it does not, so turns that begin with it are left out here.
+    """
+    (tmp_path / "t.jinja").write_text(UNMARKED)
+    lines = [
+        line
+        for line in LINES
+        if not any(m["content"][:1].isspace() for m in line["messages"] if m["role"] != "user")
+    ]
+    assert len(lines) > 10
+    flags = ["--append-eod", "--chat-template", str(tmp_path / "t.jinja")]
+    assert run(folder, tmp_path / "o", lines, *flags) == 0
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=UNMARKED)
+    for line, ids, mask in zip(lines, *written(tmp_path / "o"), strict=True):
+
+        def size(stop: int, generate: bool, line: Line = line) -> int:
+            text = theirs.apply_chat_template(
+                line["messages"][:stop],
+                tools=line.get("tools"),
+                add_generation_prompt=generate,
+                tokenize=False,
+            )
+            return len(theirs(text, add_special_tokens=False)["input_ids"])
+
+        by_hand = np.zeros(len(ids), int)
+        for i, message in enumerate(line["messages"]):
+            if message["role"] == "assistant":
+                by_hand[size(i, True) : size(i + 1, False)] = 1
+        by_hand[-1] = 1  # the end-of-document token follows a turn of the assistant
+        assert ids[-1] == theirs.eos_token_id and len(ids) == size(len(line["messages"]), False) + 1
+        assert mask == by_hand.tolist()
+
+
+def test_prompt_and_completion(tmp_path: Path) -> None:
+    lines = [{"prompt": "1 2 ", "completion": "3 4"}, {"prompt": "", "completion": "5"}]
+    assert run(tmp_path, tmp_path / "o", lines, *NULL_FLAGS, "--append-eod") == 0
+    assert written(tmp_path / "o") == ([[1, 2, 3, 4, 100], [5, 100]], [[0, 0, 1, 1, 1], [1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "template"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "assistant"),
+        ({"messages": [{"role": "user", "content": "\ufdd0"}]}, "FDD0"),
+        ({"prompt": "a"}, "completion"),
+        ({"prompt": "a", "completion": 3}, "completion"),
+        ({"prompt": "a", "completion": ""}, "completion"),
+        ({"prompt": "a", "completion": "\ud800"}, "surrogate"),
+        ({"prompt": "a" * 9, "completion": "bcd"}, "12 tokens"),
+    ],
+)
+def test_an_unusable_line_is_named_or_left_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Line, named: str
+) -> None:
+    lines = [{"prompt": "1 ", "completion": "2"}, line]
+    assert run(folder, tmp_path / "o", lines, "--max-tokens", "11") == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/o.jsonl:2" in error and named in error
+    assert not list(tmp_path.glob("o_chat*"))
+    flags = ["--max-tokens", "11", "--on-bad-input", "skip"]
+    assert run(folder, tmp_path / "o", lines, *flags) == 0
+    assert len(written(tmp_path / "o")[0]) == 1
+    assert f"{tmp_path}/o.jsonl:2" in (tmp_path / "o_bad_input.txt").read_text()
+
+
+def test_a_template_runs_in_a_sandbox_and_its_mistakes_are_named(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jinja"
+    bad.write_text("a\n{% for %}")
+    with pytest.raises(ConfigError, match="line 2"):
+        find_chat(str(bad), None)
+    turns = [{"role": "assistant", "content": "a"}]
+    for source, named in (
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "Security"),
+        ("{{ raise_exception('no such role') }}", "no such role"),
+        ("{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}", "within"),
+        ("{{ messages | length }}{% generation %}{% endgeneration %}", "nothing"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "message 0",
+        ),
+    ):
+        with pytest.raises(DataError, match=named):
+            Chat(source).read({"messages": [*turns]})
+
+
+def test_contradicting_flags_and_inputs_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [{"prompt": "1", "completion": "2"}]
+    assert run(tmp_path, tmp_path / "o", line, *NULL_FLAGS, "--json-keys", "a") == 2
+    assert "--json-keys" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("1 2")
+    words = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "o")]
+    assert preprocess_data.main([*words, *NULL_FLAGS, "--chat"]) == 2
+    assert "a.txt" in capsys.readouterr().err
+    assert preprocess_data.main([*words, *NULL_FLAGS, "--max-tokens", "9"]) == 2
+    assert "--max-tokens" in capsys.readouterr().err
+
+
+def test_a_resumed_run_and_several_workers_write_the_same_files(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 500)
+    path = write(tmp_path / "in.jsonl", LINES)
+    tokenizer = {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(folder)}
+    chat, origin = find_chat(None, str(folder))
+    assert origin.startswith(str(folder))
+    options = PreprocessOptions(tokenizer, ("chat",), append_eod=True, chat=chat)
+    preprocess([path], tmp_path / "a", options, workers=2)
+    with pytest.raises(PreprocessStopped):
+        preprocess([path], tmp_path / "b", options, journal_interval_s=0.0, listeners=stop_after(3))
+    with pytest.raises(DataError, match="--chat"):
+        preprocess([path], tmp_path / "b", replace(options, chat=replace(chat, max_tokens=9000)))
+    preprocess([path], tmp_path / "b", options)
+    for end in ("", "_mask"):
+        pairs = [pair_bytes(f"{tmp_path}/{name}_chat_document{end}") for name in "ab"]
+        assert pairs[0] == pairs[1]
+    assert len(list(tmp_path.glob("b_*"))) == 4
+
+
+def test_inspection_shows_and_checks_the_mask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"prompt": "1 2 ", "completion": "3 4"}, {"prompt": "5 ", "completion": "6"}]
+    assert run(tmp_path, tmp_path / "o", lines, *NULL_FLAGS) == 0
+    prefix = f"{tmp_path}/o_chat_document"
+    capsys.readouterr()
+    assert inspect_dataset.main([prefix, "--validate", "--samples", "1"]) == 0
+    report = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "-| 1 2" in report and "+| 3 4" in report
+    assert any("6 tokens, 3 of them" in line for line in report)
+    mask = Path(f"{prefix}_mask.bin")
+    mask.write_bytes(bytes([0, 0, 1, 7, 0, 1]))
+    result = inspect_dataset.inspect(prefix, validate=True)
+    assert not result.sound and any(f"{mask}: byte 3" in problem for problem in result.problems)
+    write_mask(prefix, [[0, 0, 1], [1, 0, 1]])
+    assert not inspect_dataset.inspect(prefix).sound
+    mask.unlink()
+    assert inspect_dataset.main([prefix]) == 2 and str(mask) in capsys.readouterr().out
+
+
+def write_mask(prefix: str, masks: list[list[int]]) -> None:
+    with IndexedDatasetWriter(f"{prefix}_mask", np.uint8) as writer:
+        for marks in masks:
+            writer.add_document(marks)
+
+
+def test_merging_keeps_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "parts").mkdir()
+    for name, tokens in (("a", [[1, 2, 3], [4]]), ("b", [[5, 6]])):
+        with IndexedDatasetWriter(tmp_path / "parts" / name, np.uint16) as writer:
+            for document in tokens:
+                writer.add_document(document)
+    write_mask(f"{tmp_path}/parts/a", [[0, 1, 1], [0]])
+    words = ["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "all")]
+    assert merge_datasets.main(words) == 0
+    assert documents(tmp_path / "all") == [[1, 2, 3], [4], [5, 6]]
+    assert documents(tmp_path / "all_mask") == [[0, 1, 1], [0], [1, 1]]
+    assert f"{tmp_path}/parts/b" in capsys.readouterr().err
+    # data without masks, over data with one
+    merge_datasets.merge([tmp_path / "parts" / "b"], tmp_path / "all")
+    assert not list(tmp_path.glob("all_mask*")) and documents(tmp_path / "all") == [[5, 6]]
+    write_mask(f"{tmp_path}/parts/a", [[0, 1], [0, 1]])
+    with pytest.raises(DataError, match="a_mask"):
+        merge_datasets.merge([tmp_path / "parts" / "a"], tmp_path / "other")
+    assert not list(tmp_path.glob("other*"))

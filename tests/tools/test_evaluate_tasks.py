@@ -1,0 +1,179 @@
+"""tools/evaluate.py --tasks: choices and endings, against transformers in float64, on any layout."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.errors import ConfigError, DataError
+from megatron.training.run.tasks import Task, read_tasks, tokens_of
+from tests.helpers.launching import launch
+from tests.model.test_huggingface import S, V
+from tests.tools.test_evaluate import byte_pairs, folder, gpt2  # noqa: F401 (a fixture)
+
+RANDOM = np.random.RandomState(5)
+
+
+def words(most: int) -> str:
+    return " ".join(map(str, RANDOM.randint(0, V - 1, RANDOM.randint(1, most + 1))))
+
+
+# Some texts are longer than the model's context, one has no context.
+CHOICES: list[dict[str, Any]] = [
+    {
+        "context": words(S + 4) + " ",
+        "choices": [words(6) for _ in range(2 + i % 3)],
+        "answer": i % 2,
+    }
+    for i in range(25)
+]
+CHOICES[3]["context"] = ""
+ENDINGS = [{"context": words(S), "ending": " " + words(2)} for _ in range(7)]
+
+
+def log_likelihoods(context: str, ending: str) -> tuple[float, bool, int]:
+    """Return the sum over the ending, whether it is greedy, and its tokens, by transformers."""
+    before = [int(word) for word in context.split()] or [V - 1]
+    after = [int(word) for word in ending.split()]
+    ids = [*before, *after][-(S + 1) :]
+    with torch.no_grad():
+        scores = gpt2()[0](torch.tensor([ids[:-1]])).logits[0, -len(after) :].log_softmax(-1)
+    chosen = scores[range(len(after)), after]
+    return chosen.sum().item(), scores.argmax(-1).tolist() == after, len(after)
+
+
+@pytest.fixture(scope="module")
+def files(folder: Path) -> dict[str, Path]:  # noqa: F811
+    """Write both tasks; every second ending is the greedy one."""
+    for line in ENDINGS[::2]:
+        ids = [int(word) for word in line["context"].split()]
+        for _ in range(2):
+            with torch.no_grad():
+                ids.append(int(gpt2()[0](torch.tensor([ids[-S:]])).logits[0, -1].argmax()))
+        line["ending"] = f" {ids[-2]} {ids[-1]}"
+    paths = {}
+    for name, lines in (("choices", CHOICES), ("endings", ENDINGS)):
+        paths[name] = folder / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return paths
+
+
+def expected() -> tuple[dict[str, Any], dict[str, Any]]:
+    right = np.zeros(3)
+    tokens = 0
+    for line in CHOICES:
+        found = [log_likelihoods(line["context"], choice) for choice in line["choices"]]
+        sums, sizes = np.array([f[0] for f in found]), np.array([f[2] for f in found])
+        tokens += sizes.sum()
+        lengths = np.array([len(choice) for choice in line["choices"]])
+        for i, values in enumerate((sums, sums / lengths, sums / sizes)):
+            right[i] += values.argmax() == line["answer"]
+    shares = right / len(CHOICES)
+    assert len(set(shares.tolist())) > 1, "the three likelihoods differ"
+    found = [log_likelihoods(line["context"], line["ending"]) for line in ENDINGS]
+    sums, sizes = np.array([f[0] for f in found]), np.array([f[2] for f in found])
+    greedy = np.mean([f[1] for f in found])
+    assert 0.4 < greedy < 0.9
+    return (
+        {
+            "examples": len(CHOICES),
+            "tokens": tokens,
+            "accuracy": shares[0],
+            "accuracy_bytes": shares[1],
+            "accuracy_tokens": shares[2],
+        },
+        {
+            "examples": len(ENDINGS),
+            "tokens": sizes.sum(),
+            "accuracy": greedy,
+            "log_likelihood": sums.mean(),
+            "perplexity": np.exp(-sums.sum() / sizes.sum()),
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, ""),
+        (2, "--micro-batch-size 3"),
+        (2, "--pipeline-model-parallel-size 2 --micro-batch-size 1"),
+        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_figures_are_those_of_transformers(
+    folder: Path,  # noqa: F811
+    files: dict[str, Path],
+    tmp_path: Path,
+    processes: int,
+    flags: str,
+) -> None:
+    tasks = [str(path) for path in files.values()]
+    metrics = tmp_path / "metrics.jsonl"
+    arguments = ["--load", str(folder / "checkpoint"), "--format", "json", *flags.split()]
+    arguments += ["--tasks", *tasks, "--metrics-file", str(metrics)]
+    outcomes = launch(processes, arguments, script="tools/evaluate.py")
+    assert [outcome.code for outcome in outcomes if outcome] == [0] * processes, outcomes
+    assert outcomes[0] is not None
+    lines = [line for line in outcomes[0].output.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in lines]
+    for record, wanted in zip(found, expected(), strict=True):
+        assert {name: record[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+    assert [record["task"] for record in found] == ["choices", "endings"]
+    assert found[0]["cut"] > 0 and found[0]["iteration"] == 7
+    assert [json.loads(line) for line in metrics.read_text().splitlines()][-2:] == found
+
+
+def test_contexts_and_endings_are_tokenized_as_one_text(tmp_path: Path) -> None:
+    tokenizer = byte_pairs(tmp_path / "tokenizer.json", bos=False)
+    before, after = tokens_of(tokenizer, "größer ", "or not")
+    assert tokenizer.decode(before) == "größer" and tokenizer.decode(after) == " or not"
+    assert tokens_of(tokenizer, "", "or") == ([tokenizer.eod], tokenizer.encode("or"))
+    (tmp_path / "bos").mkdir()
+    marked = byte_pairs(tmp_path / "bos" / "tokenizer.json", bos=True)
+    assert tokens_of(marked, "", "or") == ([1], marked.encode("or")[1:])
+    assert tokens_of(marked, "a", " b")[0] == marked.encode("a")
+
+
+def read(path: Path, tokenizer: Tokenizer | None, *lines: Any) -> Task:
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return read_tasks([str(path)], tokenizer, 4)[0]
+
+
+def test_files_that_are_no_task_are_refused(tmp_path: Path) -> None:
+    tokenizer, path = build_tokenizer("NullTokenizer", vocab_size=9), tmp_path / "a.jsonl"
+    right = {"context": "1 ", "choices": ["2", "3 4"], "answer": 1}
+    task = read(path, tokenizer, right)
+    assert (task.name, task.answers, task.lengths) == ("a", (1,), (1, 3))
+    assert [b - a for a, b in pairwise(task.starts)] == [2]
+    for change in (
+        {"answer": 2},
+        {"answer": "1"},
+        {"choices": ["2"]},
+        {"choices": ["2", ""]},
+        {"choices": "23"},
+        {"context": None},
+        {"choices": ["2", "1 2 3 4 5"]},
+        {"choices": ["2", "77"]},
+    ):
+        with pytest.raises(DataError, match=f"{path}:2"):
+            read(path, tokenizer, right, right | change)
+    with pytest.raises(DataError, match="1 of them"):
+        read(path, tokenizer, right, {"context": "1 ", "ending": "2"})
+    with pytest.raises(DataError, match="0 examples"):
+        read_tasks([str(path)] if path.write_text("\n") else [], tokenizer, 4)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        read(path, None, right)
+    path.write_text(json.dumps(right))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "a.txt").write_text(json.dumps(right))
+    with pytest.raises(ConfigError, match="a.txt|a.jsonl"):
+        read_tasks([str(path), str(tmp_path / "b" / "a.txt")], tokenizer, 4)

@@ -1,0 +1,209 @@
+"""Tasks of lm-evaluation-harness give the figures of its own `hf` model with the same weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.settings import plain
+from megatron.config import Config
+from tests.checkpoint.made import make
+from tests.helpers.launching import launch
+from tests.model.test_huggingface import GPT2, from_gpt2
+from tests.tools.test_evaluate import LINES, byte_pairs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each process imports the harness
+CONTEXT = 48
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: {kind}
+doc_to_text: "{{{{context}}}}"
+"""
+KINDS = {
+    "choices": (
+        "multiple_choice",
+        """
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    ),
+    "endings": (
+        "loglikelihood",
+        """
+doc_to_target: " {{ending}}"
+metric_list: [{metric: acc}, {metric: perplexity}]
+""",
+    ),
+    "rolling": (
+        "loglikelihood_rolling",
+        """
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]
+""",
+    ),
+    "generated": (
+        "generate_until",
+        """
+doc_to_target: "{{continued}}"
+generation_kwargs: {until: ["e", "\\n\\n"], max_gen_toks: 7, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+    ),
+}
+
+
+def hf_model(tokenizer: Path) -> Any:
+    """Return the harness's model around a GPT-2 with random weights."""
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+
+    torch.manual_seed(2)
+    text = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    size = dict(n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+    settings = transformers.GPT2Config(
+        vocab_size=len(text), bos_token_id=0, eos_token_id=0, pad_token_id=0, **size
+    )
+    model = transformers.GPT2LMHeadModel(settings).eval()
+    return HFLM(pretrained=model, tokenizer=text, batch_size=3, max_length=CONTEXT)
+
+
+def examples() -> list[dict[str, Any]]:
+    random = np.random.RandomState(4)
+
+    def text(most: int) -> str:
+        start, size = random.randint(0, 300), random.randint(3, most)
+        return LINES[start : start + size].strip() or "so"
+
+    return [
+        {
+            "context": text(90),
+            "choices": [" " + text(9), " " + text(20), " größer"],
+            "answer": int(random.randint(3)),
+            "ending": text(6),
+            "text": text(300),
+        }
+        for _ in range(12)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: Any) -> Path:
+    """Provide checkpoint, task files and data; every second `continued` is the greedy text."""
+    pytest.importorskip("lm_eval")
+    folder = tmp_path_factory.mktemp("harness")
+    for name, value in (("HF_HOME", str(folder / "cache")), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch_module.setenv(name, value)
+    from lm_eval.api.instance import Instance
+
+    byte_pairs(folder / "tokenizer.json", bos=False)
+    theirs, lines = hf_model(folder / "tokenizer.json"), examples()
+    weights = from_gpt2({name: p.detach() for name, p in theirs.model.named_parameters()})
+    config = Config.create(
+        **{
+            **GPT2,
+            "vocab_size": theirs.model.config.vocab_size,
+            "seq_length": CONTEXT,
+            "max_position_embeddings": CONTEXT,
+            "tokenizer_type": "HFTokenizer",
+            "tokenizer_model": str(folder / "tokenizer.json"),
+        }
+    )
+    masters = {f"master.{name}": value.contiguous() for name, value in weights.items()}
+    make(folder / "checkpoint", 7, masters, config=plain(config))
+    wanted = {"until": ["e", "\n\n"], "max_gen_toks": 7, "do_sample": False}
+    requests = [
+        Instance("generate_until", line, (line["context"], dict(wanted)), i)
+        for i, line in enumerate(lines)
+    ]
+    for i, text in enumerate(theirs.generate_until(requests)):
+        lines[i]["continued"] = text if i % 2 else text + "?"
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "tasks").mkdir()
+    for name, (kind, rest) in KINDS.items():
+        head = TASK.format(name=name, data=folder / "data.jsonl", kind=kind)
+        (folder / "tasks" / f"{name}.yaml").write_text(head + rest)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, Any]:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(folder / "tasks"))
+    found = simple_evaluate(
+        hf_model(folder / "tokenizer.json"), tasks=list(KINDS), task_manager=manager
+    )
+    assert found is not None and found["results"]["generated"]["exact_match,none"] == 0.5
+    return dict(found["results"])
+
+
+def figures(folder: Path, processes: int, flags: str) -> dict[str, dict[str, float]]:
+    """Return the figures that tools/evaluate.py prints, by task and metric."""
+    arguments = ["--load", str(folder / "checkpoint"), "--format", "json", *flags.split()]
+    arguments += ["--lm-eval-tasks", *KINDS, "--lm-eval-include-path", str(folder / "tasks")]
+    outcomes = launch(processes, arguments, 250, script="tools/evaluate.py")
+    assert [outcome.code for outcome in outcomes if outcome] == [0] * processes, outcomes
+    assert outcomes[0] is not None
+    record = json.loads(outcomes[0].output.splitlines()[-1])
+    assert record["event"] == "lm_eval" and record["results"].keys() == set(KINDS)
+    found = {
+        task: {name: v for name, v in all_.items() if "stderr" not in name and "," in name}
+        for task, all_ in record["results"].items()
+    }
+    assert all(found.values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, dict[str, float]]:
+    return figures(folder, 1, "")
+
+
+def test_figures_are_those_of_the_hf_model(
+    expected: dict[str, Any], alone: dict[str, dict[str, float]]
+) -> None:
+    for task, found in alone.items():
+        for metric, value in found.items():
+            assert value == pytest.approx(expected[task][metric], rel=1e-5), metric
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (2, "--pipeline-model-parallel-size 2 --micro-batch-size 5"),
+        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_figures_of_any_layout_are_those_of_one_process(
+    folder: Path, alone: dict[str, dict[str, float]], processes: int, flags: str
+) -> None:
+    found = figures(folder, processes, flags)
+    assert found.keys() == alone.keys()
+    for task, values in found.items():
+        assert values == pytest.approx(alone[task], rel=1e-5), task
+
+
+def test_an_unknown_task_is_named(folder: Path) -> None:
+    arguments = ["--load", str(folder / "checkpoint"), "--lm-eval-tasks", "no-such-task"]
+    (outcome,) = launch(1, arguments, script="tools/evaluate.py")
+    assert outcome is not None and outcome.code == 2 and "no-such-task" in outcome.output

@@ -1,0 +1,98 @@
+"""Training from a model of Hugging Face to another one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.settings import settings_to_take
+from megatron.config import Config, parse_args
+from megatron.errors import ConfigError
+from megatron.training.run.setup import check_export
+from tests.checkpoint.hugging_face import identical, make, save_tokenizer, tensors
+from tests.helpers.launching import launch
+
+FLAGS = ["--mock-data", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-2"]
+FLAGS += ["--eval-iters", "0", "--seq-length", "16", "--bf16"]
+LAYOUT = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model in bf16, with a tokenizer of fewer entries."""
+    folder = tmp_path_factory.mktemp("models") / "source"
+    make("llama3", folder, torch.bfloat16)
+    save_tokenizer(folder, entries=40)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_train_on(source: Path, tmp_path: Path) -> None:
+    same, trained = tmp_path / "same", tmp_path / "trained"
+    hf = ["--load", f"hf:{source}", *FLAGS]
+    outcomes = launch(1, [*hf, "--skip-train", "--save-hf", str(same)])
+    assert outcomes[0] is not None and outcomes[0].code == 0, outcomes[0]
+    identical(source, same)
+
+    words = [
+        *hf,
+        *LAYOUT,
+        "--train-iters",
+        "2",
+        "--save-hf",
+        str(trained),
+        "--save",
+        f"{tmp_path}/run",
+    ]
+    outcomes = launch(4, words)
+    assert all(o is not None and o.code == 0 for o in outcomes), outcomes[0]
+    before, after = tensors(source), tensors(trained)
+    assert before.keys() == after.keys()
+    assert all(value.shape == after[name].shape for name, value in before.items())
+    assert not any(
+        torch.equal(value, after[name]) for name, value in before.items() if value.dim() > 1
+    )
+    fields = json.loads((trained / "config.json").read_text())
+    assert fields["max_position_embeddings"] == 24 and fields["vocab_size"] == 51
+    assert (trained / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+    # from here on it is a run like any other
+    words = ["--load", f"{tmp_path}/run", "--use-checkpoint-args", *FLAGS, "--train-iters", "3"]
+    outcomes = launch(1, words)
+    assert outcomes[0] is not None and outcomes[0].code == 0
+
+
+def test_contradictions(source: Path, tmp_path: Path) -> None:
+    hf = ["--load", f"hf:{source}", *FLAGS, "--train-iters", "1"]
+    config = parse_args(hf, 1, checkpoint=settings_to_take)
+    assert config.model.hidden_size == 32 and config.model.seq_length == 16
+    assert config.tokenizer.tokenizer_model == str(source) and config.model.vocab_size == 51
+    for words, named in (
+        (["--hidden-size", "64"], ("hidden-size 64", "32", "config.json")),
+        (["--rotary-base", "10000"], ("rotary-base", "500000")),
+        (["--load-tag", "7"], ("load-tag",)),
+        (["--requeue", "--save", str(tmp_path / "run")], ("--requeue", "hf:")),
+        (["--load", f"hf:{tmp_path}"], (str(tmp_path), "config.json")),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_args([*hf, *words], 1, checkpoint=settings_to_take)
+        assert all(word in str(caught.value) for word in named), caught.value
+
+
+def test_what_cannot_be_exported(tmp_path: Path) -> None:
+    def flags(*more: str) -> Config:
+        words = ["--preset", "tiny", *FLAGS, "--train-iters", "1", "--vocab-size", "50", *more]
+        return parse_args([*words, "--save-hf", str(tmp_path / "new")], 1)
+
+    check_export(flags())
+    with pytest.raises(ConfigError, match="squared_relu"):
+        check_export(flags("--squared-relu"))
+    with pytest.raises(ConfigError, match="layer"):
+        check_export(flags().with_pieces(layer=object))
+    (tmp_path / "new").mkdir()
+    with pytest.raises(ConfigError, match=str(tmp_path / "new")):
+        check_export(flags())

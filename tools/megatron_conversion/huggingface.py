@@ -1,0 +1,304 @@
+"""Conversion between folders of Hugging Face and checkpoints, tensor by tensor.
+
+Both directions share the work over all processes, whatever the layout of the training was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.families import CONFIG, FAMILIES, read_model, tokenizer_settings
+from megatron.checkpoint.find import find_folder, open_checkpoint
+from megatron.checkpoint.folder import folder_name, start_folder, sync_directory
+from megatron.checkpoint.huggingface_load import Places, Reader, find_tensors, matrix_of, tensors_of
+from megatron.checkpoint.huggingface_save import (
+    TOKENIZER_FILES,
+    Companions,
+    read_files,
+    write_files,
+    write_model,
+)
+from megatron.checkpoint.load import read_tensor
+from megatron.checkpoint.settings import plain
+from megatron.checkpoint.shards import incomplete, named, read_stored
+from megatron.checkpoint.tensors import MASTER
+from megatron.checkpoint.together import decided_by_first
+from megatron.config import Config
+from megatron.config.settings import all_options
+from megatron.errors import CheckpointError, ConfigError
+from megatron.model.gpt import global_shapes
+from megatron.parallel.topology import Topology
+from megatron.training.run.schedules import Progress
+from megatron_conversion.convert import (
+    find_source,
+    plan_conversion,
+    read_source,
+    reader_of,
+    whole_tensor,
+)
+from megatron_conversion.write import write_offline
+
+BESIDE = "huggingface"
+"""Folder beside a converted checkpoint with the files of the tokenizer and config.json."""
+_PRECISIONS = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A folder of Hugging Face that is to become a checkpoint."""
+
+    folder: Path
+    kind: str
+    config: Config
+    shapes: Shapes
+    places: Places
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A checkpoint that is to become a folder of Hugging Face.
+
+    whole   returns a parameter by its name, in fp32
+    notes   for the user
+    """
+
+    folder: Path
+    config: Config
+    shapes: Shapes
+    whole: Callable[[str], torch.Tensor]
+    notes: Sequence[str] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the tensors for Hugging Face, that of the settings."""
+        found: torch.dtype = getattr(torch, self.config.precision.dtype_name)
+        return found
+
+
+def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
+    """Read what is in a folder of Hugging Face, without the tensors.
+
+    chosen   settings that the checkpoint gets in addition
+
+    Raises CheckpointError and ConfigError.
+    """
+    kind, model = read_model(folder)
+    settings = _known(plain(model))
+    shapes = global_shapes(Config.create(**settings))
+    expected = tensors_of(FAMILIES[kind], model, shapes)
+    places = find_tensors(folder, FAMILIES[kind], expected)
+    dtype = Reader(folder, places)(next(iter(expected))).dtype
+    config = Config.create(**{**settings, **_PRECISIONS.get(dtype, {}), **chosen})
+    return Incoming(folder, kind, config, shapes, places, dtype)
+
+
+def to_checkpoint(
+    incoming: Incoming,
+    directory: Path,
+    topology: Topology,
+    provenance: Mapping[str, Any],
+    overwrite: bool,
+    progress: Callable[[int, int], None],
+) -> Path:
+    """Write the checkpoint DIRECTORY/iter_0000000 of a model, and return its folder.
+
+    Files of the tokenizer, if there are any, are copied to DIRECTORY/huggingface.
+
+    progress   called with (parameters written by this process, all of its parameters)
+
+    All processes call it. Raises CheckpointError on all of them; nothing has changed then.
+    """
+    beside = directory.absolute() / BESIDE
+
+    def prepare() -> Path:
+        for place in (directory / folder_name(0), beside):
+            if place.exists() and not overwrite:
+                raise ConfigError(
+                    f"{place} exists: choose another TARGET, or replace it with --overwrite"
+                )
+        temporary = start_folder(beside)
+        write_files(temporary, read_files(incoming.folder, (*TOKENIZER_FILES, CONFIG)))
+        return temporary
+
+    temporary = decided_by_first(topology, prepare)
+    origin = {"kind": "Hugging Face", "folder": str(incoming.folder.absolute())}
+    try:
+        folder = write_offline(
+            directory,
+            0,
+            _masters(incoming, topology, progress),
+            config=_with_tokenizer(incoming, beside),
+            state=dataclasses.asdict(Progress()),
+            scalars={"optimizer_step": 0, "skipped_steps": 0, "loss_scale": None},
+            optimizer=False,
+            provenance={**provenance, "converted_from": {**origin, "model_type": incoming.kind}},
+            topology=topology,
+        )
+        decided_by_first(topology, lambda: put_in_place(temporary, beside))
+    finally:
+        if topology.world.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)  # where it has not got its name
+    return folder
+
+
+def _with_tokenizer(incoming: Incoming, beside: Path) -> Config:
+    """Return the configuration with the tokenizer that is copied, unless another is chosen."""
+    config = incoming.config
+    if config.tokenizer.tokenizer_type is not None:
+        return config
+    return config.replace(**tokenizer_settings(incoming.folder, beside))
+
+
+def _masters(
+    incoming: Incoming, topology: Topology, progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name in a checkpoint, fp32 tensor) for this process's share of the parameters."""
+    family, read = FAMILIES[incoming.kind], Reader(incoming.folder, incoming.places)
+    mine = list(incoming.shapes)[topology.rank :: topology.world.size]
+    for done, name in enumerate(mine, 1):
+        shape = incoming.shapes[name]
+        tensor = torch.empty(shape)
+        read.fill(tensor, (0,) * len(shape), matrix_of(family, incoming.config.model, name, shape))
+        yield f"{MASTER}.{name}", tensor
+        del tensor
+        progress(done, len(mine))
+
+
+def read_checkpoint(directory: Path, tag: str | None, chosen: Mapping[str, Any]) -> Outgoing:
+    """Read what is in a checkpoint of ours, without the tensors.
+
+    chosen   settings to replace, such as the path of a tokenizer that was moved
+
+    Raises CheckpointError, and ConfigError where no family has the model.
+    """
+    checkpoint = open_checkpoint(find_folder(directory, tag))
+    sections = ("model", "tokenizer", "precision")
+    settings: dict[str, Any] = {}
+    for section in sections:
+        settings |= checkpoint.config.get(section, {})
+    config = Config.create(**_known({**settings, **chosen}))
+    shapes = global_shapes(config)
+    stored = read_stored(checkpoint.manifest, [f"{MASTER}.{name}" for name in shapes])
+    wrong = incomplete(stored) + [
+        name
+        for name, shape in shapes.items()
+        if stored.get(f"{MASTER}.{name}", {}).get("shape") != shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint.folder} does not have the parameters of its model: {named(wrong)}"
+        )
+    return Outgoing(
+        checkpoint.folder,
+        config,
+        shapes,
+        lambda name: read_tensor(checkpoint.folder, stored, f"{MASTER}.{name}"),
+    )
+
+
+def foreign_folder(directory: Path, tag: str | None) -> Path | None:
+    """Return the checkpoint of Megatron or DeepSpeed in a folder; None if it is another one."""
+    with suppress(CheckpointError):
+        folder = find_source(directory, tag)
+        if reader_of(folder):
+            return folder
+    return None
+
+
+def read_foreign(
+    folder: Path, chosen: Mapping[str, Any], version: float | None, plain_classes: Sequence[str]
+) -> Outgoing:
+    """Read what is in a checkpoint of Megatron or DeepSpeed, whose tensors stay in its files.
+
+    Arguments and errors are those of `read_source` and `plan_conversion`.
+    """
+    source = read_source(folder, optimizer=False, version=version, plain=plain_classes)
+    dtype = next((part.weight.dtype for parts in source.parts.values() for part in parts), None)
+    if dtype in _PRECISIONS and not chosen.keys() & {"bf16", "fp16"}:
+        chosen = {**chosen, **_PRECISIONS[dtype]}
+    plan = plan_conversion(source, chosen)
+    whole = partial(whole_tensor, plan, MASTER)
+    return Outgoing(folder, plan.config, plan.shapes, whole, plan.notes)
+
+
+def to_huggingface(
+    outgoing: Outgoing,
+    folder: Path,
+    topology: Topology,
+    companions: Companions,
+    overwrite: bool,
+    progress: Callable[[int, int], None],
+) -> int:
+    """Write a model in the format of Hugging Face; return the bytes of its tensors.
+
+    overwrite   replace a folder that exists
+
+    All processes call it. Errors are those of `write_model`.
+    """
+    done = 0
+
+    def place() -> Path:
+        if not (overwrite and folder.is_dir()):
+            return folder
+        beside = folder.with_name(f".{folder.name}.new")
+        shutil.rmtree(beside, ignore_errors=True)
+        return beside
+
+    target = decided_by_first(topology, place)
+
+    def whole(name: str) -> torch.Tensor:
+        nonlocal done
+        tensor, done = outgoing.whole(name), done + 1
+        progress(done, len(outgoing.shapes))
+        return tensor
+
+    size = write_model(
+        target,
+        outgoing.config,
+        topology,
+        outgoing.shapes,
+        whole,
+        outgoing.dtype,
+        companions=companions,
+    )
+    if target != folder:
+        decided_by_first(topology, lambda: put_in_place(target, folder))
+    return size
+
+
+def put_in_place(temporary: Path, folder: Path) -> None:
+    """Give a complete folder its final name, in place of an older one. Raises OSError."""
+    sync_directory(temporary)
+    old = temporary.with_suffix(".old")
+    if folder.exists():
+        folder.rename(old)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    sync_directory(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that have a value and may be set."""
+    options = all_options()
+    return {
+        name: value
+        for name, value in settings.items()
+        if value is not None and not (name in options and options[name].internal)
+    }

@@ -1,0 +1,290 @@
+"""Reader of Megatron's torch_dist format: iter_0000100/ with common.pt, .metadata, __R_S.distcp.
+
+Megatron core writes it with torch.distributed.checkpoint: whole tensors in pieces, so the layout
+of the writer does not matter. Layers are tensors of their own, or the first dimension of a tensor
+of all layers. .metadata, a pickle, lists the pieces; its classes are read as Records. The tensors
+of an optimizer are used if they have the names and shapes of the parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.checkpoint.files import METADATA
+from megatron.checkpoint.load import read_tensor
+from megatron.checkpoint.shards import Stored, checked_entry, incomplete, named
+from megatron.errors import CheckpointError
+from megatron.untrusted import open_regular, read_bytes, read_json
+from megatron_conversion.megatron import take_loss_scale
+from megatron_conversion.names import ours
+from megatron_conversion.source import MOMENTS, Part, Source, source_of
+from megatron_conversion.unpickle import Record, attributes, load_file
+
+COMMON, BACKENDS = "common.pt", "metadata.json"
+_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.")
+_OTHER_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
+_STACKED = re.compile(r"^((?:module\.)?decoder\.layers\.)(?!\d+\.)(.+)$")
+_HALF = re.compile(r"(?<=\.linear_fc1\.)(weight|bias)_([wv])$")
+_LAYERS_LIMIT = 1 << 12
+_JSON_LIMIT_BYTES, _METADATA_LIMIT_BYTES = 1 << 20, 1 << 30
+
+
+class _Place(NamedTuple):
+    """Where a tensor is: under `key`, as a whole or as one layer of it."""
+
+    key: str
+    layer: int | None
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Return whether Megatron core wrote this folder."""
+    return (folder / BACKENDS).is_file()
+
+
+def read_torch_dist(
+    folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
+) -> Source:
+    """Read a folder of torch_dist; arguments and errors as those of read_deepspeed."""
+    backend = read_json(folder / BACKENDS, _JSON_LIMIT_BYTES, error=CheckpointError)
+    if backend.get("sharded_backend") != "torch_dist":
+        raise CheckpointError(
+            f"{folder} has the format {str(backend.get('sharded_backend'))[:40]!r} (--ckpt-format "
+            "of Megatron): load it there and save it as torch_dist or torch"
+        )
+    common = load_file(folder / COMMON, plain)
+    arguments = attributes(common.get("args"))
+    source = source_of(
+        "Megatron",
+        {folder / COMMON: common},
+        folder,
+        common.get("checkpoint_version", 3.0) if version is None else version,
+        int(arguments.get("tensor_model_parallel_size") or 1),
+        int(arguments.get("pipeline_model_parallel_size") or 1),
+    )
+    listed = _listed(folder / METADATA)
+    weights = _places(listed, [key for key in listed if not _OTHER_STATE.match(key)], "")
+    state: dict[str, dict[str, list[_Place]]] = {}
+    if optimizer:
+        state = _optimizer(source, common, listed, weights)
+    used = {place.key for each in (weights, *state.values()) for p in each.values() for place in p}
+    stored = {key: _entry(folder, key, listed[key]) for key in sorted(used)}
+    if wrong := incomplete(stored):
+        raise CheckpointError(f"{folder} is incomplete: {named(wrong)}")
+    source.files += [folder / METADATA, *_data_files(folder, stored)]
+    for name, places in weights.items():
+        dtype = getattr(torch, stored[places[0].key]["dtype"])
+        # where there are no masters, the weights are in fp32
+        kinds = {"master": places, **{kind: found[name] for kind, found in state.items()}}
+        source.parts[name] = [
+            Part(
+                torch.empty(_size(listed, places), dtype=dtype, device="meta"),
+                partial(_read_kind, folder, stored, kinds) if state else None,
+                partial(_read, folder, stored, places),
+            )
+        ]
+    return source
+
+
+def _optimizer(
+    source: Source,
+    common: Mapping[str, Any],
+    listed: Mapping[str, Any],
+    weights: Mapping[str, list[_Place]],
+) -> dict[str, dict[str, list[_Place]]]:
+    """Return places of the optimizer's state by kind and parameter; empty, with a note, if none."""
+    keys: dict[str, list[str]] = {}
+    for key in listed:
+        if match := _STATE.match(key):
+            keys.setdefault("master" if "param" in match[1] else match[1], []).append(key)
+    found = {kind: _places(listed, each, _STATE) for kind, each in keys.items()}
+    steps = set(_steps(common.get("optimizer")))
+    layout = any(map(_OTHER_STATE.match, listed)) or bool(attributes(common.get("optimizer")))
+    problem = None
+    if not layout:
+        problem = "it has no optimizer state"
+    elif not set(MOMENTS) <= found.keys() or any(
+        each.keys() != weights.keys()
+        or any(
+            _size(listed, places) != _size(listed, weights[name]) for name, places in each.items()
+        )
+        for each in found.values()
+    ):
+        problem = (
+            "its optimizer's state is not Adam's, or in the layout of the run that wrote it (save "
+            "it with --dist-ckpt-optim-fully-reshardable)"
+        )
+    elif len(steps) != 1:
+        problem = f"the steps of its optimizer are not known ({named(sorted(map(str, steps)))})"
+    if problem:
+        source.notes.append(f"{problem}: only the weights are converted")
+        return {}
+    source.optimizer_step = steps.pop()
+    take_loss_scale(source, common.get("optimizer"))
+    return found
+
+
+def _steps(value: Any, depth: int = 8) -> Iterator[int]:
+    """Yield the counts of Adam's steps in the common state of an optimizer, or of several."""
+    entries = value.items() if isinstance(value, dict) else ()
+    for name, item in entries:
+        if name in ("step", "common_step"):
+            yield int(item)
+        elif depth and name == "param_groups" and isinstance(item, list):
+            for group in item:
+                yield from _steps(group, 0)
+        elif depth:
+            yield from _steps(item, depth - 1)
+
+
+def _places(
+    listed: Mapping[str, Any], keys: Sequence[str], prefix: str | re.Pattern[str]
+) -> dict[str, list[_Place]]:
+    """Return where each parameter is, by our names: in one tensor, or gate and value in two.
+
+    prefix   to remove from the keys
+    """
+    found: dict[str, dict[str, _Place]] = {}
+    for key in keys:
+        whole = re.sub(prefix, "", key)
+        half = _HALF.search(whole)
+        name, part = _HALF.sub(r"\1", whole), half[2] if half else ""
+        names: dict[str, int | None] = {name: None}
+        if stacked := _STACKED.match(name):
+            layers = listed[key]["shape"][0]
+            if not 0 < layers <= _LAYERS_LIMIT:
+                raise CheckpointError(f"{key} has {layers} layers")
+            names = {f"{stacked[1]}{i}.{stacked[2]}": i for i in range(layers)}
+        for one, layer in names.items():
+            if own := ours(one):
+                if part in found.setdefault(own, {}):
+                    raise CheckpointError(f"{own} is there twice: {found[own][part].key}, {key}")
+                found[own][part] = _Place(key, layer)
+    for own, parts in found.items():
+        if set(parts) not in ({""}, {"w", "v"}):
+            raise CheckpointError(f"{own} lacks a half, or is there as a whole too")
+    return {
+        own: [parts[part] for part in ("", "w", "v") if part in parts]
+        for own, parts in found.items()
+    }
+
+
+def _size(listed: Mapping[str, Any], places: Sequence[_Place]) -> tuple[int, ...]:
+    """Return the shape of a parameter."""
+    shapes = [tuple(listed[p.key]["shape"])[p.layer is not None :] for p in places]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
+
+
+def _read(folder: Path, stored: Mapping[str, Stored], places: Sequence[_Place]) -> torch.Tensor:
+    """Return a parameter from the data files."""
+    parts = [read_tensor(folder, stored, key, layer) for key, layer in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _read_kind(
+    folder: Path,
+    stored: Mapping[str, Stored],
+    kinds: Mapping[str, Sequence[_Place]],
+    kind: str,
+) -> torch.Tensor:
+    return _read(folder, stored, kinds[kind])
+
+
+def _entry(folder: Path, key: str, found: Any) -> Stored:
+    """Return a tensor's entry after checking it. Raises CheckpointError."""
+    try:
+        return checked_entry(found)
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / METADATA} does not list the pieces of {key} as torch does "
+            f"({type(error).__name__}: {str(error)[:200]})"
+        ) from error
+
+
+def _data_files(folder: Path, stored: Mapping[str, Stored]) -> list[Path]:
+    """Return the data files. Raises CheckpointError if one is missing or too short."""
+    ends: dict[str, int] = {}
+    for entry in stored.values():
+        for shard in entry["boxes"]:
+            ends[shard.file] = max(ends.get(shard.file, 0), shard.start + shard.length)
+    for name, end in ends.items():
+        with open_regular(folder / name, error=CheckpointError) as file:
+            size = file.seek(0, os.SEEK_END)
+        if size < end:
+            raise CheckpointError(
+                f"{folder / name} has {size} bytes, but at least {end} were written"
+            )
+    return [folder / name for name in sorted(ends)]
+
+
+def _listed(path: Path) -> dict[str, Any]:
+    """Return the tensors in a .metadata as entries that are not checked yet, by key."""
+    data = read_bytes(path, _METADATA_LIMIT_BYTES, error=CheckpointError)
+    try:
+        found = attributes(_Unpickler(BytesIO(data)).load())
+        tensors = {
+            str(key): attributes(value)
+            for key, value in found["state_dict_metadata"].items()
+            if "chunks" in attributes(value)  # others are bytes: states of generators and of FP8
+        }
+        entries: dict[str, Any] = {}
+        sizes: dict[tuple[Any, Any], Any] = {}
+        for name, tensor in tensors.items():
+            dtype, chunks = attributes(tensor["properties"])["dtype"], tensor["chunks"]
+            entries[name] = {"shape": tensor["size"], "dtype": dtype, "boxes": []}
+            for chunk in map(attributes, chunks):
+                sizes[name, chunk["offsets"]] = chunk["sizes"]
+        for index, place in found["storage_data"].items():
+            key, offset = (attributes(index).get(field) for field in ("fqn", "offset"))
+            if key not in entries:
+                continue
+            at = attributes(place)
+            if at.get("transform_descriptors"):
+                raise ValueError("its tensors are compressed or encrypted")
+            where = (at["relative_path"], at["offset"], at["length"], None)
+            entries[key]["boxes"].append((offset, sizes[key, offset], *where))
+        return entries
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {str(error)[:200]}): it is damaged, "
+            "or torch.distributed.checkpoint did not write it"
+        ) from error
+
+
+class _Properties(Record):
+    """Properties of a tensor, whose state is a tuple that begins with the dtype."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["dtype"] = state[0]
+
+
+class _Unpickler(pickle._Unpickler):
+    """Reader of .metadata. Nothing is imported: each name in it is one of these values.
+
+    pickle's reader in C would reserve memory for any index that a file names.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a class or a dtype. Raises UnpicklingError for other names."""
+        match module, name:
+            case "torch", "Size":
+                return tuple
+            case "torch.distributed.checkpoint.metadata", "TensorProperties":
+                return _Properties
+            case "torch", _ if isinstance(vars(torch).get(name), torch.dtype):
+                return name
+            case "collections", "OrderedDict":
+                return dict
+            case "torch.serialization", "_get_layout":
+                return Record
+        if module.startswith(("torch.distributed.checkpoint.", "megatron.core.", "pathlib")):
+            return Record
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of such a file")

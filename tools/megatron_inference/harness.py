@@ -1,0 +1,176 @@
+"""Adapter to EleutherAI's lm-evaluation-harness (package lm-eval, which must be installed).
+
+Every rank runs the harness on the same requests, and all compute together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval import simple_evaluate, utils  # type: ignore[import-not-found, unused-ignore]
+from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found, unused-ignore]
+from lm_eval.tasks import TaskManager  # type: ignore[import-not-found, unused-ignore]
+
+from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.training.run.generate import Model, Sampling, generate
+from megatron.training.run.tasks import context_of, request_of, score
+from megatron_preparation.progress import ByteProgress
+
+_NEW_TOKENS = 256  # most that are generated where a task does not say, as in the harness
+
+
+class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
+    """A model of this framework, on any layout, for the harness.
+
+    All ranks of `model` make one and call it with the same requests. `micro_batch_size` texts are
+    in one forward pass.
+    """
+
+    def __init__(self, model: Model, micro_batch_size: int = 4) -> None:
+        super().__init__()
+        if model.tokenizer is None:
+            raise ConfigError("the tasks are texts, and the checkpoint has no tokenizer")
+        self._model, self._text, self._size = model, model.tokenizer, micro_batch_size
+        self.max_length = context_of(model.config)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._text.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the first token of every text, or else the end-of-document token."""
+        return next(iter(self._text.encode("")), self._text.eod)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        if add_special_tokens is False:
+            return self._text.encode_with_places(string, special=False)[0]
+        return self._text.encode(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        wanted = [request_of(before, after, self.max_length) for _, before, after in requests]
+        first = self._model.topology.world.is_first
+        with ByteProgress("log-likelihoods", len(wanted), unit="texts") as progress:
+            scores = score(
+                self._model,
+                wanted,
+                micro_batch_size=self._size,
+                on_progress=progress.update if first else lambda done: None,
+            )
+        answers = [(found.log_likelihood, found.greedy) for found in scores]
+        for (texts, *_), answer in zip(requests, answers, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        parts, owners = list[tuple[None, list[int], list[int]]](), list[int]()
+        for number, request in enumerate(requests):
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for before, after in map(utils.make_disjoint_window, windows):
+                parts.append((None, before, after))
+                owners.append(number)
+        sums = [0.0] * len(requests)
+        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(parts), strict=True):
+            sums[owner] += value
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        alike = defaultdict[str, list[int]](list)
+        for number, request in enumerate(requests):
+            alike[repr(request.args[1])].append(number)
+        texts = [""] * len(requests)
+        first, done = self._model.topology.world.is_first, 0
+        with ByteProgress("generated", len(requests), unit="texts") as progress:
+            for numbers in alike.values():
+                numbers.sort(key=lambda i: -len(requests[i].args[0]))
+                for at in range(0, len(numbers), self._size):
+                    some = numbers[at : at + self._size]
+                    prompts = [requests[i].args[0] for i in some]
+                    found = self._continued(prompts, requests[some[0]].args[1])
+                    for i, text in zip(some, found, strict=True):
+                        texts[i] = text
+                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
+                    done += len(some)
+                    if first:
+                        progress.update(done)
+        return texts
+
+    def _continued(self, prompts: Sequence[str], wanted: Mapping[str, Any]) -> list[str]:
+        until = wanted.get("until") or []
+        sampled = wanted.get("do_sample", bool(wanted.get("temperature")))
+        found = generate(
+            self._model,
+            prompts,
+            max_new_tokens=int(wanted.get("max_gen_toks", _NEW_TOKENS)),
+            sampling=Sampling(
+                float(wanted.get("temperature", 1.0)) if sampled else 0.0,
+                int(wanted.get("top_k", 0)),
+                float(wanted.get("top_p", 1.0)),
+            ),
+            stop=[until] if isinstance(until, str) else list(until),
+            context=self.max_length,
+            cut=True,
+        )
+        return [continuation.text for continuation in found]
+
+
+def evaluate_harness(
+    model: Model,
+    names: Sequence[str],
+    *,
+    include_path: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    micro_batch_size: int = 4,
+) -> dict[str, dict[str, float]]:
+    """Return {task: {metric: value}} of tasks; on the first rank, {} on the others.
+
+    All ranks call this. Raises DataError for whatever the harness finds wrong.
+    """
+    lm = MegatronLM(model, micro_batch_size)
+    try:
+        found = simple_evaluate(
+            lm,
+            tasks=list(names),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            bootstrap_iters=1000,
+            log_samples=False,
+            task_manager=TaskManager(include_path=include_path),
+        )
+    except MegatronError:
+        raise
+    except Exception as error:
+        raise DataError(f"lm-evaluation-harness: {type(error).__name__}: {error}") from error
+    return {
+        task: {
+            metric: float(value)
+            for metric, value in figures.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for task, figures in ((found or {}).get("results") or {}).items()
+    }
+
+
+def table(results: Mapping[str, Mapping[str, float]]) -> str:
+    """Return results as text."""
+    rows = [
+        f"{task:24} {metric:24} {value:.6g}"
+        for task, figures in results.items()
+        for metric, value in figures.items()
+    ]
+    return "\n".join(rows)
