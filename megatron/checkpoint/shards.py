@@ -222,6 +222,8 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[
                 entry = stored.setdefault(name, {**part, "boxes": []})
                 if (part["shape"], part["dtype"]) != (entry["shape"], entry["dtype"]):
                     raise ValueError("another piece has the tensor with another shape or dtype")
+                if any(shard.digest is None for shard in part["boxes"]):
+                    raise ValueError("a shard without a digest")
                 entry["boxes"] += part["boxes"]
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(manifest, piece_name(number)) from error

@@ -29,7 +29,7 @@ from megatron.checkpoint.huggingface_save import (
 )
 from megatron.checkpoint.load import read_tensor
 from megatron.checkpoint.settings import plain
-from megatron.checkpoint.shards import incomplete, named, read_stored
+from megatron.checkpoint.shards import Stored, incomplete, named, read_stored
 from megatron.checkpoint.tensors import MASTER
 from megatron.checkpoint.together import decided_by_first
 from megatron.config import Config
@@ -204,8 +204,12 @@ def read_checkpoint(directory: Path, tag: str | None, chosen: Mapping[str, Any])
         checkpoint.folder,
         config,
         shapes,
-        lambda name: read_tensor(checkpoint.folder, stored, f"{MASTER}.{name}"),
+        partial(_parameter, checkpoint.folder, stored),
     )
+
+
+def _parameter(folder: Path, stored: Mapping[str, Stored], name: str) -> torch.Tensor:
+    return read_tensor(folder, stored, f"{MASTER}.{name}")
 
 
 def foreign_folder(directory: Path, tag: str | None) -> Path | None:
