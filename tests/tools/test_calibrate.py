@@ -22,6 +22,7 @@ MODEL = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # above the limit of the calibration itself, two plans follow
 @pytest.mark.parametrize(
     ("processes", "words"),
     [
@@ -113,6 +114,7 @@ def test_the_description_that_is_corrected_is_not_overwritten(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # above the limit of the calibration itself, two plans follow
 def test_processes_that_fail_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
