@@ -60,8 +60,7 @@ struct Causal {
         int valid, start;
         MEMBER int limit(int, int pack) const { return (valid + pack - 1) / pack * pack; }
         template <class G> MEMBER void hide(int c, float *v, float scale) const {
-            EACH(k) v[k] = c + k < valid ? v[k] * scale : -MK_INFINITY;
-            if (c < start) EACH(k) v[k] = c + k < start ? -MK_INFINITY : v[k];
+            EACH(k) v[k] = c + k < valid && c + k >= start ? v[k] * scale : -MK_INFINITY;
         }
     };
     MEMBER Row row(int64_t row) const {
@@ -83,8 +82,7 @@ struct Masked {
         MEMBER int limit(int n, int) const { return n; }
         template <class G> MEMBER void hide(int c, float *v, float scale) const {
             const Pack<uint8_t, G::V> m = *reinterpret_cast<const Pack<uint8_t, G::V> *>(mask + c);
-            EACH(k) v[k] = m.v[k] ? -MK_INFINITY : v[k] * scale;
-            if (c < start) EACH(k) v[k] = c + k < start ? -MK_INFINITY : v[k];
+            EACH(k) v[k] = m.v[k] || c + k < start ? -MK_INFINITY : v[k] * scale;
         }
     };
     MEMBER Row row(int64_t row) const {
