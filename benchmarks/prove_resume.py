@@ -88,6 +88,7 @@ class Case:
     @property
     def arguments(self) -> list[str]:
         found = [*TINY, "--num-layers", "4", *self.flags]
+        found += [] if "--lr-schedule" in self.flags else ["--lr-decay-style", "cosine"]
         found += ["--bf16"] if self.dtype == "bf16" else []
         return found + (["--async-save"] if self.asynchronous else [])
 
@@ -104,7 +105,33 @@ class Case:
 # A mask over attention heads depends on the tensor-parallel size, so resumptions on TP keep only
 # the other masks.
 NO_HEAD_MASKS = ("--attention-dropout", "0")
+# Everything that changes from step to step, and the average of the weights.
+SCHEDULED = Case(
+    "fp32",
+    DATA,
+    (DATA, PIPELINE),
+    flags=(
+        "--lr-schedule",
+        "warmup 3, constant 25%, cosine cycles 2 factor 1.5",
+        "--weight-decay-schedule",
+        "linear to 0.1",
+        "--adam-beta2-schedule",
+        "constant 2, linear 6 to 0.9",
+        "--step-batch-size-schedule",
+        "0:2 256:4",
+        "--clip-grad-by-kind",
+        "embedding=0.05",
+        "vector=0.05",
+        "--ema-decay",
+        "0.9",
+        "--ema-warmup",
+        "--ema-interval",
+        "2",
+        "--eval-ema",
+    ),
+)
 CASES = (
+    SCHEDULED,
     Case("fp32", ONE, (ONE, DATA, PIPELINE, INTERLEAVED)),
     Case("fp32", DATA, (DATA, ONE, ZERO_BUBBLE), asynchronous=True),
     Case("fp32", PIPELINE, (PIPELINE, TENSOR2), asynchronous=True, flags=NO_HEAD_MASKS),
@@ -159,8 +186,6 @@ def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int)
         *data,
         "--train-iters",
         str(iterations),
-        "--lr-decay-style",
-        "cosine",
         "--min-lr",
         "1e-3",
         "--save-interval",
@@ -253,10 +278,10 @@ def compare(
 
 
 def validations(folder: Path) -> list[tuple[int, history.Step]]:
-    """The validation losses inside the loop, as steps."""
+    """The validation losses inside the loop, as steps; that of the average as their norm."""
     found = history.records(folder, "validation")
     return [
-        (r["iteration"], (r["lm_loss"], None, r["samples"]))
+        (r["iteration"], (r["lm_loss"], r.get("ema_loss"), r["samples"]))
         for r in found
         if r["dataset"] == "valid"
     ]

@@ -38,7 +38,7 @@ _PLACES = {
     "megatron.engine.engine": ("Engine", "build_executor"),
     "megatron.training.run.trained": ("Trained", "load_model"),
     "megatron.training.run.generate": ("Continuation", "Sampling", "generate"),
-    "megatron.training.run.schedules": ("LearningRateSchedule", "WeightDecaySchedule"),
+    "megatron.training.run.schedules": ("Schedules",),
     "megatron.program": ("main", "pretrain"),
     "megatron.protocols": ("Callback",),
     "megatron.training.run.host": ("tune_allocator",),

@@ -68,10 +68,10 @@ class Optimizer(Protocol):
     ZeRO gives it flat parts of the weights. Its state consists of fp32 tensors as large as the
     weights, which start as zeros and are saved, and of numbers named "step".
 
-    An optimizer that needs parameters in their global shape, such as Muon for matrices, also has a
+    An optimizer that needs parameters in their global shape, as Muon does for matrices, also has a
     function whole(name, global_shape) -> bool. Parameters for which it is true are in separate
-    groups, whose key "whole" is a megatron.engine.gradients.WholeParameters when steps are taken;
-    it is None in other groups.
+    groups, whose key "whole" is one megatron.engine.whole.WholeParameters for all of them when
+    steps are taken; it is None in other groups.
     """
 
     def __call__(self, groups: Any, settings: Any, /) -> torch.optim.Optimizer: ...

@@ -37,6 +37,7 @@ from megatron.checkpoint.families import is_huggingface
 from megatron.config.command_line import flag_table, scan
 from megatron.config.option import Parser, real
 from megatron.config.settings import raise_problems
+from megatron.engine.optimizer_state import AVERAGE
 from megatron.errors import ConfigError
 from megatron.parallel.launch import detect_launch
 from megatron.training.run.process import as_tool, run_guarded
@@ -71,6 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="show what was found and check it, but write nothing"
+    )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="write the average of the weights for Hugging Face (--ema-decay), not the weights",
     )
     parser.add_argument("--no-optim", action="store_true", help="convert the weights only")
     parser.add_argument(
@@ -255,6 +261,7 @@ def from_huggingface(
 def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology: Topology) -> None:
     """Convert a checkpoint to a folder of Hugging Face. Raises MegatronError."""
     from megatron.checkpoint.huggingface_save import companions_of, config_fields
+    from megatron.checkpoint.tensors import MASTER
     from megatron.checkpoint.together import decided_by_first, together
     from megatron_conversion.huggingface import (
         foreign_folder,
@@ -264,10 +271,15 @@ def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology:
     )
 
     source, tag = Path(args.source), args.load_tag
+    weights = AVERAGE if args.ema else MASTER
     foreign = decided_by_first(topology, lambda: foreign_folder(source, tag))
     if foreign is None:
-        outgoing = decided_by_first(topology, lambda: read_checkpoint(source, tag, settings))
+        outgoing = decided_by_first(
+            topology, lambda: read_checkpoint(source, tag, settings, weights)
+        )
     else:
+        if args.ema:
+            raise ConfigError(f"--ema: {foreign} is of another program, which keeps no average")
         with together(topology, f"reading {foreign}"):  # each process maps the files
             outgoing = read_foreign(foreign, settings, args.checkpoint_version, args.plain_class)
 
@@ -305,6 +317,8 @@ def main(argv: Sequence[str]) -> int:
     source = args.source_format
     if source is None:
         source = "hf" if is_huggingface(Path(args.source)) else "megatron"
+    if args.ema and (source, args.target_format) != ("megatron", "hf"):
+        raise ConfigError("--ema is for --to hf: checkpoints of this program have both")
     if source == args.target_format == "hf":
         raise ConfigError(
             f"{args.source} is of Hugging Face already: with --to megatron it becomes a checkpoint"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Find the fastest layout of a model by short training runs, chosen by a search algorithm.
+"""Find the fastest layout or the best learning rate by short training runs, chosen by a search.
 
     python tools/tune.py --list-spaces
     python tools/tune.py --space two-cores --no-prior --max-trials 20
@@ -66,8 +66,8 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
         "--objective",
         choices=OBJECTIVES,
         default=OBJECTIVES[0],
-        help=f"what to optimise: tokens per second, or node-hours per token (default "
-        f"{OBJECTIVES[0]})",
+        help="what to optimise: tokens per second, node-hours per token, or the validation loss of "
+        f"a space with [trial] tokens (default {OBJECTIVES[0]})",
     )
     group.add_argument(
         "--search",
@@ -127,6 +127,12 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
         type=whole(0),
         metavar="N",
         help="steps before the measured ones (default: the space's)",
+    )
+    group.add_argument(
+        "--tokens",
+        type=whole(),
+        metavar="N",
+        help="tokens of a trial, for --objective valid_loss (default: the space's)",
     )
     group.add_argument(
         "--trial-limit",

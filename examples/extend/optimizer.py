@@ -1,6 +1,7 @@
-"""Custom optimizer: Lion (Chen et al., arXiv 2302.06675, algorithm 2).
+"""Custom optimizer: momentum whose update of every matrix is divided by its root mean square.
 
---adam-beta1 and --adam-beta2 are its betas; learning rate and weight decay follow their schedules.
+For matrices it needs all elements of the momentum, as Muon does; other parameters take the sign of
+theirs. --adam-beta1 is the momentum; learning rate and weight decay follow their schedules.
 """
 
 from __future__ import annotations
@@ -10,22 +11,34 @@ from typing import Any
 import torch
 
 
-class Lion(torch.optim.Optimizer):
+def normalized(name: str, x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean().sqrt() + 1e-12)
+
+
+class Normalized(torch.optim.Optimizer):
     def __init__(self, groups: Any, settings: Any) -> None:
         super().__init__(groups, {"lr": settings.lr, "weight_decay": 0.0})
-        self.betas = settings.adam_beta1, settings.adam_beta2
+        self.beta = settings.adam_beta1
+
+    @staticmethod
+    def whole(name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a parameter is a matrix of a layer."""
+        return len(shape) > 1 and name.startswith("layers.")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        updates = []
         for group in self.param_groups:
-            for p in group["params"]:  # a flat part of the fp32 weights
-                state = self.state[p]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(p)
-                momentum, (beta1, beta2) = state["momentum"], self.betas
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(torch.sign(torch.lerp(p.grad, momentum, beta1)), alpha=-group["lr"])
-                momentum.lerp_(p.grad, 1 - beta2)
+            (p,) = group["params"]  # a flat part of the fp32 weights
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.lerp_(p.grad, 1 - self.beta)
+            updates.append(momentum.clone() if group["whole"] else momentum.sign())
+        pairs = list(zip(self.param_groups, updates, strict=True))
+        if wholes := [(group, update) for group, update in pairs if group["whole"]]:
+            wholes[0][0]["whole"]([update for _, update in wholes], normalized)
+        for group, update in pairs:
+            (p,) = group["params"]
+            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
 
-PIECES = {"optimizer": Lion}
+PIECES = {"optimizer": Normalized}

@@ -295,5 +295,6 @@ def load_engine(
     The optimizer stays as it is. All ranks call it; errors are those of `fill_shards`.
     """
     clear_padding(engine, False)
-    fill_shards(folder, tensors_to_load(engine, False), topology, config, alive)
+    fill_shards(folder, tensors_to_load(engine, False, False), topology, config, alive)
     engine.update_working_weights()
+    engine.start_average()

@@ -46,6 +46,7 @@ from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.optimizer import unique_parameters
 from megatron.errors import CheckpointError, ConfigError
+from megatron.layers.vocabulary import POSITION_EMBEDDINGS, WORD_EMBEDDINGS
 from megatron.parallel.collectives import gather_first, gather_objects
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
@@ -80,7 +81,7 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     A family can if its config.json, read back, gives the same model. Raises ConfigError that names
     the settings in which the nearest family differs.
     """
-    order = list(FAMILIES)
+    model, order = without_mup(model), list(FAMILIES)
     if preferred is not None and preferred in FAMILIES:
         order.insert(0, preferred)
     differences: dict[str, list[str]] = {}
@@ -130,6 +131,53 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
     for name in names:
         del found[name]
     return found
+
+
+# ---- factors of muP
+
+
+def without_mup(model: ModelConfig) -> ModelConfig:
+    """Return the same function without muP, for parameters that `take_up` has changed."""
+    if not model.use_mup:
+        return model
+    unset: dict[str, Any] = dict.fromkeys(n for n in ARCHITECTURE if n.startswith("mup_"))
+    unset |= {"use_mup": False, "mup_embedding_mult": 1.0, "softmax_scale": None}
+    return dataclasses.replace(model, **unset)
+
+
+def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return a whole parameter of a muP model that takes up the model's factors.
+
+    The factor of the embeddings goes into their tables, or into the norm of the word embeddings;
+    that of the scores into the final norm, which a tied table does not change; that of a residual
+    branch into its last matrix or norm; that of attention into the queries or their norm.
+    """
+    embed, scores = model.mup_embedding_mult, model.mup_output_mult
+    attention = (model.softmax_scale or 1.0) * math.sqrt(model.kv_channels)
+    normed, tied = model.embedding_layernorm, not model.untie_embeddings_and_output_weights
+    part = name.rpartition(".")[0].split(".", 2)[-1] if name.startswith("layers.") else name
+    factor = 1.0
+    if name.startswith("embedding_layernorm.") or name == POSITION_EMBEDDINGS:
+        factor = embed
+    elif name == WORD_EMBEDDINGS:
+        factor = 1.0 if normed else embed
+    elif name.startswith("final_layernorm."):
+        factor = scores / embed if tied and not normed else scores
+    elif part in ("post_self_attn_layernorm", "post_mlp_layernorm"):
+        factor = model.residual_scale
+    elif part in ("self_attention.dense", "mlp.dense_4h_to_h"):
+        factor = model.residual_scale if model.norm_position == "pre" else 1.0
+    elif part == "self_attention.q_layernorm":
+        factor = attention
+    elif part == "self_attention.query_key_value" and not model.qk_layernorm:
+        groups = model.num_key_value_heads
+        heads = model.num_attention_heads // groups
+        changed = values.float().view(groups, heads + 2, model.kv_channels, -1).clone()
+        changed[:, :heads] *= attention
+        return changed.view(values.shape)
+    if model.apply_layernorm_1p and name.endswith("layernorm.weight"):
+        return (values.float() + 1.0) * factor - 1.0
+    return values.float() * factor
 
 
 # ---- files beside the tensors
@@ -246,7 +294,7 @@ def read_files(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> dict[str
 def config_fields(config: Config, companions: Companions, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of config.json. Raises ConfigError where no family has the model."""
     kind = family_of(config.model, companions.kind)
-    fields = write_fields(kind, config.model)
+    fields = write_fields(kind, without_mup(config.model))
     ids = dict.fromkeys(_TOKEN_IDS) | dict(companions.ids)
     return fields | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
@@ -366,7 +414,7 @@ def write_model(
 
     All ranks call it. Raises CheckpointError on every rank; then the folder is as before.
     """
-    what, limit = f"writing {folder}", FILE_BYTES
+    what, limit, model = f"writing {folder}", FILE_BYTES, config.model
     beside, fields = decided_by_first(topology, lambda: _prepare(folder, config, companions, dtype))
     with together(topology, what):
         family = FAMILIES[fields["model_type"]]
@@ -381,7 +429,7 @@ def write_model(
         for number, part in enumerate(listed[topology.pipeline.rank]):
             if number % topology.data.size == topology.data.rank:
                 path = temporary / _file_name(before + number, total)
-                values = _each(whole, part.parameters, alive)
+                values = _each(whole, part.parameters, alive, model)
                 writes = path if topology.tensor.is_first else None
                 failures.append(_write_part(writes, part, matrices, values, dtype))
         with together(topology, what):
@@ -403,10 +451,14 @@ def write_model(
 
 
 def _each(
-    whole: Callable[[str], torch.Tensor | None], names: Iterable[str], alive: Alive
+    whole: Callable[[str], torch.Tensor | None],
+    names: Iterable[str],
+    alive: Alive,
+    model: ModelConfig,
 ) -> Iterator[torch.Tensor | None]:
     for name in names:
-        yield whole(name)
+        values = whole(name)
+        yield take_up(model, name, values) if values is not None and model.use_mup else values
         alive()
 
 

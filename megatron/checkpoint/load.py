@@ -31,7 +31,7 @@ from megatron.checkpoint.find import (
     open_checkpoint,
     required,
 )
-from megatron.checkpoint.settings import check_architecture
+from megatron.checkpoint.settings import check_architecture, check_optimizer
 from megatron.checkpoint.shards import (
     Shard,
     Stored,
@@ -45,7 +45,6 @@ from megatron.checkpoint.tensors import (
     MASTER,
     Shards,
     clear_padding,
-    engine_kinds,
     tensors_to_load,
     weights_to_load,
 )
@@ -54,6 +53,7 @@ from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer import unique_parameters
+from megatron.engine.optimizer_state import AVERAGE
 from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import sharding_of
@@ -108,20 +108,26 @@ def load(
     """
     settings = config.checkpoint
     optimizer = not (settings.no_load_optim or settings.finetune)
-    tensors = tensors_to_load(engine, optimizer)
-    kinds = engine_kinds(engine, optimizer)
+    averaged = False
 
     def attempt(checkpoint: Checkpoint) -> None:
+        nonlocal averaged
         where = str(checkpoint.folder)
         with together(topology, f"loading checkpoint {where}"):
             check_architecture(checkpoint.config, config, where)
+            if optimizer:
+                check_optimizer(checkpoint.config, config, where)
             if optimizer and not checkpoint.state["optimizer"]:
                 raise CheckpointError(
                     f"{where} was saved without the optimizer's state: use --no-load-optim or "
                     "--finetune"
                 )
+        averaged = optimizer and decided_by_first(
+            topology, partial(has_kind, checkpoint, AVERAGE), _Damage
+        )
         clear_padding(engine, optimizer)
-        _read(checkpoint, tensors, engine.chunks, kinds, topology, alive)
+        tensors = tensors_to_load(engine, optimizer, averaged)
+        _read(checkpoint, tensors, engine.chunks, topology, alive)
         if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
@@ -132,6 +138,15 @@ def load(
 
     loaded = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
     engine.update_working_weights()
+    if not averaged:
+        engine.start_average()
+    if averaged != (config.optimizer.ema_decay is not None):
+        note = (
+            f"the average of the weights in {loaded.folder} is dropped: --ema-decay continues it"
+            if averaged
+            else f"the average of the weights begins with the weights of {loaded.folder}"
+        )
+        loaded = replace(loaded, notes=(*loaded.notes, note))
     if settings.finetune:
         return replace(loaded, iteration=0, state={})
     return replace(loaded, optimizer=optimizer)
@@ -143,6 +158,7 @@ def load_weights(
     topology: Topology,
     tag: str | int | None = None,
     allow_older: bool = True,
+    kind: str = MASTER,
 ) -> LoadedState:
     """Load only the weights, into parameters of any dtype, without an Engine.
 
@@ -151,19 +167,35 @@ def load_weights(
     chunks       the model of this rank; each parameter carries a Sharding
     tag          an iteration or the name of a folder instead of the newest good checkpoint
     allow_older  if the newest is broken, take the one before; otherwise that is an error
+    kind         AVERAGE loads the average of the weights in their place
 
     All ranks of the topology call it. Raises CheckpointError as `load` does.
     """
     parameters = unique_parameters(chunks)
-    tensors = weights_to_load(parameters)
+    tensors = weights_to_load(parameters, kind)
 
     def attempt(checkpoint: Checkpoint) -> None:
+        decided_by_first(topology, partial(require_kind, checkpoint, kind))
         for p in parameters:
             if tuple(p.shape) != sharding_of(p).extent:
                 p.detach().zero_()
-        _read(checkpoint, tensors, chunks, (MASTER,), topology, nothing)
+        _read(checkpoint, tensors, chunks, topology, nothing)
 
     return _newest_that_loads(directory, topology, tag, None, attempt, allow_older)
+
+
+def has_kind(checkpoint: Checkpoint, kind: str) -> bool:
+    """Return whether a checkpoint has tensors of a kind. Raises CheckpointError."""
+    return any(name.partition(".")[0] == kind for name in read_index(checkpoint.manifest))
+
+
+def require_kind(checkpoint: Checkpoint, kind: str) -> None:
+    """Raise CheckpointError where a checkpoint lacks the weights of a kind, MASTER or AVERAGE."""
+    if kind == AVERAGE and not has_kind(checkpoint, kind):
+        raise CheckpointError(
+            f"{checkpoint.folder} has no average of the weights: it was saved without --ema-decay, "
+            "or without the optimizer's state. Use its weights, without --ema"
+        )
 
 
 def _newest_that_loads(
@@ -213,7 +245,6 @@ def _read(
     checkpoint: Checkpoint,
     tensors: Mapping[str, Shards],
     chunks: torch.nn.Module,
-    kinds: Iterable[str],
     topology: Topology,
     alive: Alive,
 ) -> None:
@@ -238,9 +269,9 @@ def _read(
             if there != shards.shape:
                 problems.append(f"{name} is {there} in the checkpoint and {shards.shape} here")
         if topology.world.is_first:
-            known = {f"{kind}.{name}" for kind in kinds for part in listed for name in part}
-            of_kinds = {name for name in names if name.partition(".")[0] in kinds}
-            if more := sorted(of_kinds - known):
+            known = {f"{MASTER}.{name}" for part in listed for name in part}
+            weights = {name for name in names if name.partition(".")[0] == MASTER}
+            if more := sorted(weights - known):
                 problems.append(f"it also has {named(more)}")
         if problems:
             raise CheckpointError(

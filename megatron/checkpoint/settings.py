@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from megatron.config.files import hugging_face_folder
 from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.option import options_of
 from megatron.config.pieces import Pieces
-from megatron.engine.optimizer_state import optimizer_state
+from megatron.engine.optimizer_state import optimizer_state, wants_whole
 from megatron.errors import CheckpointError
 from megatron.model.formulas import parameters_of
 
@@ -69,6 +70,15 @@ ARCHITECTURE = (
     "yarn_attention_factor",
     "embedding_scale",
     "apply_residual_connection_post_layernorm",
+    "use_mup",
+    "mup_base_hidden_size",
+    "mup_base_num_layers",
+    "mup_base_ffn_hidden_size",
+    "mup_base_head_dim",
+    "mup_base_num_attention_heads",
+    "mup_base_num_key_value_heads",
+    "mup_embedding_mult",
+    "mup_output_mult",
 )
 """Fields of config.model that determine which weights exist or what they mean."""
 
@@ -167,10 +177,30 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
         )
 
 
+def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
+    """Raise CheckpointError where the checkpoint is another optimizer's, of those of --optimizer."""
+    theirs, ours = stored.get("optimizer", {}).get("optimizer"), config.optimizer.optimizer
+    custom = config.pieces.optimizer is not None or stored.get("pieces", {}).get("optimizer")
+    if theirs is not None and theirs != ours and not custom:
+        raise CheckpointError(
+            f"{where} has the optimizer state of --optimizer {theirs}, with which {ours} cannot "
+            "continue: use --no-load-optim, which loads the weights and starts a new state"
+        )
+
+
 def checkpoint_bytes(config: Config) -> int:
     """Return the size of a checkpoint in bytes.
 
     It has 4 bytes for each weight and, with the optimizer, its state.
     """
-    state = 0 if config.checkpoint.no_save_optim else optimizer_state(config).bytes
-    return (4 + state) * parameters_of(config)
+    if config.checkpoint.no_save_optim:
+        return 4 * parameters_of(config)
+    state, wants = optimizer_state(config), wants_whole(config)
+    count = parameters_of(config)
+    whole = 0
+    if wants is not None:
+        from megatron.model.gpt import global_shapes
+
+        shapes = global_shapes(config)
+        whole = sum(math.prod(shape) for name, shape in shapes.items() if wants(name, shape))
+    return (4 + state.bytes) * count + (state.of(True).bytes - state.bytes) * whole

@@ -2,6 +2,7 @@
 
 master.NAME       fp32 weights
 exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer
+ema.NAME          the average of the weights, with the optimizer's state
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer import Fragment, Index, is_copy
+from megatron.engine.optimizer_state import AVERAGE
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
 
@@ -33,13 +35,9 @@ class Shards:
     pieces: Mapping[Index, torch.Tensor]
 
 
-def engine_kinds(engine: Engine, optimizer: bool) -> tuple[str, ...]:
-    """Return the kinds of tensors: the weights and, if wanted, the optimizer's state."""
-    return (MASTER, *(engine.moment_names if optimizer else ()))
-
-
-def _flat(fragment: Fragment, kind: str) -> torch.Tensor:
-    return fragment.master if kind == MASTER else fragment.moments[kind]
+def _flats(fragment: Fragment, optimizer: bool) -> dict[str, torch.Tensor]:
+    """Return a fragment's tensors by kind: the weights and, if wanted, the optimizer's state."""
+    return {MASTER: fragment.master, **(fragment.moments if optimizer else {})}
 
 
 def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict[str, Shards]:
@@ -57,9 +55,8 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict
             continue
         start, stop = f.numel * mine // copies, f.numel * (mine + 1) // copies
         part = Fragment(f.parameter, f.sharding, f.start + start, stop - start, f.master)
-        for kind in engine_kinds(engine, optimizer):
-            flat = _flat(f, kind).narrow(0, start, stop - start)
-            _add(out, kind, f.sharding, part.real(flat))
+        for kind, flat in _flats(f, optimizer).items():
+            _add(out, kind, f.sharding, part.real(flat.narrow(0, start, stop - start)))
     return out
 
 
@@ -75,15 +72,16 @@ def _add(
     out[name] = Shards(sharding.global_shape, {**known, **dict(pieces)})
 
 
-def tensors_to_load(engine: Engine, optimizer: bool) -> dict[str, Shards]:
-    """Return views of this rank's masters and moments, to be filled from a checkpoint.
+def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> dict[str, Shards]:
+    """Return views of this rank's masters, moments and average, to be filled from a checkpoint.
 
     Copies are included.
     """
     out: dict[str, Shards] = {}
     for f in engine.fragments():
-        for kind in engine_kinds(engine, optimizer):
-            _add(out, kind, f.sharding, f.real(_flat(f, kind)))
+        for kind, flat in _flats(f, optimizer).items():
+            if averaged or kind != AVERAGE:
+                _add(out, kind, f.sharding, f.real(flat))
     return out
 
 
@@ -91,19 +89,21 @@ def clear_padding(engine: Engine, optimizer: bool) -> None:
     """Zero the fragments of padded parameters: a checkpoint has no values for padding."""
     for f in engine.fragments():
         if tuple(f.parameter.shape) != f.sharding.extent:
-            for kind in engine_kinds(engine, optimizer):
-                _flat(f, kind).zero_()
+            for flat in _flats(f, optimizer).values():
+                flat.zero_()
 
 
-def weights_to_load(parameters: Iterable[torch.nn.Parameter]) -> dict[str, Shards]:
-    """Return views of the parameters themselves, without padding.
+def weights_to_load(
+    parameters: Iterable[torch.nn.Parameter], kind: str = MASTER
+) -> dict[str, Shards]:
+    """Return views of the parameters themselves, without padding, to be filled from a `kind`.
 
     It is for a model that has no engine.
     """
     out: dict[str, Shards] = {}
     for p in parameters:
         s = sharding_of(p)
-        _add(out, MASTER, s, [(s.offset, p.detach()[tuple(slice(0, n) for n in s.extent)])])
+        _add(out, kind, s, [(s.offset, p.detach()[tuple(slice(0, n) for n in s.extent)])])
     return out
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 from megatron.config.deepspeed_json import merge_deepspeed_json
 from megatron.config.option import options_of
 from megatron.config.parallel import layout_counts
+from megatron.config.phases import parse_batch_sizes
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.presets import give_preset
 from megatron.config.settings import (
@@ -268,19 +271,53 @@ def _tokenizer(s: Settings) -> None:
 
 def _model(s: Settings) -> None:
     v = s.values
-    if v["ffn_hidden_size"] is None and s.usable("hidden_size"):
-        if v["swiglu"] or v["geglu"]:
-            # Three matrices instead of two: 2/3 of the width keeps the number of parameters
-            # (Shazeer 2020, arXiv 2002.05202).
-            width = int(4 * v["hidden_size"] * 2 / 3 / 64) * 64
-            gate = "swiglu" if v["swiglu"] else "geglu"
-            s.derive("ffn_hidden_size", max(64, width), f"derived from hidden-size and {gate}")
-        else:
-            s.derive("ffn_hidden_size", 4 * v["hidden_size"], "derived from hidden-size")
+    gate = "swiglu" if v["swiglu"] else "geglu" if v["geglu"] else ""
+
+    def mlp_width(hidden: int) -> int:
+        # Three matrices instead of two: 2/3 of the width keeps the number of parameters
+        # (Shazeer 2020, arXiv 2002.05202).
+        return max(64, int(4 * hidden * 2 / 3 / 64) * 64) if gate else 4 * hidden
+
+    own_width = v["ffn_hidden_size"] is not None
+    if not own_width and s.usable("hidden_size"):
+        origin = f"derived from hidden-size{' and ' if gate else ''}{gate}"
+        s.derive("ffn_hidden_size", mlp_width(v["hidden_size"]), origin)
     if v["kv_channels"] is None and s.usable("hidden_size", "num_attention_heads"):
         width, remainder = divmod(v["hidden_size"], v["num_attention_heads"])
         if remainder == 0:
             s.derive("kv_channels", width, "derived from hidden-size and num-attention-heads")
+    sizes = "hidden_size", "num_layers", "ffn_hidden_size", "num_attention_heads", "kv_channels"
+    if v["use_mup"] and s.usable(*sizes):
+        _mup(s, None if own_width else mlp_width)
+
+
+def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:
+    """Derive the sizes of muP's base model, and the factors of attention and output scores."""
+    v = s.values
+
+    def derive(name: str, value: Any) -> None:
+        if s.is_unset(name):
+            s.derive(name, value, "derived from use-mup")
+
+    derive("mup_base_hidden_size", v["hidden_size"])
+    derive("mup_base_num_layers", v["num_layers"])
+    if not s.usable("mup_base_hidden_size"):
+        return
+    base, hidden, head = v["mup_base_hidden_size"], v["hidden_size"], v["kv_channels"]
+    width = max(1, round(v["ffn_hidden_size"] * base / hidden))
+    derive("mup_base_ffn_hidden_size", mlp_width(base) if mlp_width else width)
+    heads, rest = divmod(
+        v["num_attention_heads"] * head * base, hidden * (v["mup_base_head_dim"] or head)
+    )
+    if heads and not rest:
+        derive("mup_base_num_attention_heads", heads)
+    if s.usable("mup_base_num_attention_heads", "num_key_value_heads"):
+        heads = v["mup_base_num_attention_heads"]
+        groups = max(1, v["num_key_value_heads"] * heads // v["num_attention_heads"])
+        derive("mup_base_num_key_value_heads", math.gcd(heads, groups))
+    derive("mup_output_mult", base / hidden)
+    scale = math.sqrt(v["mup_base_head_dim"] or 1) / head ** v["mup_attn_scale_power"]
+    derive("softmax_scale", scale)
 
 
 def _parallel(s: Settings) -> None:
@@ -336,6 +373,10 @@ def _chunks(s: Settings) -> None:
 
 def _batch(s: Settings) -> None:
     v = s.values
+    if s.is_unset("global_batch_size") and s.usable("step_batch_size_schedule"):
+        with contextlib.suppress(ValueError):  # which is a problem of its own
+            size = parse_batch_sizes(v["step_batch_size_schedule"])[-1][1]
+            s.derive("global_batch_size", size, "derived from step-batch-size-schedule")
     if s.is_unset("global_batch_size") and s.usable("micro_batch_size", "data_parallel_size"):
         size = v["micro_batch_size"] * v["data_parallel_size"]
         s.derive("global_batch_size", size, "derived from micro-batch-size and data-parallel size")
@@ -352,6 +393,13 @@ def _batch(s: Settings) -> None:
 
 def _learning_rate(s: Settings) -> None:
     v = s.values
+    if v["lr_schedule"] is not None:
+        style = all_options()["lr_decay_style"]
+        if style.name in s.given and not s.origins[style.name].startswith("preset "):
+            both = f"--lr-schedule and {style.written(v[style.name])}"
+            s.problems.append(f"{both} contradict each other: choose one")
+        s.derive(style.name, style.default, "derived: --lr-schedule holds")
+        return
     if s.is_unset("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
         for unit in ("iters", "samples", "tokens"):
             if s.usable(f"train_{unit}"):

@@ -181,6 +181,9 @@ class CheckpointConfig:
         "training.",
         metavar="FOLDER",
     )
+    save_hf_ema: bool = option(
+        False, "Write the average of the weights (--ema-decay) with --save-hf, not the weights."
+    )
     load: str | None = option(
         None,
         "Folder to load the latest checkpoint from. hf:FOLDER: weights, model and, unless given, "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megatron.config.option import LEAST_NORMAL, MOST_LAYERS, MOST_POSITIONS, MOST_WIDTH, option
@@ -294,6 +295,70 @@ class ModelConfig:
         0.02, "Standard deviation of the initial weights.", above=0, at_most=100
     )
     init_method_xavier_uniform: bool = option(False, "Initialize weights with Xavier uniform.")
+    use_mup: bool = option(
+        False,
+        "Use muP: learning rates, epsilon and initial weights that were tuned for a small base "
+        "model fit this one. Give the sizes of the base model.",
+    )
+    mup_base_hidden_size: int = option(
+        None,
+        "muP: hidden size of the base model.",
+        at_least=1,
+        at_most=MOST_WIDTH,
+        derived="hidden-size",
+    )
+    mup_base_num_layers: int = option(
+        None,
+        "muP: transformer layers of the base model.",
+        at_least=1,
+        at_most=MOST_LAYERS,
+        derived="num-layers",
+    )
+    mup_base_ffn_hidden_size: int = option(
+        None,
+        "muP: hidden size of the base model's MLP.",
+        at_least=1,
+        at_most=16 * MOST_WIDTH,
+        derived="as ffn-hidden-size if that is derived, otherwise in proportion to hidden-size",
+    )
+    mup_base_head_dim: int | None = option(
+        None,
+        "muP: size of each attention head of the base model. Attention scores have the factor "
+        "sqrt(mup-base-head-dim) / kv-channels, or 1 / kv-channels without it.",
+        at_least=1,
+        at_most=MOST_WIDTH,
+    )
+    mup_base_num_attention_heads: int = option(
+        None,
+        "muP: attention heads of the base model.",
+        at_least=1,
+        at_most=MOST_WIDTH,
+        derived="from the size of all heads together, in proportion to hidden-size",
+    )
+    mup_base_num_key_value_heads: int = option(
+        None,
+        "muP: key and value heads of the base model.",
+        at_least=1,
+        at_most=MOST_WIDTH,
+        flags=("--mup-base-num-key-value-heads", "--mup-base-num-query-groups"),
+        derived="in proportion to the attention heads, at least 1",
+    )
+    mup_embedding_mult: float = option(
+        1.0, "muP: factor of the embeddings, tuned on the base model.", above=0, at_most=1e6
+    )
+    mup_output_mult: float = option(
+        None,
+        "muP: factor of the output scores.",
+        above=0,
+        at_most=1e6,
+        derived="mup-base-hidden-size / hidden-size",
+    )
+    mup_attn_scale_power: float = option(
+        1.0,
+        "muP: power of kv-channels in the factor of attention scores.",
+        at_least=0,
+        at_most=2,
+    )
 
     @property
     def activation(self) -> str:
@@ -326,6 +391,42 @@ class ModelConfig:
         if self.parallel_residual == "one_norm":
             return before[:1]
         return {"pre": before, "post": after, "both": before + after}[self.norm_position]
+
+    @property
+    def residual_scale(self) -> float:
+        """Return the factor of what attention and MLP add to the residual stream.
+
+        It is 1 / depth, relative to the base model of muP (Dey et al., arXiv 2505.01618, table 1,
+        alpha = 1), and 1 without muP.
+        """
+        return self.mup_base_num_layers / self.num_layers if self.use_mup else 1.0
+
+    @property
+    def key_value_scale(self) -> float:
+        """Return the factor of the initial weights of keys and values; 1 without muP.
+
+        Fewer of them than inputs, as in multi-query attention, have smaller weights: sqrt(outputs /
+        inputs) times those of a square matrix (Yang et al., arXiv 2310.17813, section 3). Otherwise
+        gradients through them would outgrow all others.
+        """
+        if not self.use_mup:
+            return 1.0
+        base = self.mup_base()
+        rows = self.num_key_value_heads * self.kv_channels
+        outputs = rows / (base.num_key_value_heads * base.kv_channels)
+        return math.sqrt(min(1.0, outputs * base.hidden_size / self.hidden_size))
+
+    def mup_base(self) -> ModelConfig:
+        """Return the base model of muP, with as many layers as this one."""
+        return replace(
+            self,
+            use_mup=False,
+            hidden_size=self.mup_base_hidden_size,
+            ffn_hidden_size=self.mup_base_ffn_hidden_size,
+            kv_channels=self.mup_base_head_dim or self.kv_channels,
+            num_attention_heads=self.mup_base_num_attention_heads,
+            num_key_value_heads=self.mup_base_num_key_value_heads,
+        )
 
     def window(self, layer: int) -> int | None:
         """Return how many keys before its own a query of a layer, from 0, sees; None: all."""

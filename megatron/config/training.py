@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.config.option import LEAST_NORMAL, MOST_BATCH, MOST_SAMPLES, MOST_TOKENS, option
 
@@ -11,6 +11,9 @@ from megatron.config.option import LEAST_NORMAL, MOST_BATCH, MOST_SAMPLES, MOST_
 # gradients up to 16.
 _MOST_SCALE = 2.0**60
 _IMPLEMENTATIONS = ("auto", "fused", "apex", "torch")
+_MOMENT: dict[str, Any] = dict(
+    choices=("fp32", "bf16"), value_names={"float32": "fp32", "bfloat16": "bf16"}
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class BatchConfig:
         at_most=MOST_SAMPLES,
         metavar="START INCREMENT SAMPLES",
     )
+    step_batch_size_schedule: str | None = option(
+        None,
+        "Global batch sizes from numbers of tokens on, such as '0:768 250B:1536 500B:3072'. The last "
+        "one is --global-batch-size.",
+        metavar="TOKENS:SAMPLES ...",
+    )
     train_iters: int | None = option(None, "Number of training iterations.", at_least=1)
     train_samples: int | None = option(
         None, "Number of training samples.", at_least=1, at_most=MOST_SAMPLES
@@ -61,9 +70,13 @@ class OptimizerConfig:
 
     optimizer: str = option(
         "adam",
-        "Optimizer. adam is AdamW (decoupled weight decay).",
-        choices=("adam", "sgd"),
-        value_names=dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam"),
+        "Optimizer. adam is AdamW (decoupled weight decay). muon orthogonalizes the updates of the "
+        "layers' matrices; other parameters have AdamW.",
+        choices=("adam", "sgd", "lion", "muon"),
+        value_names={
+            **dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam"),
+            "dist_muon": "muon",
+        },
         hint="use --optimizer adam",
     )
     lr: float = option(None, "Maximum learning rate.", above=0, at_most=1000)
@@ -115,6 +128,12 @@ class OptimizerConfig:
     lr_wsd_decay_samples: int | None = option(
         None, "Length of the final WSD decay in samples.", at_least=1, at_most=MOST_SAMPLES
     )
+    lr_schedule: str | None = option(
+        None,
+        "Learning rate by phases, instead of --lr-decay-style and its lengths: 'warmup 1000, "
+        "constant 80%, cosine'. See docs/training.md.",
+        metavar="PHASES",
+    )
     weight_decay: float = option(0.01, "Weight decay.", at_least=0, at_most=1000)
     start_weight_decay: float = option(
         None, "Initial weight decay.", at_least=0, at_most=1000, derived="weight-decay"
@@ -127,11 +146,106 @@ class OptimizerConfig:
         "How weight decay changes from its initial to its final value.",
         choices=("constant", "linear", "cosine"),
     )
+    weight_decay_schedule: str | None = option(
+        None,
+        "Weight decay by phases, from --weight-decay: 'constant 50%, linear to 0.01'.",
+        metavar="PHASES",
+    )
     clip_grad: float = option(1.0, "Maximum global gradient norm. 0: no clipping.", at_least=0)
+    clip_grad_by_kind: tuple[str, ...] | None = option(
+        None,
+        "Maximum norms of the gradients of some kinds of parameters: embedding (of tokens and "
+        "positions), output, hidden (matrices of layers), vector (norms and biases). These are "
+        "clipped first; --clip-grad holds for the norm of the result.",
+        metavar="KIND=NORM ...",
+    )
     adam_beta1: float = option(0.9, "Adam beta1.", at_least=0, below=1)
     adam_beta2: float = option(0.999, "Adam beta2.", at_least=0, below=1)
+    adam_beta1_schedule: str | None = option(
+        None, "Adam beta1 by phases, from --adam-beta1.", metavar="PHASES"
+    )
+    adam_beta2_schedule: str | None = option(
+        None,
+        "Adam beta2 by phases, from --adam-beta2: 'constant 1000, linear 5000 to 0.99'.",
+        metavar="PHASES",
+    )
     adam_eps: float = option(1e-8, "Adam epsilon.", at_least=LEAST_NORMAL, at_most=1)
+    exp_avg_dtype: str = option(
+        "fp32",
+        "Type of AdamW's first moment. bf16 saves 2 bytes per parameter; it is rounded "
+        "stochastically, and the update is computed in fp32.",
+        **_MOMENT,
+    )
+    exp_avg_sq_dtype: str = option("fp32", "The same for AdamW's second moment.", **_MOMENT)
     sgd_momentum: float = option(0.9, "SGD momentum.", at_least=0, below=1)
+    ema_decay: float | None = option(
+        None,
+        "Keep an exponential moving average of the weights with this decay, as an fp32 tensor "
+        "beside the optimizer's state. It is saved and loaded with that. Unset: off.",
+        at_least=0,
+        below=1,
+    )
+    ema_warmup: bool = option(
+        False, "Use the decay min(--ema-decay, (1 + n) / (10 + n)) after n steps."
+    )
+    ema_interval: int = option(
+        1, "Number of steps between updates of the average of the weights.", at_least=1
+    )
+    lion_beta1: float = option(0.95, "Share of the momentum in Lion's update.", at_least=0, below=1)
+    lion_beta2: float = option(0.98, "Decay of Lion's momentum.", at_least=0, below=1)
+    muon_momentum: float = option(0.9, "Muon momentum.", at_least=0, below=1)
+    muon_nesterov: bool = option(
+        False,
+        "Nesterov momentum in Muon.",
+        flags=("--muon-nesterov", "--muon-use-nesterov"),
+    )
+    muon_split_qkv: bool = option(
+        True,
+        "Orthogonalize the fused query, key and value matrix as three matrices.",
+        flags=(),
+        off_flags=("--muon-no-split-qkv",),
+    )
+    muon_scale_mode: str = option(
+        "spectral",
+        "Factor of Muon's update of a matrix [out, in]. spectral: sqrt(max(out, in)). "
+        "shape_scaling: sqrt(max(1, out/in)). unit_rms_norm: sqrt(out/in).",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = option(
+        1.0,
+        "Further factor of Muon's update. With spectral, 0.2 gives it the size of Adam's.",
+        above=0,
+        at_most=1000,
+    )
+    muon_num_ns_steps: int = option(
+        5, "Number of Muon's Newton-Schulz steps.", at_least=1, at_most=100
+    )
+    muon_coefficient_type: str = option(
+        "quintic",
+        "Coefficients of the Newton-Schulz steps. simple: the same in all. quintic: of 5 steps, "
+        "repeated. polar_express: of 8 steps, the last repeated.",
+        choices=("simple", "quintic", "polar_express"),
+    )
+    muon_fp32_matmul_prec: str = option(
+        "medium",
+        "Precision of the Newton-Schulz products and of messages of updates. medium: bf16. high: "
+        "fp32.",
+        choices=("medium", "high"),
+    )
+    qk_clip: bool = option(
+        False,
+        "After a step, scale down the query and key weights of heads whose largest attention logit "
+        "was above --qk-clip-threshold.",
+    )
+    qk_clip_alpha: float = option(
+        0.5,
+        "Share of the queries in QK-clip: eta^alpha, and eta^(1-alpha) for keys.",
+        above=0,
+        below=1,
+    )
+    qk_clip_threshold: float = option(
+        100.0, "Largest attention logit without QK-clip.", above=0, at_most=1e9
+    )
 
 
 @dataclass(frozen=True)
@@ -310,6 +424,9 @@ class TrainingConfig:
         value_names={"-1": 0},
         hint="below 1 there is no evaluation, as in Megatron; to use all validation data, give its "
         "number of global batches",
+    )
+    eval_ema: bool = option(
+        False, "Also measure the loss of the average of the weights at each evaluation."
     )
     eval_tasks: tuple[str, ...] | None = option(
         None,

@@ -6,13 +6,14 @@ All problems are collected; no check needs a process group or a file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.config.duration import duration_s
 from megatron.config.files import hugging_face_folder, named_corpus
 from megatron.config.parallel import layout_counts
+from megatron.config.phases import PHASED, norm_limits, parse_batch_sizes, parse_phases
 from megatron.config.settings import Settings, all_options
 
 Values = dict[str, Any]
@@ -32,6 +33,10 @@ EXCLUSIVE = (
     ("data_path", "data_file_list", "mock_data", "valid_data_path"),
     ("data_path", "data_file_list", "mock_data", "test_data_path"),
     ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
+    ("rampup_batch_size", "step_batch_size_schedule"),
+    *(("lr_schedule", f"lr_warmup_{unit}") for unit in ("iters", "samples", "tokens", "fraction")),
+    *(("lr_schedule", f"lr_decay_{unit}") for unit in ("iters", "samples", "tokens")),
+    *(("lr_schedule", f"lr_wsd_decay_{unit}") for unit in ("iters", "samples")),
 )
 # Settings of which the first must not be greater than the second.
 ASCENDING = (
@@ -40,17 +45,37 @@ ASCENDING = (
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
+_MUON = (
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_split_qkv",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+    "muon_num_ns_steps",
+    "muon_coefficient_type",
+    "muon_fp32_matmul_prec",
+)
 # A setting that must be given (None) or have this value, and the settings that need it when they
 # do not have their default value.
 NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("save_hf", None, ("save_hf_ema",)),
     ("save", None, ("save_interval_minutes", "async_save", "keep_last", "requeue")),
     ("load", None, ("finetune", "reset_iteration", "load_tag")),
     ("load", None, ("use_checkpoint_args", "exit_on_missing_checkpoint")),
     ("keep_last", None, ("keep_every",)),
     ("bf16", True, ("main_grads_dtype",)),
     ("recompute_granularity", "full", ("recompute_method",)),
-    ("optimizer", "adam", ("optimizer_implementation",)),
+    ("optimizer", "adam", ("optimizer_implementation", "exp_avg_dtype", "exp_avg_sq_dtype")),
+    ("optimizer", "adam", ("adam_beta1_schedule", "adam_beta2_schedule")),
+    ("ema_decay", None, ("ema_warmup", "ema_interval", "eval_ema", "save_hf_ema")),
+    ("optimizer", "lion", ("lion_beta1", "lion_beta2")),
+    ("optimizer", "muon", _MUON),
+    ("qk_clip", True, ("qk_clip_alpha", "qk_clip_threshold")),
     ("qk_layernorm", True, ("qk_layernorm_over",)),
+    ("use_mup", True, ("mup_base_hidden_size", "mup_base_num_layers", "mup_base_ffn_hidden_size")),
+    ("use_mup", True, ("mup_base_num_attention_heads", "mup_base_num_key_value_heads")),
+    ("use_mup", True, ("mup_base_head_dim",)),
+    ("use_mup", True, ("mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power")),
     ("position_embedding_type", "rope", ("rotary_interleaved", "rope_scaling")),
     ("rope_scaling", None, ("rope_scaling_factor", "rope_original_positions")),
     ("rope_scaling", "llama3", ("rope_low_freq_factor", "rope_high_freq_factor")),
@@ -247,6 +272,35 @@ def _layers_without_window(v: Values) -> Iterator[str]:
         yield f"{written} is not one number, nor a list of {layers} entries 0 or 1: one for a layer"
 
 
+@check("use_mup", "num_attention_heads", "kv_channels", "mup_base_hidden_size")
+def _mup(v: Values) -> Iterator[str]:
+    if v["use_mup"] and v["mup_base_num_attention_heads"] is None:
+        head = v["mup_base_head_dim"] or v["kv_channels"]
+        yield (
+            f"--mup-base-num-attention-heads is missing: {v['num_attention_heads']} heads of "
+            f"{v['kv_channels']}, in proportion to --mup-base-hidden-size "
+            f"{v['mup_base_hidden_size']}, are not a whole number of heads of {head}. Give it, or "
+            "--mup-base-head-dim"
+        )
+
+
+@check("mup_base_num_attention_heads", "mup_base_num_key_value_heads", "num_attention_heads")
+def _mup_groups(v: Values) -> Iterator[str]:
+    heads, groups = v["num_attention_heads"], v["num_key_value_heads"]
+    base_heads, base_groups = v["mup_base_num_attention_heads"], v["mup_base_num_key_value_heads"]
+    if base_heads % base_groups:
+        yield (
+            f"--mup-base-num-attention-heads {base_heads} is not a multiple of "
+            f"--mup-base-num-key-value-heads {base_groups}"
+        )
+    elif v["optimizer"] == "sgd" and heads * base_groups != groups * base_heads:
+        yield (
+            f"--optimizer sgd and --use-mup with {heads} heads in {groups} groups, and {base_heads} "
+            f"in {base_groups} in the base model: queries would need another learning rate than "
+            "keys and values of the same matrix. Use Adam, or as many heads in each group"
+        )
+
+
 # ---- parallelism
 
 
@@ -401,13 +455,33 @@ def _rampup(v: Values) -> Iterator[str]:
         )
     if v["micro_batch_size"] is None or v["data_parallel_size"] is None:
         return
+    sizes = (("start", start), ("increment", increment))
+    yield from _not_whole(v, "--rampup-batch-size", sizes)
+
+
+def _not_whole(v: Values, flag: str, sizes: Iterable[tuple[str, int]]) -> Iterator[str]:
     step = v["micro_batch_size"] * v["data_parallel_size"]
-    for what, value in (("start", start), ("increment", increment)):
+    for what, value in sizes:
         if value % step:
             yield (
-                f"--rampup-batch-size: its {what} {value} is not a multiple of --micro-batch-size "
-                f"x data-parallel size = {step}: use {nearest_multiples(value, step)}"
+                f"{flag}: its {what} {value} is not a multiple of --micro-batch-size x "
+                f"data-parallel size = {step}: use {nearest_multiples(value, step)}"
             )
+
+
+@check("step_batch_size_schedule", "global_batch_size", "micro_batch_size", "data_parallel_size")
+def _batch_steps(v: Values) -> Iterator[str]:
+    try:
+        sizes = parse_batch_sizes(v["step_batch_size_schedule"])
+    except ValueError as error:
+        yield f"--step-batch-size-schedule: {error}"
+        return
+    if sizes[-1][1] != v["global_batch_size"]:
+        yield (
+            f"--global-batch-size {v['global_batch_size']} is not the last size of "
+            f"--step-batch-size-schedule, {sizes[-1][1]}: leave it out"
+        )
+    yield from _not_whole(v, "--step-batch-size-schedule", (("size", size) for _, size in sizes))
 
 
 # ---- optimizer and learning rate
@@ -460,6 +534,64 @@ def _weight_decay(v: Values) -> Iterator[str]:
         yield (
             f"--start-weight-decay {start:g} and --end-weight-decay {end:g} need "
             "--weight-decay-incr-style linear or cosine; with constant only --weight-decay counts"
+        )
+    if style != "constant" and v["weight_decay_schedule"] is not None:
+        yield (
+            f"--weight-decay-incr-style {style} and --weight-decay-schedule contradict each other: "
+            "choose one"
+        )
+
+
+@check()
+def _phases(v: Values) -> Iterator[str]:
+    for name in PHASED:
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            phases = [] if v[name] is None else parse_phases(v[name])
+        except ValueError as error:
+            yield f"{flag}: {error}"
+            continue
+        for phase in phases if name != "lr_schedule" else ():
+            ends = [value for which, value in phase.numbers.items() if which in ("from", "to")]
+            if phase.shape == "power":
+                yield f"{flag}: the shape power is for --lr-schedule"
+            elif phase.shape not in ("constant", "warmup") and "to" not in phase.numbers:
+                yield f"{flag}: '{phase.shape}' needs the value at its end: add 'to VALUE'"
+            if name.startswith("adam_beta") and any(value >= 1 for value in ends):
+                yield f"{flag}: {max(ends):g} must be less than 1"
+
+
+@check("clip_grad_by_kind")
+def _norm_limits(v: Values) -> Iterator[str]:
+    try:
+        norm_limits(v["clip_grad_by_kind"])
+    except ValueError as error:
+        yield f"--clip-grad-by-kind: {error}"
+
+
+@check("muon_coefficient_type", "muon_num_ns_steps")
+def _newton_schulz(v: Values) -> Iterator[str]:
+    kind, steps = v["muon_coefficient_type"], v["muon_num_ns_steps"]
+    if v["optimizer"] != "muon":
+        return
+    if kind == "quintic" and steps % 5:
+        yield (
+            f"--muon-num-ns-steps {steps} is not a multiple of the 5 steps of "
+            f"--muon-coefficient-type quintic: use {nearest_multiples(steps, 5)}, or simple"
+        )
+    if kind == "polar_express" and steps < 8:
+        yield (
+            f"--muon-num-ns-steps {steps} is less than the 8 steps of --muon-coefficient-type "
+            "polar_express, which does not converge in fewer: use 8, or quintic"
+        )
+
+
+@check("qk_clip", "qk_layernorm")
+def _qk_clip(v: Values) -> Iterator[str]:
+    if v["qk_clip"] and v["qk_layernorm"]:
+        yield (
+            "--qk-clip scales the weights of queries and keys, which --qk-layernorm makes without "
+            "effect: use one of them"
         )
 
 

@@ -25,7 +25,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -40,6 +40,7 @@ from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import FusedAdamW, scale_and_norm_
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.environment import changed
+from megatron.parallel.sharding import kind_of, sharding_of
 from megatron.parallel.topology import Group, Topology
 
 if TYPE_CHECKING:
@@ -118,6 +119,8 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         "check_grad_overflow": "off: the norm shows an overflow, without another pass over the "
         "gradients",
         "scaled_global_norm": "returns our norm",
+        "_optimizer_step": "waits for the last group where the optimizer takes parameters whole: "
+        "it updates all groups at once",
         "_update_model_bit16_weights": "does nothing: the parameters are views of the flat "
         "weights, and remain so",
         "unscale_and_clip_grads": "does nothing where the update reads the factor of the gradients "
@@ -399,6 +402,8 @@ class ZeroStep:
     inner      the optimizer that DeepSpeed's optimizer calls on its master weights
     partition  the ranks that share the optimizer
     kernels    whether our kernel may compute the norm, where it is loaded
+    limits     largest norm of the gradients of a kind of parameters (kind_of), by kind. These are
+               clipped first, and the limit of the global norm holds for the result
 
     buckets    one for each parameter group, in their order
     masters    this rank's part of the fp32 weights of each bucket  # [n / ranks]
@@ -414,6 +419,7 @@ class ZeroStep:
         dtype: torch.dtype,
         partition: Group,
         kernels: bool,
+        limits: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         version = importlib.import_module("deepspeed").__version__
         _check_object(engine, version)
@@ -446,17 +452,33 @@ class ZeroStep:
             for group, gradients, w in zip(groups, sums, weights, strict=True)
         ]
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        self._kept: list[torch.Tensor | None] = []
         if dtype == torch.float32:
             self._share_masters(version)
         if self._bf16:
             self._prepare_bf16()
         else:
             self._prepare_others()
-        # This rank's gradients: those that count in the norm, and those that another rank counts.
-        copies = [p for p in self._parameters if is_copy(p, topology)]
-        counted = [p for p in self._parameters if not is_copy(p, topology)]
-        self._counted = owned_gradients(self.buckets, counted)
-        self._copies = owned_gradients(self.buckets, copies)
+
+        # This rank's gradients, first those of kinds without a limit: those that count in the norm,
+        # and those that another rank counts.
+        def limited(p: torch.nn.Parameter) -> str | None:
+            kind = kind_of(sharding_of(p).name, sharding_of(p).global_shape)
+            return kind if kind in limits else None
+
+        self._parts = []
+        for kind in (None, *limits):
+            some = [p for p in self._parameters if limited(p) == kind]
+            copies = {p for p in some if is_copy(p, topology)}
+            counted = [p for p in some if p not in copies]
+            self._parts.append(
+                (owned_gradients(self.buckets, counted), owned_gradients(self.buckets, copies))
+            )
+        self._limits = (
+            torch.tensor([math.inf, *limits.values()], device=topology.device).double()
+            if limits
+            else None
+        )
 
     def _share_masters(self, version: str) -> None:
         """Use this rank's part of the fp32 weights as the master weights, without a copy."""
@@ -489,6 +511,22 @@ class ZeroStep:
         outer.loss_scaler = SimpleNamespace(cur_scale=1.0, dynamic=False, update_scale=_nothing)
         if self._on_device:
             outer.unscale_and_clip_grads = _nothing
+        if any(group.get("whole") for group in self._inner.param_groups):
+            outer._optimizer_step = self._step_together
+
+    def _step_together(self, number: int) -> None:
+        """Keep the gradients of a group; update all groups with the last."""
+        self._kept.append(self.masters[number].grad)
+        if len(self._kept) < len(self.masters):
+            return
+        for master, gradient in zip(self.masters, self._kept, strict=True):
+            master.grad = gradient
+        self._kept.clear()
+        self._inner.step()
+        for bucket, master in zip(self.buckets, self.masters, strict=True):
+            master.grad = None
+            if master.dtype != bucket.weights.dtype:
+                bucket.own_weights.copy_(master.detach())
 
     def step(self, loss_scale: float) -> torch.Tensor:
         """Take one step with the reduced gradients, which contain `loss_scale`.
@@ -511,17 +549,20 @@ class ZeroStep:
         if self._bf16:
             # each rank's sum is rounded as in DeepSpeed: runs continue bit for bit
             squares = squares.sqrt().square()
-        self._norm = all_reduce(squares, self._topology.model).sqrt()
+        squares = all_reduce(squares, self._topology.model)
+        norm = self._norm = squares.sum().sqrt() if self._limits is not None else squares.sqrt()
+        if self._limits is not None:
+            self._norm = self._clip_kinds(squares.double().sqrt(), self._limits, loss_scale)
         if self._on_device:
             self._set_factor(loss_scale)
-        elif not torch.isfinite(self._norm):
-            return self._norm
+        elif not torch.isfinite(norm):
+            return norm
         ours: dict[str, Any] = {"all_gather_dp_groups": _nothing}
         if self._bf16:
             ours["get_global_norm_of_tensors"] = self._norm_for_deepspeed
         with patch.multiple(self._module, **ours):
             self._engine.step()
-        return self._norm
+        return norm
 
     def not_taken(self) -> None:
         """Remove the last step, which was skipped, from the bias correction.
@@ -538,17 +579,30 @@ class ZeroStep:
                 bucket.own_weights.copy_(master)
 
     def _sum_of_squares(self) -> torch.Tensor:
-        """Return the sum of squares of this replica group's gradients; a scalar.
+        """Return the sum of squares of this replica group's gradients, for each of `_parts`.
 
         A parameter that several model-parallel ranks hold counts on one of them. A bad value in
         another's copy must not go unnoticed, or the copies would differ from then on: 0 times their
         squares is 0, or NaN where anything is not finite.
         """
-        zero = torch.zeros((), device=self._topology.device)
-        total = self._squares(self._counted) if self._counted else zero
-        if self._copies:
-            total = total + 0.0 * self._squares(self._copies)
+        zero, totals = torch.zeros((), device=self._topology.device), []
+        for counted, copies in self._parts:
+            total = self._squares(counted) if counted else zero
+            if copies:
+                total = total + 0.0 * self._squares(copies)
+            totals.append(total)
+        total = torch.stack(totals) if len(totals) > 1 else totals[0]
         return all_reduce(total, self._topology.data) if self.buckets[0].ranks > 1 else total
+
+    def _clip_kinds(
+        self, norms: torch.Tensor, limits: torch.Tensor, loss_scale: float
+    ) -> torch.Tensor:
+        """Clip the gradients of each of `_parts` by its own norm; return the norm of the result."""
+        factors = (limits / (norms / loss_scale + 1e-6)).clamp(max=1.0)
+        for factor, (counted, copies) in zip(factors[1:].float(), self._parts[1:], strict=True):
+            if counted or copies:
+                torch._foreach_mul_([*counted, *copies], factor)
+        return (norms * factors).square().sum().sqrt().float()
 
     def _gradients_to_clip(self, for_clipping: bool = False) -> Any:
         """Return the gradients for DeepSpeed's bf16 clipping; none for its norm."""

@@ -9,12 +9,15 @@ each pipeline stage by the number of micro-batches.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.config.phases import norm_limits
 from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_internals import (
     ModelParallelUnit,
@@ -24,7 +27,7 @@ from megatron.engine.deepspeed_internals import (
     import_deepspeed,
     start_engine,
 )
-from megatron.engine.gradients import Gradients, Terms, WeightGather, WholeParameters
+from megatron.engine.gradients import Gradients, Terms, WeightGather
 from megatron.engine.optimizer import (
     Fragment,
     build_optimizer,
@@ -32,11 +35,22 @@ from megatron.engine.optimizer import (
     create_state,
     get_step,
     is_copy,
+    mup_scales,
     parameter_groups,
     set_step,
     unique_parameters,
 )
-from megatron.engine.optimizer_state import bucket_elements, optimizer_state
+from megatron.engine.optimizer_state import (
+    AVERAGE,
+    StepValues,
+    bucket_elements,
+    has_16_bit_moments,
+    optimizer_state,
+    wants_whole,
+)
+from megatron.engine.qk_clip import Part, QKClip
+from megatron.engine.whole import WholeParameters
+from megatron.errors import ConfigError
 from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.processes import release_free_memory
@@ -159,7 +173,6 @@ class Engine:
 
     Attributes for checkpoints:
 
-    moment_names          names of the optimizer's state tensors, as in every fragment's `moments`
     data_parallel_copies  data-parallel ranks that hold the same fragments: 1 where ZeRO partitions
                           them
 
@@ -172,7 +185,6 @@ class Engine:
         self.skipped_steps = 0
         self._dtype = getattr(torch, config.precision.dtype_name)
         state, stage = optimizer_state(config), config.engine.zero_stage
-        self.moment_names = state.tensors
         self.data_parallel_copies = 1 if stage == 1 else topology.data.size
         self._logging = config.logging
 
@@ -183,11 +195,16 @@ class Engine:
             )
         mpu = ModelParallelUnit(topology, stage)
         limit = math.inf
-        if topology.data.size > 1:
+        if topology.data.size > 1 or has_16_bit_moments(config):  # which are widened by bucket
             limit = bucket_elements(config.engine.zero_reduce_bucket_size, topology.data.size)
         own = config.pieces.optimizer
-        whole = getattr(own, "whole", None)
-        groups = parameter_groups(parameters, config.optimizer.weight_decay, limit, whole)
+        groups = parameter_groups(
+            parameters,
+            config.optimizer.weight_decay,
+            limit,
+            wants_whole(config),
+            mup_scales(config),
+        )
         ensure_process_group(topology.device)
         check_groups(groups, topology)
 
@@ -220,17 +237,23 @@ class Engine:
             self._dtype,
             mpu.partition,
             kernels=config.kernels.optimizer_implementation != "torch",
+            limits=norm_limits(config.optimizer.clip_grad_by_kind),
         )
-        for group, bucket in zip(self._basic.param_groups, self._zero.buckets, strict=True):
-            group["whole"] = WholeParameters(bucket, topology) if group.get("whole") else None
+        wanted = [bool(group.get("whole")) for group in self._basic.param_groups]
+        of_wholes = [b for b, whole in zip(self._zero.buckets, wanted, strict=True) if whole]
+        wholes = WholeParameters(of_wholes, topology) if of_wholes else None
+        for group, whole in zip(self._basic.param_groups, wanted, strict=True):
+            group["whole"] = wholes if whole else None
         self._connect(config, parameters)
         owned = [
-            (p, first, place.stop - place.start, place, bucket, master)
-            for bucket, master in zip(self._zero.buckets, self._zero.masters, strict=True)
+            (p, first, place.stop - place.start, place, bucket, master, whole)
+            for bucket, master, whole in zip(
+                self._zero.buckets, self._zero.masters, wanted, strict=True
+            )
             for p, first, place in bucket.owned()
         ]
-        self._own_gradients = {p: bucket.own_gradients[place] for p, *_, place, bucket, _ in owned}
-        for p, first, count, place, _, master in owned:
+        self._own_gradients = {p: b.own_gradients[place] for p, *_, place, b, _, _ in owned}
+        for p, first, count, place, _, master, _ in owned:
             if p in exact:
                 master.detach()[place].copy_(exact.pop(p).view(-1)[first : first + count])
         exact.clear()
@@ -239,7 +262,7 @@ class Engine:
         create_state(self._basic, state)
         self._scale = LossScale(config.precision)
         # a step whose results have not been read yet
-        self._under_way: tuple[float, _HostCopy] | None = None
+        self._under_way: tuple[float, float, _HostCopy] | None = None
         self._result: StepResult | None = None
         self._fragments = [
             Fragment(
@@ -248,10 +271,29 @@ class Engine:
                 first,
                 count,
                 master.detach()[place],
-                {name: self._basic.state[master][name][place] for name in self.moment_names},
+                {name: self._basic.state[master][name][place] for name in state.of(whole).tensors},
             )
-            for p, first, count, place, _, master in owned
+            for p, first, count, place, _, master, whole in owned
         ]
+        self._masters = [master.detach() for master in self._zero.masters]
+        self._averages = [
+            self._basic.state[master][AVERAGE]
+            for master in self._zero.masters
+            if AVERAGE in state.tensors
+        ]
+        self.start_average()
+        self._qk_clip: QKClip | None = None
+        if config.optimizer.qk_clip:
+            if config.pieces.layer is not None:
+                raise ConfigError(
+                    "--qk-clip scales the weights of the built-in layer: remove it, or train "
+                    "without a layer of your own"
+                )
+            parts = [
+                Part(p, first, master.detach()[place], bucket.own_weights[place])
+                for p, first, _, place, bucket, master, _ in owned
+            ]
+            self._qk_clip = QKClip(config.optimizer, topology, chunks, parts)
 
     def _connect(self, config: Config, parameters: list[torch.nn.Parameter]) -> None:
         """Connect the parameters, in the order of the model, with the buckets of the optimizer."""
@@ -302,17 +344,16 @@ class Engine:
         """
         return self._gradients.of(p)
 
-    def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
+    def step(self, lr: float, **more: Any) -> StepResult:
         """Reduce and clip the gradients, update the weights and clear the gradients.
 
-        Gradients that were put into `.grad` by hand count as well. A gradient that is not finite on
-        any rank skips the step on all. `weight_decay`, if given, holds for the decaying parameters
-        from now on.
+        `lr` and `more` are StepValues. Gradients that were put into `.grad` by hand count as well.
+        A gradient that is not finite on any rank skips the step on all.
         """
-        self.start_step(lr, weight_decay)
+        self.start_step(StepValues(lr, **more))
         return self.finish_step()
 
-    def start_step(self, lr: float, weight_decay: float | None = None) -> None:
+    def start_step(self, values: StepValues) -> None:
         """Start a step without waiting for its result: the device decides whether the step counts.
 
         The next passes may follow at once; `finish_step` returns the result at any time before the
@@ -320,20 +361,31 @@ class Engine:
         depends on it.
         """
         self._settle()
-        for group in self._basic.param_groups:
-            group["lr"] = lr
-            if weight_decay is not None and group["decays"]:
-                group["weight_decay"] = weight_decay
+        groups = self._basic.param_groups
+        if values.betas is not None and not any("betas" in group for group in groups):
+            raise ConfigError(
+                f"{type(self._basic).__name__} has no betas in its groups: leave "
+                "--adam-beta1-schedule and --adam-beta2-schedule out"
+            )
+        for group in groups:
+            group["lr"] = values.lr * group["lr_scale"]
+            if values.weight_decay is not None and group["decays"]:
+                group["weight_decay"] = values.weight_decay / group["lr_scale"]
+            if values.betas is not None and "betas" in group:
+                group["betas"] = values.betas
         scale = self._scale.scale
         self._gradients.collect()
         self._gradients.reduce()
         self._weights.wait()  # of the previous step: some may not have been waited for
         zeros = [self._count_zeros()] if self._logging.log_num_zeros_in_grad else []
         norm = self._zero.step(scale)
+        if self._qk_clip is not None:
+            self._qk_clip.apply(norm.isfinite())
         self._gradients.renew()
         self._weights.start()
         squares = [self._params_squares()] if self._logging.log_params_norm else []
-        self._under_way = scale, _HostCopy(torch.stack([(norm / scale).double(), *zeros, *squares]))
+        figures = torch.stack([(norm / scale).double(), *zeros, *squares])
+        self._under_way = scale, values.new_in_average, _HostCopy(figures)
         if not self._gradients.counted:
             self._settle()
 
@@ -347,13 +399,15 @@ class Engine:
         """Read the results of the last step and count it, if that has not been done yet."""
         if self._under_way is None:
             return
-        (scale, figures), self._under_way = self._under_way, None
+        (scale, new, figures), self._under_way = self._under_way, None
         norm, *others = figures.read()
         skipped = not math.isfinite(norm)
         if skipped:
             self._zero.not_taken()
         else:
             self._gradients.counts()
+            if new and self._averages:
+                torch._foreach_lerp_(self._averages, self._masters, new)
         self._scale.update(skipped)
         self.skipped_steps += skipped
         zeros = others.pop(0) if self._logging.log_num_zeros_in_grad else None
@@ -396,6 +450,36 @@ class Engine:
         first, self._gradients.first = self._gradients.first, None
         check_copies(unique_parameters(self.chunks), self.topology, when, first)
 
+    # -- the average of the weights ----------------------------------------------------------------
+
+    def start_average(self) -> None:
+        """Let the average of the weights, if there is one, begin with the weights as they are."""
+        if self._averages:
+            torch._foreach_copy_(self._averages, self._masters)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Let forward passes use the average of the weights.
+
+        Afterwards the weights are what they were, to the bit: a rank keeps a copy of its part. All
+        data-parallel ranks enter and leave it together. It is not left by an exception, after which
+        the weights are undefined: to restore them takes messages of all ranks.
+        """
+        self._settle()
+        self._weights.wait()
+        weights = [bucket.own_weights for bucket in self._zero.buckets]
+        kept = [part.clone() for part in weights]
+        self._use(weights, self._averages)
+        yield
+        self._use(weights, kept)
+
+    @torch.no_grad()
+    def _use(self, weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Put values into this rank's part of the weights, and send it to the other ranks."""
+        self._weights.wait()
+        torch._foreach_copy_(weights, values)
+        self._weights.start()
+
     # -- figures -----------------------------------------------------------------------------------
 
     def _over_model(self, terms: list[torch.Tensor]) -> torch.Tensor:
@@ -431,6 +515,7 @@ class Engine:
 
         They are views through which the state can be written.
         """
+        self._settle()
         self._weights.wait()  # in fp32 the master weights are part of what is being sent
         return self._fragments
 

@@ -10,7 +10,7 @@ alone, each of which has 1/(data-parallel size) of the elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,8 +23,6 @@ from megatron.errors import ConfigError
 from megatron.parallel.collectives import (
     all_reduce,
     all_reduce_async,
-    gather_first,
-    reduce_scatter_first,
     reduce_scatter_into_async,
     start,
 )
@@ -509,61 +507,3 @@ class WeightGather:
             for bucket in buckets:
                 for work in self._works.pop(bucket, ()):
                     work.wait()
-
-
-Change = Callable[[str, torch.Tensor], torch.Tensor]
-
-
-class WholeParameters:
-    """Key "whole" of a parameter group.
-
-    Every rank calls it as whole(flat, change), in the same order. It gathers `flat` [n], which has
-    the layout of this rank's weights of the group, over the data-parallel and tensor-parallel
-    ranks; calls change(name, tensor) with the values of each parameter in its global shape, on one
-    data-parallel rank and all tensor-parallel ranks; and returns this rank's part of the results,
-    [n]. Parameters are spread over the data-parallel ranks so that each computes about as many
-    elements.
-    """
-
-    def __init__(self, bucket: Bucket, topology: Topology) -> None:
-        self._bucket, self._topology = bucket, topology
-        for s in map(sharding_of, bucket.parameters):
-            if s.copies > 1:
-                raise ConfigError(
-                    f"{s.name} is needed whole by the optimizer, but its key and value heads are "
-                    f"each on {s.copies} tensor-parallel ranks: use at most "
-                    f"--tensor-model-parallel-size {topology.tensor.size // s.copies}"
-                )
-        by_size = sorted(bucket.parameters, key=torch.numel, reverse=True)
-        self._mine = by_size[bucket.rank :: bucket.ranks]
-
-    @torch.no_grad()
-    def __call__(self, flat: torch.Tensor, change: Change) -> torch.Tensor:
-        bucket, data = self._bucket, self._topology.data
-        line = gather_first(flat, data) if bucket.ranks > 1 else flat
-        changed = torch.zeros_like(line)
-        for p in self._mine:
-            place = slice(bucket.starts[p], bucket.starts[p] + p.numel())
-            changed[place].view(p.shape).copy_(self._change(p, line[place].view(p.shape), change))
-        return reduce_scatter_first(changed, data) if bucket.ranks > 1 else changed
-
-    def _change(self, p: torch.nn.Parameter, local: torch.Tensor, change: Change) -> torch.Tensor:
-        """Return the local shard, with padding, of the result of `change` on a whole parameter."""
-        tensor, sharding = self._topology.tensor, sharding_of(p)
-        dim, real = sharding.dim, tuple(slice(0, n) for n in sharding.extent)
-        if dim is None or tensor.size == 1:
-            whole = local[real]
-        else:
-            whole = gather_first(local.transpose(0, dim), tensor).transpose(0, dim)
-            whole = whole.narrow(dim, 0, sharding.global_shape[dim])  # padding is at the end
-        found = change(sharding.name, whole.contiguous())
-        if found.shape != whole.shape:
-            raise ValueError(
-                f"{sharding.name}: {list(whole.shape)} was changed into {list(found.shape)}"
-            )
-        shard = torch.zeros_like(local)
-        extent = tuple(
-            slice(o, o + n) for o, n in zip(sharding.offset, sharding.extent, strict=True)
-        )
-        shard[real] = found[extent]
-        return shard

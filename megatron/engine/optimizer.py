@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.engine.optimizer_state import OptimizerState
+from megatron.engine.optimizer_state import OptimizerState, WantsWhole, has_16_bit_moments
+from megatron.engine.optimizers import SGD, AdamW, Lion, Muon, RoundedAdamW, update_scale
 from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions, fused_adam
-from megatron.kernels.ops.optimizer import FusedAdamW, Untraced
+from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.parallel.collectives import gather_objects
-from megatron.parallel.sharding import Sharding, sharding_of
+from megatron.parallel.sharding import Sharding, kind_of, sharding_of
 from megatron.parallel.topology import Topology
 
 if TYPE_CHECKING:
     from megatron.config import Config
-
-WantsWhole = Callable[[str, tuple[int, ...]], bool]
 
 
 def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -35,6 +33,7 @@ def parameter_groups(
     weight_decay: float,
     bucket_elements: float = math.inf,
     whole: WantsWhole | None = None,
+    scales: Callable[[Sharding], tuple[float, float]] = lambda sharding: (1.0, 1.0),
 ) -> list[dict[str, Any]]:
     """Return parameter groups: first those with weight decay, then those without, cut into buckets.
 
@@ -42,16 +41,18 @@ def parameter_groups(
     pass produces gradients. A group has at most `bucket_elements` unless one parameter has more.
     The tied embedding is a separate group, so that the first and the last stage divide it alike
     over their data-parallel ranks. So are parameters that the optimizer wants `whole`, by global
-    name and shape.
+    name and shape, and those with other `scales` of learning rate and epsilon (mup_scales).
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
-    whether it consists of whole parameters.
+    whether it consists of whole parameters. Its learning rate is that of the schedule times its key
+    `lr_scale`; its weight decay is divided by it, so that their product, which AdamW subtracts, is
+    the same for all. Its key `eps_scale` is the factor of AdamW's epsilon.
     """
-    kinds: dict[tuple[bool, bool, bool], list[list[torch.nn.Parameter]]] = {}
+    kinds: dict[tuple[bool, bool, bool, tuple[float, float]], list[list[torch.nn.Parameter]]] = {}
     for p in reversed(parameters):
         s = sharding_of(p)
         wanted = whole is not None and bool(whole(s.name, s.global_shape))
-        buckets = kinds.setdefault((not s.decay, wanted, s.tied), [[]])
+        buckets = kinds.setdefault((not s.decay, wanted, s.tied, scales(s)), [[]])
         elements = sum(q.numel() for q in buckets[-1])
         if elements and elements + p.numel() > bucket_elements and not s.tied:
             buckets.append([])
@@ -59,13 +60,53 @@ def parameter_groups(
     return [
         {
             "params": bucket,
-            "weight_decay": 0.0 if spared else weight_decay,
+            "weight_decay": 0.0 if spared else weight_decay / scale,
             "decays": not spared,
             "whole": wanted,
+            "lr_scale": scale,
+            "eps_scale": eps_scale,
         }
-        for (spared, wanted, _), buckets in sorted(kinds.items())
+        for (spared, wanted, _, (scale, eps_scale)), buckets in sorted(kinds.items())
         for bucket in buckets
     ]
+
+
+def mup_scales(config: Config) -> Callable[[Sharding], tuple[float, float]]:
+    """Return the function from a parameter to muP's factors of its learning rate and of epsilon.
+
+    By width: Yang et al., arXiv 2203.03466, table 8 and appendix B.3. By depth: Dey et al., arXiv
+    2505.01618, table 1 with alpha = 1; with it, Adam's rate does not depend on depth. SGD's is
+    proportional to it, because gradients in the layers have the factor of the residual branches.
+    Norms through which the residual stream passes have rates in proportion to 1 / depth: all of
+    them change it, and none has that factor.
+    Muon's updates are to have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
+    section 3); they have that of --muon-scale-mode. All other optimizers, also the user's own, are
+    taken to be like Adam: the size of an update does not depend on that of the gradient.
+    """
+    model = config.model
+    if not model.use_mup:
+        return lambda sharding: (1.0, 1.0)
+    on_stream = model.layer_norms
+    kind = None if config.pieces.optimizer is not None else config.optimizer.optimizer
+    sgd, mode = kind == "sgd", config.optimizer.muon_scale_mode
+
+    def scales(s: Sharding) -> tuple[float, float]:
+        hidden = kind_of(s.name, s.global_shape) == "hidden"
+        outputs, inputs = s.growth
+        branch = model.residual_scale if s.name.startswith("layers.") else 1.0
+        eps = branch * model.mup_base_hidden_size / model.hidden_size
+        if model.apply_residual_connection_post_layernorm and s.name.split(".")[-2] in on_stream:
+            return outputs * branch if sgd else branch, eps
+        if sgd:
+            return outputs * (1.0 / inputs if hidden else inputs) / branch, eps
+        if hidden and kind == "muon":
+            own, base = (
+                update_scale(mode, x) for x in (s.global_shape, s.base_shape or s.global_shape)
+            )
+            return math.sqrt(outputs / inputs) * base / own, eps
+        return 1.0 / inputs if hidden else 1.0, eps
+
+    return scales
 
 
 def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
@@ -82,15 +123,23 @@ def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
 def build_optimizer(
     groups: list[dict[str, Any]], config: Config, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Make the AdamW or SGD of `config.optimizer`.
+    """Make the optimizer of `config.optimizer`.
 
     AdamW is apex's where --optimizer-implementation asks for it and it runs on this device; our
     kernel where megatron.kernels.choose says so; otherwise torch's fused one.
     """
     settings, kernels = config.optimizer, config.kernels
+    for group in groups:
+        group["eps"] = settings.adam_eps * group.get("eps_scale", 1.0)
     if settings.optimizer == "sgd":
         return SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum, fused=True)
+    if settings.optimizer == "lion":
+        return Lion(groups, settings.lr, (settings.lion_beta1, settings.lion_beta2))
+    if settings.optimizer == "muon":
+        return Muon(groups, config)
     betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
+    if has_16_bit_moments(config):
+        return RoundedAdamW(groups, lr=settings.lr, betas=betas, eps=eps, fused=True)
     if kernels.optimizer_implementation == "apex" and fused_adam(device.type).usable:
         apex: Any = importlib.import_module("apex.optimizers").FusedAdam
         made: torch.optim.Optimizer = apex(
@@ -115,9 +164,10 @@ def create_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> Non
     for group in optimizer.param_groups:
         for p in group["params"]:
             made = optimizer.state[p]
-            for name in state.tensors:
+            for name, n_bytes in state.of(bool(group.get("whole"))).tensors.items():
                 if made.get(name) is None:
-                    made[name] = torch.zeros_like(p)
+                    dtype = torch.bfloat16 if n_bytes == 2 else torch.float32
+                    made[name] = torch.zeros_like(p, dtype=dtype)
             if "step" not in made and (torchs or state.step is not None):
                 on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
                 step = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
@@ -142,24 +192,6 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
                 counted.fill_(float(step))
             elif counted is not None:
                 optimizer.state[p]["step"] = step
-
-
-def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return the method `step` of one of torch's optimizers without its compiler mark."""
-    step: Callable[..., Any] = inspect.unwrap(optimizer.step)
-    return torch.no_grad()(step)
-
-
-class AdamW(Untraced, torch.optim.AdamW):
-    """torch.optim.AdamW."""
-
-    step = untraced_step(torch.optim.AdamW)
-
-
-class SGD(Untraced, torch.optim.SGD):
-    """torch.optim.SGD."""
-
-    step = untraced_step(torch.optim.SGD)
 
 
 # -- parts of parameters ---------------------------------------------------------------------------

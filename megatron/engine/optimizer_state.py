@@ -6,6 +6,7 @@ Needs torch only for a user's own optimizer.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.errors import ConfigError
@@ -16,32 +17,69 @@ if TYPE_CHECKING:
     from megatron.config.training import OptimizerConfig
 
 
+AVERAGE = "ema"
+"""Name of the average of the weights (--ema-decay) among the tensors of an optimizer's state: so
+its memory, its part on each rank and its place in checkpoints are those of any other.
+"""
+
+
+class StepValues(NamedTuple):
+    """Values of one step that follow schedules. None: as in the step before.
+
+    lr              learning rate
+    weight_decay    of the decaying parameters
+    betas           of the optimizer, whose groups have `betas`
+    new_in_average  1 - decay of the average of the weights; 0: the average stays as it is
+    """
+
+    lr: float
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    new_in_average: float = 0.0
+
+
 class OptimizerState(NamedTuple):
     """State of an optimizer.
 
-    tensors  names of its fp32 tensors, which have one element for each weight
+    tensors  its tensors, which have one element for each weight: bytes of an element by name, 4 in
+             fp32 and 2 in bf16
     step     type of the "step" that each tensor of weights has, a tensor or a number; None without
+    whole    state of the parameters that it takes whole; None: the same
     """
 
-    tensors: tuple[str, ...]
+    tensors: Mapping[str, int]
     step: type | None = None
+    whole: OptimizerState | None = None
+
+    def of(self, whole: bool) -> OptimizerState:
+        """Return the state of parameters that are taken whole, or of others."""
+        return self.whole if whole and self.whole is not None else self
 
     @property
     def bytes(self) -> int:
         """Return the bytes of the tensors for each weight."""
-        return 4 * len(self.tensors)
+        return sum(self.tensors.values())
 
     def traffic_bytes(self, gradient_bytes: float) -> float:
         """Return the bytes read and written for each weight by an update.
 
-        Everything is read or written once: gradient in; master weight and state in and out.
+        Everything is read or written once: gradient in; master weight and state in and out. A bf16
+        tensor is widened before, and rounded after it. An average reads the new weights again.
         """
-        return gradient_bytes + 2.0 * (4 + self.bytes)
+        narrow = sum(n_bytes == 2 for n_bytes in self.tensors.values())
+        update = gradient_bytes + 2.0 * (4 + self.bytes) + _ROUNDING_BYTES * narrow
+        return update + 4 * (AVERAGE in self.tensors)
 
 
+_ROUNDING_BYTES = 96.0
+"""Of round_ and of widening (optimizers.py), for each element, by torch's operators: 6 of widening, 4
+more in the update, and 86 of ten passes over the bits."""
+_MOMENTUM = OptimizerState({"momentum_buffer": 4})
 OPTIMIZERS = {
-    "adam": OptimizerState(("exp_avg", "exp_avg_sq")),
-    "sgd": OptimizerState(("momentum_buffer",)),
+    "adam": OptimizerState({"exp_avg": 4, "exp_avg_sq": 4}),
+    "sgd": _MOMENTUM,
+    "lion": OptimizerState({"exp_avg": 4}),
+    "muon": OptimizerState({"exp_avg": 4, "exp_avg_sq": 4}, whole=_MOMENTUM),
 }
 """State by --optimizer. Steps are counted by group, or created with the rest (optimizer.py)."""
 
@@ -51,10 +89,40 @@ def optimizer_state(config: Config) -> OptimizerState:
 
     Raises ConfigError for state that ZeRO and checkpoints cannot hold.
     """
-    own = config.pieces.optimizer
-    return (
-        OPTIMIZERS[config.optimizer.optimizer] if own is None else _state_of(own, config.optimizer)
-    )
+    own, settings = config.pieces.optimizer, config.optimizer
+    state = OPTIMIZERS[settings.optimizer] if own is None else _state_of(own, settings)
+    if own is None and has_16_bit_moments(config):
+        dtypes = {"exp_avg": settings.exp_avg_dtype, "exp_avg_sq": settings.exp_avg_sq_dtype}
+        state = OptimizerState({name: 4 if d == "fp32" else 2 for name, d in dtypes.items()})
+    return state if settings.ema_decay is None else _averaged(state)
+
+
+def _averaged(state: OptimizerState) -> OptimizerState:
+    """Return a state with the average of the weights."""
+    if AVERAGE in state.tensors:
+        raise ConfigError(f"--ema-decay: the optimizer has a state of its own named {AVERAGE!r}")
+    whole = None if state.whole is None else _averaged(state.whole)
+    return state._replace(tensors={**state.tensors, AVERAGE: 4}, whole=whole)
+
+
+def has_16_bit_moments(config: Config) -> bool:
+    """Return whether AdamW keeps a moment in bf16."""
+    settings = config.optimizer
+    return "bf16" in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
+
+
+WantsWhole = Callable[[str, tuple[int, ...]], bool]
+
+
+def wants_whole(config: Config) -> WantsWhole | None:
+    """Return which parameters the optimizer takes whole, by global name and shape; None for none."""
+    if config.pieces.optimizer is not None:
+        return getattr(config.pieces.optimizer, "whole", None)
+    if config.optimizer.optimizer != "muon":
+        return None
+    from megatron.parallel.sharding import kind_of
+
+    return lambda name, shape: kind_of(name, shape) == "hidden"
 
 
 def has_kernel(config: Config) -> bool:
@@ -62,7 +130,11 @@ def has_kernel(config: Config) -> bool:
 
     The kernel also writes the weights of forward and backward.
     """
-    return config.pieces.optimizer is None and config.optimizer.optimizer == "adam"
+    return (
+        config.pieces.optimizer is None
+        and config.optimizer.optimizer == "adam"
+        and not has_16_bit_moments(config)
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -71,14 +143,14 @@ def _state_of(make: Optimizer, settings: OptimizerConfig) -> OptimizerState:
 
     Where it asks for whole parameters, these are tried as well.
     """
-    kinds = [None, lambda flat, change: flat] if hasattr(make, "whole") else [None]
-    found = [_after_a_step(make, settings, whole) for whole in kinds]
-    if found[0] != found[-1]:
-        raise ConfigError(
-            f"optimizer={make!r} keeps {found[-1].tensors} for whole parameters and "
-            f"{found[0].tensors} for others: ZeRO and checkpoints take the same names for all"
-        )
-    return found[0]
+    others = _after_a_step(make, settings, None)
+    if not hasattr(make, "whole"):
+        return others
+
+    def unchanged(flats: Any, change: Any, dtype: Any = None) -> None:
+        pass
+
+    return others._replace(whole=_after_a_step(make, settings, unchanged))
 
 
 def _after_a_step(make: Optimizer, settings: OptimizerConfig, whole: Any) -> OptimizerState:
@@ -94,11 +166,11 @@ def _after_a_step(make: Optimizer, settings: OptimizerConfig, whole: Any) -> Opt
             f"optimizer={make!r} makes a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     optimizer.step()
-    tensors, step = [], None
+    tensors, step = dict[str, int](), None
     for name, value in optimizer.state[weights].items():
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and value.shape == weights.shape and value.dtype == torch.float32:
-            tensors.append(name)
+            tensors[name] = 4
         elif name == "step" and (not is_tensor or value.numel() == 1):
             step = torch.Tensor if is_tensor else type(value)
         else:
@@ -108,8 +180,12 @@ def _after_a_step(make: Optimizer, settings: OptimizerConfig, whole: Any) -> Opt
                 f"{list(weights.shape)}: ZeRO and checkpoints take fp32 tensors of their shape, "
                 "and one number, 'step'"
             )
-    return OptimizerState(tuple(tensors), step)
+    return OptimizerState(tensors, step)
 
+
+ROUND = 1 << 22
+"""Elements of an owner's whole parameters at which a round of messages is closed (whole.py): 8 MiB in
+bf16, worth their latency, and at most one matrix more in memory."""
 
 _SMALLEST = 4_000_000
 _PER_RANK = 1_000_000

@@ -40,8 +40,10 @@ from megatron.planner.search.tables import first_problem
 from megatron.planner.timing import estimate
 
 GIB = 2**30
+LOSS = "valid_loss"
+"""The objective of a space with [trial] tokens."""
 _MOST = 50_000  # combinations, each of which takes about a millisecond
-_DATA = {"data_path", "data_file_list", "train_data_path", "mock_data"}
+DATA = {"data_path", "data_file_list", "train_data_path", "mock_data"}
 _PRECISION = {"fp16", "bf16", "initial_loss_scale"}
 # With Megatron's initial loss scale of 2^32, the first steps in fp16 overflow and are skipped,
 # which would be all steps of a trial.
@@ -57,7 +59,7 @@ class Candidate:
     values        by parameter of the space; processes: of a trial
     flags         all flags of pretrain_gpt.py, except those that a trial adds (length, metrics
                   file, log intervals)
-    nodes         of the job; tokens: of one step
+    nodes         of the job; tokens, batch: tokens and samples of one step
     memory_bytes  predicted peak of the busiest pipeline rank's device; None: not predicted
     step_s        predicted seconds of a step; None without a described machine
     """
@@ -71,10 +73,16 @@ class Candidate:
     tokens: int
     memory_bytes: float | None = None
     step_s: float | None = None
+    batch: int = 1
 
-    def cost(self, step_s: float, objective: str) -> float:
-        """Return the seconds or node-seconds per token, if a step takes `step_s`."""
-        return step_s * (self.nodes if objective == "node_hours" else 1) / self.tokens
+    def cost(self, figure: float, objective: str) -> float:
+        """Return the seconds or node-seconds per token, if a step takes `figure` seconds.
+
+        The cost of a validation loss is the loss.
+        """
+        if objective == LOSS:
+            return figure
+        return figure * (self.nodes if objective == "node_hours" else 1) / self.tokens
 
 
 @dataclass(frozen=True)
@@ -176,12 +184,12 @@ def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def trial_flags(flags: Sequence[str], steps: int) -> list[str]:
+def trial_flags(flags: Sequence[str], steps: int, evaluation: str = "--eval-iters 0") -> list[str]:
     """Return a trial's flags, without the metrics file's. Raises ConfigError for invalid flags."""
     given = read_settings(flags).given
-    more = f"--train-iters {steps} --eval-iters 0 --log-interval 1"
+    more = f"--train-iters {steps} {evaluation} --log-interval 1"
     kept = [*flags, *more.split()]
-    kept += [] if _DATA & given.keys() else ["--mock-data"]
+    kept += [] if DATA & given.keys() else ["--mock-data"]
     if given.get("fp16") and not {"loss_scale", "initial_loss_scale"} & given.keys():
         kept += ["--initial-loss-scale", str(_FIRST_LOSS_SCALE)]
     return kept
@@ -339,7 +347,16 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
         raise Rejected("the planner refuses it", " ".join(str(error).split())) from None
     tokens = layout.batch * config.model.seq_length
     found = Candidate(
-        0, names.key, names.varied, processes, (*flags, *placed), nodes, tokens, memory, step_s
+        0,
+        names.key,
+        names.varied,
+        processes,
+        (*flags, *placed),
+        nodes,
+        tokens,
+        memory,
+        step_s,
+        layout.batch,
     )
     if not layout.has_choice("zero"):
         settings["zero_stage"] = None

@@ -14,16 +14,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.jobs.candidates import Candidate
+from megatron.jobs.candidates import LOSS, Candidate
 from megatron.jobs.result import LOST_RANK, OUT_OF_MEMORY, RUNNING, Result
 
-OBJECTIVES = ("tokens_per_s", "node_hours")
+OBJECTIVES = ("tokens_per_s", "node_hours", LOSS)
 CONFIRM = "confirm"
 """Proposer of a trial that measures a layout again."""
 # Prior standard deviation of log(cost) between trials of a layout, in addition to the scatter of
 # steps within a trial: machines and networks vary more from one trial to the next. The prior has
 # the weight of this many repetitions.
 _SCATTER, _WORTH = 0.02, 3.0
+_LOSS_SCATTER = 0.003  # of log(validation loss) between seeds of a small model: an assumption
 _DEVIATIONS = 2.0  # standard deviations by which a rival may look worse than the best
 _FURTHEST = math.log(1.25)  # whatever the noise, a layout further behind is not a rival
 
@@ -50,7 +51,7 @@ class Measured:
     layout that once ran out of memory is at the limit. Lost ranks do not count, because they say
     nothing about a layout.
 
-    steps     seconds of a step in its valid trials
+    steps     seconds of a step in its valid trials, or their validation losses
     failures  trials that count against the layout
     cost      objective to minimize, by the median of the steps; infinite for none
     """
@@ -90,9 +91,9 @@ def measured(trials: Iterable[Trial], objective: str) -> list[Measured]:
             by_key.setdefault(trial.candidate.key, []).append(trial)
     found = list[Measured]()
     for own in by_key.values():
-        steps = tuple(trial.result.step_s for trial in own if trial.result.step_s)
+        steps = tuple(trial.result.figure for trial in own if trial.result.figure)
         bad = tuple(
-            trial for trial in own if not trial.result.step_s and trial.result.kind != LOST_RANK
+            trial for trial in own if not trial.result.figure and trial.result.kind != LOST_RANK
         )
         full = any(trial.result.kind == OUT_OF_MEMORY for trial in bad)
         good = len(steps) > len(bad) and not full
@@ -107,7 +108,9 @@ def ranked(layouts: Iterable[Measured]) -> list[Measured]:
 
 
 def value_of(cost: float, objective: str) -> tuple[float, str]:
-    """Convert a cost into tokens/s or node-hours per billion tokens; return it with its unit."""
+    """Convert a cost into tokens/s, node-hours per billion tokens or a loss; return it with its unit."""
+    if objective == LOSS:
+        return cost, "nats, validation loss"
     if objective == "node_hours":
         return cost * 1e9 / 3600, "node-hours per billion tokens"
     return 1 / cost, "tokens/s"
@@ -125,16 +128,18 @@ def noise_of(layouts: Iterable[Measured]) -> float:
     The estimate uses repeated measurements of layouts, and the spread of steady steps.
     """
     errors = list[float]()
-    squares = 0.0
-    free = 0
+    squares, free, scatter = 0.0, 0, _SCATTER
     for one in layouts:
+        if any(t.result.loss is not None for t in one.trials):
+            scatter = _LOSS_SCATTER
+            continue
         if len(one.steps) > 1:
             squares += statistics.variance(map(math.log, one.steps)) * (len(one.steps) - 1)
             free += len(one.steps) - 1
         # The error of the median of n normal steps is, within a tenth for 3 to 10 of them, 1.25 of
         # their range over n.
         errors += [1.25 * t.result.spread / t.result.steady for t in one.trials if t.result.spread]
-    believed = _SCATTER**2 + (statistics.median(errors) if errors else 0.0) ** 2
+    believed = scatter**2 + (statistics.median(errors) if errors else 0.0) ** 2
     return math.sqrt((_WORTH * believed + squares) / (_WORTH + free))
 
 

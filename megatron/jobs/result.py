@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.config import Config
 from megatron.errors import DataError
@@ -20,6 +21,7 @@ HANG = "hang"
 TIME_OUT = "time-out"
 LOST_RANK = "lost rank"
 REFUSED = "refused"
+STOPPED = "stopped early"
 CRASH = "crash"
 """Kinds of endings. A time-out, and sometimes a hang, is reported by the starter of the run."""
 
@@ -167,6 +169,7 @@ class Result:
                     number
     memory_bytes    peak over all ranks
     notes           remarks on valid figures
+    loss            the last validation loss, where that is what counts
     """
 
     status: str = ""
@@ -178,6 +181,12 @@ class Result:
     tokens_per_s: float | None = None
     memory_bytes: int | None = None
     notes: str = ""
+    loss: float | None = None
+
+    @property
+    def figure(self) -> float | None:
+        """Return what counts: the validation loss, or the seconds of a step."""
+        return self.step_s if self.loss is None else self.loss
 
     @property
     def said(self) -> str:
@@ -186,6 +195,15 @@ class Result:
 
 
 RUNNING = Result()
+
+
+def valid_losses(records: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Return the validation losses of a run, in order."""
+    return [
+        r["lm_loss"]
+        for r in records
+        if r["event"] == "validation" and r.get("dataset") == "valid" and r.get("corpus") is None
+    ]
 
 
 def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:

@@ -41,10 +41,12 @@ from megatron.jobs.result import (
     HANG,
     LOST_RANK,
     OUT_OF_MEMORY,
+    STOPPED,
     TIME_OUT,
     Ending,
     cause,
     ending,
+    valid_losses,
 )
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_records
@@ -81,6 +83,7 @@ class Job:
     flags     of pretrain_gpt.py, without --metrics-file; steps: total optimizer steps
     limit_s   total time limit; stall_s: longest time without a new step, None: from earlier steps
               and step_s, the predicted time of a step
+    stops     tells from the validation losses so far whether to stop the run
     """
 
     name: str
@@ -93,6 +96,7 @@ class Job:
     limit_s: float
     stall_s: float | None = None
     step_s: float | None = None
+    stops: Callable[[Sequence[float]], bool] | None = None
 
 
 class Source(Protocol):
@@ -279,7 +283,7 @@ class Runner:
                 # Slurm signals steps as well as their starter
                 self._over = True
                 each.interrupted = ALLOCATION
-            elif os.environ.get("SLURM_JOB_ID"):
+            elif os.environ.get("SLURM_JOB_ID") and failed.kind != STOPPED:
                 each.inquiry = Inquiry(each.hosts)
         # the run may have received the signal, too
         if self.signal and failed.kind in (CRASH, LOST_RANK):
@@ -365,6 +369,9 @@ class Watch:
                     float(r.get("step_time_s") or 0.0) for r in records if r["event"] == "iteration"
                 ]
                 self._complete = _all_done(records, self.job.steps)
+                losses = valid_losses(records)
+                if self.job.stops is not None and not self._complete and self.job.stops(losses):
+                    return Ending(STOPPED, f"its validation loss is {losses[-1]:.4g}")
         still_s = now - self._changed
         if self._complete:
             return Ending(HANG, "did not end after its last step") if still_s > _EXIT_S else None

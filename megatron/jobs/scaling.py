@@ -332,8 +332,8 @@ def _contradictions(run: MeasuredRun) -> Iterator[str]:
         counted = line.consumed_samples - before.consumed_samples
         expected = line.global_batch_size * line.steps
         # the batch size of steps between two lines is not known
-        ramp = run.get("rampup_batch_size") and line.steps > 1
-        if abs(counted - expected) > 0 and not ramp:
+        ramp = run.get("rampup_batch_size") or run.get("step_batch_size_schedule")
+        if abs(counted - expected) > 0 and not (ramp and line.steps > 1):
             yield (
                 f"iteration {line.iteration}: {counted} samples were counted since iteration "
                 f"{before.iteration}, but {line.steps} step(s) of {line.global_batch_size} take "

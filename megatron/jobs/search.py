@@ -107,6 +107,35 @@ def find_search(name: str) -> str:
         ) from None
 
 
+class Halving:
+    """Optuna's asynchronous successive halving (Li et al., arXiv 1810.05934) of trials.
+
+    After 1, `factor`, factor^2 ... evaluations a trial goes on if its loss is among the best
+    1/factor of those that got as far. `most` evaluations end a trial.
+    """
+
+    def __init__(self, factor: int, most: int) -> None:
+        import optuna
+
+        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=factor)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._study, self._most = optuna.create_study(pruner=pruner), most
+        self._trials: dict[int, tuple[Any, int]] = {}  # and how many losses it was told
+
+    def stops(self, number: int, losses: Sequence[float]) -> bool:
+        """Return whether to stop trial `number`, which has these losses so far."""
+        if number not in self._trials:
+            self._trials[number] = self._study.ask(), 0
+        trial, told = self._trials[number]
+        stop = False
+        for step, loss in enumerate(losses[: self._most - 1], 1):
+            if step > told:
+                trial.report(loss, step)
+                stop = stop or trial.should_prune()
+        self._trials[number] = trial, len(losses)
+        return stop
+
+
 def propose(search: str, seed: int, history: History, count: int) -> tuple[int, str]:
     """Return (candidate to try next, its proposer); at least one must be open.
 

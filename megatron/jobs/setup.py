@@ -6,13 +6,14 @@ import argparse
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.config.command_line import read_settings
 from megatron.config.duration import duration_s
 from megatron.errors import ConfigError
-from megatron.jobs.candidates import Candidate, Machine
+from megatron.jobs.candidates import DATA, LOSS, Candidate, Machine, trial_flags
 from megatron.jobs.runner import SLACK, START_UP_S, Place
 from megatron.jobs.search import find_search
 from megatron.jobs.space import Space, load_space
@@ -47,10 +48,21 @@ class Setup:
     walltime_s: float | None
     out: Path
 
-    @property
-    def steps(self) -> int:
-        """Number of steps of a trial."""
-        return self.warm_up + self.iterations
+    def steps(self, candidate: Candidate) -> int:
+        """Return the number of steps of a trial: with [trial] tokens, as many in each part."""
+        if not self.space.tokens:
+            return self.warm_up + self.iterations
+        parts = self.space.evaluations
+        return parts * -(-self.space.tokens // (candidate.tokens * parts))
+
+    def trial(self, candidate: Candidate) -> list[str]:
+        """Return the flags of a trial."""
+        space, steps = self.space, self.steps(candidate)
+        if not space.tokens:
+            return trial_flags(candidate.flags, steps)
+        batches = -(-space.valid_samples // candidate.batch)
+        evaluation = f"--eval-iters {batches} --eval-interval {steps // space.evaluations}"
+        return trial_flags(candidate.flags, steps, evaluation)
 
     @property
     def searched_by(self) -> str:
@@ -61,11 +73,13 @@ class Setup:
         """Return the time limit of a trial."""
         if self.args.trial_limit is not None or candidate.step_s is None:
             return float(self.args.trial_limit or _LIMIT_S)
-        return START_UP_S + SLACK * candidate.step_s * self.steps
+        return START_UP_S + SLACK * candidate.step_s * self.steps(candidate)
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that must not change when a search resumes."""
+        names = ("tokens", "evaluations", "valid_samples", "halving") if self.space.tokens else ()
         return {
+            **{name: getattr(self.space, name) for name in names},
             "space": self.space.name,
             "contents of the space": self.space.digest(),
             "flags": shlex.join(self.flags),
@@ -91,6 +105,8 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             "this package"
         )
     space = load_space(args.space)
+    if args.tokens is not None:
+        space = replace(space, tokens=args.tokens)
     in_job = args.hosts_file is not None or args.nodes is not None or os.environ.get("SLURM_JOB_ID")
     launcher = args.launcher or ("slurm" if in_job else "local")
     name = args.cluster
@@ -100,7 +116,22 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     # --dry-run and --report-only work on a login node without the search libraries.
     shows = args.dry_run or args.report_only
     search = args.search if shows else find_search(args.search)
-    prior = not args.no_prior
+    if (args.objective == LOSS) != bool(space.tokens):
+        raise ConfigError(
+            f"--objective {args.objective}: {LOSS} is for spaces with tokens in their [trial], and "
+            f"such a space is for it; {space.name} has {space.tokens or 'none'}"
+        )
+    if space.tokens and not DATA & read_settings((*space.flags, *flags)).given.keys():
+        raise ConfigError(
+            f"--objective {LOSS} needs data to learn from: give -- --data-path PREFIX"
+        )
+    if space.tokens and (args.iterations, args.warm_up) != (None, None):
+        raise ConfigError("--iterations and --warm-up are for spaces without tokens in [trial]")
+    if space.tokens:
+        args.confirm = 0  # the same seed gives the same loss
+    if space.tokens and space.halving and not shows:
+        find_search("optuna")  # whose rule stops trials
+    prior = not args.no_prior and not space.tokens  # which is about time
     if prior and cluster is None:
         raise ConfigError(
             "the planner's ranking needs a machine description: measure this machine with 'python "

@@ -4,7 +4,8 @@
     [variables]    the same, for names that are not flags
     [derived]      name = "expression"
     [constraints]  "displayed reason" = "expression that must hold"
-    [trial]        iterations, warm_up
+    [trial]        iterations, warm_up; or, for the validation loss, tokens, evaluations,
+                   valid_samples, halving
 
 and title, source, flags and cluster. A name is a short name (planner/layout.py), processes, preset,
 or a setting.
@@ -139,7 +140,14 @@ _KEYS: Mapping[str, type] = {
     "constraints": dict,
     "trial": dict,
 }
-_TRIAL = {"iterations": 5, "warm_up": 3}
+_TRIAL = {
+    "iterations": 5,
+    "warm_up": 3,
+    "tokens": 0,
+    "evaluations": 4,
+    "valid_samples": 64,
+    "halving": 2,
+}
 _DIMENSIONS = [d.name for d in DIMENSIONS]
 _SHORT = (*_DIMENSIONS, "processes", "preset", "dp")
 SETTING = {d.name: d.setting for d in DIMENSIONS if d.setting and d.name != "nodes"}
@@ -169,14 +177,14 @@ _NO_PLACE = (
 _REFUSED = frozenset(
     (
         "dp world_size data_parallel_size virtual_pipeline_model_parallel_size cluster "
-        "deepspeed_config rampup_batch_size train_iters train_samples train_tokens exit_interval "
-        "exit_duration_in_mins skip_train save save_interval save_interval_minutes load load_tag "
-        "finetune lr_warmup_iters lr_warmup_samples lr_decay_samples lr_wsd_decay_iters "
-        "lr_wsd_decay_samples metrics_file log_interval eval_iters timing_log_level master_addr "
-        "master_port local_rank walltime requeue tensorboard_dir wandb_project wandb_exp_name "
-        "wandb_entity wandb_save_dir mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
-        "callback profile trace_dir straggler_report timeline_interval record_memory_history "
-        "memory_snapshot_path"
+        "deepspeed_config rampup_batch_size step_batch_size_schedule train_iters train_samples "
+        "train_tokens exit_interval exit_duration_in_mins skip_train save save_interval "
+        "save_interval_minutes load load_tag finetune lr_warmup_iters lr_warmup_samples "
+        "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples metrics_file log_interval "
+        "eval_iters timing_log_level master_addr master_port local_rank walltime requeue "
+        "tensorboard_dir wandb_project wandb_exp_name wandb_entity wandb_save_dir "
+        "mlflow_tracking_uri mlflow_experiment_name mlflow_run_name callback profile trace_dir "
+        "straggler_report timeline_interval record_memory_history memory_snapshot_path"
     ).split()
 )
 
@@ -201,6 +209,10 @@ class Space:
     constraints  displayed reason -> expression that must hold
     cluster      name of the intended machine; "" for any
     iterations   measured steps of a trial, after `warm_up` steps
+    tokens       of a trial whose result is its validation loss; 0: it is the time of its steps
+    evaluations  of a trial, each after an equal part of its steps, on `valid_samples` samples
+    halving      after 1, `halving`, `halving`^2 ... evaluations a trial goes on if it is among the
+                 best of this fraction; 0: always
     """
 
     name: str
@@ -214,6 +226,10 @@ class Space:
     constraints: Mapping[str, Expression]
     iterations: int
     warm_up: int
+    tokens: int
+    evaluations: int
+    valid_samples: int
+    halving: int
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -348,8 +364,10 @@ def load_space(name_or_path: str) -> Space:
     with _at(path, "[trial]"):
         _check_keys(file["trial"], dict.fromkeys(_TRIAL, int))
         trial = _TRIAL | file["trial"]
-        if trial["iterations"] < 1 or trial["warm_up"] < 0:
-            raise ConfigError(f"{trial}: iterations must be at least 1, warm_up at least 0")
+        least = {"warm_up": 0, "tokens": 0, "halving": 0}
+        for name, value in trial.items():
+            if value < least.get(name, 1) or (name, value) == ("halving", 1):
+                raise ConfigError(f"{name} is {value}: it must be at least {least.get(name, 1)}")
     flags = tuple(map(str, file["flags"]))
     with _at(path, "flags"):
         scanned = scan(flags)

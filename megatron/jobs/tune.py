@@ -14,6 +14,7 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron.config.command_line import parse_args
@@ -21,7 +22,7 @@ from megatron.config.duration import show_duration
 from megatron.data.file_lock import FolderClaim
 from megatron.drawing import pyplot, save
 from megatron.errors import ConfigError, DataError
-from megatron.jobs.candidates import GIB, Candidate, Enumeration, enumerate_candidates, trial_flags
+from megatron.jobs.candidates import GIB, LOSS, Candidate, Enumeration, enumerate_candidates
 from megatron.jobs.measured import (
     CONFIRM,
     Measured,
@@ -35,7 +36,17 @@ from megatron.jobs.measured import (
     value_of,
     written,
 )
-from megatron.jobs.result import CRASH, DONE, FAILED, RUNNING, Result, read_result
+from megatron.jobs.result import (
+    CRASH,
+    DONE,
+    FAILED,
+    INVALID,
+    RUNNING,
+    STOPPED,
+    Result,
+    read_result,
+    valid_losses,
+)
 from megatron.jobs.runner import (
     TIME,
     Attempt,
@@ -47,10 +58,10 @@ from megatron.jobs.runner import (
     write_json,
 )
 from megatron.jobs.scaling import METRICS, POINT, RESULT
-from megatron.jobs.search import History, propose
+from megatron.jobs.search import Halving, History, propose
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces
-from megatron.metrics_file import Kinds, is_text, read_beside
+from megatron.metrics_file import Kinds, is_text, read_beside, read_records
 from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
 
@@ -154,6 +165,9 @@ class Search:
         self.trials = dict[int, Trial]()
         self.done = 0
         self.why = EXHAUSTED
+        space = setup.space
+        searches = space.tokens and space.halving and not setup.args.report_only
+        self._halving = Halving(space.halving, space.evaluations) if searches else None
         folders = sorted((setup.out / "trials").glob("[0-9]*"))
         self._last = max((int(folder.name) for folder in folders), default=0)
         if not setup.args.report_only:
@@ -185,18 +199,20 @@ class Search:
         try:
             point = read_beside(folder / POINT, _KINDS)
             result = read_beside(folder / RESULT, _KINDS)
-            complete = is_complete(folder, self.setup.steps)
+            candidate = by_key.get(point.get("key", ""))
+            # killed before it was written, or not a candidate here, for example with fewer nodes
+            if candidate is None:
+                return
+            complete = is_complete(folder, self.setup.steps(candidate))
+            if self._halving is not None and result.get("kind") == STOPPED:
+                self._halving.stops(int(folder.name), valid_losses(read_records(folder / METRICS)))
         except DataError as error:
             raise ConfigError(f"{folder}: {error}: repair it, or give another --out") from error
-        candidate = by_key.get(point.get("key", ""))
-        # killed before it was written, or not a candidate here, for example with fewer nodes
-        if candidate is None:
-            return
         trial = Trial(int(folder.name), candidate, point.get("by", ""))
         found = self._figures(self._job(trial)) if complete else RUNNING
         if result.get("status") == FAILED:
             found = Result(FAILED, result.get("kind"), result.get("reason"))
-        again = self.setup.args.retry_failed and found.status != DONE
+        again = self.setup.args.retry_failed and found.status != DONE and found.kind != STOPPED
         self.trials[trial.number] = dataclasses.replace(trial, result=RUNNING if again else found)
 
     # -- what is next ------------------------------------------------------------------------------
@@ -304,13 +320,13 @@ class Search:
     def _job(self, trial: Trial) -> Job:
         setup = self.setup
         candidate = trial.candidate
-        flags = trial_flags(candidate.flags, setup.steps)
+        flags, steps = setup.trial(candidate), setup.steps(candidate)
         point = {
             "name": f"{trial.number:04d} {candidate.key}",
             "by": trial.by,
             "world": candidate.processes,
             "nodes": candidate.nodes,
-            "iterations": setup.iterations,
+            "iterations": steps - setup.warm_up,
             "warm_up": setup.warm_up,
             "flags": flags,
             "key": candidate.key,
@@ -323,16 +339,26 @@ class Search:
             flags,
             candidate.processes,
             candidate.nodes,
-            setup.steps,
+            steps,
             setup.limit_s(candidate),
             setup.args.stall,
             candidate.step_s,
+            None if self._halving is None else partial(self._halving.stops, trial.number),
         )
 
     def _figures(self, job: Job) -> Result:
-        return read_result(
-            job.folder / METRICS, parse_args(job.flags, job.processes), self.setup.warm_up
-        )
+        metrics = job.folder / METRICS
+        result = read_result(metrics, parse_args(job.flags, job.processes), self.setup.warm_up)
+        if not self.setup.space.tokens or result.status != DONE:
+            return result
+        losses = valid_losses(read_records(metrics))
+        if self._halving is not None:
+            self._halving.stops(int(job.folder.name), losses)  # others are compared with it
+        if len(losses) < self.setup.space.evaluations:
+            return Result(
+                INVALID, None, f"{len(losses)} validation losses: is there data for them?"
+            )
+        return dataclasses.replace(result, loss=losses[-1])
 
     def ended(self, end: Attempt) -> None:
         """Record the end of a trial, and log its result."""
@@ -356,8 +382,8 @@ class Search:
         self.done += 1
         said = f"{result.said}: {result.reason}; {end.job.folder}"
         best = self.ranked
-        if result.step_s:
-            said = self.written(trial.candidate.cost(result.step_s, self._objective))
+        if result.figure:
+            said = self.written(trial.candidate.cost(result.figure, self._objective))
         if best:
             near = "".join(
                 f", {one.numbers} within the noise" for one in rivals(best, noise_of(self.layouts))
@@ -388,6 +414,12 @@ def _check_identity(setup: Setup) -> None:
 # -- before it -------------------------------------------------------------------------------------
 
 
+def _trial(setup: Setup) -> str:
+    if setup.space.tokens:
+        return f"{setup.space.tokens:,} tokens with {setup.space.evaluations} evaluations"
+    return f"{setup.warm_up} + {setup.iterations} steps"
+
+
 def _dry_run(setup: Setup, found: Enumeration) -> None:
     """Print the layouts with their predictions, and the cost of the search."""
     space = setup.space
@@ -415,7 +447,9 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
                     f"{c.nodes:,}",
                     f"{c.memory_bytes / GIB:.2f}" if c.memory_bytes else "",
                     f"{c.step_s:.3g}" if c.step_s else "",
-                    written(c.cost(c.step_s, args.objective), args.objective) if c.step_s else "",
+                    written(c.cost(c.step_s, args.objective), args.objective)
+                    if c.step_s and args.objective != LOSS
+                    else "",
                 )
                 for c in first[:_SHOWN]
             ],
@@ -423,13 +457,13 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     )
     print(
         "each process of the first layout's trial runs:\n    pretrain_gpt.py "
-        + shlex.join(trial_flags(first[0].flags, setup.steps))
+        + shlex.join(setup.trial(first[0]))
     )
     count = min(args.max_trials or len(first), len(first))
     again = args.confirm if count > 1 else 0  # a single layout needs no confirmation
     dearest = sorted((c.nodes * setup.limit_s(c) / 3600 for c in first), reverse=True)[:count]
     print(
-        f"at most {count:,} trials of {setup.warm_up} + {setup.iterations} steps, and {again} to "
+        f"at most {count:,} trials of {_trial(setup)}, and {again} to "
         "measure the leading layouts again, each at most "
         f"{show_duration(max(map(setup.limit_s, first)))}: at most "
         f"{sum(dearest) + again * dearest[0]:,.1f} node-hours"
@@ -447,7 +481,7 @@ def summary(search: Search) -> list[str]:
     trials = search.trials.values()
     layouts = search.layouts
     best = search.ranked
-    kinds = Counter(t.result.said for t in trials if t.result.status and not t.result.step_s)
+    kinds = Counter(t.result.said for t in trials if t.result.status and not t.result.figure)
     again = sum(trial.by == CONFIRM for trial in trials)
     lines = list[str]()
     if best:
@@ -455,7 +489,8 @@ def summary(search: Search) -> list[str]:
         near = ", ".join(f"{one.candidate.key} ({one.numbers})" for one in rivals(best, noise))
         lines += [
             f"Best: {best[0].candidate.key} ({best[0].numbers}, {best[0].spread}): "
-            f"{search.written(best[0].cost)}, {best[0].step_s:.4g} s per step.",
+            f"{search.written(best[0].cost)}"
+            + ("." if search.setup.space.tokens else f", {best[0].step_s:.4g} s per step."),
             "Equally good within the noise (trials of a layout scatter by about "
             f"{100 * noise:.1f} %): {near or 'none'}.",
         ]
@@ -505,7 +540,7 @@ def _table(search: Search) -> Table:
             one.candidate.key,
             search.written(one.cost),
             one.spread,
-            f"{one.step_s:.4g}",
+            f"{statistics.median(t.result.step_s for t in one.trials if t.result.step_s):.4g}",
             f"{one.candidate.step_s or 0:.4g}",
             f"{max(t.result.memory_bytes or 0 for t in one.trials) / GIB:.2f}",
             one.trials[0].by,
@@ -513,7 +548,7 @@ def _table(search: Search) -> Table:
         for one in search.ranked
     ]
     for trial in search.trials.values():
-        if trial.result.status and not trial.result.step_s:
+        if trial.result.status and not trial.result.figure:
             reason = " ".join((trial.result.reason or "").split()).replace("|", "/")
             rows.append(
                 (
@@ -538,9 +573,9 @@ def _picture(search: Search, path: Path) -> Path:
     """Draw all trials in order, with the best so far."""
     plot = pyplot()
     objective = search.setup.args.objective
-    done = [trial for trial in search.trials.values() if trial.result.step_s]
+    done = [trial for trial in search.trials.values() if trial.result.figure]
     numbers = [trial.number for trial in done]
-    costs = [trial.candidate.cost(trial.result.step_s or 0.0, objective) for trial in done]
+    costs = [trial.candidate.cost(trial.result.figure or 0.0, objective) for trial in done]
     figure, axes = plot.subplots(layout="constrained")
     for marker, those in (("o", costs), ("-", itertools.accumulate(costs, min))):
         axes.plot(numbers, [value_of(cost, objective)[0] for cost in those], marker)

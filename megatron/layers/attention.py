@@ -335,6 +335,9 @@ class CoreAttention:
     """Causal attention of one layer, as configured: Scoring, ALiBi, dropout, recomputation.
 
     attention  names what computes it (choose_attention)
+
+    largest    the largest products q k^T of each head, scaled, of training passes so far, for
+               QK-clip: fp32 [heads/tp]; None: not wanted
     """
 
     def __init__(
@@ -357,6 +360,7 @@ class CoreAttention:
         self.alibi = (
             context.alibi(self.heads) if config.position_embedding_type == "alibi" else None
         )
+        self.largest: Tensor | None = None
 
     def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
         """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d].
@@ -367,6 +371,8 @@ class CoreAttention:
             q, k, v = tensors
             if (stored := call.cache.put(self.layer, k, v)) is not None:
                 return cached_attention(q, *stored, call.cache.padding, self.alibi, self.scoring)
+        if self.largest is not None and torch.is_grad_enabled():
+            update_largest(self.largest, tensors, call.documents, self.scoring)
         seed, place = None, WHOLE
         if call.dropout:
             s, heads = tensors[0].shape[0], self.heads // self.tensor.size
@@ -469,6 +475,11 @@ class SelfAttention(torch.nn.Module):
             config.qkv_bias,
             rows,
         )
+        if config.key_value_scale != 1.0:
+            weight, shared = self.query_key_value.weight, self.query_key_value.weight_shared
+            by_head = weight.detach().view(self.groups, -1, d, config.hidden_size)
+            keys = by_head[:, self.queries :] if shared is None else shared.detach()
+            keys.mul_(config.key_value_scale)
         self.q_layernorm: torch.nn.Module | None = None
         self.k_layernorm: torch.nn.Module | None = None
         self.norms_heads = config.qk_layernorm_over == "head"
@@ -761,3 +772,51 @@ def blocked_attention(
         outs.append(out.transpose(0, 1).flatten(0, 1))
     rows = torch.cat(outs).index_select(0, documents.groups.scatter)
     return rows.view(positions, samples, -1, d)
+
+
+# --- QK-clip
+
+_FEWER_KERNELS = 512
+"""Queries of a block on a GPU, where smaller products take no less time than a kernel's start."""
+
+
+@torch.no_grad()
+def update_largest(
+    largest: Tensor, tensors: tuple[Tensor, ...], documents: Documents | None, scoring: Scoring
+) -> None:
+    """Raise `largest` [heads] to the largest scaled product of a query and a key that it sees.
+
+    tensors  as in blocked_attention
+
+    Before soft cap and ALiBi. It works on blocks, so that no scores [s, s] are stored, beside any
+    implementation of attention. Its product is half of the work of a forward pass.
+    """
+    q, k, _ = _split(tensors)
+    s, b, groups, share, _ = q.shape
+    queries, keys, window = _rows(q), _heads(k), scoring.window
+    place = torch.arange(s, device=q.device)
+    document = None
+    if documents is not None:
+        rows = torch.arange(s * b, device=q.device)
+        document = torch.searchsorted(documents.cu_seqlens, rows, right=True).view(b, s)
+        document = document.repeat_interleave(groups, dim=0)
+    block = block_length(s, q.dtype) if q.device.type == "cpu" else _FEWER_KERNELS
+    scores = min(block, s) * share * min(s, block + window + kernel.TILE)
+    found = largest.new_empty(b * groups, share).fill_(float("-inf"))
+    for part in _parts(b * groups, scores):
+        for first in range(0, s, block):
+            last, key = min(first + block, s), kernel.first_key(first, window)
+            products = torch.bmm(
+                queries[part, first * share : last * share], _transposed(keys[part, key:last])
+            ).unflatten(1, (last - first, share))
+            # Keys before the block are all seen, unless there are a window or documents.
+            start = first if document is None and window >= s else key
+            behind = place[first:last].unsqueeze(1) - place[start:last]
+            hidden = ((behind < 0) | (behind > window)).unsqueeze(0)
+            if document is not None:
+                queried, seen = document[part, first:last], document[part, start:last]
+                hidden = hidden | (queried.unsqueeze(2) != seen.unsqueeze(1))
+            products[..., start - key :].masked_fill_(hidden.unsqueeze(2), float("-inf"))
+            torch.maximum(found[part], products.amax(dim=(1, 3)).float(), out=found[part])
+    of_heads = found.view(b, groups * share).amax(0) * scoring.factor(q.shape[-1])
+    torch.maximum(largest, of_heads, out=largest)

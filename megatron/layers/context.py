@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from megatron.parallel.sharding import (
     Site,
     WeightGradients,
     attach,
+    kind_of,
     mix,
     name_key,
     shard,
@@ -48,8 +49,8 @@ _PIECE = 1 << 20
 together.
 """
 Fill = Callable[[Tensor, torch.Generator, tuple[int, ...]], object]
-"""Fills a block of a parameter: (block, generator, the parameter's global shape). Several threads
-call it at once.
+"""Fills a block of a parameter: (block, generator, the parameter's global shape, in muP that of the
+base model). Several threads call it at once.
 """
 
 
@@ -84,6 +85,9 @@ def draw(
 ) -> Tensor:
     """Draw the values of one shard, fp32 on `device` or on the CPU; padding is zero.
 
+    In muP a hidden matrix has the variance of its base model's, divided by the growth of its inputs
+    (Yang et al., arXiv 2203.03466, table 8).
+
     In addition each thread needs at most two pieces of _PIECE elements, or of a block if that is
     more, on the host and on the device.
     """
@@ -94,6 +98,9 @@ def draw(
     out = torch.zeros(tuple(local_shape), device=device)
     target = out.movedim(dim, 0)
     rows = BLOCK * max(1, _PIECE // (BLOCK * max(1, math.prod(rest))))  # of a piece
+    shape, shrink = sharding.base_shape or sharding.global_shape, 1.0
+    if kind_of(sharding.name, shape) == "hidden":
+        shrink = sharding.growth[1] ** -0.5
 
     def values(piece: Tensor, first: int) -> Tensor:
         """Fill `piece` with the rows from `first`, the first row of a block."""
@@ -101,9 +108,9 @@ def draw(
             fill(
                 block,
                 torch.Generator().manual_seed(mix(seed, name_key(sharding.name), i)),
-                sharding.global_shape,
+                shape,
             )
-        return piece
+        return piece if shrink == 1.0 else piece.mul_(shrink)
 
     def pieces() -> Iterator[tuple[Tensor, int]]:
         """Yield host memory and the first row of each piece.
@@ -141,7 +148,7 @@ class ParameterFactory:
     """Factory of fp32 parameters with their Sharding, for one of `size` tensor-parallel ranks.
 
     `perform_initialization=False` leaves zeros, for a model that is loaded from a checkpoint
-    immediately.
+    immediately. `base_shapes` are the global shapes of muP's base model.
     """
 
     seed: int
@@ -149,6 +156,7 @@ class ParameterFactory:
     size: int
     device: torch.device
     perform_initialization: bool = True
+    base_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def create(
         self,
@@ -159,7 +167,7 @@ class ParameterFactory:
         *,
         padded: int | None = None,
         rows: Rows | None = None,
-        **properties: bool,
+        **properties: Any,
     ) -> torch.nn.Parameter:
         """Create a parameter; `dim`, padded to `padded` entries, is cut over the tensor ranks.
 
@@ -183,6 +191,7 @@ class ParameterFactory:
             )
             if dim is not None:
                 local_shape[dim] = (padded or global_shape[dim]) // self.size
+        sharding = replace(sharding, base_shape=self.base_shapes.get(name))
         if self.device.type == "meta" or not self.perform_initialization:
             values = torch.zeros(local_shape, device=self.device)
         else:

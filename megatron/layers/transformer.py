@@ -248,12 +248,12 @@ def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
     """Return the initial distributions of weights, and of those that write to the residual stream.
 
     N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or
-    Xavier's for all.
+    Xavier's for all. In muP they are those of the base model, whose L layers count.
     """
     if config.init_method_xavier_uniform:
         return xavier_uniform(), xavier_uniform()
-    std = config.init_method_std
-    return normal(std), normal(std / math.sqrt(2.0 * config.num_layers))
+    std, layers = config.init_method_std, config.mup_base_num_layers or config.num_layers
+    return normal(std), normal(std / math.sqrt(2.0 * layers))
 
 
 class TransformerLayer(torch.nn.Module):
@@ -286,6 +286,7 @@ class TransformerLayer(torch.nn.Module):
             return make_norm(f"{name}.{part}", model.hidden_size) if has else None
 
         self.index, self.dropout = index, model.hidden_dropout
+        self.scale = model.residual_scale if model.use_mup else None
         self.fused_dropout, self.context = context.fusions.bias_dropout, context
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.parallel = model.parallel_residual is not None
@@ -316,6 +317,9 @@ class TransformerLayer(torch.nn.Module):
             make_norm if model.qk_layernorm else None,
             summed=not self.parallel,
         )
+        if config.optimizer.qk_clip:
+            heads = model.num_attention_heads // context.tensor.size
+            self.self_attention.core.largest = torch.zeros(heads, device=context.parameters.device)
         self.post_self_attn_layernorm = norm_if_any("post_self_attn_layernorm")
         self.post_attention_layernorm = norm_if_any("post_attention_layernorm")
         self.mlp = MLP(
@@ -363,6 +367,7 @@ class TransformerLayer(torch.nn.Module):
         out = reduce_from_tensor_region(attention + out, group, scatters)
         if bias is not None and more is not None:
             bias = wide(bias) + wide(more)
+        out, bias = self._after(None, out, bias)
         return self._add(out, bias, x, call, Site.MLP_OUTPUT)
 
     def _before(self, norm: Norm | None, x: Tensor) -> Tensor:
@@ -372,10 +377,15 @@ class TransformerLayer(torch.nn.Module):
     def _after(
         self, norm: Norm | None, x: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return norm(x + bias), without a bias; x and bias if there is no norm."""
-        if norm is None:
+        """Return norm(x + bias), without a bias; x and bias if there is no norm.
+
+        In muP times the factor of the depth.
+        """
+        if norm is not None:
+            x, bias = norm(x if bias is None else x + wide(bias)), None
+        if self.scale is None:
             return x, bias
-        return norm(x if bias is None else x + wide(bias)), None
+        return x * self.scale, None if bias is None else wide(bias) * self.scale
 
     def _again(self, norm: Norm | None, x: Tensor) -> Again:
         """Return how to recompute norm(x), if configured; the norm's gradient keeps x anyway."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -117,7 +118,7 @@ class GPTChunk(torch.nn.Module):
         if not self.is_last:
             return hidden
         assert batch.labels is not None and batch.loss_mask is not None
-        x = self.final_layernorm(hidden)
+        x = self._outputs(hidden)
         return vocabulary_loss(
             x, batch.labels.t(), batch.loss_mask.t(), self._vocabulary(), late_loss
         )
@@ -128,7 +129,7 @@ class GPTChunk(torch.nn.Module):
         Greedy: no other token has a higher score. Without gradients.
         """
         assert self.is_last, "labels are compared on the last stage"
-        x = self.final_layernorm(self._hidden(batch, hidden))
+        x = self._outputs(self._hidden(batch, hidden))
         losses, greedy = token_losses(x, batch.labels.t(), self._vocabulary())
         return losses.t(), greedy.t()
 
@@ -161,9 +162,14 @@ class GPTChunk(torch.nn.Module):
         without gradients.
         """
         assert self.is_last, "logits exist on the last stage"
-        return scores(
-            self.final_layernorm(self._hidden(batch, hidden, cache)), self._vocabulary(), positions
-        )
+        x = self._outputs(self._hidden(batch, hidden, cache))
+        return scores(x, self._vocabulary(), positions)
+
+    def _outputs(self, hidden: Tensor) -> Tensor:
+        """Return the input of the output layer, with the factor of its scores."""
+        x: Tensor = self.final_layernorm(hidden)
+        scale = self.config.model.mup_output_mult
+        return x if scale is None or scale == 1.0 else x * scale
 
     def _hidden(
         self, batch: MicroBatch, hidden: Tensor | None, cache: KeyValueCache | None = None
@@ -197,6 +203,8 @@ class GPTChunk(torch.nn.Module):
             hidden = self.embedding_layernorm(hidden)
         if model.position_embedding_type == "learned_absolute":
             hidden = hidden + self.position_embeddings(batch.tokens.shape[1], call.position_ids)
+        if model.mup_embedding_mult != 1.0:
+            hidden = hidden * model.mup_embedding_mult
         if model.fp32_residual_connection:
             hidden = hidden.float()
         seed, place = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
@@ -250,6 +258,9 @@ def layer_context(
     config: Config, topology: Topology, perform_initialization: bool = True
 ) -> LayerContext:
     """Return how the layers of this rank are distributed."""
+    model, base_shapes = config.model, dict[str, tuple[int, ...]]()
+    if model.use_mup:
+        base_shapes = global_shapes(dataclasses.replace(config, model=model.mup_base()))
     return LayerContext(
         tensor=topology.tensor,
         parameters=ParameterFactory(
@@ -258,6 +269,7 @@ def layer_context(
             topology.tensor.size,
             topology.device,
             perform_initialization,
+            base_shapes,
         ),
         sequence_parallel=config.parallel.sequence_parallel and topology.tensor.size > 1,
         overlap=config.parallel.async_tensor_model_parallel_allreduce,

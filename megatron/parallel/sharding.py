@@ -21,14 +21,39 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+
+Kind = Literal["hidden", "embedding", "output", "vector"]
+
+
+def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
+    """Return the kind of a parameter, on which its optimizer and its learning rate may depend.
+
+    hidden     a matrix of a layer, from features to features; several side by side have 3 dimensions
+    embedding  a table from tokens or positions to features
+    output     any other matrix, normally from features to the vocabulary
+    vector     a norm or a bias
+
+    A tied embedding is an embedding.
+
+    >>> kind_of("layers.0.mlp.dense_h_to_4h.weight", (2, 8, 4))
+    'hidden'
+    >>> kind_of("layers.0.mlp.dense_h_to_4h.bias", (2, 8))
+    'vector'
+    """
+    if len(global_shape) < 2 or name.endswith(".bias"):
+        return "vector"
+    if name.startswith("layers."):
+        return "hidden"
+    return "embedding" if name.startswith("embedding.") else "output"
 
 
 @dataclass(frozen=True)
@@ -48,6 +73,7 @@ class Sharding:
     decay            whether weight decay applies
     copies           how many neighbouring tensor ranks hold this part of a divided dimension; the
                      gradients of more than one are terms of a sum
+    base_shape       global shape in the base model of muP; None without muP
     """
 
     name: str
@@ -59,6 +85,18 @@ class Sharding:
     tied: bool = False
     decay: bool = True
     copies: int = 1
+    base_shape: tuple[int, ...] | None = None
+
+    @property
+    def growth(self) -> tuple[float, float]:
+        """Return by how much outputs and inputs are more than in the base model of muP.
+
+        A vector has outputs only. The features of a table are its inputs.
+        """
+        shape, base = self.global_shape, self.base_shape or self.global_shape
+        if kind_of(self.name, shape) == "vector":
+            return math.prod(shape) / math.prod(base), 1.0
+        return math.prod(shape[:-1]) / math.prod(base[:-1]), shape[-1] / base[-1]
 
 
 @dataclass(frozen=True)
@@ -81,7 +119,7 @@ def shard(
     size: int,
     *,
     padded: int | None = None,
-    **properties: bool,
+    **properties: Any,
 ) -> Sharding:
     """Return the shard of tensor rank `rank` of `size`; dimension `dim` is cut into equal parts.
 

@@ -20,7 +20,7 @@ from megatron.engine.optimizer_state import optimizer_state
 from megatron.pipeline.orders import SENDS_IN_FLIGHT
 from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Give, Part, Step, Take, Trace
-from megatron.planner.stage import Stage, owners, parameters_of, stages_of
+from megatron.planner.stage import Stage, owners, parameters_of, stages_of, whole_parameters
 from megatron.planner.trace import GPT2_VOCABULARY, trace
 
 GPU_BLOCK, CPU_BLOCK = 512, 64
@@ -231,14 +231,18 @@ def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def state_bytes(config: Config, parameters: int) -> dict[str, float]:
-    """Return the bytes of weights, gradients and optimizer for a rank's parameters."""
-    precision = config.precision
+def state_bytes(config: Config, parameters: int, whole: int) -> dict[str, float]:
+    """Return the bytes of weights, gradients and optimizer for a rank's parameters.
+
+    whole  how many of them the optimizer takes whole
+    """
+    precision, state = config.precision, optimizer_state(config)
     owned = parameters / owners(config)
     return {
         "weights": precision.weight_bytes * parameters,
         "master": 0.0 if precision.dtype_name == "float32" else 4.0 * owned,
-        "moments": optimizer_state(config).bytes * owned,
+        "moments": (state.bytes * (parameters - whole) + state.of(True).bytes * whole)
+        / owners(config),
         "gradients": precision.gradient_bytes * parameters,
     }
 
@@ -264,8 +268,16 @@ def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
     return count
 
 
+def whole_of_rank(config: Config, rank: int, device: str) -> int:
+    """Count the parameters on each device of a rank that the optimizer takes whole."""
+    own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
+    traced = trace(config, device)
+    return sum(p.elements for stage in own for p in whole_parameters(config, traced, stage))
+
+
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
-    states = state_bytes(config, parameters_of_rank(config, rank, device))
+    counts = (count(config, rank, device) for count in (parameters_of_rank, whole_of_rank))
+    states = state_bytes(config, *counts)
     held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.engine.gradients import Terms, to_sink
+from megatron.engine.optimizer import build_optimizer
 from megatron.kernels.library import WORK
 from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
 from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
@@ -419,6 +420,35 @@ def record(config: Config, device: str, kind: str) -> Part:
         backward = piece.backward(root)
         inputs, weights = piece.split(piece.forward()[1])
         return Part(piece.parameters(), piece.hands_on, tables, forward, backward, inputs, weights)
+
+
+def record_update(
+    config: Config, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, Pass], int]:
+    """Record what the optimizer does with parameters that it takes whole, by name.
+
+    Also return the bytes of an element that it gets.
+    """
+    recorder, found, sizes = _Recorder(), dict[str, Pass](), list[int]()
+
+    def whole(flats: Any, change: Any, dtype: torch.dtype = torch.float32) -> None:
+        sizes.append(dtype.itemsize)
+        for name, shape in shapes.items():
+            x = torch.empty(shape, dtype=dtype, device="meta")
+            with recorder.recorded("temporary") as passes:
+                change(name, x)
+            found[name] = passes[0]
+
+    with without_data("meta", recorder):
+        weights = torch.nn.Parameter(torch.zeros(8))
+        weights.grad = torch.zeros(8)
+        groups = [{"params": [weights], "weight_decay": 0.0, "whole": whole}]
+        own = config.pieces.optimizer
+        if own is None:
+            build_optimizer(groups, config, weights.device).step()
+        else:
+            own(groups, config.optimizer).step()
+    return found, sizes[0]
 
 
 def calls(config: Config, device: str, kind: str) -> list[Calls]:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
+from megatron.engine.optimizer_state import wants_whole
 from megatron.kernels.work import Attention, Computation, Product
 from megatron.model.stages import assign_layers
 from megatron.pipeline.schedule import splits_backward
 from megatron.planner.cluster import Cluster
-from megatron.planner.events import Again, Give, Part, Pass, Post, Take, Trace, Wait
+from megatron.planner.events import Again, Give, Parameter, Part, Pass, Post, Take, Trace, Wait
 from megatron.planner.rates import Rates
 from megatron.planner.trace import layers_without_window
 
@@ -173,6 +174,14 @@ def parameters_of(trace: Trace, stage: Stage) -> int:
     if not stage.last:
         return count
     return count + sum(p.elements for p in trace.head.parameters if not (p.tied and stage.first))
+
+
+def whole_parameters(config: Config, trace: Trace, stage: Stage) -> list[Parameter]:
+    """List the parameters of a stage that the optimizer takes whole, as one tensor rank has them."""
+    wants = wants_whole(config)
+    parts = [trace.embedding] * stage.first + [trace.head] * stage.last
+    found = [trace.layer] * stage.layers + parts
+    return [p for part in found for p in part.parameters if wants and wants(p.name, p.whole)]
 
 
 def owners(config: Config) -> int:

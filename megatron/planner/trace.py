@@ -41,11 +41,14 @@ _DOES_NOT_COUNT = {
         "master_port world_size data_parallel_size"
     ),
     "recompute": "recompute_method recompute_num_layers",
-    "batch": "global_batch_size rampup_batch_size train_iters train_samples train_tokens",
+    "batch": (
+        "global_batch_size rampup_batch_size step_batch_size_schedule train_iters train_samples "
+        "train_tokens"
+    ),
     "precision": ("loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
     "kernels": "optimizer_implementation",
 }
-_COUNTS = {"data": "reset_position_ids"}
+_COUNTS = {"data": "reset_position_ids", "optimizer": "qk_clip"}
 """Settings of the other sections that a trace depends on."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = (

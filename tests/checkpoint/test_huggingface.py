@@ -156,6 +156,42 @@ def test_transformers_computes_the_same(
     loads_without_a_warning(target / "after")
 
 
+MUP = dict(
+    use_mup=True,
+    mup_base_hidden_size=16,
+    mup_base_num_layers=1,
+    mup_embedding_mult=3.0,
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=tokens().shape[1] - 1,
+    vocab_size=tokens().max().item() + 1,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.3,
+)
+
+
+@pytest.mark.slow
+def test_transformers_computes_the_same_as_mup(tmp_path: Path) -> None:
+    """All factors of muP are in the weights, which transformers reads as those of a GPT-2."""
+    from megatron.checkpoint.huggingface_save import export
+    from megatron.data.sampler import make_micro_batch
+    from megatron.model.gpt import build_chunks
+    from megatron.parallel.topology import Layout, Topology
+
+    config = Config.create(**MUP)
+    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    chunks = build_chunks(config, topology)
+    export(tmp_path / "model", config, topology, chunks)
+    batch = make_micro_batch(tokens(config.model.vocab_size).numpy())
+    with torch.no_grad():
+        found = chunks["0"].eval().logits(batch, None)[..., : config.model.vocab_size]
+    scores = found.transpose(0, 1).contiguous().numpy()
+    assert scores.std() > 0.1
+    close(scores, computed(tmp_path / "model")[0], "scores")
+
+
 def gradients_by_their_names(
     source: Path, before: dict[str, np.ndarray], after: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:

@@ -347,3 +347,14 @@ def test_a_setting_that_is_newer_than_the_checkpoint():
     text = str(raised.value)
     assert "--qk-layernorm" in text and "--parallel-residual" in text and "one_norm" in text
     assert "--norm-position" not in text
+
+
+def test_mup_belongs_to_a_checkpoint():
+    sizes = dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=8)
+    mup = Config.create(**sizes, use_mup=True, mup_base_hidden_size=8)
+    check_architecture(plain(mup), mup, "iter_0000001")
+    for other in (dict(), dict(use_mup=True, mup_base_hidden_size=8, mup_output_mult=1.0)):
+        with pytest.raises(CheckpointError) as raised:
+            check_architecture(plain(mup), Config.create(**sizes, **other), "iter_0000001")
+        assert "--mup-output-mult" in str(raised.value)
+        assert ("--use-mup" in str(raised.value)) != bool(other)

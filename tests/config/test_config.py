@@ -33,6 +33,26 @@ def test_derived_values():
     assert stable.optimizer.lr_decay_style == "WSD"
 
 
+def test_base_model_of_mup():
+    wide = {**SIZES, "num_layers": 6, "hidden_size": 256, "num_attention_heads": 16}
+    mup = dict(use_mup=True, mup_base_hidden_size=64, mup_base_num_layers=2)
+    model = Config.create(**wide, **mup, num_key_value_heads=8).model
+    assert (model.softmax_scale, model.mup_output_mult, model.residual_scale) == (
+        1 / 16,
+        0.25,
+        1 / 3,
+    )
+    base = model.mup_base()
+    assert (base.hidden_size, base.ffn_hidden_size, base.num_layers) == (64, 256, 6)
+    assert (base.num_attention_heads, base.kv_channels, base.num_key_value_heads) == (4, 16, 2)
+    gated = Config.create(**wide, **mup, swiglu=True).model
+    assert (gated.ffn_hidden_size, gated.mup_base().ffn_hidden_size) == (640, 128)
+    # a base head of 64 with its usual factor 1 / 8, and a head of 16
+    model = Config.create(**wide, **mup, ffn_hidden_size=600, mup_base_head_dim=64).model
+    assert (model.softmax_scale, model.mup_base().ffn_hidden_size) == (8 / 16, 150)
+    assert (model.mup_base().num_attention_heads, model.mup_base().kv_channels) == (1, 64)
+
+
 @pytest.mark.parametrize(
     ("true_size", "multiple", "tp", "padded"),
     [

@@ -92,6 +92,17 @@ SETTINGS = """
 --hidden-dropout 0.0
 --init-method-std 0.006
 --init-method-xavier-uniform
+--use-mup
+--mup-base-hidden-size 32
+--mup-base-num-layers 2
+--mup-base-ffn-hidden-size 96
+--mup-base-head-dim 8
+--mup-base-num-attention-heads 3
+--mup-base-num-key-value-heads 2
+--mup-base-num-query-groups 2 => mup_base_num_key_value_heads 2
+--mup-embedding-mult 10.0
+--mup-output-mult 0.5
+--mup-attn-scale-power 0.5
 --tensor-model-parallel-size 2
 --pipeline-model-parallel-size 2
 --num-layers-per-virtual-pipeline-stage 2
@@ -301,6 +312,7 @@ SETTINGS = """
 """
 # Accepted with a notice, at these values.
 ACCEPTED = """
+--mup-width-mult 2.0
 --log-timers-to-tensorboard
 --log-batch-size-to-tensorboard
 --log-validation-ppl-to-tensorboard
@@ -478,9 +490,9 @@ REFUSED = """
 --eval-only true => --skip-train
 --multi-latent-attention => --num-query-groups
 --mtp-num-layers 1 => remove
---use-mup => --init-method-std
 --attention-head-type multigroup => --num-query-groups
---exp-avg-dtype bf16 => fp32
+--main-params-dtype fp16 => fp32
+--muon-tp-mode blockwise => whole
 --embedding-init-method-std 0.1 => --init-method-std
 --full-validation => --eval-iters
 --multiple-validation-sets => --valid-data-path
@@ -506,8 +518,6 @@ REFUSED = """
 --lr_constant_plus_cooldown => WSD
 --lr_constant_plus_cooldown_frac 0.2 => WSD
 --use-mics => --zero-stage
---optimizer lion => adam
---optimizer muon => adam
 --optimizer sophiag => adam
 """
 # Flags of the upstream frameworks, 215 in all. Each must be in one of the lists above.
@@ -572,8 +582,12 @@ model-parallel-size tiktoken-pattern tiktoken-num-special-tokens tiktoken-specia
 # base.
 ROPE = {"--position-embedding-type": "rope"}
 SCALED = {kind: {**ROPE, "--rope-scaling": kind} for kind in ("linear", "llama3", "yarn")}
+MUP = [f"base-{size}" for size in ("hidden-size", "num-layers", "ffn-hidden-size", "head-dim")]
+MUP += ["base-num-attention-heads", "base-num-key-value-heads", "base-num-query-groups"]
+MUP += ["embedding-mult", "output-mult", "attn-scale-power"]
 BESIDE: dict[str, dict[str, str | None]] = {
     "--qk-layernorm-over": {"--qk-layernorm": ""},
+    **{f"--mup-{name}": {"--use-mup": ""} for name in MUP},
     **dict.fromkeys(("--rotary-interleaved", "--rope-scaling", "--use-rope-scaling"), ROPE),
     **dict.fromkeys(("--rope-scaling-factor", "--rotary-scaling-factor"), SCALED["linear"]),
     "--rope-original-positions": SCALED["yarn"],

@@ -185,6 +185,22 @@ CASES = [
     (dict(swiglu=True, squared_relu=True), ["--swiglu", "--squared-relu"], dict(swiglu=False)),
     (dict(swiglu=True, exact_gelu=True), ["--swiglu", "--exact-gelu"], dict(swiglu=False)),
     (dict(qk_layernorm_over="all"), ["--qk-layernorm-over all"], dict(qk_layernorm=True)),
+    (dict(mup_base_hidden_size=32), ["--mup-base-hidden-size 32"], dict(use_mup=True)),
+    (
+        dict(use_mup=True, mup_base_hidden_size=20),
+        ["--mup-base-num-attention-heads", "20"],
+        dict(mup_base_num_attention_heads=2),
+    ),
+    (
+        dict(use_mup=True, mup_base_hidden_size=32, mup_base_num_key_value_heads=3),
+        ["--mup-base-num-attention-heads 4", "--mup-base-num-key-value-heads 3"],
+        dict(mup_base_num_key_value_heads=2),
+    ),
+    (
+        dict(use_mup=True, mup_base_hidden_size=32, num_key_value_heads=1, optimizer="sgd"),
+        ["--optimizer sgd", "--use-mup"],
+        dict(optimizer="adam"),
+    ),
     (dict(rotary_interleaved=True), ["--rotary-interleaved"], ROPE),
     (dict(rope_scaling="linear"), ["--rope-scaling linear"], ROPE),
     (dict(ROPE, rope_scaling_factor=4.0), ["--rope-scaling-factor 4"], dict(rope_scaling="yarn")),

@@ -40,7 +40,7 @@ def train(topology: Topology, precision: str, zero_stage: int) -> dict[str, Any]
             toy.backward(engine, topology, 99)
             engine.clear_gradients()
         toy.backward(engine, topology, s)
-        out["results"].append(engine.step(lr(s), weight_decay(s)))
+        out["results"].append(engine.step(lr(s), weight_decay=weight_decay(s)))
     return out | {"state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)}
 
 
@@ -238,7 +238,7 @@ def fused_engine(
 
 def step(engine: Engine, topology: Topology, s: int) -> StepResult:
     toy.backward(engine, topology, s)
-    return engine.step(lr(s), weight_decay(s))
+    return engine.step(lr(s), weight_decay=weight_decay(s))
 
 
 def updated(
@@ -258,7 +258,7 @@ def updated(
         toy.backward(engine, topology, s)
         if bad and s == 1 and topology.rank == topology.world.size - 1:
             engine.gradient(next(engine.chunks.parameters())).view(-1)[0] = float("inf")
-        results.append(engine.step(lr(s), weight_decay(s)))
+        results.append(engine.step(lr(s), weight_decay=weight_decay(s)))
     return {
         "results": results,
         "state": toy.state_pieces(engine),

@@ -137,6 +137,17 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
     assert names(1) == [["w4"], ["w3"], ["w2"], ["w1"], ["w0"], ["e"], ["n"]]
 
 
+def test_groups_of_learning_rates() -> None:
+    ps = [parameter("w0", 4), parameter("w1", 4), parameter("n", 3, decay=False)]
+    groups = parameter_groups(
+        ps, 0.1, scales=lambda s: (0.25, 1.0) if s.name == "w1" else (1.0, 1.0)
+    )
+    found = [
+        ([p.sharding.name for p in g["params"]], g["lr_scale"], g["weight_decay"]) for g in groups
+    ]
+    assert found == [(["w1"], 0.25, 0.4), (["w0"], 1.0, 0.1), (["n"], 1.0, 0.0)]
+
+
 def test_what_a_rank_holds_of_a_bucket() -> None:
     """Split a bucket of seven numbers and one of padding over two ranks."""
     a, b, c = parameter("a", 3), parameter("b", 2), parameter("c", 2)

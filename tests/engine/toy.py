@@ -61,6 +61,7 @@ class ToyModel:
     num_layers: int = 2
     hidden_size: int = 3
     vocab_size: int = 10
+    use_mup: bool = False
     seq_length: int = 4
 
 
@@ -80,6 +81,11 @@ class ToyOptimizer:
     adam_beta2: float = 0.95
     adam_eps: float = EPS
     sgd_momentum: float = 0.9
+    ema_decay: float | None = None
+    clip_grad_by_kind: tuple[str, ...] | None = None
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
+    qk_clip: bool = False
 
 
 @dataclass(frozen=True)
@@ -309,13 +315,17 @@ class Reference:
         )
 
     def step(
-        self, gradients: dict[str, torch.Tensor], lr: float, weight_decay: float = DECAY
+        self,
+        gradients: dict[str, torch.Tensor],
+        lr: float,
+        weight_decay: float = DECAY,
+        clip: float = CLIP,
     ) -> float:
         """Clip and update; return the norm before clipping."""
         self.optimizer.param_groups[0]["weight_decay"] = weight_decay
         for name, w in self.weights.items():
             w.grad = gradients[name].clone()
-        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), CLIP).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), clip).item()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

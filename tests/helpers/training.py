@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+import math
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.config.pieces import load_pieces
 from megatron.data.sampler import MicroBatch, make_micro_batch
-from megatron.parallel.sharding import sharding_of
+from megatron.parallel.sharding import kind_of, sharding_of
 from megatron.parallel.topology import DEFAULT_ORDER
 from tests.helpers.groups import join
+from tests.helpers.plain_optimizers import PLAIN, clip_plainly
 
 # eps is larger than the default: where a gradient is nearly zero, Adam divides rounding errors by
 # it.
@@ -253,9 +254,48 @@ def dist_world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def _plainly_whole(name: str, values: torch.Tensor, change: Any) -> torch.Tensor:
-    changed: torch.Tensor = change(name, values)
-    return changed
+def kind_of_parameter(p: torch.Tensor) -> str:
+    return kind_of(sharding_of(p).name, sharding_of(p).global_shape)
+
+
+class Unsharded:
+    """Key "whole" of groups with one parameter each, in the order of these names."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, flats: list[torch.Tensor], change: Any, dtype: Any = None) -> None:
+        for name, values in zip(self.names, flats, strict=True):
+            values.copy_(change(name, values))
+
+
+def scales_of_mup(config: Config, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return the factors of learning rate and epsilon, from the sizes of both models by name.
+
+    The rate of a hidden matrix is Adam's, or Muon's with updates of norm sqrt(max(out, in)).
+    """
+    m = config.model
+    if not m.use_mup:
+        return 1.0, 1.0
+    eps = m.mup_base_hidden_size / m.hidden_size
+    if not name.startswith("layers."):
+        return 1.0, eps
+    eps *= m.mup_base_num_layers / m.num_layers
+    if len(shape) == 1 or name.endswith("bias"):
+        return 1.0, eps
+    h, d, ffn = m.mup_base_hidden_size, m.mup_base_head_dim or 1, m.mup_base_ffn_hidden_size
+    heads, groups = m.mup_base_num_attention_heads, m.mup_base_num_key_value_heads
+    base_out, base_in = {
+        "query_key_value": ((heads + 2 * groups) * d, h),
+        "dense": (h, heads * d),
+        "dense_h_to_4h": (ffn, h),
+        "dense_4h_to_h": (h, ffn),
+    }[name.split(".")[-2]]
+    out, inputs = shape[-2:]
+    if config.optimizer.optimizer == "muon":
+        growth = out * base_in * max(base_out, base_in) / (base_out * inputs * max(out, inputs))
+        return growth**0.5, eps
+    return base_in / inputs, eps
 
 
 def train_plainly(
@@ -273,21 +313,28 @@ def train_plainly(
     (model,) = build_chunks(config, topology).values()
     model.train()
     o = config.optimizer
-    wants = getattr(config.pieces.optimizer, "whole", None)
+    wants, whole = getattr(config.pieces.optimizer, "whole", None), Unsharded()
     groups = []
     for p in model.parameters():
         s = sharding_of(p)
-        whole = (
-            partial(_plainly_whole, s.name)
-            if wants is not None and wants(s.name, s.global_shape)
-            else None
-        )
+        wanted = wants is not None and wants(s.name, s.global_shape)
+        whole.names += [s.name] * wanted
+        decay = o.weight_decay if s.decay else 0.0
+        rate, eps = scales_of_mup(config, s.name, s.global_shape)
         groups.append(
-            {"params": [p], "weight_decay": o.weight_decay if s.decay else 0.0, "whole": whole}
+            {
+                "params": [p],
+                "lr": o.lr * rate,
+                "weight_decay": decay / rate,
+                "whole": whole if wanted else None,
+                "eps": o.adam_eps * eps,
+            }
         )
     optimizer: torch.optim.Optimizer
     if config.pieces.optimizer is not None:
         optimizer = config.pieces.optimizer(groups, o)
+    elif o.optimizer in PLAIN:
+        optimizer = PLAIN[o.optimizer](groups, config)
     else:
         betas = (o.adam_beta1, o.adam_beta2)
         optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=betas, eps=o.adam_eps, foreach=False)
@@ -299,8 +346,15 @@ def train_plainly(
             loss = model(batch, None) / len(micro_batches)
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad).item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
+        for word in o.clip_grad_by_kind or ():
+            kind, limit = word.split("=")
+            of_kind = [p for p in model.parameters() if kind_of_parameter(p) == kind]
+            assert torch.nn.utils.clip_grad_norm_(of_kind, float(limit)) > float(limit)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad)
         optimizer.step()
+        if o.qk_clip:
+            clip_plainly(model, o)
         optimizer.zero_grad()
         history.append((total, norm))
     return {

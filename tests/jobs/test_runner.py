@@ -13,12 +13,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.errors import ConfigError
 from megatron.jobs import runner as running
-from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT
+from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, STOPPED, TIME_OUT
 from megatron.jobs.runner import ALLOCATION, TIME, Attempt, Job, Place, Runner, time_left
 from tests.helpers.clock import VirtualClock
 from tests.jobs.waiting import Lifeline
@@ -28,7 +29,7 @@ STEP = '{"event": "iteration", "iteration": %d, "step_time_s": 1.0}'
 END = '{"event": "end", "iteration": 3, "reason": "done"}'
 
 
-def job(folder: Path, name: str = "a", processes: int = 1, nodes: int = 1, **more: float) -> Job:
+def job(folder: Path, name: str = "a", processes: int = 1, nodes: int = 1, **more: Any) -> Job:
     return Job(
         name, folder / name, {"name": name}, (), processes, nodes, 3, **{"limit_s": 1e6, **more}
     )
@@ -214,6 +215,26 @@ def test_before_the_first_step_there_is_the_whole_limit(tmp_path: Path) -> None:
     assert watch.look(905.0) is None and watch.look(910.0) is None
     ends = [watch.look(float(now)) for now in range(915, 945, 5)]
     assert ends[-1] is not None and ends[-1].kind == HANG
+
+
+def test_a_run_is_stopped_by_its_validation_losses(tmp_path: Path) -> None:
+    asked = []
+
+    def stops(losses: Sequence[float]) -> bool:
+        asked.append(list(losses))
+        return losses[-1:] == [7.5]
+
+    watch, folder = running.Watch(job(tmp_path, limit_s=1000.0, stops=stops), 0.0), tmp_path / "a"
+    folder.mkdir()
+    loss = '{"event": "validation", "dataset": "%s", "lm_loss": %s, "iteration": 1}\n'
+    text = STEP % 1 + "\n" + loss % ("valid", 9.5) + loss % ("test", 7.5)
+    (folder / "metrics.jsonl").write_text(text)
+    assert watch.look(5.0) is None and asked[-1] == [9.5]
+    (folder / "metrics.jsonl").write_text(text + loss % ("valid", 7.5))
+    end = watch.look(6.0)
+    assert (
+        end is not None and (end.kind, asked[-1]) == (STOPPED, [9.5, 7.5]) and "7.5" in end.reason
+    )
 
 
 def test_a_crash_is_told_in_the_programs_words(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.jobs.search import find_search
+from megatron.jobs.search import Halving, find_search
 from tests.jobs.tables import Table, play, table, trials_by_chance, trials_to_good
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.campaign("search")
@@ -120,3 +120,33 @@ def test_a_library_of_another_version_is_named_and_auto_does_without(
     assert find_search("auto") == "optuna"
     with pytest.raises(ConfigError, match=r"deephyper.*\[deephyper\]"):
         find_search("deephyper")
+
+
+def test_a_trial_goes_on_while_it_is_among_the_best_half() -> None:
+    """Asynchronous successive halving (arXiv 1810.05934) after 1, 2, 4 of 8 evaluations.
+
+    A rung keeps the best n // 2 of the n losses that were seen there, at least one.
+    """
+    curves = [
+        [5.0, 4.0, 3.9, 3.5, 3.0, 2.9, 2.8, 2.7],
+        [5.1] * 8,
+        [4.9, 4.1] + [4.0] * 6,
+        [4.8, 3.9, 3.8, 3.4, 3.3, 3.2, 3.1, 9.0],
+        [4.95, 1.0] + [1.0] * 6,
+        [4.7] * 3 + [0.1] * 5,
+    ]
+    seen, expected = {1: [], 2: [], 4: []}, []  # type: ignore[var-annotated]
+    for curve in curves:
+        at = len(curve)
+        for rung, losses in seen.items():
+            losses.append(curve[rung - 1])
+            if curve[rung - 1] > sorted(losses)[max(1, len(losses) // 2) - 1]:
+                at = rung
+                break
+        expected.append(at)
+    assert len(set(expected)) == 3, "some stop at once, some later, some never"
+    one_by_one, at_once = Halving(2, 8), Halving(2, 8)
+    for number, (curve, at) in enumerate(zip(curves, expected, strict=True)):
+        stops = [one_by_one.stops(number, curve[:n]) for n in range(1, at + 1)]
+        assert stops == [False] * (at - 1) + [at < 8]
+        assert at_once.stops(number, curve[:at]) == (at < 8)

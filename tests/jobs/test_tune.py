@@ -5,25 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import statistics
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.data.file_lock import FolderClaim
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError
 from megatron.jobs import runner as running
 from megatron.jobs import setup as own_setup
 from megatron.jobs import tune as module
 from megatron.jobs.candidates import GIB, Candidate
 from megatron.jobs.measured import CONFIRM
-from megatron.jobs.result import DONE, FAILED, OUT_OF_MEMORY, Ending
+from megatron.jobs.result import DONE, FAILED, OUT_OF_MEMORY, STOPPED, Ending, valid_losses
 from megatron.jobs.runner import TIME
 from megatron.jobs.setup import make_setup
+from megatron.jobs.space import SPACES
 from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, Search
+from megatron.metrics_file import read_records
 from tests.jobs.made import Made, no_files, search, setup, truth
 from tools import tune
 
@@ -529,3 +534,59 @@ def test_a_report_alone_needs_no_library_that_searches(
         "--report-only",
     )
     assert code == 0 and (own.out / "report/trials.md").exists() and "Best: " in text
+
+
+@pytest.mark.slow
+def test_the_lowest_validation_loss_at_a_token_budget_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of docs/tuning.md on a tiny model; again it has nothing to do."""
+    monkeypatch.setattr("megatron.jobs.tune._picture", lambda _, path: path)
+    random = np.random.RandomState(1)
+    with IndexedDatasetWriter(tmp_path / "text", np.uint16) as writer:
+        for _ in range(40):
+            writer.add_document(random.choice(16, 200, p=np.arange(1, 17) / 136))
+    space = (SPACES / "learning-rate.toml").read_text()
+    for name, values in (("lr", "[1e-6, 3e-3, 3e-2]"), ("gbs", "[4, 8]")):
+        space = re.sub(rf"^{name} = .*$", f"{name} = {values}", space, flags=re.MULTILINE)
+    (tmp_path / "small.toml").write_text(space.replace("valid_samples = 256", "valid_samples = 16"))
+    flags = "--split 80,20,0 --tokenizer-type NullTokenizer --vocab-size 16 --num-layers 1"
+    flags += " --hidden-size 16 --seq-length 16"
+    words = f"--space {tmp_path}/small.toml --objective valid_loss --tokens 1000 --max-trials 3"
+    words += f" --search optuna --out {tmp_path}/out"
+    line = [*words.split(), "--", "--data-path", f"{tmp_path}/text", *flags.split()]
+    code, text = call(capsys, *line)
+    found = results(tmp_path / "out")
+    assert code == 0 and len(found) == 3, text
+    for number, result in enumerate(found, 1):
+        folder = tmp_path / f"out/trials/{number:04}"
+        values = json.loads((folder / "point.json").read_text())["values"]
+        records = read_records(folder / "metrics.jsonl")
+        losses = valid_losses(records)
+        if result["status"] == DONE:
+            # 4 parts of as many steps, which together have at least 1000 tokens; each has an
+            # evaluation, and there is one at the end
+            steps = 4 * -(-1000 // (4 * values["gbs"] * 16))
+            assert records[-1]["iteration"] == steps and len(losses) == 5
+            assert result["loss"] == losses[-1]
+        else:
+            assert result["kind"] == STOPPED
+    best = min((r["loss"], n) for n, r in enumerate(found, 1) if r["status"] == DONE)[1]
+    key = json.loads((tmp_path / f"out/trials/{best:04}/point.json").read_text())["key"]
+    assert f"Best: {key}" in text and (tmp_path / "out/report/best.txt").is_file()
+    code, text = call(capsys, *line)
+    assert code == 0 and f"Best: {key}" in text and len(results(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("", "tokens_per_s"),
+        ("--objective valid_loss", "--data-path"),
+        ("--objective valid_loss --iterations 3 -- --mock-data", "--iterations"),
+        ("--space two-cores --objective valid_loss", "two-cores"),
+    ],
+)
+def test_what_a_loss_needs(capsys: pytest.CaptureFixture[str], words: str, value: str) -> None:
+    code, text = call(capsys, *f"--space learning-rate --no-prior --dry-run {words}".split())
+    assert code == 2 and value in text

@@ -117,6 +117,7 @@ GRID = [
     layout(tp=2, pp=2, sp=True),
     layout(tp=2, pp=2, sp=True, schedule="interleaved", recompute=FULL),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1"),
+    layout(tp=2, pp=2, sp=True, clip_grad_by_kind=("embedding=0.05", "vector=0.02")),
     layout(tp=2, dp=2, zero=0),
     layout(tp=2, dp=2, sp=True, zero=1),
     layout(pp=2, dp=2, zero=0),
@@ -207,6 +208,27 @@ CHUNKS = dict(tp_comm_overlap=True, tp_comm_overlap_chunks=3)
 WINDOW = dict(window_size=(5, 0), window_attn_skip_freq=(2,), softmax_scale=0.5)
 CAP = dict(attention_logit_softcapping=0.5)
 MULTI_QUERY = dict(num_key_value_heads=1)
+MUP: dict[str, Any] = dict(
+    use_mup=True,
+    mup_base_hidden_size=8,
+    mup_base_num_layers=2,
+    mup_base_ffn_hidden_size=24,
+    mup_base_head_dim=4,
+    mup_embedding_mult=3.0,
+    mup_output_mult=2.0,
+)
+
+# Newton-Schulz steps in fp32, compared with float64; a size like Adam's.
+MUON = dict(
+    optimizer="muon",
+    muon_coefficient_type="simple",
+    muon_fp32_matmul_prec="high",
+    muon_extra_scale_factor=0.2,
+)
+NESTEROV = {**MUON, "muon_nesterov": True}
+QK_CLIP = dict(qk_clip=True, qk_clip_threshold=0.1, qk_clip_alpha=0.3)
+# Without biases: softmax is invariant under that of the keys, whose sign is pure rounding.
+LION = {**LLAMA, "optimizer": "lion", "lr": 1e-3}
 
 # Every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few
 # processes as possible: those of one world size share theirs.
@@ -261,10 +283,14 @@ TOGETHER = [
     layout(dp=2, recompute=FULL, fused=True, **FAMILIES["gemma2"]),
     layout(tp=2, pp=2, fused=True, **FAMILIES["neox"]),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["qwen3"]),
+    layout(dp=2, **LION),
+    layout(tp=4, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
     # Uneven, with fewer micro-batches than stages. It is the last of its processes: ranks within
     # the pipeline are members of fewer groups than those at its ends, and torch counts them to name
     # the next.
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
+    layout(tp=2, pp=2, dp=2, sp=True, recompute=CHEAP, **MUP, **FAMILIES["gemma2"]),
+    layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", **NESTEROV, **QK_CLIP, **LLAMA),
     # The components of gpt-1t-frontier, with another order of the ranks.
     layout(
         tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
@@ -297,6 +323,19 @@ CAMPAIGN = [
         layout(**{**MIXTURES[name], **ALL})
         for name in ("documents", "documents-rope", "documents-alibi")
     ],
+    *[
+        layout(**shape, **MUP, **FAMILIES[name])
+        for name in ("bloom", "gptj", "qwen3", "olmo2")
+        for shape in (
+            dict(tp=2, pp=2, dp=2, zero=0),
+            dict(tp=2, pp=2, schedule="zb-h1", recompute=FULL),
+            dict(dp=2, fused=True, **BF16),
+            dict(tp=2, sp=True, **{**FP16, "initial_loss_scale": 2.0**12}),
+        )
+    ],
+    layout(tp=4, sp=True, **MUP, **{**LLAMA, **MULTI_QUERY}),
+    layout(tp=2, dp=2, **MUP, **{**LLAMA, **MULTI_QUERY}),
+    layout(tp=2, pp=2, dp=2, sp=True, **MUP, **MUON, **FAMILIES["qwen3"]),
     # uneven
     layout(pp=4, num_layers=6, pipeline_layout="2,1,2,1"),
     # micro-batches no multiple of the stages
@@ -362,6 +401,25 @@ CAMPAIGN = [
     layout(tp=2, dp=2, zero=0, **MULTI_QUERY, **CHUNKS),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", **MULTI_QUERY, **BF16),
     layout(tp=4, sp=True, gradient_accumulation_fusion=False, **LLAMA, **FP16),
+    # optimizers
+    *[
+        layout(**shape, **optimizer)
+        for optimizer in (MUON, {**NESTEROV, **LLAMA}, {**LION, **QK_CLIP})
+        for shape in (
+            dict(tp=2, pp=2, dp=2),
+            dict(tp=2, pp=2, dp=2, sp=True, schedule="interleaved"),
+            dict(tp=4),
+            dict(tp=4, sp=True),
+            dict(dp=4),
+            dict(tp=2, dp=2, zero=0),
+        )
+    ],
+    layout(tp=4, dp=2, **MUON, **{**LLAMA, **MULTI_QUERY}),
+    layout(tp=2, dp=2, sp=True, **MUON, **QK_CLIP, **LLAMA, **BF16),
+    layout(tp=2, dp=2, **MUON, **QK_CLIP, **FP16),
+    layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL, **QK_CLIP, **UNFUSED, **DOCUMENTS),
+    layout(tp=2, fused=True, packed=True, **QK_CLIP, **BLOCKED, **WINDOW, **DOCUMENTS, **LLAMA),
+    layout(pp=2, dp=2, poison=(1, 2), **MUON, **QK_CLIP),
     # 16 bits
     *[
         layout(**shape, **precision)

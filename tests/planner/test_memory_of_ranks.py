@@ -120,6 +120,8 @@ def test_states_are_18_bytes_for_a_parameter_and_zero_divides_12_of_them():
         assert (rank.weights, rank.gradients, rank.optimizer) == (2 * n, 4 * n, moments * n)
     (rank,) = memory_of_ranks(small(bf16=None, optimizer="sgd"))
     assert (rank.weights, rank.gradients, rank.optimizer) == (4 * n, 4 * n, 4 * n)
+    (rank,) = memory_of_ranks(small(dp=4, ema_decay=0.9))
+    assert rank.optimizer == 4 * n
 
 
 @pytest.mark.slow
@@ -200,21 +202,21 @@ def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pp", "zero"),
+    ("pp", "zero", "ema"),
     [
-        (1, 1),
-        *(pytest.param(2, zero, marks=pytest.mark.campaign("memory")) for zero in (0, 1)),
+        (1, 1, 0.9),
+        *(pytest.param(2, zero, None, marks=pytest.mark.campaign("memory")) for zero in (0, 1)),
     ],
 )
-def test_states_are_what_a_rank_holds_after_a_step(pp, zero):
-    """States are those on a rank after a step: weights, gradients, masters and moments.
+def test_states_are_what_a_rank_holds_after_a_step(pp, zero, ema):
+    """States are those on a rank after a step: weights, gradients, masters, moments, average.
 
     Other live tensors (masks, partial sums) are a percent of them.
     """
     from tests.helpers.processes import run_processes
     from tests.helpers.training import BASE
 
-    fields = {**RUN, "pipeline_model_parallel_size": pp, "zero_stage": zero}
+    fields = {**RUN, "pipeline_model_parallel_size": pp, "zero_stage": zero, "ema_decay": ema}
     predicted = memory_of_ranks(Config.create(**{**BASE, **fields, "world_size": 2 * pp}))
     found = run_processes(2 * pp, held_after_a_step, fields)
     for rank, held in enumerate(found):

@@ -85,6 +85,15 @@ CAMPAIGNS = {
         workers=None,
         programs=("-m tests.prove.deepspeed_versions",),
     ),
+    "mup": Campaign(
+        "activations of muP move alike at widths of 128 to 1024 and at depths of 4 to 32",
+        4,
+        workers=None,
+        programs=(
+            "benchmarks/mup.py coordinates --widths 128 256 512 1024",
+            "benchmarks/mup.py coordinates --widths 64 --layers 4 8 16 32 --seeds 8",
+        ),
+    ),
     "benchmarks": Campaign("the benchmarks measure what they say", 5),
     "peers": Campaign(
         "megatron-core from PyPI reads and writes the same data; two engines cut every character "

@@ -27,7 +27,7 @@ from megatron.checkpoint.huggingface_save import (
     write_files,
     write_model,
 )
-from megatron.checkpoint.load import read_tensor
+from megatron.checkpoint.load import read_tensor, require_kind
 from megatron.checkpoint.settings import plain
 from megatron.checkpoint.shards import incomplete, named, read_stored
 from megatron.checkpoint.tensors import MASTER
@@ -176,10 +176,13 @@ def _masters(
         progress(done, len(mine))
 
 
-def read_checkpoint(directory: Path, tag: str | None, chosen: Mapping[str, Any]) -> Outgoing:
+def read_checkpoint(
+    directory: Path, tag: str | None, chosen: Mapping[str, Any], kind: str = MASTER
+) -> Outgoing:
     """Read what is in a checkpoint of ours, without the tensors.
 
     chosen   settings to replace, such as the path of a tokenizer that was moved
+    kind     AVERAGE: the average of the weights in their place
 
     Raises CheckpointError, and ConfigError where no family has the model.
     """
@@ -190,11 +193,12 @@ def read_checkpoint(directory: Path, tag: str | None, chosen: Mapping[str, Any])
         settings |= checkpoint.config.get(section, {})
     config = Config.create(**_known({**settings, **chosen}))
     shapes = global_shapes(config)
-    stored = read_stored(checkpoint.manifest, [f"{MASTER}.{name}" for name in shapes])
+    require_kind(checkpoint, kind)
+    stored = read_stored(checkpoint.manifest, [f"{kind}.{name}" for name in shapes])
     wrong = incomplete(stored) + [
         name
         for name, shape in shapes.items()
-        if stored.get(f"{MASTER}.{name}", {}).get("shape") != shape
+        if stored.get(f"{kind}.{name}", {}).get("shape") != shape
     ]
     if wrong:
         raise CheckpointError(
@@ -204,7 +208,7 @@ def read_checkpoint(directory: Path, tag: str | None, chosen: Mapping[str, Any])
         checkpoint.folder,
         config,
         shapes,
-        lambda name: read_tensor(checkpoint.folder, stored, f"{MASTER}.{name}"),
+        lambda name: read_tensor(checkpoint.folder, stored, f"{kind}.{name}"),
     )
 
 

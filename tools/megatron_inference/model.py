@@ -44,6 +44,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="if the newest checkpoint is damaged, load the one before, with a warning (default: "
         "an error)",
     )
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="use the average of the weights of a training with --ema-decay",
+    )
     parser.add_argument("--tensor-model-parallel-size", type=whole(), default=1, metavar="N")
     parser.add_argument("--pipeline-model-parallel-size", type=whole(), default=1, metavar="N")
     parser.add_argument(
@@ -120,6 +125,7 @@ def _load(
         topology,
         tag=args.load_tag,
         allow_older=args.allow_older,
+        ema=args.ema,
         **{name: getattr(args, name) or None for name in _TOKENIZER_FILES},
         **changed,
     )

@@ -221,7 +221,8 @@ class Follower(tensors.Follower):
             if name == "recv":
                 self._received[self._now] = weakref.ref(posted[0])
         else:
-            shapes = tuple(tuple(t.shape) for t in posted[:2])
+            # Only an all-to-all has other shapes on other ranks.
+            shapes = tuple(tuple(t.shape) for t in posted[:2] if not name.startswith("alltoall"))
             self._of(group).append(
                 Collective(name, shapes, _word(posted[0].dtype) if posted else "")
             )
@@ -424,7 +425,7 @@ def run_rank(
 def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> None:
     """Assign categories to the tensors of set-up."""
     for fragment in engine.fragments():
-        follower.move((fragment.moments[name] for name in engine.moment_names), "moments")
+        follower.move(fragment.moments.values(), "moments")
         follower.move([fragment.master], "master")
     parameters: list[Any] = [*chunks.parameters()]
     follower.move((p.gradient_sink.total for p in parameters), "gradients")

@@ -35,7 +35,7 @@ from megatron.planner.placement import choose_placement, layout_of
 from megatron.planner.stage import stages_of
 from megatron.planner.table import Table
 from megatron.planner.timing import estimate
-from megatron.training.run.schedules import run_costs
+from megatron.training.run.schedules import Schedules, run_costs
 
 GIB = 2.0**30
 RESERVE_GIB = 2.0
@@ -315,6 +315,7 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     lengths = {"train_iters", "train_samples", "train_tokens"}
     if not found.findings and lengths & config.given.keys():
         print(_costs(config, cluster))
+        print(f"schedule: {Schedules.from_config(config)}")
     for note in (*notes, *config.notices):
         print(f"note: {note}")
     return EXIT_DOES_NOT_RUN if found.findings else 0

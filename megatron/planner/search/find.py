@@ -26,7 +26,7 @@ from megatron.planner.layout import (
     recompute_settings,
     write_value,
 )
-from megatron.planner.memory import parameters_of_rank, peak_rank, state_bytes
+from megatron.planner.memory import parameters_of_rank, peak_rank, state_bytes, whole_of_rank
 from megatron.planner.placement import Placement, check_device_order, layout_of, place_with
 from megatron.planner.processes import process_pool
 from megatron.planner.search.space import GIB, Rejections, Space
@@ -255,11 +255,10 @@ class Search:
             plain = _with(dataclasses.replace(config, batch=batch), Layout(1, 1))
             ranks = range(parallel.pipeline_model_parallel_size)
             device = self.space.cluster.device_type
-            self._known[key] = max(
-                (parameters_of_rank(plain, rank, device), -rank) for rank in ranks
-            )
-        most, rank = self._known[key]
-        return sum(state_bytes(config, most).values()), -rank
+            most, rank = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
+            self._known[key] = most, whole_of_rank(plain, -rank, device), -rank
+        most, whole, rank = self._known[key]
+        return sum(state_bytes(config, most, whole).values()), rank
 
 
 def _refused(error: ConfigError) -> Rejected:

@@ -168,7 +168,10 @@ class Space:
             settings = Layout(tp, tp, tp).settings(self.base.model.num_layers) | {
                 "global_batch_size": None
             }
-            self.base.replace(pipeline_layout=None, rampup_batch_size=None, **settings)
+            free = dict.fromkeys(
+                ("pipeline_layout", "rampup_batch_size", "step_batch_size_schedule")
+            )
+            self.base.replace(**free, **settings)
         except ConfigError as error:
             return str(error)
         return None

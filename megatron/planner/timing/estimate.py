@@ -9,6 +9,7 @@ needs torch, but no device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.optimizer_state import bucket_elements, has_kernel, optimizer_state
+from megatron.engine.optimizer_state import ROUND, bucket_elements, has_kernel, optimizer_state
+from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, Confidence
-from megatron.planner.events import Trace
+from megatron.planner.events import Pass, Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement
 from megatron.planner.rates import Rates
@@ -34,10 +36,12 @@ from megatron.planner.stage import (
     owners,
     parameters_of,
     rates_of,
+    seconds_of,
     stage_flops,
     stage_seconds,
     stages_of,
     tied_elements,
+    whole_parameters,
 )
 from megatron.planner.trace import trace
 
@@ -172,7 +176,8 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     parts["data-parallel"] = crowd * (reduced + gathered)
     if tied := tied_elements(config, traced):
         parts["data-parallel"] += channels.tied_s(4 * tied)
-    parts["optimizer"] = crowd * update_seconds(config, cluster.device_type, rates)
+    update = update_seconds(config, cluster.device_type, rates)
+    parts["optimizer"] = crowd * (update + whole_seconds(config, cluster, channels))
     parts["host"] += rates.step_overhead_s
     return Estimate(
         config, cluster, placement, {name: parts[name] for name in PARTS}, channels, run, seconds
@@ -375,13 +380,20 @@ def reduction_seconds(
 
 # -- the optimizer ---------------------------------------------------------------------------------
 
+_WHOLE_BYTES = 40.0
+"""More for each element that is taken whole: its update, in fp32, in and out; out of its place,
+into and out of a message, and into the next place, four times in bf16."""
 
-def bytes_per_element(config: Config, device: str) -> float:
+
+def bytes_per_element(config: Config, device: str, whole: bool = False) -> float:
     """Count bytes read and written per element of the master weights
     (engine/deepspeed_internals.py).
+
+    whole  of parameters that the optimizer takes whole
     """
     norm = gradient = float(config.precision.gradient_bytes)
-    update = optimizer_state(config).traffic_bytes(gradient)
+    update = optimizer_state(config).of(whole).traffic_bytes(gradient)
+    update += _WHOLE_BYTES * whole
     kernels = config.kernels
     dtype_name = config.precision.dtype_name
     if dtype_name == "float32":
@@ -401,10 +413,62 @@ def update_seconds(config: Config, device: str, rates: Rates) -> float:
     stages = stages_of(config)
     traced = trace(config, device)
     size = config.parallel.pipeline_model_parallel_size
-    most = max(
-        sum(parameters_of(traced, stage) for stage in stages[rank::size]) for rank in range(size)
+    most, own = max(
+        (sum(parameters_of(traced, stage) for stage in stages[rank::size]), stages[rank::size])
+        for rank in range(size)
     )
-    return rates.update_s(most / owners(config), bytes_per_element(config, device))
+    whole = sum(p.elements for stage in own for p in whole_parameters(config, traced, stage))
+    others = rates.update_s((most - whole) / owners(config), bytes_per_element(config, device))
+    if not whole:
+        return others
+    return others + rates.update_s(
+        whole / owners(config), bytes_per_element(config, device, whole=True)
+    )
+
+
+def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
+    """Time the work on parameters that the optimizer takes whole, and its messages.
+
+    The ranks of a stage share the parameters (engine/whole.py). On a GPU the messages of a round
+    overlap with the work of another; those of one round are left. An all-to-all takes as long as an
+    all-gather in which a rank sends as much.
+    """
+    stages, device = stages_of(config), cluster.device_type
+    size = config.parallel.pipeline_model_parallel_size
+    traced = trace(config, device)
+    of_ranks = [
+        [p for stage in stages[rank::size] for p in whole_parameters(config, traced, stage)]
+        for rank in range(size)
+    ]
+    parameters = max(of_ranks, key=lambda found: sum(p.elements for p in found))
+    if not parameters:
+        return 0.0
+    key = config.optimizer, config.pieces, config.model, device
+    if key not in _updates:
+        from megatron.planner.recorder import record_update
+
+        _updates[key] = record_update(config, {p.name: p.whole for p in parameters})
+    update, value_bytes = _updates[key]
+    rates = rates_of(cluster, config.precision.dtype_name)
+    with contextlib.suppress(ConfigError):  # no rates of the type of the products
+        rates = rates_of(cluster, "bfloat16" if value_bytes == 2 else "float32")
+    seconds = [
+        sum(seconds_of(each, rates) for each in update[p.name].computations()) for p in parameters
+    ]
+    ranks = config.parallel.tensor_model_parallel_size * owners(config)
+    work = max(sum(seconds) / ranks, *seconds)
+    sent = sum(p.elements for p in parameters) / owners(config)
+    rounds = max(1, round(sent / ROUND))
+    message = value_bytes * sent / rounds
+    messages = 2 * channels.tensor_s("all_gather", message)
+    if owners(config) > 1:
+        messages += 2 * channels.data_s("all_gather", message)
+    if device == "cpu":
+        return work + rounds * messages
+    return max(work, (rounds - 1) * messages) + messages
+
+
+_updates: dict[tuple[object, ...], tuple[dict[str, Pass], int]] = {}
 
 
 # -- by a formula, without a clock: the score that ranks layouts ------------------------------------
@@ -434,9 +498,9 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
         occupies, latency = _boundary(channels, size, traced.layer.hands_on)
         on_link = (2 if hides else 1) * m * config.parallel.num_chunks * occupies
         passes = max(passes + 2 * (size - 1) * (occupies + latency), on_link)
-    after = _exchanged(config, traced, channels, seconds, hides) + update_seconds(
-        config, cluster.device_type, rates
-    )
+    after = _exchanged(config, traced, channels, seconds, hides)
+    after += update_seconds(config, cluster.device_type, rates)
+    after += whole_seconds(config, cluster, channels)
     return passes + crowd * after + rates.step_overhead_s
 
 

@@ -189,7 +189,8 @@ def perplexity(loss: float) -> float:
 class Validation(Event):
     """An evaluation on `samples` samples of the 'valid' or 'test' data set, or of one `corpus`.
 
-    where   iteration and data, for the log
+    ema_loss  the loss of the average of the weights (--eval-ema)
+    where     iteration and data, for the log
     """
 
     event = "validation"
@@ -201,13 +202,14 @@ class Validation(Event):
     samples: int
     elapsed_s: float
     corpus: str | None = None
+    ema_loss: float | None = None
     where: str = field(default="", metadata=_UNRECORDED)
 
     def shown_as(self) -> Mapping[str, str]:
         """Return other names for each data set and corpus."""
         kind = "test" if self.dataset == "test" else "validation"
         name = f"lm loss {kind}" + (f" {self.corpus}" if self.corpus else "")
-        return {"lm_loss": name, "perplexity": f"{name} ppl"}
+        return {"lm_loss": name, "perplexity": f"{name} ppl", "ema_loss": f"{name} ema"}
 
     def as_record(self) -> dict[str, Any]:
         """Return the record, with the perplexity."""

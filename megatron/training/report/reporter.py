@@ -72,12 +72,13 @@ def format_iteration(report: Iteration) -> str:
     return " " + " | ".join(fields) + " |"
 
 
-def format_validation(prefix: str, loss: float) -> str:
+def format_validation(prefix: str, loss: float, ema_loss: float | None = None) -> str:
     """Return the validation line between dashed lines; `prefix` names iteration and data."""
     line = (
         f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: "
         f"{perplexity(loss):.6E} | "
     )
+    line += "" if ema_loss is None else f"lm loss of averaged weights: {ema_loss:.6E} | "
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 
@@ -265,7 +266,7 @@ class LogLines(Callback):
             case Iteration():
                 self._iteration(event)
             case Validation():
-                self._say(format_validation(event.where, event.lm_loss))
+                self._say(format_validation(event.where, event.lm_loss, event.ema_loss))
             case TaskEvaluated():
                 self._say(f" iteration {event.iteration}, task {event}")
             case ComputeTimes():

@@ -17,6 +17,7 @@ from megatron.checkpoint.find import Found, find, required
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.config.files import hugging_face_folder
+from megatron.config.phases import PHASED
 from megatron.data.sampler import are_ranges, is_consumed
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
@@ -40,8 +41,15 @@ _DUE, _WRITING = "save", "writing"
 # between a failed save and the next try: trying at every step would slow training and fill the log
 _RETRY_S = 60.0
 
-# Prefixes of the settings that shape learning rate and weight decay over the run.
-SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style")
+# Prefixes of the settings that shape learning rate, weight decay and betas over the run.
+SCHEDULE = (
+    "lr",
+    "min_lr",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+    *PHASED,
+)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -264,10 +264,9 @@ def train_step(run: Run) -> Spike | None:
             micro_batches, loss_scale=run.engine.loss_scale, loss_weights=weights
         )
     finish_step(run)  # the previous one
-    at = progress.schedule_position
-    lr, weight_decay = run.learning_rate.lr(*at), run.weight_decay.weight_decay(*at)
+    values = run.schedules.at(progress)
     with run.timers("optimizer"):
-        run.engine.start_step(lr, weight_decay)
+        run.engine.start_step(values)
     loss = local_loss(losses, None if weights is None else weights.tensor, run.topology)
     samples = batches.global_batch_size(progress.consumed_samples)
     progress.advance(samples, run.config.model.seq_length)
@@ -277,7 +276,7 @@ def train_step(run: Run) -> Spike | None:
         progress.consumed_samples,
         progress.consumed_tokens,
         samples,
-        lr,
+        values.lr,
         loss,
     )
     run.under_way = StepUnderWay(taken, micro_batches, losses, weights)
@@ -396,15 +395,16 @@ def final_evaluations(run: Run) -> None:
 
 def evaluate_corpora(run: Run, prefix: str) -> None:
     """Measure and report the loss on each named validation corpus, and their unweighted mean."""
-    start, losses = time.perf_counter(), list[float]()
+    start, found = time.perf_counter(), list[list[float]]()
     for name, dataset in run.datasets.corpora.items():
-        loss = evaluate(run, "valid", dataset, f"{prefix} on {name}", advance=False, corpus=name)
-        if loss is None:
+        losses = evaluate(run, "valid", dataset, f"{prefix} on {name}", advance=False, corpus=name)
+        if losses is None:
             return
-        losses.append(loss)
+        found.append(losses)
     samples = sum(min(run.eval_samples, len(one)) for one in run.datasets.corpora.values())
-    mean, seconds = sum(losses) / len(losses), time.perf_counter() - start
-    report_validation(run, prefix, "valid", mean, samples, seconds)
+    means = [sum(each) / len(found) for each in zip(*found, strict=True)]
+    seconds = time.perf_counter() - start
+    report_validation(run, prefix, "valid", means, samples, seconds)
     if run.wall_time is not None:
         run.wall_time.after_evaluation(seconds)
 
@@ -417,11 +417,12 @@ def evaluate(
     *,
     advance: bool,
     corpus: str | None = None,
-) -> float | None:
+) -> list[float] | None:
     """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'.
 
     For a named `corpus` these are the same every time, at most its samples, each once, and the loss
-    is the mean over tokens. Returns the loss; None if a signal interrupted.
+    is the mean over tokens. Returns the loss, and with --eval-ema that of the averaged weights;
+    None if a signal interrupted.
     """
     progress, start = run.progress, time.perf_counter()
     samples = run.eval_samples if corpus is None else min(run.eval_samples, len(dataset))
@@ -440,14 +441,8 @@ def evaluate(
         console.advance()
         return losses
 
-    if not run.evaluated:
-        run.evaluated = True
-        done_before(run, False)
-    console, batches = run.reporter.console, -(-samples // run.batches.global_batch_size_at_end)
-    progress_line = console.doing(f"evaluation on {corpus or name} data: batch", batches)
-    with run.watch.paused(), run.topology.flight.phase("evaluation"), progress_line:
-        if run.config.training.manual_gc:
-            gc.collect()
+    def measure() -> list[float]:
+        """Return the loss; nothing if a signal interrupted."""
         # cyclic, because the last micro-batches of a corpus may reach beyond its end
         stream = open_stream(
             run.config, run.topology, dataset, position, run.eod, cyclic=corpus is not None
@@ -464,18 +459,34 @@ def evaluate(
         finally:
             stream.close()
             run.chunks.train()
-        if measured is None:
+        return [] if measured is None else [measured[0]]
+
+    if not run.evaluated:
+        run.evaluated = True
+        done_before(run, False)
+    wanted = 1 + run.config.training.eval_ema
+    batches = wanted * -(-samples // run.batches.global_batch_size_at_end)
+    console = run.reporter.console
+    progress_line = console.doing(f"evaluation on {corpus or name} data: batch", batches)
+    with run.watch.paused(), run.topology.flight.phase("evaluation"), progress_line:
+        if run.config.training.manual_gc:
+            gc.collect()
+        losses = measure()
+        if losses and wanted > 1:
+            with run.engine.averaged_weights():
+                losses += measure()
+        if len(losses) < wanted:
             run.reporter.say(
                 f" note: the evaluation at {prefix} was interrupted, because a signal asks to end"
             )
             return None
         if advance:
             progress.consumed_valid_samples = position + samples
-        loss, seconds = measured[0], time.perf_counter() - start
-        report_validation(run, prefix, name, loss, samples, seconds, corpus)
+        seconds = time.perf_counter() - start
+        report_validation(run, prefix, name, losses, samples, seconds, corpus)
         if run.wall_time is not None and corpus is None:
             run.wall_time.after_evaluation(seconds)
-    return loss
+    return losses
 
 
 def evaluate_tasks(run: Run) -> None:
@@ -512,12 +523,12 @@ def report_validation(
     run: Run,
     prefix: str,
     dataset: str,
-    loss: float,
+    losses: Sequence[float],
     samples: int,
     seconds: float,
     corpus: str | None = None,
 ) -> None:
-    """Report one evaluation on `samples` samples of the 'valid' or 'test' data set.
+    """Report the `losses` of `evaluate` on `samples` samples of the 'valid' or 'test' data set.
 
     `corpus` is the name of a validation corpus; None for the whole set.
     """
@@ -529,7 +540,8 @@ def report_validation(
             consumed_tokens=progress.consumed_tokens,
             dataset=dataset,
             corpus=corpus,
-            lm_loss=loss,
+            lm_loss=losses[0],
+            ema_loss=losses[1] if len(losses) > 1 else None,
             samples=samples,
             elapsed_s=seconds,
             where=prefix,
@@ -623,11 +635,13 @@ def export(run: Run, folder: Path, stop: Stop | None) -> None:
     from megatron.checkpoint.huggingface_save import export as write  # takes long to import
 
     finish_step(run)
-    run.engine.wait_for_weights()
     shown = run.reporter.console.doing(f"writing the model to {folder}")
     with run.watch.paused("save"), run.topology.flight.phase("saving"), shown:
         start = time.perf_counter()
-        size = write(folder, run.config, run.topology, run.chunks, run.topology.flight.alive)
+        average = run.config.checkpoint.save_hf_ema
+        with run.engine.averaged_weights() if average else nullcontext():
+            run.engine.wait_for_weights()
+            size = write(folder, run.config, run.topology, run.chunks, run.topology.flight.alive)
     run.reporter.say(
         f" wrote the model to {folder}: {size / 1e9:.3f} GB in {time.perf_counter() - start:.2f} s"
     )

@@ -1,29 +1,33 @@
-"""Schedules of batch size, length, learning rate and weight decay as functions of progress.
+"""Schedules of batch size, length, learning rate, weight decay and betas as functions of progress.
 
-Pure arithmetic, no torch. The schedules of learning rate and weight decay take what was consumed
-before a step (iterations, samples, tokens) and return the value for that step. With warm-up the
-very first step therefore has learning rate 0, as in Megatron. The unit is that of the decay: tokens
-before samples before iterations. A warm-up given in another unit is converted with the full global
+Pure arithmetic, no torch. The schedules take what was consumed before a step (iterations, samples,
+tokens) and return the value for that step. With warm-up the very first step therefore has learning
+rate 0, as in Megatron. The unit is that of the decay: tokens before samples before iterations; that
+of phases is the unit of the run. A warm-up given in another unit is converted with the full global
 batch and the sequence length.
 
-With n what was consumed, w the warm-up and d the decay length (warm-up included), all in one unit:
+Every schedule is a list of pieces, whatever flags describe it. With q the part of a piece that was
+consumed, and n all that was consumed, the value between its first and its last one is
 
-    n < w            lr * n / w
-    constant         lr
-    linear           min + (lr - min) * (1 - r)                  r = (n - w) / (d - w)
-    cosine           min + (lr - min) * (1 + cos(pi r)) / 2      (Loshchilov and Hutter, arXiv
-                     1608.03983, eq. 5)
-    inverse square   max(min, lr * sqrt(max(w, 1) / n))          (Vaswani et al., arXiv 1706.03762,
-                     section 5.3)
-    WSD              lr until d - c, then min + (lr - min) * f(q) with q = (n - d + c) / c, c the
-                     final decay (Hu et al., arXiv 2404.06395, section 4), f(q) = 1 - q (linear), (1
-                     + cos(pi q)) / 2 (cosine), 2 * 0.5^q - 1 (exponential), 1 - sqrt(q)
-                     (minus_sqrt; Haegele et al., arXiv 2405.18392)
-    n > d            min, in every form but the constant one
+    constant             first
+    warmup               first + (last - first) * q
+    inverse-square-root  max(last, first * sqrt(max(w, 1) / n)), w where the piece begins (Vaswani et
+                         al., arXiv 1706.03762, section 5.3)
+    power                max(last, min(first, a B t^b)), B the full global batch size in samples, t
+                         the tokens consumed, a = 4, b = -0.51 (Shen et al., arXiv 2408.13359)
+    others               last + (first - last) * f(q), f(q) = 1 - q (linear), (1 + cos(pi q)) / 2
+                         (cosine; Loshchilov and Hutter, arXiv 1608.03983, eq. 5), 2 * 0.5^q - 1
+                         (exponential), 1 - sqrt(q) (minus_sqrt; Haegele et al., arXiv 2405.18392)
+
+WSD is warm-up, constant and one of the others (Hu et al., arXiv 2404.06395, section 4), a warm
+restart (arXiv 1608.03983) a piece that begins with the first value again. After --lr-decay-style's
+length the learning rate is min, except with constant.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.duration import show_duration
 from megatron.config.option import MOST_SAMPLES
+from megatron.config.phases import parse_batch_sizes, parse_phases
+from megatron.engine.optimizer_state import StepValues
 from megatron.errors import ConfigError
 from megatron.model.formulas import flops_per_token_of, parameters_of
 
@@ -43,57 +49,57 @@ if TYPE_CHECKING:
 class BatchSchedule:
     """Global batch size as a function of the samples consumed.
 
-    `rampup` is (start, increment, samples): from `start` the batch grows by `increment` after each
-    equal share of `samples`, and is `global_batch_size_at_end` from then on. `replica_batch_size`
-    is micro-batch size x data-parallel size. `Config` has checked that all sizes divide into
-    micro-batches.
+    `sizes` is a list of (samples, batch size from there on), which begins at 0 samples.
+    `replica_batch_size` is micro-batch size x data-parallel size. `Config` has checked that all
+    sizes divide into micro-batches.
 
-    >>> [BatchSchedule(32, 4, (8, 8, 300)).global_batch_size(n) for n in (0, 99, 100, 200, 300)]
-    [8, 8, 16, 24, 32]
+    >>> [BatchSchedule(4, ((0, 8), (100, 16), (200, 32))).global_batch_size(n) for n in (99, 100)]
+    [8, 16]
     """
 
-    global_batch_size_at_end: int
     replica_batch_size: int
-    rampup: tuple[int, int, int] | None = None
+    sizes: tuple[tuple[int, int], ...]
 
     @classmethod
     def from_config(cls, config: Config) -> BatchSchedule:
         batch = config.batch
-        rampup = None
-        if batch.rampup_batch_size is not None:
-            start, increment, samples = batch.rampup_batch_size
-            rampup = (start, increment, samples)
         replica = batch.micro_batch_size * config.parallel.data_parallel_size
-        return cls(batch.global_batch_size, replica, rampup)
+        sizes: tuple[tuple[int, int], ...] = ((0, batch.global_batch_size),)
+        if batch.rampup_batch_size is not None:
+            # `start` grows by `increment` after each equal share of `samples`
+            start, increment, samples = batch.rampup_batch_size
+            steps = (batch.global_batch_size - start) // increment
+            sizes = tuple(
+                (-(-i * samples // steps), start + i * increment) for i in range(steps + 1)
+            )
+        elif batch.step_batch_size_schedule is not None:
+            tokens = parse_batch_sizes(batch.step_batch_size_schedule)
+            sizes = tuple((n // config.model.seq_length, size) for n, size in tokens)
+        return cls(replica, sizes)
+
+    @property
+    def global_batch_size_at_end(self) -> int:
+        """Return the last batch size."""
+        return self.sizes[-1][1]
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Return the samples of the step that starts after `consumed_samples`."""
-        if self.rampup is None:
-            return self.global_batch_size_at_end
-        start, increment, samples = self.rampup
-        steps = (self.global_batch_size_at_end - start) // increment
-        if consumed_samples >= samples or steps == 0:
-            return self.global_batch_size_at_end
-        # Exact in integers: floor(consumed / (samples / steps)).
-        return min(
-            start + increment * (consumed_samples * steps // samples), self.global_batch_size_at_end
-        )
+        return self.sizes[self._place(consumed_samples)][1]
+
+    def _place(self, consumed_samples: int) -> int:
+        return bisect.bisect_right(self.sizes, (consumed_samples, sys.maxsize)) - 1
 
     def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int]]:
         """Yield each batch size after `consumed_samples` with its number of steps.
 
         The last size has no end.
         """
-        end = self.global_batch_size_at_end
-        start, increment, samples = self.rampup or (end, 1, 0)
-        shares = max(1, (end - start) // increment)
-        while consumed_samples < samples:
-            size = self.global_batch_size(consumed_samples)
-            until = -(-(consumed_samples * shares // samples + 1) * samples // shares)
-            steps = -(-(until - consumed_samples) // size)
+        place = self._place(consumed_samples)
+        for (_, size), (until, _) in itertools.pairwise(self.sizes[place:]):
+            steps = -(-max(0, until - consumed_samples) // size)
             yield size, steps
             consumed_samples += steps * size
-        yield end, sys.maxsize
+        yield self.global_batch_size_at_end, sys.maxsize
 
     def num_micro_batches(self, consumed_samples: int) -> int:
         """Return the micro-batches of each data-parallel rank in that step."""
@@ -272,39 +278,36 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.config.training import BatchConfig, OptimizerConfig
 
-_FINAL_DECAYS: dict[str, Callable[[float], float]] = {
+_DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda q: 1.0 - q,
     "cosine": lambda q: 0.5 * (1.0 + math.cos(math.pi * q)),
     "exponential": lambda q: 2.0 * 0.5**q - 1.0,
     "minus_sqrt": lambda q: 1.0 - math.sqrt(q),
 }
-"""Factor of the learning rate, from 1 to 0, after the part q of the last phase of WSD; by
---lr-wsd-decay-style.
-"""
+"""How much of a change is left, from 1 to 0, after the part q of a phase; by shape."""
 
-_ENDLESS = ("constant", "inverse-square-root")  # forms that need no length
+_ENDLESS = ("constant", "inverse-square-root", "power")  # forms that need no length
+_POWER = {"amplitude": 4.0, "exponent": -0.51}  # Shen et al., section 4
 _UNITS = {"tokens": "tokens", "samples": "samples", "iters": "iterations"}
 
 
 @dataclass(frozen=True)
 class _Clock:
-    """The counter that runs a schedule, and the conversion of the others into it."""
+    """The unit of a schedule, and the conversion of the others into it."""
 
     config: Config
     unit: str
-
-    def now(self, iteration: int, samples: int, tokens: int) -> int:
-        return {"iterations": iteration, "samples": samples, "tokens": tokens}[self.unit]
 
     def convert(self, amount: float, unit: str, what: str) -> float:
         """Return `amount` of `unit` in this clock's unit."""
         if unit == self.unit or not amount:
             return amount
         batch = self.config.batch
-        if batch.rampup_batch_size is not None and "iterations" in (unit, self.unit):
+        changes = batch.rampup_batch_size or batch.step_batch_size_schedule
+        if changes and "iterations" in (unit, self.unit):
             raise ConfigError(
-                f"{what} is given in {unit} but the decay in {self.unit}, and the batch size ramps "
-                f"up, so that one cannot be converted into the other: give both in {self.unit}"
+                f"{what} is given in {unit} but the decay in {self.unit}, and the batch size "
+                f"changes, so that one cannot be converted into the other: give both in {self.unit}"
             )
         per_iteration = {
             "iterations": 1.0,
@@ -336,103 +339,224 @@ def _run_length(config: Config) -> tuple[float, str] | None:
     return _length(config.batch, "train", ("samples", "iters", "tokens"))
 
 
-class LearningRateSchedule:
-    """Learning rate from `config.optimizer`, `config.batch` and `config.model.seq_length`.
+@dataclass(frozen=True)
+class Piece:
+    """A phase of a schedule from `begin` to `stop`, with its values there, in the clock's unit.
 
-    unit      "iterations", "samples" or "tokens": what `warmup` and `decay` count
-    warmup    length of the linear warm-up
-    decay     length until the learning rate has reached `min_lr`, warm-up included
+    power  amplitude and exponent of the shape power, for n in the clock's unit
+    jumps  whether its first value holds at `begin`, not yet the last one of the piece before
+    """
+
+    shape: str
+    begin: float
+    stop: float
+    first: float
+    last: float
+    power: tuple[float, float] = (0.0, 0.0)
+    jumps: bool = False
+
+    def at(self, n: float) -> float:
+        """Return the value at n, up to `stop`."""
+        n = min(n, self.stop)
+        match self.shape:
+            case "constant":
+                return self.first
+            case "warmup":
+                rise = (self.last - self.first) * (n - self.begin)
+                return self.first + rise / (self.stop - self.begin)
+            case "inverse-square-root":
+                return max(self.last, self.first * math.sqrt(max(self.begin, 1.0) / max(n, 1)))
+            case "power":
+                amplitude, exponent = self.power
+                rate = amplitude * math.pow(n, exponent) if n > 0 else math.inf
+                return max(self.last, min(self.first, rate))
+        part = _DECAYS[self.shape]((n - self.begin) / (self.stop - self.begin))
+        return self.last + part * (self.first - self.last)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A value that follows `pieces`, one after the other; the last value holds after them.
+
+    unit  "iterations", "samples" or "tokens": what the pieces count
+    """
+
+    pieces: tuple[Piece, ...]
+    unit: str
+
+    def at(self, iteration: int = 0, samples: int = 0, tokens: int = 0) -> float:
+        """Return the value of the step that starts after this much was consumed."""
+        n = {"iterations": iteration, "samples": samples, "tokens": tokens}[self.unit]
+        for piece in reversed(self.pieces):
+            if n > piece.begin or (piece.jumps and n == piece.begin):
+                return piece.at(n)
+        return self.pieces[0].at(n)
+
+    def __str__(self) -> str:
+        parts = []
+        for piece in self.pieces:
+            ends = [f"{piece.at(n):.4g}" for n in (piece.begin, piece.stop) if n < math.inf]
+            until = "" if math.isinf(piece.stop) else f" until {piece.stop:,.0f}"
+            parts.append(f"{' to '.join(dict.fromkeys(ends))} ({piece.shape}{until})")
+        return f"{', '.join(parts)} {self.unit}"
+
+
+def _constant(value: float, begin: float = 0.0) -> Piece:
+    return Piece("constant", begin, math.inf, value, value)
+
+
+def _phased(config: Config, name: str, start: float, low: float) -> Schedule:
+    """Return the schedule of phases in the setting `name`, from `start`; decays end at `low`.
+
+    A schedule that is not set stays at `start`. Raises ConfigError for a phase that needs the
+    length of the run where it has none.
+    """
+    written = getattr(config.optimizer, name)
+    total, unit = _run_length(config) or (math.inf, "iterations")
+    clock, pieces, at = _Clock(config, unit), list[Piece](), 0.0
+    for phase in parse_phases(written) if written is not None else ():
+        shape, numbers = phase.shape, phase.numbers
+        shares = [numbers.get("factor", 1.0) ** i for i in range(int(numbers.get("cycles", 1)))]
+        length = max(0.0, total - at) / math.fsum(shares)
+        if phase.length is not None:
+            length = phase.length * total / 100 if phase.percent else phase.length
+        if math.isinf(length) and shape not in _ENDLESS:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {written}: '{shape}' takes a part of the run, which "
+                "has no length: set train-iters or train-samples"
+            )
+        before = pieces[-1].at(math.inf) if pieces else 0.0 if shape == "warmup" else start
+        first = numbers.get("from", start if shape == "power" else before)
+        last = numbers.get("to", {"warmup": start, "constant": first}.get(shape, low))
+        power = (0.0, 0.0)
+        if shape == "power":
+            tokens = 1 / clock.convert(1.0, "tokens", "the shape power")  # of a unit
+            amplitude, exponent = (numbers.get(key, value) for key, value in _POWER.items())
+            power = amplitude * config.batch.global_batch_size * tokens**exponent, exponent
+        for i, share in enumerate(shares):
+            stop, jumps = at + length * share, i > 0 or "from" in numbers
+            pieces.append(Piece(shape, at, stop, first, last, power, jumps))
+            at = stop
+    pieces = [piece for piece in pieces if piece.stop > piece.begin]
+    return Schedule(tuple(pieces or [_constant(start)]), unit)
+
+
+def learning_rate(config: Config) -> Schedule:
+    """Return the schedule of the learning rate.
 
     Raises ConfigError for lengths in several units that contradict each other; megatron.config
     checks the others.
     """
-
-    def __init__(self, config: Config) -> None:
-        o = config.optimizer
-        self.max_lr, self.min_lr, self.style = float(o.lr), float(o.min_lr), o.lr_decay_style
-        found = _length(o, "lr_decay") or _run_length(config)
-        ends = self.style not in _ENDLESS
-        if found is None and ends:
-            raise ConfigError(
-                f"lr-decay-style {self.style} needs a length: set train-iters, train-samples or "
-                "lr-decay-iters"
-            )
-        self.decay, self.unit = found or (math.inf, "iterations")
-        self._clock = _Clock(config, self.unit)
-        self.warmup = self._warmup_length(o)
-        if ends and self.decay <= self.warmup:
-            raise ConfigError(
-                f"the learning rate's decay ends after {self.decay:g} {self.unit}, which is not "
-                f"after its warm-up of {self.warmup:g}: shorten the warm-up or lengthen the decay"
-            )
-        if self.style == "WSD":
-            self._final = self._final_length(o)
-            self._final_decay = _FINAL_DECAYS[o.lr_wsd_decay_style]
-
-    def _warmup_length(self, o: OptimizerConfig) -> float:
-        if o.lr_warmup_fraction is not None:
-            return 0.0 if math.isinf(self.decay) else o.lr_warmup_fraction * self.decay
-        found = _length(o, "lr_warmup")
-        return self._clock.convert(*found, "the warm-up") if found else 0.0
-
-    def _final_length(self, o: OptimizerConfig) -> float:
-        found = _length(o, "lr_wsd_decay")
-        assert found is not None, "megatron.config refuses WSD without a length"
-        final = self._clock.convert(*found, "the final decay of WSD")
-        if final > self.decay - self.warmup:
-            raise ConfigError(
-                f"the final decay of WSD takes {final:g} {self.unit}, more than the "
-                f"{self.decay - self.warmup:g} after the warm-up: shorten it"
-            )
-        return final
-
-    def lr(self, iteration: int = 0, samples: int = 0, tokens: int = 0) -> float:
-        """Return the learning rate of the step that starts after this much was consumed."""
-        n = self._clock.now(iteration, samples, tokens)
-        if self.warmup > 0 and n <= self.warmup:
-            return self.max_lr * n / self.warmup
-        if self.style == "constant":
-            return self.max_lr
-        if n > self.decay:
-            return self.min_lr
-        if self.style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1.0) / max(n, 1)))
-        return self.min_lr + self._part(n) * (self.max_lr - self.min_lr)
-
-    def _part(self, n: float) -> float:
-        """Return where the learning rate after the warm-up is, from `min_lr` (0) to `max_lr` (1)."""
-        if self.style == "WSD":
-            start = self.decay - self._final
-            return 1.0 if n <= start else self._final_decay((n - start) / self._final)
-        r = (n - self.warmup) / (self.decay - self.warmup)
-        return 1.0 - r if self.style == "linear" else 0.5 * (1.0 + math.cos(math.pi * r))
+    o = config.optimizer
+    lr, low, style = float(o.lr), float(o.min_lr), o.lr_decay_style
+    if o.lr_schedule is not None:
+        return _phased(config, "lr_schedule", lr, low)
+    found = _length(o, "lr_decay") or _run_length(config)
+    ends = style not in _ENDLESS
+    if found is None and ends:
+        raise ConfigError(
+            f"lr-decay-style {style} needs a length: set train-iters, train-samples or "
+            "lr-decay-iters"
+        )
+    decay, unit = found or (math.inf, "iterations")
+    clock = _Clock(config, unit)
+    warmup = _warmup_length(o, clock, decay)
+    if ends and decay <= warmup:
+        raise ConfigError(
+            f"the learning rate's decay ends after {decay:g} {unit}, which is not "
+            f"after its warm-up of {warmup:g}: shorten the warm-up or lengthen the decay"
+        )
+    pieces = [Piece("warmup", 0.0, warmup, 0.0, lr)] if warmup > 0 else []
+    if style == "constant":
+        pieces.append(_constant(lr, warmup))
+    elif style == "WSD":
+        final = _final_length(o, clock, decay - warmup)
+        pieces.append(Piece("constant", warmup, decay - final, lr, lr))
+        pieces.append(Piece(o.lr_wsd_decay_style, decay - final, decay, lr, low))
+    else:
+        pieces.append(Piece(style, warmup, decay, lr, low))
+        pieces.append(_constant(low, decay))
+    return Schedule(tuple(pieces), unit)
 
 
-class WeightDecaySchedule:
-    """Weight decay over the whole run: start + f(n / end of run) * (end - start).
+def _warmup_length(o: OptimizerConfig, clock: _Clock, decay: float) -> float:
+    if o.lr_warmup_fraction is not None:
+        return 0.0 if math.isinf(decay) else o.lr_warmup_fraction * decay
+    found = _length(o, "lr_warmup")
+    return clock.convert(*found, "the warm-up") if found else 0.0
 
-    f(x) = x (linear) or (1 - cos(pi x)) / 2 (cosine). Raises ConfigError for a change over a run
-    without a length.
+
+def _final_length(o: OptimizerConfig, clock: _Clock, most: float) -> float:
+    found = _length(o, "lr_wsd_decay")
+    assert found is not None, "megatron.config refuses WSD without a length"
+    final = clock.convert(*found, "the final decay of WSD")
+    if final > most:
+        raise ConfigError(
+            f"the final decay of WSD takes {final:g} {clock.unit}, more than the "
+            f"{most:g} after the warm-up: shorten it"
+        )
+    return final
+
+
+def weight_decay(config: Config) -> Schedule:
+    """Return the schedule of the weight decay, over the whole run unless it has phases.
+
+    Raises ConfigError for a change over a run without a length.
     """
+    o = config.optimizer
+    if o.weight_decay_schedule is not None:
+        return _phased(config, "weight_decay_schedule", o.weight_decay, 0.0)
+    start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
+    end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
+    style, found = o.weight_decay_incr_style, _run_length(config)
+    if found is None and style != "constant":
+        raise ConfigError(
+            f"weight-decay-incr-style {style} needs train-iters or train-samples: set one"
+        )
+    length, unit = found or (math.inf, "iterations")
+    first = end if style == "constant" else start
+    return Schedule((Piece(style, 0.0, length, float(first), float(end)),), unit)
 
-    def __init__(self, config: Config) -> None:
+
+@dataclass(frozen=True)
+class Schedules:
+    """What may change from step to step; `betas` is None where they stay."""
+
+    settings: OptimizerConfig
+    learning_rate: Schedule
+    weight_decay: Schedule
+    betas: tuple[Schedule, Schedule] | None
+
+    @classmethod
+    def from_config(cls, config: Config) -> Schedules:
+        """Return the schedules of a run. Raises ConfigError."""
         o = config.optimizer
-        start, end = o.start_weight_decay, o.end_weight_decay
-        self.start = o.weight_decay if start is None else start
-        self.end = o.weight_decay if end is None else end
-        self.style = o.weight_decay_incr_style
-        found = _run_length(config)
-        if found is None and self.style != "constant":
-            raise ConfigError(
-                f"weight-decay-incr-style {self.style} needs train-iters or train-samples: set one"
-            )
-        self.length, self.unit = found or (1.0, "iterations")
-        self._clock = _Clock(config, self.unit)
+        betas = (
+            _phased(config, "adam_beta1_schedule", o.adam_beta1, 0.0),
+            _phased(config, "adam_beta2_schedule", o.adam_beta2, 0.0),
+        )
+        scheduled = (o.adam_beta1_schedule, o.adam_beta2_schedule) != (None, None)
+        return cls(o, learning_rate(config), weight_decay(config), betas if scheduled else None)
 
-    def weight_decay(self, iteration: int = 0, samples: int = 0, tokens: int = 0) -> float:
-        """Return the weight decay of the step that starts after this much was consumed."""
-        x = min(1.0, self._clock.now(iteration, samples, tokens) / self.length)
-        if self.style == "constant" or x >= 1.0:
-            return float(self.end)
-        part = x if self.style == "linear" else 0.5 * (1.0 - math.cos(math.pi * x))
-        return float(self.start + part * (self.end - self.start))
+    def at(self, progress: Progress) -> StepValues:
+        """Return the values of the next step."""
+        here = progress.schedule_position
+        return StepValues(
+            self.learning_rate.at(*here),
+            self.weight_decay.at(*here),
+            None if self.betas is None else (self.betas[0].at(*here), self.betas[1].at(*here)),
+            self._new_in_average(progress.scheduled_iterations),
+        )
+
+    def _new_in_average(self, steps: int) -> float:
+        decay, interval = self.settings.ema_decay, self.settings.ema_interval
+        if decay is None or (steps + 1) % interval:
+            return 0.0
+        updates = steps // interval
+        return 1.0 - min(decay, (1 + updates) / (10 + updates) if self.settings.ema_warmup else 1.0)
+
+    def __str__(self) -> str:
+        named = {"learning rate": self.learning_rate, "weight decay": self.weight_decay}
+        if self.betas is not None:
+            named |= {"beta1": self.betas[0], "beta2": self.betas[1]}
+        return "; ".join(f"{name} {schedule}" for name, schedule in named.items())

@@ -60,9 +60,8 @@ from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, identity, layout_record, versions
 from megatron.training.run.schedules import (
     BatchSchedule,
-    LearningRateSchedule,
     Progress,
-    WeightDecaySchedule,
+    Schedules,
     planned_samples,
     run_costs,
     total_iterations,
@@ -326,8 +325,7 @@ def assemble(
         chunks=chunks,
         engine=engine,
         executor=executor,
-        learning_rate=LearningRateSchedule(config),
-        weight_decay=WeightDecaySchedule(config),
+        schedules=Schedules.from_config(config),
         batches=batches,
         progress=progress,
         total_iterations=end,

@@ -32,9 +32,8 @@ from megatron.training.run.data import Stream
 from megatron.training.run.schedules import (
     BatchSchedule,
     Costs,
-    LearningRateSchedule,
     Progress,
-    WeightDecaySchedule,
+    Schedules,
 )
 from megatron.training.run.stopping import Agreement, StopRules, WallTime
 from megatron.training.run.tasks import Task
@@ -91,8 +90,7 @@ class Run:
     chunks: torch.nn.ModuleDict
     engine: Engine
     executor: Executor
-    learning_rate: LearningRateSchedule
-    weight_decay: WeightDecaySchedule
+    schedules: Schedules
     batches: BatchSchedule
     progress: Progress
     total_iterations: int

@@ -50,6 +50,7 @@ def load_model(
     *,
     tag: str | int | None = None,
     allow_older: bool = False,
+    ema: bool = False,
     **settings: Any,
 ) -> Trained:
     """Load the newest checkpoint of a --save folder, or the model of hf:FOLDER.
@@ -60,6 +61,7 @@ def load_model(
                  that of the training
     tag          an iteration, or the name of a checkpoint's folder
     allow_older  if the newest is damaged, load the one before; .loaded.rejected tells
+    ema          load the average of the weights (--ema-decay) in their place
     settings     other than the checkpoint's, by their names in the configuration, such as bf16=True
                  (fp32 by default) or tokenizer_model="moved.model"; None changes nothing
 
@@ -69,13 +71,16 @@ def load_model(
 
     from megatron.checkpoint.huggingface_load import fill_shards
     from megatron.checkpoint.load import LoadedState, load_weights
-    from megatron.checkpoint.tensors import weights_to_load
+    from megatron.checkpoint.tensors import MASTER, weights_to_load
     from megatron.engine.optimizer import unique_parameters
+    from megatron.engine.optimizer_state import AVERAGE
     from megatron.model.gpt import build_chunks, layer_context
     from megatron.parallel.launch import Launch, select_device
     from megatron.parallel.topology import Topology
     from megatron.training.run.setup import load_tokenizer
 
+    if ema and hugging_face_folder(str(folder)) is not None:
+        raise ConfigError(f"{folder} has one model and no average of its weights: leave --ema out")
     topology = topology or Topology.create(device=select_device(Launch()))
     config = _config(folder, topology, tag, settings)
     vocab_size = config.model.vocab_size
@@ -88,7 +93,8 @@ def load_model(
     chunks.to(getattr(torch, config.precision.dtype_name)).eval()
     source = hugging_face_folder(str(folder))
     if source is None:
-        loaded = load_weights(folder, chunks, topology, tag, allow_older=allow_older)
+        kind = AVERAGE if ema else MASTER
+        loaded = load_weights(folder, chunks, topology, tag, allow_older=allow_older, kind=kind)
     else:
         fill_shards(source, weights_to_load(unique_parameters(chunks)), topology, config)
         loaded = LoadedState(0, {}, False, source, (), ())

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import prove_resume
 from benchmarks.faults.corpus import make_corpus
-from benchmarks.prove_resume import Case, Layout, compare, prove
+from benchmarks.faults.history import records
+from benchmarks.prove_resume import SCHEDULED, Case, Layout, compare, prove
 
 # One of the two checkpoints before it may be incomplete when the kill comes.
 ITERATIONS, STEP = 12, 10
@@ -54,6 +55,16 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path) -> None:
         whole, "data", lambda record: next(iter(record["sources"].values())).update(samples=1)
     )
     assert len(compare(CASE, PIPELINES, whole, resumed, KILLED_IN, ITERATIONS).faults) == 2
+
+
+@pytest.mark.slow
+def test_schedules_and_the_average_go_on(tmp_path: Path) -> None:
+    """Phases, betas, batch sizes, clipping by kind and the average resume in their middle."""
+    data = make_corpus(tmp_path / "data")
+    rows = list(prove(SCHEDULED, tmp_path / "case", data, ITERATIONS, STEP))
+    assert [row.faults for row in rows] == [(), ()]
+    found = [record["ema_loss"] for record in records(tmp_path / "case/whole", "validation")]
+    assert len(set(found)) == len(found) > 2
 
 
 def change_last(folder: Path, event: str, change: Callable[[dict[str, Any]], object]) -> None:

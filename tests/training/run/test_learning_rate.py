@@ -1,4 +1,4 @@
-"""Learning-rate and weight-decay schedules, against values worked out by hand."""
+"""Schedules of learning rate, weight decay, betas and the average, against closed forms."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.training.run.schedules import LearningRateSchedule, WeightDecaySchedule
+from megatron.training.run.schedules import (
+    Progress,
+    Schedule,
+    Schedules,
+    learning_rate,
+    weight_decay,
+)
 
 
 def config(**fields: Any) -> SimpleNamespace:
@@ -33,10 +40,13 @@ def config(**fields: Any) -> SimpleNamespace:
         start_weight_decay=None,
         end_weight_decay=None,
         weight_decay_incr_style="constant",
+        lr_schedule=None,
+        weight_decay_schedule=None,
     )
     batch = dict(
         global_batch_size=8,
         rampup_batch_size=None,
+        step_batch_size_schedule=None,
         train_iters=None,
         train_samples=None,
         train_tokens=None,
@@ -50,8 +60,8 @@ def config(**fields: Any) -> SimpleNamespace:
     )
 
 
-def lr(schedule: LearningRateSchedule, iteration: int) -> float:
-    return schedule.lr(iteration, 8 * iteration, 128 * iteration)
+def lr(schedule: Schedule, iteration: int) -> float:
+    return schedule.at(iteration, 8 * iteration, 128 * iteration)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +86,7 @@ def lr(schedule: LearningRateSchedule, iteration: int) -> float:
     ],
 )
 def test_closed_forms(style: str, at: int, expected: float) -> None:
-    schedule = LearningRateSchedule(
-        config(lr_decay_style=style, lr_decay_iters=104, lr_warmup_iters=4)
-    )
+    schedule = learning_rate(config(lr_decay_style=style, lr_decay_iters=104, lr_warmup_iters=4))
     assert lr(schedule, at) == pytest.approx(expected, abs=1e-12)
 
 
@@ -92,7 +100,7 @@ def test_closed_forms(style: str, at: int, expected: float) -> None:
     ],
 )
 def test_warmup_stable_decay(style: str, part: float) -> None:
-    schedule = LearningRateSchedule(
+    schedule = learning_rate(
         config(
             lr_decay_style="WSD",
             lr_wsd_decay_style=style,
@@ -120,13 +128,13 @@ def test_units_agree(iteration: int) -> None:
         config(train_iters=100, lr_warmup_tokens=1280),
         config(train_samples=800, lr_warmup_fraction=0.1),
     ]
-    values = [lr(LearningRateSchedule(c), iteration) for c in by]
+    values = [lr(learning_rate(c), iteration) for c in by]
     assert values == pytest.approx([values[0]] * len(values), abs=1e-12)
 
 
 @given(st.sampled_from(["linear", "cosine", "inverse-square-root", "WSD"]), st.integers(1, 300))
 def test_stays_within_bounds_and_falls_after_warmup(style: str, iteration: int) -> None:
-    schedule = LearningRateSchedule(
+    schedule = learning_rate(
         config(lr_decay_style=style, lr_decay_iters=200, lr_warmup_iters=20, lr_wsd_decay_iters=50)
     )
     here, following = lr(schedule, iteration), lr(schedule, iteration + 1)
@@ -149,12 +157,12 @@ def test_stays_within_bounds_and_falls_after_warmup(style: str, iteration: int) 
 )
 def test_contradictions_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        LearningRateSchedule(config(**fields))
+        learning_rate(config(**fields))
 
 
 def test_ramp_up_with_samples_and_tokens_is_no_contradiction() -> None:
     c = config(lr_decay_tokens=1600, lr_warmup_samples=10, rampup_batch_size=(2, 2, 50))
-    assert LearningRateSchedule(c).lr(0, 5, 80) == pytest.approx(0.5)
+    assert learning_rate(c).at(0, 5, 80) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +182,152 @@ def test_weight_decay(style: str, at: int, expected: float) -> None:
         if style == "constant"
         else dict(start_weight_decay=0.1, end_weight_decay=0.3)
     )
-    schedule = WeightDecaySchedule(config(weight_decay_incr_style=style, train_samples=800, **ends))
-    assert schedule.weight_decay(at, 8 * at, 128 * at) == pytest.approx(expected)
+    schedule = weight_decay(config(weight_decay_incr_style=style, train_samples=800, **ends))
+    assert schedule.at(at, 8 * at, 128 * at) == pytest.approx(expected)
 
 
 def test_weight_decay_defaults_and_contradictions() -> None:
-    assert WeightDecaySchedule(config()).weight_decay(7) == 0.1
+    assert weight_decay(config()).at(7) == 0.1
     with pytest.raises(ConfigError, match="train-iters"):
-        WeightDecaySchedule(config(start_weight_decay=0.0, weight_decay_incr_style="linear"))
+        weight_decay(config(start_weight_decay=0.0, weight_decay_incr_style="linear"))
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+
+def phased(lr_schedule: str, **fields: Any) -> Config:
+    """Return a configuration of 200 iterations of 4 samples of 16 tokens."""
+    whole = dict(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        seq_length=16,
+        lr=1.0,
+        min_lr=0.1,
+        train_iters=200,
+        global_batch_size=4,
+        lr_schedule=lr_schedule or None,
+    )
+    return Config.create(**(whole | fields))
+
+
+def falling(shape: str, q: float) -> float:
+    return {
+        "linear": 1 - q,
+        "cosine": (1 + math.cos(math.pi * q)) / 2,
+        "exponential": 2 * 0.5**q - 1,
+        "minus_sqrt": 1 - math.sqrt(q),
+    }[shape]
+
+
+@given(st.sampled_from(["linear", "cosine", "exponential", "minus_sqrt"]), st.integers(0, 230))
+def test_phases_follow_one_another(shape: str, n: int) -> None:
+    """Of 200 iterations the constant phase takes 40 %, and the last one the 90 left of them."""
+    schedule = learning_rate(phased(f"warmup 30 to 0.5, constant 40%,\n {shape} to 0.2"))
+    expected = 0.5 * n / 30 if n <= 30 else 0.5
+    if n > 110:
+        expected = 0.2 + 0.3 * falling(shape, min(n - 110, 90) / 90)
+    assert schedule.at(n, 4 * n, 64 * n) == pytest.approx(expected, rel=1e-14)
+
+
+@given(st.integers(0, 230))
+def test_warm_restarts(n: int) -> None:
+    """Equation 5 of arXiv 1608.03983: 10 steps, 20, 40 and 80 steps, then the last value."""
+    schedule = learning_rate(phased("cosine 10 cycles 4 factor 2"))
+    begin, period = 0, 10
+    while n >= begin + period and period < 80:
+        begin, period = begin + period, 2 * period
+    expected = 0.1 + 0.45 * (1 + math.cos(math.pi * min(n - begin, period) / period))
+    assert schedule.at(n) == pytest.approx(expected, rel=1e-14)
+    rest = learning_rate(phased("cosine cycles 4 factor 2", train_iters=150))
+    assert rest.at(n) == pytest.approx(expected, rel=1e-14), "the cycles fill the run"
+
+
+@given(st.integers(0, 230))
+def test_power(n: int) -> None:
+    """Shen et al., arXiv 2408.13359: min(lr, a B t^b) for t tokens, at least min_lr.
+
+    Then a decay from there.
+    """
+    schedule = learning_rate(phased("power 150 amplitude 2, linear to 0"))
+    power = [max(0.1, min(1.0, 8 * max(64 * i, 1) ** -0.51)) for i in (min(n, 150), 150)]
+    expected = power[0] if n <= 150 else power[1] * (1 - min(n - 150, 50) / 50)
+    assert schedule.at(n, 4 * n, 64 * n) == pytest.approx(expected, rel=1e-13, abs=1e-15)
+    tokens = learning_rate(
+        phased("power 9600 amplitude 2, linear to 0", train_iters=None, train_tokens=12800)
+    )
+    assert tokens.at(n, 4 * n, 64 * n) == pytest.approx(expected, rel=1e-13, abs=1e-15)
+
+
+def test_a_jump_and_a_square_root() -> None:
+    schedule = learning_rate(phased("warmup 16, inverse-square-root 84 to 0.3, constant from 0.7"))
+    values = [schedule.at(n) for n in (16, 64, 99, 100, 1000)]
+    assert values == pytest.approx([1.0, 0.5, 4 / math.sqrt(99), 0.7, 0.7], rel=1e-14)
+    assert learning_rate(phased("constant 10, linear 10 from 0.4 to 0.8")).at(10) == 0.4
+
+
+def test_betas_and_weight_decay_by_phases() -> None:
+    schedules = Schedules.from_config(
+        phased(
+            "constant",
+            adam_beta1=0.8,
+            adam_beta2=0.9,
+            adam_beta2_schedule="constant 50, linear 100 to 0.99",
+            weight_decay=0.2,
+            weight_decay_schedule="cosine 50% to 0.1",
+        )
+    )
+    for n, beta2, decay in ((0, 0.9, 0.2), (50, 0.9, 0.15), (100, 0.945, 0.1), (180, 0.99, 0.1)):
+        values = schedules.at(Progress(scheduled_iterations=n))
+        assert values.betas == (0.8, pytest.approx(beta2))
+        assert (values.lr, values.weight_decay) == (1.0, pytest.approx(decay))
+    assert Schedules.from_config(phased("")).at(Progress()).betas is None
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_average_moves_at_its_interval(warmup: bool) -> None:
+    """The n-th update has the decay (1 + n) / (10 + n), from n = 0, up to --ema-decay."""
+    config = phased("", ema_decay=0.5, ema_interval=3, ema_warmup=warmup)
+    schedules = Schedules.from_config(config)
+    new = [schedules.at(Progress(scheduled_iterations=n)).new_in_average for n in range(30)]
+    updates = [min(0.5, (1 + n) / (10 + n)) if warmup else 0.5 for n in range(10)]
+    assert new == pytest.approx([0.0 if i % 3 < 2 else 1 - updates[i // 3] for i in range(30)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "value"),
+    [
+        (dict(lr_schedule="warmup 10, kosine 5"), "kosine"),
+        (dict(lr_schedule="warmup, constant 5"), "warmup"),
+        (dict(lr_schedule="linear 5 by 3"), "by"),
+        (dict(lr_schedule="linear 5 to"), "to"),
+        (dict(lr_schedule="linear -5"), "-5"),
+        (dict(lr_schedule="linear 120%"), "120"),
+        (dict(lr_schedule="linear 5 amplitude 3"), "amplitude"),
+        (dict(lr_schedule="constant 5 to 3"), "constant 5 to 3"),
+        (dict(lr_schedule=" , "), "warmup 1000"),
+        (dict(lr_schedule="linear", lr_decay_style="cosine"), "cosine"),
+        (dict(lr_schedule="linear", lr_warmup_iters=3), "--lr-warmup-iters 3"),
+        (dict(lr_schedule="linear", lr_decay_iters=30), "--lr-decay-iters 30"),
+        (dict(adam_beta2_schedule="linear 10 to 1.5"), "1.5"),
+        (dict(adam_beta1_schedule="linear 10"), "linear"),
+        (dict(adam_beta1_schedule="constant 10", optimizer="sgd"), "--optimizer adam"),
+        (dict(weight_decay_schedule="power 10 to 1"), "power"),
+        (dict(clip_grad_by_kind=("embedings=1",)), "embedings"),
+        (dict(clip_grad_by_kind=("vector=0",)), "vector=0"),
+        (dict(eval_ema=True), "--ema-decay"),
+        (dict(step_batch_size_schedule="0:4 64:6", global_batch_size=4), "6"),
+        (dict(step_batch_size_schedule="32:4", global_batch_size=None), "32:4"),
+        (dict(step_batch_size_schedule="0:4.5", global_batch_size=None), "4.5"),
+        (dict(step_batch_size_schedule="0:3 64:4", micro_batch_size=2), "3"),
+    ],
+)
+def test_wrong_phases_are_refused_by_the_configuration(fields: dict[str, Any], value: str) -> None:
+    with pytest.raises(ConfigError, match=value):
+        phased(**{"lr_schedule": "", **fields})
+
+
+def test_phases_replace_the_decay_of_a_preset() -> None:
+    config = Config.create(preset="tiny", train_iters=100, lr_schedule="constant")
+    assert learning_rate(config).at(99) == config.optimizer.lr
+    assert learning_rate(Config.from_dict(config.to_dict())).at(99) == config.optimizer.lr

@@ -13,7 +13,20 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples, run_costs
 
-ramps = st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 5), st.integers(1, 500))
+ramps = st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 500))
+
+
+def ramp_up(end: int, start: int, increment: int, samples: int) -> BatchSchedule:
+    return BatchSchedule.from_config(
+        Config.create(
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=1,
+            seq_length=8,
+            global_batch_size=end,
+            rampup_batch_size=(start, increment, samples),
+        )
+    )
 
 
 @given(ramps, st.integers(0, 800))
@@ -22,9 +35,9 @@ def test_ramp_up_is_the_start_plus_whole_shares(
 ) -> None:
     start, steps, increment, samples = ramp
     end = start + steps * increment
-    schedule = BatchSchedule(end, 1, (start, increment, samples))
+    schedule = ramp_up(end, start, increment, samples)
     expected = end
-    if consumed < samples and steps:
+    if consumed < samples:
         # As many increments as whole shares of samples / steps fit into the consumed samples.
         expected = start + increment * max(
             k for k in range(steps + 1) if k * samples <= consumed * steps
@@ -37,7 +50,7 @@ def test_closed_forms_equal_counting_steps(
     ramp: tuple[int, int, int, int], iterations: int, begin: int
 ) -> None:
     start, steps, increment, samples = ramp
-    schedule = BatchSchedule(start + steps * increment, 1, (start, increment, samples))
+    schedule = ramp_up(start + steps * increment, start, increment, samples)
     consumed = begin
     for _ in range(iterations):
         consumed += schedule.global_batch_size(consumed)
@@ -50,7 +63,7 @@ def test_closed_forms_equal_counting_steps(
 
 
 def test_a_ramp_up_of_a_thousand_million_steps_takes_no_time() -> None:
-    schedule = BatchSchedule(4, 1, (2, 2, 10**12))
+    schedule = ramp_up(4, 2, 2, 10**12)
     assert schedule.samples_after(10**9) == 2 * 10**9
     assert schedule.iterations_until(10**12, whole=True) == 10**12 // 2
 
@@ -105,3 +118,24 @@ def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule() -> Non
     assert (progress.iteration, progress.consumed_samples, progress.consumed_tokens) == (5, 20, 160)
     assert progress.skipped_iterations == 2
     assert progress.schedule_position == (3, 12, 96)
+
+
+@given(st.integers(0, 3000))
+def test_batch_sizes_by_tokens(consumed: int) -> None:
+    """Megatron-LM's rule: the size of the last threshold that the samples have reached."""
+    config = Config.create(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        seq_length=8,
+        step_batch_size_schedule="0:4 1K:6, 9.6K:2",
+    )
+    schedule = BatchSchedule.from_config(config)
+    assert config.batch.global_batch_size == schedule.global_batch_size_at_end == 2
+    expected = 4 if consumed < 125 else 6 if consumed < 1200 else 2
+    assert schedule.global_batch_size(consumed) == expected
+    samples = consumed
+    for _ in range(50):
+        samples += schedule.global_batch_size(samples)
+    assert schedule.samples_after(50, consumed) == samples
+    assert schedule.iterations_until(samples, consumed, whole=True) == 50

@@ -1,0 +1,163 @@
+"""Values of flags that have a syntax of their own: schedules of phases, of batch sizes, and limits.
+
+A schedule is a list of phases, separated by commas or line ends:
+
+    SHAPE [LENGTH] [NAME VALUE ...]         warmup 1000, constant 50K, cosine 10% to 1e-5
+
+LENGTH is a number, with K, M, B or T for thousands and more, in the unit that --train-iters,
+--train-samples or --train-tokens gives the run, or a percentage of the run. Only the last phase may
+omit it: it takes the rest of the run. The names:
+
+    from, to             value at its beginning (that of the phase before) and at its end
+    cycles, factor       repeat it so often, each time from its first value and `factor` times as long
+    amplitude, exponent  of the shape power
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron.config.option import MOST_BATCH, MOST_TOKENS, Option
+
+PHASED = ("lr_schedule", "weight_decay_schedule", "adam_beta1_schedule", "adam_beta2_schedule")
+"""Settings that are schedules of phases."""
+SHAPES = (
+    "warmup",
+    "constant",
+    "linear",
+    "cosine",
+    "exponential",
+    "minus_sqrt",
+    "inverse-square-root",
+    "power",
+)
+KINDS = ("hidden", "embedding", "output", "vector")
+"""Kinds of parameters, of megatron.parallel.sharding.kind_of."""
+_MOST_CYCLES = 1000
+_NAMES: Mapping[str, Option] = {
+    "from": Option(kind=float, at_least=0, at_most=1000),
+    "to": Option(kind=float, at_least=0, at_most=1000),
+    "cycles": Option(kind=int, at_least=1, at_most=_MOST_CYCLES),
+    "factor": Option(kind=float, above=0, at_most=1000),
+    "amplitude": Option(kind=float, above=0, at_most=10**9),
+    "exponent": Option(kind=float, at_least=-10, below=0),
+}
+_THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUMBER = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:E\d{1,2})?)([KMBT]?)")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a schedule as it is written.
+
+    length   in the unit of the run, or its share of the run with `percent`; None: the rest
+    numbers  by name
+    """
+
+    shape: str
+    length: float | None = None
+    percent: bool = False
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+def number(text: str, most: int = MOST_TOKENS) -> float:
+    """Return a number that may end in K, M, B or T. Raises ValueError.
+
+    >>> number("1.5K"), number("250b")
+    (1500.0, 250000000000.0)
+    """
+    found = _NUMBER.fullmatch(text.upper())
+    value = float(found[1]) * _THOUSANDS[found[2]] if found else -1.0
+    if not 0 <= value <= most:
+        raise ValueError(f"'{text}' is not a number from 0 to {most:,}, such as 1000 or 250M")
+    return value
+
+
+def parse_phases(text: str) -> list[Phase]:
+    """Return the phases of a schedule. Raises ValueError with the phase that is wrong.
+
+    >>> [(p.shape, p.length) for p in parse_phases("warmup 1K, cosine")]
+    [('warmup', 1000.0), ('cosine', None)]
+    """
+    written = [" ".join(part.split()) for part in re.split("[,\n]", text)]
+    phases = [_parse_phase(part) for part in written if part]
+    if not phases:
+        raise ValueError(f"it has no phase, such as warmup 1000: shapes are {', '.join(SHAPES)}")
+    for phase, part in zip(phases[:-1], filter(None, written), strict=False):
+        if phase.length is None:
+            raise ValueError(f"'{part}': only the last phase may take the rest of the run")
+    return phases
+
+
+def _parse_phase(part: str) -> Phase:
+    shape, *words = part.split()
+    if shape not in SHAPES:
+        raise ValueError(f"'{part}': '{shape}' is not one of {', '.join(SHAPES)}")
+    length, percent = None, False
+    try:
+        if words and words[0] not in _NAMES:
+            given = words.pop(0)
+            percent = given.endswith("%")
+            length = number(given.removesuffix("%"), 100 if percent else MOST_TOKENS)
+        names, values = words[::2], words[1::2]
+        unknown = [name for name in names if name not in _NAMES]
+        if unknown or len(names) != len(values) or len(set(names)) < len(names):
+            wrong = unknown[0] if unknown else words[-1]
+            raise ValueError(
+                f"'{wrong}': after the length follow pairs of a name and a number, of "
+                f"{', '.join(_NAMES)}, each once"
+            )
+        numbers = {}
+        for name, value in zip(names, values, strict=True):
+            try:
+                numbers[name] = float(_NAMES[name].parse([value]))
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from None
+            owner = {"amplitude": "power", "exponent": "power", "factor": "cycles"}.get(name)
+            if owner and owner != shape and owner not in names:
+                raise ValueError(f"{name} is for {owner}")
+        if shape == "constant" and "to" in names:
+            raise ValueError("it ends where it begins: leave 'to' out, or give another shape")
+    except ValueError as error:
+        raise ValueError(f"'{part}': {error}") from None
+    return Phase(shape, length, percent, numbers)
+
+
+def parse_batch_sizes(text: str) -> list[tuple[int, int]]:
+    """Return (tokens, samples) of --step-batch-size-schedule. Raises ValueError.
+
+    >>> parse_batch_sizes("0:768 250B:1536")
+    [(0, 768), (250000000000, 1536)]
+    """
+    found = []
+    for part in text.replace(",", " ").split():
+        threshold, colon, size = part.partition(":")
+        if not colon:
+            raise ValueError(f"'{part}' is not TOKENS:SAMPLES, such as 250B:1536")
+        found.append((int(number(threshold)), int(number(size, MOST_BATCH))))
+        if not found[-1][1] or found[-1][1] != number(size):
+            raise ValueError(f"'{part}': '{size}' is not a whole number of samples, at least 1")
+    thresholds = [threshold for threshold, _ in found]
+    if not found or thresholds[0] or sorted(set(thresholds)) != thresholds:
+        raise ValueError(f"'{text}' does not begin at 0 tokens, or does not ascend")
+    return found
+
+
+def norm_limits(words: Sequence[str] | None) -> dict[str, float]:
+    """Return the limit of each kind of --clip-grad-by-kind. Raises ValueError.
+
+    >>> norm_limits(["embedding=0.1"])
+    {'embedding': 0.1}
+    """
+    limits: dict[str, float] = {}
+    for word in words or ():
+        kind, _, limit = word.partition("=")
+        if kind not in KINDS or kind in limits:
+            raise ValueError(f"'{word}' is not KIND=NORM, each kind once: {', '.join(KINDS)}")
+        try:
+            limits[kind] = float(Option(kind=float, above=0, at_most=10**9).parse([limit]))
+        except ValueError as error:
+            raise ValueError(f"'{word}': {error}") from None
+    return limits

@@ -1,0 +1,237 @@
+"""Optimizers of --optimizer: torch's AdamW and SGD, AdamW with bf16 moments, Lion and Muon.
+
+Our kernel's AdamW is in megatron/kernels/ops/optimizer.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain, cycle, islice, repeat
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.kernels.ops.optimizer import Untraced
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+
+def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return the method `step` of one of torch's optimizers without its compiler mark."""
+    step: Callable[..., Any] = inspect.unwrap(optimizer.step)
+    return torch.no_grad()(step)
+
+
+class SGD(Untraced, torch.optim.SGD):
+    """torch.optim.SGD."""
+
+    step = untraced_step(torch.optim.SGD)
+
+
+class AdamW(Untraced, torch.optim.AdamW):
+    """torch.optim.AdamW."""
+
+    step = untraced_step(torch.optim.AdamW)
+
+    def step_on(self, groups: list[dict[str, Any]]) -> None:
+        """Update some of the groups."""
+        every, self.param_groups = self.param_groups, groups
+        try:
+            AdamW.step(self)
+        finally:
+            self.param_groups = every
+
+
+# -- bf16 moments ----------------------------------------------------------------------------------
+
+
+class RoundedAdamW(AdamW):
+    """AdamW with moments in fp32 or bf16, which computes in fp32, a group at a time.
+
+    New moments are rounded stochastically (round_). Rounded to nearest, a second moment would stay
+    where it was: with beta2 = 0.999 it falls by at most 0.1 % in a step, a quarter of half the
+    distance of two bf16 numbers.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            states = [self.state[p] for p in group["params"]]
+            narrow = [
+                {name: x for name, x in state.items() if x.dtype == torch.bfloat16}
+                for state in states
+            ]
+            for state, moments in zip(states, narrow, strict=True):
+                state.update({name: x.float() for name, x in moments.items()})
+            self.step_on([group])
+            for state, moments in zip(states, narrow, strict=True):
+                for name, x in moments.items():
+                    round_(x, state[name], state["step"])
+                state.update(moments)
+
+
+_ODDS = 0x61C88647, 0x2545F491, 0x2C1B3C6D  # multipliers of the hash, less than 2**31
+
+
+def round_(target: torch.Tensor, x: torch.Tensor, step: torch.Tensor) -> None:
+    """Round fp32 numbers to one of the two nearest in bf16: up with the share of the way there.
+
+    The random 16 bits that decide are a hash of the number and the step. So all ranks that hold the
+    same number round it alike, on any layout and after a resume, and no generator is kept. Numbers
+    that bf16 has stay.
+    """
+    bits = x.view(torch.int32)
+    random = (bits * _ODDS[0]).add_(step.to(torch.int32) * _ODDS[1])
+    # Without this the bits of following steps would be spread evenly, and a number near another one
+    # would reach it too soon.
+    random.bitwise_xor_(random >> 15).mul_(_ODDS[2])
+    random.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    target.copy_(random.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32))
+
+
+# -- Lion ------------------------------------------------------------------------------------------
+
+
+class Lion(Untraced, torch.optim.Optimizer):
+    """Lion (Chen et al., arXiv 2302.06675, algorithm 2), with decoupled weight decay."""
+
+    def __init__(self, groups: Any, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = torch.lerp(p.grad, momentum, beta1).sign_()
+                p.mul_(1.0 - lr * group["weight_decay"]).add_(update, alpha=-lr)
+                momentum.lerp_(p.grad, 1.0 - beta2)
+
+
+# -- Muon ------------------------------------------------------------------------------------------
+
+Coefficients = tuple[float, float, float]
+QUINTIC: tuple[Coefficients, ...] = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+"""Cesista et al. 2025, leloykun.github.io/ponder/muon-opt-coeffs."""
+POLAR_EXPRESS: tuple[Coefficients, ...] = (
+    (8.2051, -22.9019, 16.4607),
+    (4.0664, -2.8612, 0.5184),
+    (3.9096, -2.8234, 0.5250),
+    (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8564, -1.2132, 0.3568),
+    (1.8750, -1.2500, 0.3750),
+)
+"""Amsel et al., arXiv 2505.16932, rounded to four digits."""
+SIMPLE = (3.4445, -4.7750, 2.0315)
+"""Jordan et al. 2024, kellerjordan.github.io/posts/muon; also those of torch.optim.Muon."""
+
+
+def coefficients(kind: str, steps: int) -> list[Coefficients]:
+    """Return the coefficients of each step, for a kind of --muon-coefficient-type."""
+    series = {
+        "simple": repeat(SIMPLE),
+        "quintic": cycle(QUINTIC),
+        "polar_express": chain(POLAR_EXPRESS, repeat(POLAR_EXPRESS[-1])),
+    }
+    return list(islice(series[kind], steps))
+
+
+def newton_schulz(x: torch.Tensor, steps: Sequence[Coefficients]) -> torch.Tensor:
+    """Return about U V^T of x = U S V^T [rows, columns], computed in the dtype of x.
+
+    Each step maps the singular values s, at first at most 1, to a s + b s^3 + c s^5.
+    """
+    norm = torch.linalg.matrix_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    x = x / norm.clamp(min=1e-7).to(x.dtype)
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    for a, b, c in steps:
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def update_scale(mode: str, shape: Sequence[int]) -> float:
+    """Return the factor of an orthogonal update of a matrix [.., rows, columns]."""
+    rows, columns = shape[-2:]
+    scale = {
+        "spectral": max(rows, columns),
+        "shape_scaling": max(1.0, rows / columns),
+        "unit_rms_norm": rows / columns,
+    }[mode]
+    return math.sqrt(scale)
+
+
+class Muon(AdamW):
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for groups of whole matrices.
+
+    Other groups have torch's fused AdamW. The scales are those of Liu et al., arXiv 2502.16982,
+    section 2.2 (spectral), of Jordan (shape_scaling) and of Pethick et al., arXiv 2502.07529
+    (unit_rms_norm).
+    """
+
+    def __init__(self, groups: Any, config: Config) -> None:
+        settings, self._model = config.optimizer, config.model
+        self._settings = settings
+        betas = settings.adam_beta1, settings.adam_beta2
+        super().__init__(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+        self._step_supports_amp_scaling = False  # the host reads the norm before the update
+        self._steps = coefficients(settings.muon_coefficient_type, settings.muon_num_ns_steps)
+        self._dtype = torch.bfloat16
+        if settings.muon_fp32_matmul_prec == "high":
+            self._dtype = torch.float32
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        matrices = [group for group in self.param_groups if group["whole"]]
+        self.step_on([group for group in self.param_groups if not group["whole"]])
+        beta, updates = self._settings.muon_momentum, list[torch.Tensor]()
+        for group in matrices:
+            (p,) = group["params"]  # this rank's part of a bucket
+            momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            momentum.lerp_(p.grad, 1.0 - beta)
+            updates.append(
+                p.grad.lerp_(momentum, beta)
+                if self._settings.muon_nesterov
+                else p.grad.copy_(momentum)
+            )
+            if "step" in self.state[p]:
+                self.state[p]["step"] += 1
+        if matrices:
+            matrices[0]["whole"](updates, self.orthogonalized, self._dtype)
+        for group, update in zip(matrices, updates, strict=True):
+            (p,), lr = group["params"], group["lr"]
+            p.mul_(1.0 - lr * group["weight_decay"]).add_(update, alpha=-lr)
+
+    def orthogonalized(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return the update of a parameter [.., rows, columns], which may be several matrices.
+
+        Those of queries, keys and values are fused as [groups (queries, key, value) d, columns]. A
+        gated unit has gate and value as [2, rows, columns].
+        """
+        if self._settings.muon_split_qkv and name.endswith("query_key_value.weight"):
+            groups, d = self._model.num_key_value_heads, self._model.kv_channels
+            grouped = x.view(groups, -1, x.shape[-1])
+            parts = grouped.split((grouped.shape[1] - 2 * d, d, d), dim=1)
+            updates = [self._update(part.flatten(0, 1)).view_as(part) for part in parts]
+            return torch.cat(updates, dim=1).view_as(x)
+        if x.dim() == 2:
+            return self._update(x)
+        return torch.stack([self._update(each) for each in x.flatten(0, -3)]).view_as(x)
+
+    def _update(self, x: torch.Tensor) -> torch.Tensor:
+        scale = update_scale(self._settings.muon_scale_mode, x.shape)
+        factor = self._settings.muon_extra_scale_factor * scale
+        return newton_schulz(x, self._steps) * factor

@@ -1,0 +1,105 @@
+"""QK-clip: query and key weights of heads with large attention logits shrink after a step.
+
+Kimi Team, arXiv 2507.20534, section 2.1. A head with largest logit S above the threshold t gets
+eta = t / S: its queries are multiplied by eta^alpha, its keys by eta^(1 - alpha), so that the same
+logits would be t. Where several heads share a key, that key gets the smallest of their factors, and
+each query what remains to its own eta. So the logits of a head never change because of another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.training import OptimizerConfig
+from megatron.layers.attention import SelfAttention
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Topology
+
+
+class Part(NamedTuple):
+    """Elements of a parameter from `first` on that this rank's optimizer holds.
+
+    weights  those of forward and backward
+    """
+
+    parameter: torch.nn.Parameter
+    first: int
+    master: torch.Tensor
+    weights: torch.Tensor
+
+
+class QKClip:
+    """QK-clip of the attention layers in `chunks`, all of which have `core.largest`.
+
+    parts  of all parameters
+    """
+
+    def __init__(
+        self,
+        settings: OptimizerConfig,
+        topology: Topology,
+        chunks: torch.nn.Module,
+        parts: Iterable[Part],
+    ) -> None:
+        self._settings, self._topology = settings, topology
+        layers = [m for m in chunks.modules() if isinstance(m, SelfAttention)]
+        self._layers = [(m, x) for m in layers if (x := m.core.largest) is not None]
+        self._parts: dict[torch.nn.Parameter, list[Part]] = {}
+        for part in parts:
+            self._parts.setdefault(part.parameter, []).append(part)
+
+    @torch.no_grad()
+    def apply(self, taken: torch.Tensor) -> None:
+        """Clip by the logits of a step, on all ranks; `taken`: whether it counts, a scalar.
+
+        The master weights are scaled, and rounded to this rank's part of the weights of forward and
+        backward.
+        """
+        if not self._layers:
+            return
+        largest = torch.stack([own for _, own in self._layers])  # [layers, heads/tp]
+        all_reduce(largest, self._topology.data, dist.ReduceOp.MAX)
+        eta = (self._settings.qk_clip_threshold / largest).clamp(max=1.0)
+        eta = torch.where(taken & eta.isfinite() & (eta > 0.0), eta, 1.0)
+        first, _ = self._layers[0]
+        groups = first.groups
+        smallest = eta.unflatten(1, (groups, -1)).amin(2)  # [layers, groups/tp]
+        shared = first.query_key_value.weight_shared
+        if shared is not None:
+            smallest = self._of_neighbours(smallest, sharding_of(shared).copies)
+        of_keys = smallest ** (1.0 - self._settings.qk_clip_alpha)
+        of_queries = eta.unflatten(1, (groups, -1)) / of_keys.unsqueeze(2)
+        for (layer, own_largest), q, k in zip(self._layers, of_queries, of_keys, strict=True):
+            projection, ones = layer.query_key_value, torch.ones_like(k).unsqueeze(1)
+            both = [k.unsqueeze(1), ones]  # keys and values
+            own = [q] if shared is not None else [q, *both]
+            for p in (projection.weight, projection.bias):
+                self._scale(p, torch.cat(own, dim=1), layer.head_dim)
+            for p in (projection.weight_shared, projection.bias_shared):
+                self._scale(p, torch.cat(both, dim=1), layer.head_dim)
+            own_largest.zero_()
+
+    def _of_neighbours(self, smallest: torch.Tensor, copies: int) -> torch.Tensor:
+        """Return the smallest over each `copies` neighbouring tensor ranks, which share a key."""
+        tensor = self._topology.tensor
+        table = smallest.new_ones(tensor.size // copies, *smallest.shape)
+        table[tensor.rank // copies] = smallest
+        return all_reduce(table, tensor, dist.ReduceOp.MIN)[tensor.rank // copies]
+
+    def _scale(self, p: torch.nn.Parameter | None, heads: torch.Tensor, head_dim: int) -> None:
+        """Multiply the rows of each head of a parameter by its factor."""
+        for part in self._parts.get(p, ()) if p is not None else ():
+            factors = heads.flatten().repeat_interleave(head_dim)  # of rows
+            columns = part.parameter.numel() // len(factors)
+            end = part.first + len(part.master)
+            rows = slice(part.first // columns, -(-end // columns))
+            start = part.first - rows.start * columns
+            of_all = factors[rows].repeat_interleave(columns)
+            part.master.mul_(of_all[start : start + len(part.master)])
+            if part.weights.dtype != part.master.dtype:
+                part.weights.copy_(part.master)

@@ -1,0 +1,217 @@
+"""Whole parameters for an optimizer whose update of a matrix needs all of it, such as Muon.
+
+ZeRO gives each data-parallel rank a part of every bucket, and tensor parallelism gives each rank a
+shard of a matrix. Here every matrix has one owner among the data- and tensor-parallel ranks of its
+pipeline stage. Two all-to-alls carry it to its owner: one over the data-parallel group for the
+parts of a shard, one over the tensor group for the shards. Two carry the result back. In each, a
+rank sends about as many elements as it owns of the buckets: 1/(data-parallel size) of what it
+sends to reduce the gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.engine.gradients import Bucket
+from megatron.engine.optimizer_state import ROUND
+from megatron.parallel.collectives import gather_objects, start
+from megatron.parallel.sharding import Sharding, sharding_of
+from megatron.parallel.topology import Group, Topology
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+Views = list[list[torch.Tensor]]
+"""Tensors that are sent or received, by the rank of the group at the other end."""
+
+
+def work_of(shape: Sequence[int]) -> float:
+    """Return the multiplications of [.., rows, columns] by its transpose."""
+    return float(math.prod(shape) * min(shape[-2:], default=1))
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """Shardings of a tensor rank's parameters; in a dry run all ranks show the same."""
+
+    of: tuple[Sharding, ...] = field(repr=False)
+
+
+class _Place(NamedTuple):
+    """A local parameter: the number of its bucket, its elements there, its number in _Shards."""
+
+    bucket: int
+    elements: slice
+    number: int
+
+    def part(self, rank: int, size: int) -> slice:
+        """Return the elements that data-parallel rank `rank` owns, with parts of `size`."""
+        low = max(self.elements.start, rank * size)
+        return slice(low, max(low, min(self.elements.stop, (rank + 1) * size)))
+
+
+class _Matrix(NamedTuple):
+    """A parameter by its global name, of which a rank may have several shards.
+
+    owner  tensor rank and data-parallel rank
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    places: list[_Place]
+    owner: tuple[int, int]
+
+
+class WholeParameters:
+    """Key "whole" of the parameter groups that an optimizer takes whole: one object for all.
+
+    Every rank calls it once in a step, as whole(flats, change). `flats` are the flat tensors [n] of
+    these groups, in their order, with the layout of this rank's weights. change(name, tensor) gets
+    each parameter in its global shape, on one rank, and returns a tensor of this shape. Each rank's
+    part of it replaces the values in `flats`. Values are sent, and given to `change`, in `dtype`.
+
+    Owners have about the same work (work_of). The messages of a round are under way while another
+    round computes.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
+        self._buckets, self._tensor = buckets, topology.tensor
+        self._data = topology.data if buckets[0].ranks > 1 else Group((topology.rank,), 0)
+        self._parameters = [p for bucket in buckets for p in bucket.parameters]
+        mine = _Shards(tuple(map(sharding_of, self._parameters)))
+        self._shards = [shards.of for shards in gather_objects(mine, self._tensor)]
+        places: dict[str, list[_Place]] = {}
+        for b, bucket in enumerate(buckets):
+            for p, first in bucket.starts.items():
+                place = _Place(b, slice(first, first + p.numel()), sum(map(len, places.values())))
+                places.setdefault(sharding_of(p).name, []).append(place)
+        shapes = {s.name: s.global_shape for s in mine.of}
+        self._rounds = list(self._in_rounds(places, shapes))
+
+    def _in_rounds(
+        self, places: dict[str, list[_Place]], shapes: dict[str, tuple[int, ...]]
+    ) -> Iterator[list[_Matrix]]:
+        """Give each matrix, the largest first, to the rank with the least work so far.
+
+        Yield rounds, in which every rank has the next of its matrices.
+        """
+        ranks = [(t, d) for d in range(self._data.size) for t in range(self._tensor.size)]
+        work, owned = dict.fromkeys(ranks, 0.0), {rank: list[_Matrix]() for rank in ranks}
+        for name in sorted(shapes, key=lambda name: -work_of(shapes[name])):
+            owner = min(work, key=work.__getitem__)
+            work[owner] += work_of(shapes[name])
+            owned[owner].append(_Matrix(name, shapes[name], places[name], owner))
+        most, some = 0, list[_Matrix]()
+        for number in range(max(map(len, owned.values()))):
+            some += (following := [of[number] for of in owned.values() if number < len(of)])
+            most += max(math.prod(m.shape) for m in following)
+            if most >= ROUND:
+                yield some
+                most, some = 0, []
+        if some:
+            yield some
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        flats: Sequence[torch.Tensor],
+        change: Change,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        waiting = deque(self._round(some, flats, change, dtype) for some in self._rounds)
+        active = list[Iterator[None]]()
+        # The newest round goes first: what it and the next one send is under way while the third
+        # computes.
+        while waiting or active:
+            if waiting:
+                active.insert(0, waiting.popleft())
+            active = [each for each in active if next(each, waiting) is None]
+
+    def _round(
+        self,
+        matrices: list[_Matrix],
+        flats: Sequence[torch.Tensor],
+        change: Change,
+        dtype: torch.dtype,
+    ) -> Iterator[None]:
+        """Carry out a round; yield after the start of each message."""
+        t, d = self._tensor.rank, self._data.rank
+        size = [len(bucket.own_weights) for bucket in self._buckets]
+        column = [m for m in matrices if m.owner[1] == d]
+        row = [[m for m in column if m.owner[0] == rank] for rank in range(self._tensor.size)]
+        none = torch.empty(0, dtype=dtype, device=flats[0].device)
+        shards = {
+            place.number: none.new_empty(self._parameters[place.number].numel())
+            for m in column
+            for place in m.places
+        }
+        wholes = {m.name: none.new_empty(m.shape) for m in row[t]}
+
+        def in_flats(place: _Place) -> torch.Tensor:
+            part, first = place.part(d, size[place.bucket]), d * size[place.bucket]
+            return flats[place.bucket][part.start - first : part.stop - first]
+
+        def in_shard(place: _Place, rank: int) -> torch.Tensor:
+            part, first = place.part(rank, size[place.bucket]), place.elements.start
+            return shards[place.number][part.start - first : part.stop - first]
+
+        def real(place: _Place) -> torch.Tensor:
+            p, sharding = self._parameters[place.number], self._shards[t][place.number]
+            return shards[place.number].view(p.shape)[tuple(slice(n) for n in sharding.extent)]
+
+        def in_whole(m: _Matrix, place: _Place, rank: int) -> torch.Tensor:
+            s = self._shards[rank][place.number]
+            ends = zip(s.offset, s.extent, strict=True)
+            return wholes[m.name][tuple(slice(first, first + n) for first, n in ends)]
+
+        parts: Views = [[] for _ in range(self._data.size)]
+        for m in matrices:
+            parts[m.owner[1]] += map(in_flats, m.places)
+        of_shards = [
+            [in_shard(place, rank) for m in column for place in m.places]
+            for rank in range(self._data.size)
+        ]
+        yield from exchange(parts, of_shards, self._data, none)
+        ours = [[real(place) for m in some for place in m.places] for some in row]
+        of_wholes = [
+            [in_whole(m, place, rank) for m in row[t] for place in m.places]
+            for rank in range(self._tensor.size)
+        ]
+        yield from exchange(ours, of_wholes, self._tensor, none)
+        for name, whole in wholes.items():
+            changed = change(name, whole)
+            if changed.shape != whole.shape:
+                raise ValueError(
+                    f"{name}: {list(whole.shape)} was changed into {list(changed.shape)}"
+                )
+            whole.copy_(changed)
+        yield from exchange(of_wholes, ours, self._tensor, none)
+        yield from exchange(of_shards, parts, self._data, none)
+
+
+def exchange(there: Views, here: Views, group: Group, none: torch.Tensor) -> Iterator[None]:
+    """Send the tensors `there` to the ranks of a group, and fill those `here` with what they send.
+
+    The generator yields after the start of the message, an all-to-all in the dtype and on the
+    device of `none`, which is empty.
+    """
+    targets, sources = [x for some in here for x in some], [x for some in there for x in some]
+    if group.size == 1:
+        for target, x in zip(targets, sources, strict=True):
+            target.copy_(x)
+        return
+    outgoing = torch.cat([none, *(x.reshape(-1).to(none.dtype) for x in sources)])
+    sizes = [x.numel() for x in targets]
+    incoming = none.new_empty(sum(sizes))
+    counts = ([sum(x.numel() for x in some) for some in views] for views in (here, there))
+    send = dist.all_to_all_single
+    work = start(b"all_to_all", group, outgoing.nbytes, send, incoming, outgoing, *counts)
+    yield
+    work.wait()
+    for target, values in zip(targets, incoming.split(sizes), strict=True):
+        target.copy_(values.view(target.shape))

@@ -1,0 +1,244 @@
+"""Muon's Newton-Schulz steps, whole parameters, rounded moments and QK-clip, each alone.
+
+Whole training runs with them: tests/parity.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.engine.gradients import Bucket
+from megatron.engine.optimizers import Muon, RoundedAdamW, coefficients, newton_schulz, round_
+from megatron.engine.whole import WholeParameters, work_of
+from megatron.layers.attention import Scoring, update_largest
+from megatron.layers.positions import Documents
+from megatron.parallel.sharding import attach, shard
+from tests.helpers.groups import join
+from tests.helpers.plain_optimizers import orthogonal
+from tests.helpers.processes import run_processes
+
+
+def matrix(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+# -- Newton-Schulz ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
+def test_newton_schulz_maps_singular_values(shape: tuple[int, int]) -> None:
+    """In fp32 it equals the same polynomials of the singular values in float64.
+
+    The steps multiply an error of the smallest ones by up to 3.4445^5 = 485.
+    """
+    x = matrix(*shape)
+    found = newton_schulz(x, coefficients("simple", 5))
+    torch.testing.assert_close(found.double(), orthogonal(x), rtol=0, atol=485 * 2.0**-23)
+    exact = newton_schulz(x.double(), coefficients("simple", 5))
+    torch.testing.assert_close(exact, orthogonal(x), rtol=0, atol=1e-12)
+
+
+def test_newton_schulz_in_bf16_is_torchs() -> None:
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    x = matrix(24, 40)
+    theirs = _zeropower_via_newtonschulz(x, coefficients("simple", 1)[0], 5, 1e-7)
+    ours = newton_schulz(x.bfloat16(), coefficients("simple", 5))
+    # the matrix is rounded once before it is normalized here, there after it
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "far"), [("quintic", 5, 0.35), ("polar_express", 8, 0.01)]
+)
+def test_singular_values_come_near_one(kind: str, steps: int, far: float) -> None:
+    """The steps come as near to U V^T as their authors say, for values above 0.01."""
+    u, s, v = torch.linalg.svd(matrix(16, 32).double(), full_matrices=False)
+    x = (u * torch.logspace(-1.5, 0, len(s), dtype=torch.float64)) @ v
+    values = torch.linalg.svdvals(newton_schulz(x, coefficients(kind, steps)))
+    assert (values - 1.0).abs().max() < far
+
+
+def muon(**settings: Any) -> tuple[Muon, Config]:
+    config = Config.create(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        seq_length=4,
+        vocab_size=8,
+        optimizer="muon",
+        muon_fp32_matmul_prec="high",
+        muon_coefficient_type="simple",
+        **settings,
+    )
+    weights = torch.nn.Parameter(torch.zeros(4))
+    return Muon([{"params": [weights], "whole": None}], config), config
+
+
+@pytest.mark.parametrize(
+    ("mode", "scale"),
+    [("spectral", 24**0.5), ("shape_scaling", 3**0.5), ("unit_rms_norm", 3**0.5)],
+)
+def test_scale_of_a_tall_matrix(mode: str, scale: float) -> None:
+    optimizer, _ = muon(muon_scale_mode=mode, muon_extra_scale_factor=0.5)
+    x = matrix(24, 8)
+    found = optimizer.orthogonalized("layers.0.mlp.dense_h_to_4h.weight", x)
+    torch.testing.assert_close(found.double(), 0.5 * scale * orthogonal(x), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_fused_queries_keys_and_values(split: bool) -> None:
+    """Two groups of two queries, a key and a value, of two rows each."""
+    optimizer, _ = muon(muon_split_qkv=split)
+    x = matrix(16, 8)
+    found = optimizer.orthogonalized("layers.0.self_attention.query_key_value.weight", x)
+    rows = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15])
+    for part in rows if split else (list(range(16)),):
+        size = max(len(part), 8) ** 0.5
+        expected = size * orthogonal(x[part])
+        torch.testing.assert_close(found[part].double(), expected, rtol=0, atol=1e-3)
+
+
+# -- whole parameters ------------------------------------------------------------------------------
+
+
+def gather(rank: int) -> tuple[dict[str, float], bool]:
+    """Change matrices on tensor 2 x data 2 ranks into twice themselves, which every rank checks."""
+    topology = join(2, 1)
+    t, d = topology.tensor.rank, topology.data.rank
+    shapes: dict[str, tuple[int, ...]] = {f"w{i}": (8, 2 + 3 * i) for i in range(5)}
+    shapes["stack"] = (2, 6, 4)
+    values = {name: matrix(*shape) for name, shape in shapes.items()}
+    buckets, flats = list[Bucket](), list[torch.Tensor]()
+    for names in (list(shapes)[:2], list(shapes)[2:]):
+        parameters = []
+        for name in names:
+            # the middle dimension of a stack, the first one of others; w1 is padded at its end
+            dim = len(shapes[name]) - 2
+            padded = 12 if name == "w1" else None
+            sharding = shard(name, shapes[name], dim, t, 2, padded=padded)
+            local = list(shapes[name])
+            local[dim] = (padded or local[dim]) // 2
+            shape = torch.zeros(local)
+            real = tuple(slice(n) for n in sharding.extent)
+            ends = zip(sharding.offset, sharding.extent, strict=True)
+            shape[real] = values[name][tuple(slice(o, o + n) for o, n in ends)]
+            parameters.append(attach(torch.nn.Parameter(shape), sharding, 2))
+        flat = torch.cat([p.detach().flatten() for p in parameters])
+        flat = torch.cat([flat, torch.zeros(-len(flat) % 4)])
+        buckets.append(Bucket(parameters, torch.zeros_like(flat), flat, d, 2))
+        flats.append(buckets[-1].own_weights)
+    before = [x.clone() for x in flats]
+    seen: dict[str, float] = {}
+
+    def twice(name: str, x: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(x, values[name])
+        seen[name] = work_of(x.shape)
+        return 2 * x
+
+    WholeParameters(buckets, topology)(flats, twice)
+    return seen, all(torch.equal(x, 2 * y) for x, y in zip(flats, before, strict=True))
+
+
+@pytest.mark.slow
+def test_each_matrix_is_whole_on_one_rank_and_work_is_shared() -> None:
+    ranks = run_processes(4, gather)
+    assert all(same for _, same in ranks)
+    names = [name for seen, _ in ranks for name in seen]
+    assert sorted(names) == ["stack", "w0", "w1", "w2", "w3", "w4"]
+    loads = [sum(seen.values()) for seen, _ in ranks]
+    largest = max(work for seen, _ in ranks for work in seen.values())
+    assert max(loads) <= largest + sum(loads) / 4
+
+
+# -- bf16 moments ----------------------------------------------------------------------------------
+
+
+def test_rounding_is_between_neighbours_and_right_on_average() -> None:
+    """Over many steps, the mean of a rounded number is the number.
+
+    The standard error of n rounding errors, each at most a distance d of bf16 numbers, is below
+    d / (2 sqrt(n)).
+    """
+    x = torch.cat([matrix(500), 1e-12 * matrix(500), torch.tensor([0.0, 1.5, -2.0])])
+    down, steps = (x.view(torch.int32) & -65536).view(torch.float32), 400
+    up = ((x.view(torch.int32) & -65536) + 65536).view(torch.float32)
+    total, out = torch.zeros_like(x, dtype=torch.float64), torch.empty_like(x, dtype=torch.bfloat16)
+    for step in range(steps):
+        round_(out, x, torch.tensor(float(step)))
+        assert ((out.float() == down) | ((out.float() == up) & (x != down))).all()
+        total += out.double()
+    errors = (total / steps - x.double()).abs() / (up - down).abs().double()
+    assert errors.max() < 5 / (2 * math.sqrt(steps))
+    assert (errors[-3:] == 0).all()
+
+
+def test_a_rounded_second_moment_falls() -> None:
+    """With beta2 = 0.999 it falls to a half in 693 steps of zero gradients, as in fp32."""
+    p = torch.nn.Parameter(torch.zeros(2000))
+    optimizer = RoundedAdamW(
+        [{"params": [p]}], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True
+    )
+    state = optimizer.state[p]
+    state["step"] = torch.zeros(())
+    state["exp_avg"] = torch.zeros(2000)
+    state["exp_avg_sq"] = first = (1.0 + matrix(2000).sigmoid()).bfloat16()
+    before = first.float().sum()
+    p.grad = torch.zeros_like(p)
+    for _ in range(693):
+        optimizer.step()
+    assert state["exp_avg_sq"].dtype == torch.bfloat16
+    assert float(state["exp_avg_sq"].float().sum() / before) == pytest.approx(0.5, abs=0.01)
+
+
+def test_rounded_moments_stay_near_those_of_fp32() -> None:
+    """The weights move as with fp32 moments, up to a share of the steps that rounding turns."""
+    ours = torch.nn.Parameter(matrix(300))
+    theirs = copy.deepcopy(ours)
+    usual: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "fused": True}
+    rounded, plain = (
+        RoundedAdamW([{"params": [ours]}], **usual),
+        torch.optim.AdamW([{"params": [theirs]}], **usual),
+    )
+    for name, value in (("exp_avg", 0.0), ("exp_avg_sq", 0.0)):
+        rounded.state[ours][name] = torch.full_like(ours, value, dtype=torch.bfloat16)
+    rounded.state[ours]["step"] = torch.zeros(())
+    for step in range(30):
+        ours.grad = torch.randn(300, generator=torch.Generator().manual_seed(step))
+        theirs.grad = ours.grad.clone()
+        rounded.step()
+        plain.step()
+    # two moments of relative error 2^-7 at most in each of 30 steps of 1e-2, at random
+    apart = (ours - theirs).detach().abs()
+    assert 0 < apart.max() < 30 * 1e-2 * 2.0**-6
+
+
+# -- QK-clip ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("window", [1 << 20, 5])
+def test_largest_logits_are_those_of_all_scores(packed: bool, window: int) -> None:
+    """Grouped heads, several blocks of queries, two samples, against all scores in float64."""
+    s, b, groups, share, d = 150, 2, 2, 3, 8
+    q, k = matrix(s, b, groups * share, d), matrix(s, b, groups, d).flip(0)
+    lengths = [70, 80, 10, 140]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    documents = Documents(starts, torch.tensor(lengths).numpy(), b) if packed else None
+    found = torch.zeros(groups * share)
+    update_largest(found, (q, k, k), documents, Scoring(scale=0.3, window=window))
+    scores = torch.einsum("sbhd,tbhd->bhst", q.double(), k.double().repeat_interleave(share, 2))
+    behind = torch.arange(s).unsqueeze(1) - torch.arange(s)
+    seen = ((behind >= 0) & (behind <= window)).expand(b, s, s)
+    if packed:
+        of = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).view(b, s)
+        seen = seen & (of.unsqueeze(2) == of.unsqueeze(1))
+    expected = scores.masked_fill(~seen.unsqueeze(1), -math.inf).amax((0, 2, 3)) * 0.3
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

@@ -1,0 +1,126 @@
+"""Lion, Muon and QK-clip as their papers have them, on parameters that are not sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.config import Config
+from megatron.parallel.sharding import sharding_of
+
+A, B, C = 3.4445, -4.7750, 2.0315
+"""Coefficients of --muon-coefficient-type simple."""
+
+
+def orthogonal(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """Return five Newton-Schulz steps of a matrix in float64, by its singular values."""
+    u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / s.square().sum().sqrt().clamp(min=1e-7)
+    for _ in range(steps):
+        s = A * s + B * s**3 + C * s**5
+    return (u * s) @ v
+
+
+class _Plain(torch.optim.Optimizer):
+    """A step of `direction` with decoupled weight decay, computed in float64."""
+
+    def __init__(self, groups: Any, config: Config) -> None:
+        self.settings, self.model = config.optimizer, config.model
+        super().__init__(groups, {"lr": self.settings.lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                kept = self.state[p].setdefault("kept", torch.zeros_like(p, dtype=torch.float64))
+                update = self.direction(p, kept, p.grad.double())
+                if update is not None:
+                    decayed = p.double() * (1 - group["lr"] * group["weight_decay"])
+                    p.copy_(decayed - group["lr"] * update)
+
+    def direction(self, p: Any, kept: torch.Tensor, g: torch.Tensor) -> torch.Tensor | None:
+        raise NotImplementedError
+
+
+class PlainLion(_Plain):
+    def direction(self, p: Any, kept: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        beta1, beta2 = self.settings.lion_beta1, self.settings.lion_beta2
+        update = torch.sign(beta1 * kept + (1 - beta1) * g)
+        kept.copy_(beta2 * kept + (1 - beta2) * g)
+        return update
+
+
+class PlainMuon(_Plain):
+    """Muon for the matrices of layers; torch's AdamW for other parameters."""
+
+    def __init__(self, groups: Any, config: Config) -> None:
+        super().__init__(groups, config)
+        o = config.optimizer
+        others = [g for g in groups if not self.is_matrix(g["params"][0])]
+        betas = (o.adam_beta1, o.adam_beta2)
+        self.adam = torch.optim.AdamW(others, lr=o.lr, betas=betas, eps=o.adam_eps, foreach=False)
+
+    @staticmethod
+    def is_matrix(p: Any) -> bool:
+        """Return whether `p` is one of the four matrices of a layer."""
+        words = sharding_of(p).name.split(".")
+        layers = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+        return words[-1] == "weight" and words[-2] in layers
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        self.adam.step()
+
+    def direction(self, p: Any, kept: torch.Tensor, g: torch.Tensor) -> torch.Tensor | None:
+        if not self.is_matrix(p):
+            return None
+        beta = self.settings.muon_momentum
+        kept.copy_(beta * kept + (1 - beta) * g)
+        x = beta * kept + (1 - beta) * g if self.settings.muon_nesterov else kept
+        update = torch.empty_like(x)
+        for rows in self.rows_of(sharding_of(p).name, len(x.flatten(0, -2))):
+            part = x.flatten(0, -2)[rows]
+            size = max(part.shape) ** 0.5 * self.settings.muon_extra_scale_factor
+            update.flatten(0, -2)[rows] = size * orthogonal(part)
+        return update
+
+    def rows_of(self, name: str, count: int) -> list[list[int]]:
+        """Return the rows of each matrix in a parameter of `count` rows."""
+        m = self.model
+        if "dense_h_to_4h" in name and m.gated:
+            return [list(range(count // 2)), list(range(count // 2, count))]
+        if "query_key_value" not in name:
+            return [list(range(count))]
+        d, queries = m.kv_channels, m.num_attention_heads // m.num_key_value_heads
+        kinds: list[list[int]] = [[], [], []]
+        for row in range(count):
+            head = row // d % (queries + 2)
+            kinds[max(0, head - queries + 1)].append(row)
+        return kinds
+
+
+PLAIN = {"lion": PlainLion, "muon": PlainMuon}
+
+
+@torch.no_grad()
+def clip_plainly(model: torch.nn.Module, settings: Any) -> None:
+    """QK-clip of a model that is not sharded, head by head."""
+    clipped = 0
+    for layer in [m for m in model.modules() if hasattr(m, "query_key_value")]:
+        most = settings.qk_clip_threshold
+        eta = [most / max(most, float(s)) for s in layer.core.largest]
+        clipped += sum(e < 1.0 for e in eta)
+        d, queries = layer.head_dim, layer.queries
+        for p in (layer.query_key_value.weight, layer.query_key_value.bias):
+            if p is None:
+                continue
+            for group in range(layer.groups):
+                of_group = eta[group * queries : (group + 1) * queries]
+                of_key = min(of_group) ** (1.0 - settings.qk_clip_alpha)
+                factors = [*(e / of_key for e in of_group), of_key, 1.0]
+                for head, factor in enumerate(factors, group * (queries + 2)):
+                    p[head * d : (head + 1) * d] *= factor
+        layer.core.largest.zero_()
+    assert clipped, "a lower threshold, so that heads are clipped in every step"

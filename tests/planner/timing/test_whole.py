@@ -1,0 +1,85 @@
+"""What the planner counts for an optimizer that takes matrices whole, against closed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.config import Config
+from megatron.kernels.work import Product
+from megatron.planner.cluster import load_cluster
+from megatron.planner.memory import memory_of_ranks
+from megatron.planner.recorder import record_update
+from megatron.planner.timing import estimate
+
+H, LAYERS, STEPS = 64, 4, 5
+
+
+def configured(**settings: Any) -> Config:
+    return Config.create(
+        **{
+            **dict(num_layers=LAYERS, hidden_size=H, num_attention_heads=4, seq_length=32),
+            **dict(vocab_size=128, micro_batch_size=1, global_batch_size=8, lr=1e-3),
+            **settings,
+        }
+    )
+
+
+def steps_on(rows: int, columns: int) -> float:
+    """Return the operations of Newton-Schulz steps: two products with m x n, one of m x m."""
+    m, n = sorted((rows, columns))
+    return STEPS * (4.0 * m * m * n + 2.0 * m**3)
+
+
+def test_work_on_each_matrix_is_that_of_newton_schulz() -> None:
+    shapes = {
+        "layers.0.self_attention.query_key_value.weight": (3 * H, H),
+        "layers.0.self_attention.dense.weight": (H, H),
+        "layers.0.mlp.dense_h_to_4h.weight": (2, 4 * H, H),
+    }
+    expected = [3 * steps_on(H, H), steps_on(H, H), 2 * steps_on(4 * H, H)]
+    found, value_bytes = record_update(configured(optimizer="muon"), shapes)
+    products = [
+        sum(each.flops for each in passes.computations() if isinstance(each, Product))
+        for passes in found.values()
+    ]
+    assert products == expected and value_bytes == 2
+    fp32 = configured(optimizer="muon", muon_fp32_matmul_prec="high")
+    assert record_update(fp32, shapes)[1] == 4
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_moments_of_matrices_take_half_of_those_of_others(zero: int) -> None:
+    settings = dict(world_size=4, tensor_model_parallel_size=2, zero_stage=zero)
+    adam, muon = (
+        memory_of_ranks(configured(**settings, optimizer=name), "cpu")[0].moments
+        for name in ("adam", "muon")
+    )
+    matrices = LAYERS * 12 * H * H / 2 / (2 if zero else 1)  # on a rank
+    assert adam - muon == pytest.approx(4 * matrices)
+
+
+def test_more_ranks_share_the_work() -> None:
+    """The update of large matrices takes more time than Adam's, and less with every kind of rank."""
+    cluster = load_cluster("frontier")
+
+    def optimizer_s(tensor: int, data: int, name: str = "muon", zero: int = 1) -> float:
+        config = configured(
+            optimizer=name,
+            bf16=True,
+            hidden_size=2048,
+            num_attention_heads=16,
+            world_size=tensor * data,
+            tensor_model_parallel_size=tensor,
+            zero_stage=zero,
+        )
+        return estimate(config, cluster).parts["optimizer"]
+
+    alone = optimizer_s(1, 1)
+    # not less than products of these sizes at the peak of the machine
+    operations = LAYERS * (4 * steps_on(2048, 2048) + 2 * steps_on(4 * 2048, 2048))
+    assert alone > optimizer_s(1, 1, "adam") + operations / (cluster.peak_tflops["bfloat16"] * 1e12)
+    assert optimizer_s(1, 4) < optimizer_s(1, 2) < 0.7 * alone
+    assert optimizer_s(2, 1) < 0.7 * alone
+    assert optimizer_s(1, 4, zero=0) == pytest.approx(alone)
