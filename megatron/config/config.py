@@ -395,10 +395,9 @@ def _learning_rate(s: Settings) -> None:
     v = s.values
     if v["lr_schedule"] is not None:
         style = all_options()["lr_decay_style"]
-        if style.name in s.given and not s.origins[style.name].startswith("preset "):
+        if style.name in s.given and v[style.name] != style.default:
             both = f"--lr-schedule and {style.written(v[style.name])}"
             s.problems.append(f"{both} contradict each other: choose one")
-        s.derive(style.name, style.default, "derived: --lr-schedule holds")
         return
     if s.is_unset("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
         for unit in ("iters", "samples", "tokens"):

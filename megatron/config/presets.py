@@ -37,6 +37,7 @@ _YIELDS: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_layers_per_virtual_pipeline_stage",),
     "pipeline_layout": ("num_layers_per_virtual_pipeline_stage",),
     "enable_zbh1_pipeline": ("num_layers_per_virtual_pipeline_stage",),
+    "lr_schedule": ("lr_decay_style",),
 }
 
 

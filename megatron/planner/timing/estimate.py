@@ -443,11 +443,12 @@ def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float
     parameters = max(of_ranks, key=lambda found: sum(p.elements for p in found))
     if not parameters:
         return 0.0
-    key = config.optimizer, config.pieces, config.model, device
+    shapes = {p.name: p.whole for p in parameters}
+    key = config.optimizer, config.pieces, config.model, device, *shapes.items()
     if key not in _updates:
         from megatron.planner.recorder import record_update
 
-        _updates[key] = record_update(config, {p.name: p.whole for p in parameters})
+        _updates[key] = record_update(config, shapes)
     update, value_bytes = _updates[key]
     rates = rates_of(cluster, config.precision.dtype_name)
     with contextlib.suppress(ConfigError):  # no rates of the type of the products

@@ -230,6 +230,13 @@ def test_phases_follow_one_another(shape: str, n: int) -> None:
     assert schedule.at(n, 4 * n, 64 * n) == pytest.approx(expected, rel=1e-14)
 
 
+def test_phases_replace_the_style_of_a_preset() -> None:
+    config = Config.create("tiny", lr_schedule="warmup 10, constant").replace(train_iters=40)
+    assert learning_rate(config).at(30) == config.optimizer.lr
+    with pytest.raises(ConfigError, match="--lr-decay-style cosine"):
+        config.replace(lr_decay_style="cosine")
+
+
 @given(st.integers(0, 230))
 def test_warm_restarts(n: int) -> None:
     """Equation 5 of arXiv 1608.03983: 10 steps, 20, 40 and 80 steps, then the last value."""
