@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.config.deepspeed_json import merge_deepspeed_json
 from megatron.config.option import options_of
-from megatron.config.parallel import layout_counts
+from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.phases import parse_batch_sizes
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.presets import give_preset
@@ -324,15 +324,18 @@ def _parallel(s: Settings) -> None:
     v = s.values
     v["data_parallel_size"] = None
     v["virtual_pipeline_model_parallel_size"] = 1
-    if s.usable("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        replica = v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"]
+    if s.usable(*SIZES):
+        tensor, pipeline, context, expert = (v[name] for name in SIZES)
+        replica = tensor * pipeline * context
         if s.is_unset("world_size"):
-            s.derive("world_size", replica, "derived: one replica")
+            line = math.lcm(context, expert)
+            one = "derived: one replica" if line == context else "derived: the ranks of all experts"
+            s.derive("world_size", tensor * pipeline * line, one)
         if s.usable("world_size") and v["world_size"] % replica == 0:
             s.derive(
                 "data_parallel_size",
                 v["world_size"] // replica,
-                "derived from world size, tensor and pipeline size",
+                "derived from world size, tensor, pipeline and context size",
             )
     _chunks(s)
     tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"

@@ -5,6 +5,7 @@ All problems are collected; no check needs a process group or a file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.config.duration import duration_s
 from megatron.config.files import hugging_face_folder, named_corpus
-from megatron.config.parallel import layout_counts
+from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.phases import PHASED, norm_limits, parse_batch_sizes, parse_phases
 from megatron.config.settings import Settings, all_options
 
@@ -390,19 +391,36 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
         )
 
 
-@check("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+@check("world_size", *SIZES)
 def _world(v: Values) -> Iterator[str]:
-    world, tp, pp = (
-        v["world_size"],
-        v["tensor_model_parallel_size"],
-        v["pipeline_model_parallel_size"],
+    world, (tp, pp, cp, ep) = v["world_size"], (v[name] for name in SIZES)
+    model = (
+        f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
+        f"{f' x --context-parallel-size {cp}' if cp > 1 else ''}"
     )
-    if world % (tp * pp):
+    if world % (tp * pp * cp):
         yield (
-            f"{world} processes are not a multiple of --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp} = {tp * pp}: start "
-            f"{nearest_multiples(world, tp * pp)} processes, or change the sizes"
+            f"{world} processes are not a multiple of {model} = {tp * pp * cp}: start "
+            f"{nearest_multiples(world, tp * pp * cp)} processes, or change the sizes"
         )
+    elif world % (tp * pp * ep):
+        line = math.lcm(cp, ep)
+        yield (
+            f"--expert-model-parallel-size {ep} does not divide the {world // (tp * pp)} ranks "
+            f"that share each part of the model ({world} processes, tensor {tp} x pipeline {pp}): "
+            f"start {nearest_multiples(world, tp * pp * line)} processes, or change the size"
+        )
+
+
+@check("context_parallel_size", "expert_model_parallel_size")
+def _parts_of_replicas(v: Values) -> Iterator[str]:
+    if v["context_parallel_size"] > 1:
+        yield (
+            "--context-parallel-size is not complete yet: use --sequence-parallel with "
+            "--tensor-model-parallel-size"
+        )
+    if v["expert_model_parallel_size"] > 1:
+        yield "--expert-model-parallel-size needs experts: use 1"
 
 
 @check("device_order")
