@@ -115,6 +115,15 @@ class Layout:
         """Return the data-parallel size: the number of replicas with samples of their own."""
         return self.data // self.context
 
+    def __str__(self) -> str:
+        """Return the sizes, such as tensor 2 x pipeline 1 x context 2 x data 4."""
+        context = f" x context {self.context}" if self.context > 1 else ""
+        return f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.replicas}" + (
+            f", experts over {self.expert} of the {self.data} data-parallel ranks"
+            if self.expert > 1
+            else ""
+        )
+
     @functools.cached_property
     def strides(self) -> tuple[int, int, int]:
         """Distances between neighbours in the tensor, data and pipeline direction, in ranks."""
@@ -370,14 +379,7 @@ class Topology:
             return ", ".join(named) + (f", ... {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
         layout = self.layout
-        context = f" x context {layout.context}" if layout.context > 1 else ""
-        sizes = (
-            f"tensor {layout.tensor} x pipeline {layout.pipeline}{context} x data "
-            f"{layout.replicas}, rank order {layout.order}"
-        )
-        if layout.expert > 1:
-            sizes += f", experts over {layout.expert} of the {layout.data} data-parallel ranks"
-        line = f" layout: {layout.world_size} ranks = {sizes}"
+        line = f" layout: {layout.world_size} ranks = {layout}, rank order {layout.order}"
         if layout.world_size == 1:
             return line
         parts = [("context", layout.context_ranks(0))] if layout.context > 1 else []

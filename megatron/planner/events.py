@@ -23,10 +23,16 @@ class Again(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Collective of the tensor-parallel group over a whole tensor of `bytes` bytes."""
+    """Collective of a group over a whole tensor of `bytes` bytes.
+
+    kind   as in compute.py, "all_to_all" (bytes that a rank has for all members, itself included)
+           or "ring" (bytes from each rank to the next)
+    group  a field of Topology: "tensor", "data", "context", "expert" or "expert_data"
+    """
 
     kind: str
-    bytes: int
+    bytes: float
+    group: str = "tensor"
 
 
 class Post(NamedTuple):

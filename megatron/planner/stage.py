@@ -198,8 +198,8 @@ def tied_elements(config: Config, trace: Trace) -> float:
 
 # -- time ------------------------------------------------------------------------------------------
 
-MessageSeconds = Callable[[str, float], float]
-"""Function from a tensor-parallel collective's kind and whole tensor's bytes to its seconds."""
+MessageSeconds = Callable[[str, float, str], float]
+"""Function from a message's kind, bytes and group to its seconds."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -267,14 +267,17 @@ def pass_seconds(
     timed, compute, again = _timed(of, rates)
     if message_s is None:
         return PassSeconds(compute, again, 0.0)
-    clock = waited = free = 0.0
+    clock = waited = 0.0
     arrives: dict[int, float] = {}
+    free: dict[str, float] = {}  # the links of each group
     for step in timed:
         if isinstance(step, float):
             clock += step
             continue
         if isinstance(step, Post):
-            free = arrives[step.number] = max(clock, free) + message_s(*step.message)
+            group = step.message.group
+            there = max(clock, free.get(group, 0.0)) + message_s(*step.message)
+            free[group] = arrives[step.number] = there
             if hides:
                 continue
         there = max(clock, arrives.get(step.number, 0.0))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.errors import ConfigError
-from megatron.planner.channels import Channels
+from megatron.planner.channels import LANES, OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import (
     DIMENSIONS,
@@ -425,7 +425,12 @@ def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[floa
     ranks = range(placement.layout.pipeline - (config.parallel.num_chunks == 1))
     for size in _SIZES:
         for kind in ("all_reduce", "reduce_scatter"):
-            found += (channels.tensor_s(kind, size), channels.data_s(kind, size))
+            found += (channels.seconds(kind, size, name) for name in list(LANES)[:-1])
+        found += (
+            channels.seconds(kind, size, name)
+            for kind in ("all_to_all", "ring")
+            for name in OF_PASSES[1:]
+        )
         found.append(channels.tied_s(size))
         if placement.layout.pipeline > 1:
             boundaries = [channels.boundary(rank, True, size) for rank in ranks]

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
-from megatron.planner.channels import Channels
+from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, Confidence
 from megatron.planner.events import Pass, Trace
@@ -166,7 +166,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     crowd = crowding(config, cluster)
     hides = cluster.device_type != "cpu"  # gloo's messages need the cores
     each = {
-        stage: stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
+        stage: stage_seconds(traced, stage, rates, channels.seconds, hides=hides)
         for stage in set(stages)
     }
     seconds = tuple(each[stage] for stage in stages)
@@ -513,9 +513,9 @@ def _seconds(
     traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool
 ) -> _Seconds:
     """Time a stage's passes; cached for placements with the same kind of tensor groups."""
-    key = traced, stage, rates, channels.tensor_lane, hides
+    key = traced, stage, rates, tuple(channels.lanes[name] for name in OF_PASSES), hides
     if key not in _known:
-        found = stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
+        found = stage_seconds(traced, stage, rates, channels.seconds, hides=hides)
         _known[key] = found.forward_s, found.backward_s, found.weight_s
     return _known[key]
 

@@ -81,11 +81,11 @@ def _pass(found: Estimate, title: str, of: Pass) -> Table:
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
     rows.append(("computations", "sum of the above", _time(total), ""))
     for message, count in Counter(of.messages()).items():
-        each = channels.tensor_s(*message)
+        each = channels.seconds(*message)
         formula = f"{count} x {message.bytes / 1e6:.4g} MB, {_time(each)} each"
         rows.append(
             (
-                f"message: {message.kind}",
+                f"message: {message.group}, {message.kind}",
                 formula,
                 _time(count * each),
                 "hidden if it overlaps with a product",
