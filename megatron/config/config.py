@@ -286,9 +286,24 @@ def _model(s: Settings) -> None:
         width, remainder = divmod(v["hidden_size"], v["num_attention_heads"])
         if remainder == 0:
             s.derive("kv_channels", width, "derived from hidden-size and num-attention-heads")
+    _experts(s)
     sizes = "hidden_size", "num_layers", "ffn_hidden_size", "num_attention_heads", "kv_channels"
     if v["use_mup"] and s.usable(*sizes):
         _mup(s, None if own_width else mlp_width)
+
+
+def _experts(s: Settings) -> None:
+    """Derive the settings of experts; without experts they are their defaults."""
+    v = s.values
+    if v["num_experts"] in (0, 1):
+        s.derive("num_experts", None, f"derived: {v['num_experts']} means no experts")
+    if v["num_experts"] is None:
+        for name, option in all_options().items():
+            if name.startswith("moe_") and v[name] != option.default:
+                s.notices.append(f"{option.written(v[name])} has no effect: there are no experts")
+                s.derive(name, option.default, "derived: there are no experts")
+    elif s.is_unset("moe_ffn_hidden_size") and s.usable("ffn_hidden_size"):
+        s.derive("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")
 
 
 def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:

@@ -168,8 +168,9 @@ class RecomputeConfig:
         None,
         "Modules to recompute with --recompute-granularity selective: core_attn (attention "
         "scores), mlp_act (output of the activation function), layernorm (output of the norms). "
-        "mlp_act and layernorm cost at most about 1 % of a step each.",
-        choices=("core_attn", "mlp_act", "layernorm"),
+        "mlp_act and layernorm cost at most about 1 % of a step each. moe: whole layers of experts, "
+        "with their messages; moe_act: output of the activation function of experts.",
+        choices=("core_attn", "mlp_act", "layernorm", "moe", "moe_act"),
         metavar="MODULE ...",
         derived="core_attn",
     )
