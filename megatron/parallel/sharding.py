@@ -257,23 +257,35 @@ class GradientSink:
         self.done()
 
     @torch.no_grad()
-    def add_product(self, dy: torch.Tensor, x: torch.Tensor, last: bool = True) -> None:
+    def add_product(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        last: bool = True,
+        counts: Sequence[int] | None = None,
+    ) -> None:
         """Add dy^T x: dy [tokens, out], x [tokens, in], of one format.
 
         The last dimension of the weight is `in`.
 
-        `last` False: more parts of this pass's contribution follow.
+        `last` False: more parts of this pass's contribution follow. `counts`: the weight is a
+        matrix for each entry, which gets the product of that many tokens, one after the other.
         """
-        total, keep = self.total.view(dy.shape[-1], x.shape[-1]), 0.0 if self.fresh else 1.0
+        totals, sizes = (self.total, counts) if counts is not None else ([self.total], [len(x)])
+        for total, a, b in zip(totals, dy.split(sizes), x.split(sizes), strict=True):
+            self._add_one(total.view(dy.shape[-1], x.shape[-1]), a, b)
+        self.fresh = False
+        if last:
+            self.done()
+
+    def _add_one(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        keep = 0.0 if self.fresh else 1.0
         if dy.dtype == total.dtype:
             torch.addmm(total, dy.t(), x, beta=keep, out=total)
         elif total.dtype == torch.float32 and _adds_in_fp32(dy.device, dy.dtype):
             torch.addmm(total, dy.t(), x, out_dtype=torch.float32, beta=keep, out=total)
         else:
             self._add_by_rows(total, dy, x)
-        self.fresh = False
-        if last:
-            self.done()
 
     def _add_by_rows(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add through a buffer, in blocks of rows of the weight."""
