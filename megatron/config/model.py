@@ -463,7 +463,6 @@ class ModelConfig:
         above=0,
         at_most=1e6,
         flags=("--moe-expert-capacity-factor", "--moe-train-capacity-factor"),
-        shortcuts={"--disable-moe-token-dropping": None},
         derived="nothing is dropped",
     )
     moe_token_drop_policy: str = option(

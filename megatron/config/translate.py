@@ -32,7 +32,7 @@ EMBEDDING, LOSS = (
     "--account-for-loss-in-pipeline-split",
 )
 LAYOUT = "--pipeline-model-parallel-layout"
-EXPERT_INTERVAL = "--expert-interval"
+EXPERT_INTERVAL, NO_DROPS = "--expert-interval", "--disable-moe-token-dropping"
 _PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size")
 # Flag -> the settings that it may give.
@@ -41,6 +41,7 @@ LATE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((PARTITION, FIRST, LAST, EMBEDDING, LOSS, LAYOUT), ("pipeline_layout",)),
     **dict.fromkeys(CHUNKS, (_PER_CHUNK,)),
     EXPERT_INTERVAL: ("moe_layer_freq",),
+    NO_DROPS: ("moe_expert_capacity_factor",),
 }
 
 
@@ -214,6 +215,9 @@ def translate_late(settings: Settings, flags: Flags) -> None:
     present = {flag: words for flag, words in flags.items() if flag in LATE and not is_off(words)}
     if NO_PIPELINE in present:
         _no_pipeline(settings)
+    if NO_DROPS in present:
+        settings.give("moe_expert_capacity_factor", None, NO_DROPS)
+        settings.notices.append(f"{NO_DROPS} means no --moe-expert-capacity-factor")
     try:
         _Stages(settings, present).give()
     except ValueError as error:

@@ -5,6 +5,7 @@ All problems are collected; no check needs a process group or a file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.config.duration import duration_s
 from megatron.config.files import hugging_face_folder, named_corpus
-from megatron.config.parallel import layout_counts
+from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.phases import PHASED, norm_limits, parse_batch_sizes, parse_phases
 from megatron.config.settings import Settings, all_options
 
@@ -335,8 +336,8 @@ def _experts_alone(v: Values) -> Iterator[str]:
     for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
         if v[name] and not shared:
             yield f"{all_options()[name].flag} needs --moe-shared-expert-intermediate-size"
-    if v["add_bias_linear"]:
-        yield "experts have no biases: add --disable-bias-linear, if wanted with --add-qkv-bias"
+    if shared and v["add_bias_linear"]:
+        yield "shared experts have no biases: add --disable-bias-linear"
     for name, value in (("use_mup", True), ("optimizer", "muon")):
         if v[name] == value:
             written = all_options()[name].written(value)
@@ -461,18 +462,47 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
         )
 
 
-@check("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+@check("world_size", *SIZES)
 def _world(v: Values) -> Iterator[str]:
-    world, tp, pp = (
-        v["world_size"],
-        v["tensor_model_parallel_size"],
-        v["pipeline_model_parallel_size"],
+    world, (tp, pp, cp, ep) = v["world_size"], (v[name] for name in SIZES)
+    model = (
+        f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
+        f"{f' x --context-parallel-size {cp}' if cp > 1 else ''}"
     )
-    if world % (tp * pp):
+    if world % (tp * pp * cp):
         yield (
-            f"{world} processes are not a multiple of --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp} = {tp * pp}: start "
-            f"{nearest_multiples(world, tp * pp)} processes, or change the sizes"
+            f"{world} processes are not a multiple of {model} = {tp * pp * cp}: start "
+            f"{nearest_multiples(world, tp * pp * cp)} processes, or change the sizes"
+        )
+    elif world % (tp * pp * ep):
+        line = math.lcm(cp, ep)
+        yield (
+            f"--expert-model-parallel-size {ep} does not divide the {world // (tp * pp)} ranks "
+            f"that share each part of the model ({world} processes, tensor {tp} x pipeline {pp}): "
+            f"start {nearest_multiples(world, tp * pp * line)} processes, or change the size"
+        )
+
+
+@check("context_parallel_size", "expert_model_parallel_size")
+def _parts_of_replicas(v: Values) -> Iterator[str]:
+    if v["context_parallel_size"] > 1:
+        yield (
+            "--context-parallel-size is not complete yet: use --sequence-parallel with "
+            "--tensor-model-parallel-size"
+        )
+    size, experts = v["expert_model_parallel_size"], v["num_experts"]
+    if size > 1 and experts is None:
+        yield "--expert-model-parallel-size needs experts: give --num-experts, or use 1"
+    elif size > 1 and experts % size:
+        yield (
+            f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {size}: "
+            f"use {nearest_multiples(experts, size)}"
+        )
+    tensor, own = v["tensor_model_parallel_size"], v["expert_tensor_parallel_size"]
+    if own is not None and tensor is not None and own != tensor:
+        yield (
+            f"--expert-tensor-parallel-size {own}: experts are divided over all tensor-parallel "
+            f"ranks; use {tensor}, or leave it out"
         )
 
 

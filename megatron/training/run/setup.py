@@ -216,6 +216,8 @@ def connect_groups(
         tied_embeddings=tied,
         flight=rendezvous.flight,
         order=rank_order,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
     )
     with topology.flight.phase("groups"):
         # Before torch gives up, whose message says less, or RCCL, which does not give up.
