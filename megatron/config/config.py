@@ -286,9 +286,27 @@ def _model(s: Settings) -> None:
         width, remainder = divmod(v["hidden_size"], v["num_attention_heads"])
         if remainder == 0:
             s.derive("kv_channels", width, "derived from hidden-size and num-attention-heads")
+    _experts(s)
     sizes = "hidden_size", "num_layers", "ffn_hidden_size", "num_attention_heads", "kv_channels"
     if v["use_mup"] and s.usable(*sizes):
         _mup(s, None if own_width else mlp_width)
+
+
+def _experts(s: Settings) -> None:
+    """Derive the settings of experts; without experts they are their defaults."""
+    v = s.values
+    if v["num_experts"] in (0, 1):
+        s.notices.append(f"--num-experts {v['num_experts']} has no effect: it means no experts")
+        s.derive("num_experts", None, "derived: there are no experts")
+    if v["num_experts"] is None:
+        for name, option in all_options().items():
+            if name.startswith("moe_") and v[name] != option.default:
+                said = s.origins[name].removeprefix("command line: ")
+                said = said if said.startswith("--") else option.written(v[name])
+                s.notices.append(f"{said} has no effect: there are no experts")
+                s.derive(name, option.default, "derived: there are no experts")
+    elif s.is_unset("moe_ffn_hidden_size") and s.usable("ffn_hidden_size"):
+        s.derive("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")
 
 
 def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:
@@ -337,6 +355,9 @@ def _parallel(s: Settings) -> None:
                 v["world_size"] // replica,
                 "derived from world size, tensor, pipeline and context size",
             )
+    if s.is_unset("expert_tensor_parallel_size") and s.usable("tensor_model_parallel_size"):
+        size = v["tensor_model_parallel_size"]
+        s.derive("expert_tensor_parallel_size", size, "derived from tensor-model-parallel-size")
     _chunks(s)
     tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
     for name, size in (

@@ -43,6 +43,14 @@ class ParallelConfig:
         "They are some of the data and context-parallel ranks.",
         at_least=1,
         at_most=MOST_PROCESSES,
+        flags=("--expert-model-parallel-size", "--moe-expert-parallel-size"),
+    )
+    expert_tensor_parallel_size: int = option(
+        None,
+        "Ranks over which each expert is divided; only the tensor-parallel size.",
+        at_least=1,
+        at_most=MOST_PROCESSES,
+        derived="tensor-model-parallel-size",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
@@ -199,8 +207,9 @@ class RecomputeConfig:
         None,
         "Modules to recompute with --recompute-granularity selective: core_attn (attention "
         "scores), mlp_act (output of the activation function), layernorm (output of the norms). "
-        "mlp_act and layernorm cost at most about 1 % of a step each.",
-        choices=("core_attn", "mlp_act", "layernorm"),
+        "mlp_act and layernorm cost at most about 1 % of a step each. moe: whole layers of experts, "
+        "with their messages; moe_act: output of the activation function of experts.",
+        choices=("core_attn", "mlp_act", "layernorm", "moe", "moe_act"),
         metavar="MODULE ...",
         derived="core_attn",
     )

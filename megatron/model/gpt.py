@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
+from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions
 from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.kernels.work import once_and_again
@@ -261,6 +262,13 @@ def layer_context(
     model, base_shapes = config.model, dict[str, tuple[int, ...]]()
     if model.use_mup:
         base_shapes = global_shapes(dataclasses.replace(config, model=model.mup_base()))
+    experts = None
+    if model.num_experts is not None:
+        from megatron.layers.experts import Experts  # no part of other models
+
+        if topology.expert.size > 1:
+            raise ConfigError("--expert-model-parallel-size is not complete yet: use 1")
+        experts = Experts()
     return LayerContext(
         tensor=topology.tensor,
         parameters=ParameterFactory(
@@ -275,6 +283,7 @@ def layer_context(
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
         chunks=config.parallel.tp_comm_overlap_chunks if config.parallel.tp_comm_overlap else 1,
         fusions=choose_fusions(config.kernels, topology.device, config.precision.dtype_name),
+        experts=experts,
     )
 
 
