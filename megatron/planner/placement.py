@@ -25,7 +25,13 @@ from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import PUBLISHED
 from megatron.planner.events import Message
-from megatron.planner.stage import parameters_of, stage_passes, stages_of, tied_elements
+from megatron.planner.stage import (
+    experts_of,
+    parameters_of,
+    stage_passes,
+    stages_of,
+    tied_elements,
+)
 from megatron.planner.table import Table
 from megatron.planner.trace import trace
 
@@ -67,7 +73,7 @@ def step_messages(config: Config, device: str) -> StepMessages:
     size = parallel.pipeline_model_parallel_size
     micro_batches = config.num_micro_batches()
     passes = list[Counter[Message]]()
-    parameters = 0
+    parameters, experts = 0, 0
     for own in (stages[rank::size] for rank in range(size)):
         sent = Counter[Message]()
         for run in (
@@ -76,12 +82,21 @@ def step_messages(config: Config, device: str) -> StepMessages:
             for message in run.of.messages():
                 sent[message] += run.times * micro_batches
         passes.append(sent)
-        parameters = max(parameters, sum(parameters_of(traced, stage) for stage in own))
-    gradients = parameters * precision.gradient_bytes
-    weights = parameters * precision.weight_bytes
-    data = [Message("all_reduce", gradients, "data")]
-    if config.engine.zero_stage:
-        data = [Message("reduce_scatter", gradients, "data"), Message("all_gather", weights, "data")]
+        count = sum(parameters_of(traced, stage) for stage in own)
+        if count > parameters:
+            parameters, experts = count, sum(experts_of(traced, stage) for stage in own)
+    data = list[Message]()
+    for group, count in (("data", parameters - experts), ("expert_data", experts)):
+        gradients, weights = (
+            count * each for each in (precision.gradient_bytes, precision.weight_bytes)
+        )
+        if count and config.engine.zero_stage:
+            data += [
+                Message("reduce_scatter", gradients, group),
+                Message("all_gather", weights, group),
+            ]
+        elif count:
+            data.append(Message("all_reduce", gradients, group))
     return StepMessages(
         max(passes, key=lambda sent: sum(count * message.bytes for message, count in sent.items()))
         + Counter(data),

@@ -38,7 +38,7 @@ from megatron.planner.events import (
     Take,
     Wait,
 )
-from megatron.planner.tensors import Follower, Work, tensors_of, without_data
+from megatron.planner.tensors import Follower, Work, group_of, tensors_of, without_data
 
 _FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias _unsafe_view "
@@ -65,6 +65,8 @@ _MESSAGES = {
     "reduce_scatter": "reduce_scatter",
     "allgather": "all_gather",
     "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "recv": "ring",
 }
 
 Call = tuple[Any, Any, Any]
@@ -182,15 +184,19 @@ class _Recorder(Follower):
         self._note(step)
 
     def sent(self, name: str, args: Any, tensors: list[torch.Tensor], work: Work) -> None:
+        if name == "send":  # arrives with what the rank receives in the same step of a ring
+            return
         self._sent += 1
         work.number = self._sent
         kind = next((ours for theirs, ours in _MESSAGES.items() if theirs in name), name)
+        size = max((t.nbytes for t in tensors), default=0)
         self._look()
-        self._note(Post(Message(kind, max((t.nbytes for t in tensors), default=0)), self._sent))
+        self._note(Post(Message(kind, size, group_of(args).kind), self._sent))
 
     def arrived(self, work: Work) -> None:
-        self._look()
-        self._note(Wait(work.number))
+        if work.number:
+            self._look()
+            self._note(Wait(work.number))
 
 
 # -- the work of an operator -----------------------------------------------------------------------
@@ -379,16 +385,32 @@ class _Piece:
 
 
 def _topology(config: Config, device: str) -> Topology:
-    """Create one rank of a tensor-parallel group whose messages are dropped."""
-    size = config.parallel.tensor_model_parallel_size
+    """Create one rank of the groups of a layer, whose messages are dropped."""
+    parallel = config.parallel
+    layout = Layout(
+        parallel.tensor_model_parallel_size,
+        data=parallel.gradient_ranks,
+        context=parallel.context_parallel_size,
+        expert=parallel.expert_model_parallel_size,
+    )
     alone = Group((0,), 0)
-    tensor = Group((0,), 0, kind="tensor")
-    if size > 1:
-        # whose constructor without a store its stubs leave out
-        handle: Any = torch.distributed.ProcessGroup
-        tensor = Group(range(size), 0, handle(0, size), "tensor")
+    sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
+    tensor, context, expert = (_group(kind, size) for kind, size in sizes.items())
     groups = tensor, tensor, alone, alone, tensor, None
-    return Topology(Layout(size), 0, *groups, torch.device(device), alone, alone, alone)
+    return Topology(layout, 0, *groups, torch.device(device), context, expert, alone)
+
+
+class _Handle(torch.distributed.ProcessGroup):
+    """Process group of a kind (events.Message), without messages."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        # without a store, which its stubs want
+        super().__init__(0, size)  # type: ignore[call-arg, arg-type]
+        self.kind = kind
+
+
+def _group(kind: str, size: int) -> Group:
+    return Group(range(size), 0, _Handle(kind, size) if size > 1 else None, kind)
 
 
 @contextlib.contextmanager

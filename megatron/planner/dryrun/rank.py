@@ -214,7 +214,7 @@ class Follower(tensors.Follower):
     # -- messages ----------------------------------------------------------------------------------
 
     def sent(self, name: str, args: Any, posted: list[torch.Tensor], work: Work) -> None:
-        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        group = tensors.group_of(args)
         if name in ("send", "recv"):
             self.messages.append(Message(self._now, tuple(posted[0].shape), _word(posted[0].dtype)))
             self.move(posted, "buffers")
