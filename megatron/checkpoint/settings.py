@@ -79,6 +79,18 @@ ARCHITECTURE = (
     "mup_base_num_key_value_heads",
     "mup_embedding_mult",
     "mup_output_mult",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
 )
 """Fields of config.model that determine which weights exist or what they mean."""
 

@@ -403,6 +403,8 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return "only --attention-backend blocked has it"
     if name == "masked_softmax" and attention != "unfused":
         return "only --attention-backend unfused has it"
+    if name == "permute" and model.num_experts is None:
+        return "no --num-experts"
     if name == "rotary" and model.position_embedding_type != "rope":
         return f"--position-embedding-type {model.position_embedding_type}"
     if name == "rotary" and model.rotary_interleaved:

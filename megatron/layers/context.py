@@ -42,6 +42,7 @@ from megatron.parallel.topology import Group
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
+    from megatron.layers.experts import Experts
 
 BLOCK = 64
 _PIECE = 1 << 20
@@ -211,6 +212,7 @@ class LayerContext:
                        uncut
     weight_gradients   the queue that zero-bubble schedules use
     fusions            which operators use the fused kernels; none by default
+    experts            what layers of experts share; None without experts
     alibis, rotaries   cached results of alibi() and rotary()
     """
 
@@ -221,6 +223,7 @@ class LayerContext:
     chunks: int = 1
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     fusions: Fusions = NONE
+    experts: Experts | None = None
     alibis: dict[int, Alibi] = field(default_factory=dict)
     rotaries: dict[tuple[int, float, ModelConfig | None], RotaryEmbedding] = field(
         default_factory=dict

@@ -261,6 +261,11 @@ def layer_context(
     model, base_shapes = config.model, dict[str, tuple[int, ...]]()
     if model.use_mup:
         base_shapes = global_shapes(dataclasses.replace(config, model=model.mup_base()))
+    experts = None
+    if model.num_experts is not None:
+        from megatron.layers.experts import Experts  # no part of other models
+
+        experts = Experts()
     return LayerContext(
         tensor=topology.tensor,
         parameters=ParameterFactory(
@@ -275,6 +280,7 @@ def layer_context(
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
         chunks=config.parallel.tp_comm_overlap_chunks if config.parallel.tp_comm_overlap else 1,
         fusions=choose_fusions(config.kernels, topology.device, config.precision.dtype_name),
+        experts=experts,
     )
 
 

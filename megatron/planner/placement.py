@@ -234,6 +234,8 @@ def layout_of(config: Config, order: str | None = None) -> Layout:
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         order or parallel.rank_order or DEFAULT_ORDER,
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
     )
 
 

@@ -387,9 +387,8 @@ def _topology(config: Config, device: str) -> Topology:
         # whose constructor without a store its stubs leave out
         handle: Any = torch.distributed.ProcessGroup
         tensor = Group(range(size), 0, handle(0, size), "tensor")
-    return Topology(
-        Layout(size, 1, 1), 0, tensor, tensor, alone, alone, tensor, None, torch.device(device)
-    )
+    groups = tensor, tensor, alone, alone, tensor, None
+    return Topology(Layout(size), 0, *groups, torch.device(device), alone, alone, alone)
 
 
 @contextlib.contextmanager

@@ -186,7 +186,7 @@ def whole_parameters(config: Config, trace: Trace, stage: Stage) -> list[Paramet
 
 def owners(config: Config) -> int:
     """Count the devices over which a parameter's optimizer state is partitioned."""
-    return config.parallel.data_parallel_size if config.engine.zero_stage else 1
+    return config.parallel.gradient_ranks if config.engine.zero_stage else 1
 
 
 def tied_elements(config: Config, trace: Trace) -> float:

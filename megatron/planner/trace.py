@@ -23,7 +23,7 @@ from megatron.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
-from megatron.config.settings import SECTIONS
+from megatron.config.settings import SECTIONS, all_options
 from megatron.errors import ConfigError
 from megatron.planner.events import Message, Parameter, Part, Pass, Step, Trace
 
@@ -72,6 +72,7 @@ def trace(config: Config, device: str) -> Trace:
     For a GPU, which this machine need not have, all kernels count as built; for a CPU, those of this
     machine.
     """
+    refuse_unknown(config)
     device = "cpu" if device == "cpu" else "cuda"
     own = config.pieces.layer, config.pieces.model
     key = device, own, _counted()(config)
@@ -87,6 +88,16 @@ def trace(config: Config, device: str) -> Trace:
             kinds[1] if len(kinds) > 1 else None,
         )
     return found
+
+
+def refuse_unknown(config: Config) -> None:
+    """Raise ConfigError for a layout whose memory and time are not known yet."""
+    for name in ("context_parallel_size", "expert_model_parallel_size"):
+        if (size := config.get(name)) > 1:
+            raise ConfigError(
+                f"{all_options()[name].flag} {size} cannot be predicted yet: leave it out, or "
+                "start the job itself"
+            )
 
 
 def layers_without_window(model: ModelConfig) -> tuple[bool, ...]:

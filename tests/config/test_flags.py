@@ -106,6 +106,8 @@ SETTINGS = """
 --tensor-model-parallel-size 2
 --pipeline-model-parallel-size 2
 --num-layers-per-virtual-pipeline-stage 2
+--context-parallel-size 1
+--expert-model-parallel-size 1
 --sequence-parallel
 --enable-zbh1-pipeline
 --distributed-backend gloo
@@ -368,8 +370,6 @@ ACCEPTED = """
 --kd-beta-ce 1
 --kd-beta-ce 1.0
 --group-query-attention
---context-parallel-size 1
---expert-model-parallel-size 1
 --use-mcore-models
 --use-dist-ckpt
 --universal-checkpoint
@@ -423,9 +423,7 @@ REFUSED = """
 --num-experts 1 8 => 1
 --mlp-type residual => standard
 --moe-expert-parallel-size 2 => 1
---expert-model-parallel-size 2 => 1
 --ds-sequence-parallel-size 4 => --sequence-parallel
---context-parallel-size 2 => --sequence-parallel
 --DDP-impl FSDP => --zero-stage
 --distributed-backend ccl => gloo
 --distributed-backend hccl => gloo

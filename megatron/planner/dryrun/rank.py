@@ -352,6 +352,8 @@ def member(
             tied_embeddings=not config.model.untie_embeddings_and_output_weights,
             flight=flight,
             order=parallel.rank_order or DEFAULT_ORDER,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
         )
 
 

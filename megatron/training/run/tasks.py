@@ -113,7 +113,7 @@ def score(
     order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].ids), i))
     size, count = micro_batch_size, topology.pipeline.size
     count = _PER_STAGE * count if count > 1 else 1
-    chunk_size, own = size * topology.data.size, size * topology.data.rank
+    chunk_size, own = size * topology.layout.replicas, size * topology.replica
     for at in range(0, len(order), chunk_size * count):
         together = order[at : at + chunk_size * count]
         rows = [

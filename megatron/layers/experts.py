@@ -1,0 +1,476 @@
+"""A layer of experts in place of an MLP: router, balancing losses, experts, shared expert.
+
+A router scores all experts for each token; the token passes through the best k, and their outputs
+are added with weights (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert multiplies as
+many rows as it gets.
+
+A token's weights and choices are the same on any layout: routers compute in fp32, and with sequence
+parallelism each tensor rank scores its own tokens and gets the scores of all, so that losses and
+capacities are of the whole micro-batch. Tensor parallelism divides the hidden size of each expert,
+as that of an MLP.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from megatron.kernels.ops.elementwise import activate, bias_activation, wider
+from megatron.kernels.ops.experts import (
+    grouped_product,
+    permute,
+    permute_reference,
+    unpermute,
+    unpermute_reference,
+)
+from megatron.kernels.work import once_and_again
+from megatron.layers.context import CallContext, Fill, LayerContext, draw
+from megatron.layers.transformer import MLP
+from megatron.parallel.collectives import (
+    all_reduce,
+    gather_first,
+    reduce_from_tensor_region,
+    reduce_scatter_first,
+    split_first,
+)
+from megatron.parallel.sharding import Site, attach, placed_noise, shard
+from megatron.parallel.topology import Group
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
+
+
+@dataclass
+class Experts:
+    """What the layers of experts of one rank share.
+
+    loss_scale  the factor of a micro-batch's balancing losses in the total loss; set before its
+                backward pass (Engine.begin)
+    """
+
+    loss_scale: float | Tensor = 1.0
+
+
+# -- messages of the tensor-parallel region --------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    """Tokens that each tensor rank's part of all experts gets; their gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: LayerContext) -> Tensor:
+        ctx.context = context
+        ctx.partial_gradient = context.sequence_parallel  # for engine/gradients.py
+        return gather_first(x, context.tensor) if context.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        group = ctx.context.tensor
+        if ctx.context.sequence_parallel:
+            return reduce_scatter_first(dx, group), None
+        return all_reduce(dx.contiguous().clone(), group), None
+
+
+class _Whole(torch.autograd.Function):
+    """Weights of choices, whose gradients are sums over the tensor ranks' parts of the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.partial_gradient = group, False
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.contiguous().clone(), ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """Scores [s/tp, b, E] of all tensor ranks: [s, b, E]. Each has the gradients of all."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.partial_gradient = group, True
+        return gather_first(scores, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return split_first(gradient, ctx.group).contiguous(), None
+
+
+# -- routers ---------------------------------------------------------------------------------------
+
+
+class _Scores(torch.autograd.Function):
+    """x [.., h] times the router's fp32 weights [E, h], in fp32; x is kept in its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(wider(x), wider(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        dw = rows.t() @ wider(x).flatten(0, -2)
+        return (gradient @ wider(weight)).to(x.dtype), dw.to(weight.dtype)
+
+
+class _WithLoss(torch.autograd.Function):
+    """The first argument, with a loss that gets the gradient `experts.loss_scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, experts: Experts) -> Tensor:
+        ctx.experts = experts
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        one = torch.ones((), dtype=torch.float32, device=gradient.device)
+        return gradient, one * ctx.experts.loss_scale, None
+
+
+def balancing_loss(scores: Tensor, load: Tensor) -> Tensor:
+    """Return E sum_i f_i P_i, of E experts: 1 where the load is even (fp32, a scalar).
+
+    Fedus et al., arXiv 2101.03961, eq. 4 to 6.
+
+    scores  normalised scores of tokens; P is their mean  # [.., E]
+    load    choices of each expert; f is its share in all. No gradient flows through it.  # [E]
+    """
+    share = load / load.sum().clamp(min=1)
+    return len(load) * (share * scores.flatten(0, -2).mean(0)).sum()
+
+
+class Router(torch.nn.Module):
+    """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k], of all tokens.
+
+    Weights are fp32, experts int64; a choice that is dropped has the weight 0 and the expert -1.
+
+    Attributes that the engine sums over all ranks, and clears:
+
+    load         choices of each expert since the last step, before drops  # [E], fp32
+    losses       sums over micro-batches of each balancing loss, without its coefficient, then of
+                 the z-loss  # [n], fp32
+    entropy      sum over tokens of the entropy of their normalised scores; only if `measured`
+    dropped      choices that were dropped
+
+    expert_bias  a term of the scores for the choice alone; moves after each step with the load
+                 (Wang et al., arXiv 2408.15664)  # [E], fp32; None without
+    last_load    load of the last step, for the balancing loss of the global batch  # [E]
+    """
+
+    def __init__(self, context: LayerContext, name: str, config: ModelConfig, fill: Fill) -> None:
+        super().__init__()
+        assert config.num_experts is not None, "the layer has experts"
+        self.name, self.context, self.config, self.experts = (
+            name,
+            context,
+            config,
+            config.num_experts,
+        )
+        shape = self.experts, config.hidden_size
+        self.weight = context.parameters.create(f"{name}.weight", shape, None, fill, fp32=True)
+        kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
+        self.balancing = {kind: factor for kind, factor in kinds if factor}
+        # Plain attributes: buffers would be rounded with the weights.
+        zeros = torch.zeros(self.experts, device=context.parameters.device)
+        self.load, self.last_load = zeros, zeros.clone()
+        self.losses = zeros.new_zeros(len(self.balancing) + 1)
+        self.dropped, self.entropy = zeros.new_zeros(()), zeros.new_zeros(())
+        self.expert_bias = zeros.clone() if config.moe_router_enable_expert_bias else None
+        self.measured = False
+
+    def forward(self, x: Tensor, call: CallContext, layer: int) -> tuple[Tensor, Tensor]:
+        config, context = self.config, self.context
+        if config.moe_input_jitter_eps and call.dropout is not None:
+            seed, place = call.hidden_mask(x, layer, Site.ROUTER, context)
+            assert seed is not None, "in training, masks have a key"
+            x = x * placed_noise(x, config.moe_input_jitter_eps, seed, place)
+        logits: Tensor = _Scores.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        if context.sequence_parallel:
+            logits = _Gather.apply(logits, context.tensor)  # type: ignore[no-untyped-call]
+        weights, experts = self.choose(logits.flatten(0, 1))
+        # A recomputation runs within a backward pass.
+        counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if torch.is_grad_enabled() and self.training:
+            weights = self._with_losses(logits, weights, experts, counts)
+        kept = self._kept(weights, experts)
+        if counts and self.training:
+            with torch.no_grad():
+                self.load += self._count(experts)
+                if kept is not None:
+                    self.dropped += kept.logical_not().sum()
+                if self.measured:
+                    self.entropy -= torch.xlogy(p := self.shares(logits), p).sum()
+        if kept is not None:
+            weights = weights.masked_fill(~kept, 0.0)
+            experts = experts.masked_fill(~kept, -1)
+        return weights, experts
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and experts [t, k] of logits [t, E], the best first."""
+        config = self.config
+        k, softmax = config.moe_router_topk, config.moe_router_score_function == "softmax"
+        if not softmax:
+            scores = logits.sigmoid()
+        else:
+            scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
+        with torch.no_grad():
+            wanted = scores if self.expert_bias is None else scores + self.expert_bias
+            if config.moe_router_num_groups is not None:
+                wanted = self._within_groups(wanted)
+            experts = wanted.topk(k, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if softmax and not config.moe_router_pre_softmax:
+            weights = weights.softmax(-1)
+        elif not softmax and k > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        factor = config.moe_router_topk_scaling_factor
+        return weights if factor is None else weights * factor, experts
+
+    def _within_groups(self, scores: Tensor) -> Tensor:
+        """Return the scores with -inf outside of the best groups of each token.
+
+        DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
+        """
+        groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        assert groups is not None and chosen is not None, "they are given together"
+        cut = scores.unflatten(-1, (groups, -1))
+        best = cut.topk(self.config.moe_router_topk // chosen, dim=-1).values.sum(-1)
+        outside = torch.ones_like(best, dtype=torch.bool).scatter_(
+            -1, best.topk(chosen, dim=-1).indices, False
+        )
+        return cut.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
+
+    def shares(self, logits: Tensor) -> Tensor:
+        """Return scores over all experts that add up to one, for losses [.., E]."""
+        if self.config.moe_router_score_function == "softmax":
+            return logits.softmax(-1)
+        scores = logits.sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+    def _count(self, experts: Tensor) -> Tensor:
+        return torch.bincount(experts.flatten(), minlength=self.experts).to(self.load.dtype)
+
+    def _with_losses(
+        self, logits: Tensor, weights: Tensor, experts: Tensor, counts: bool
+    ) -> Tensor:
+        """Return the weights, through whose gradient that of the losses of logits [s, b, E] flows."""
+        losses, factors = list[Tensor](), list[float]()
+        shares = self.shares(logits) if self.balancing else logits
+        if self.balancing and (
+            self.expert_bias is not None or self.config.moe_router_num_groups is not None
+        ):
+            # Losses are of the scores, without bias and groups (arXiv 2412.19437, eq. 18).
+            experts = shares.detach().topk(self.config.moe_router_topk, dim=-1).indices
+        experts = experts.view(*logits.shape[:2], -1)
+        for kind, factor in self.balancing.items():
+            if kind == "aux_loss":
+                loss = balancing_loss(shares, self._count(experts))
+            elif kind == "seq_aux_loss":
+                samples = zip(shares.unbind(1), experts.unbind(1), strict=True)
+                each = [balancing_loss(of_one, self._count(its)) for of_one, its in samples]
+                loss = torch.stack(each).mean()
+            else:  # before the first step the load counts as even
+                even = self.last_load.sum() == 0
+                loss = balancing_loss(shares, torch.where(even, 1.0, self.last_load))
+            losses.append(loss)
+            factors.append(factor)
+        if self.config.moe_z_loss_coeff:  # Zoph et al., arXiv 2202.08906, eq. 5
+            losses.append(logits.logsumexp(-1).square().mean())
+            factors.append(self.config.moe_z_loss_coeff)
+        if not losses:
+            return weights
+        found = torch.stack(losses)
+        if counts:
+            with torch.no_grad():
+                self.losses[: len(found)] += found
+        shared, total = self.context.experts, found @ found.new_tensor(factors)
+        assert shared is not None, "layer_context made it"
+        return _WithLoss.apply(weights, total, shared)  # type: ignore[no-untyped-call, no-any-return]
+
+    @torch.no_grad()
+    def _kept(self, weights: Tensor, experts: Tensor) -> Tensor | None:
+        """Return which choices [t, k] are within their expert's capacity; None: all."""
+        factor, (tokens, k) = self.config.moe_expert_capacity_factor, experts.shape
+        capacity = tokens if factor is None else math.ceil(tokens * k / self.experts * factor)
+        if capacity >= tokens:
+            return None
+        if self.config.moe_token_drop_policy == "probs":
+            found = weights.new_full((tokens, self.experts), -1.0).scatter_(1, experts, weights)
+            best = found.topk(capacity, dim=0).indices
+            inside = torch.zeros_like(found, dtype=torch.bool).scatter_(0, best, True)
+        else:
+            chosen = torch.zeros(tokens, self.experts, dtype=torch.int32, device=experts.device)
+            inside = chosen.scatter_(1, experts, 1).cumsum(0) <= capacity
+        return inside.gather(1, experts)
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+class _Weight(torch.nn.Module):
+    """The weights of all experts of this rank, [E, *shape]; `dim` of `shape` is cut over tensor ranks.
+
+    Each expert is drawn by itself, so that it is the same wherever it is.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        experts: int,
+        shape: tuple[int, ...],
+        dim: int,
+        fill: Fill,
+    ) -> None:
+        super().__init__()
+        factory, full = context.parameters, (experts, *shape)
+        sharding = shard(f"{name}.weight", full, dim + 1, factory.rank, factory.size)
+        local = list(sharding.extent)
+        if factory.device.type == "meta" or not factory.perform_initialization:
+            values = torch.zeros(local, device=factory.device)
+        else:
+            values = torch.stack(
+                [
+                    draw(
+                        shard(f"{name}.weight.{e}", shape, dim, factory.rank, factory.size),
+                        local[1:],
+                        fill,
+                        factory.seed,
+                        factory.device,
+                    )
+                    for e in range(experts)
+                ]
+            )
+        self.weight = attach(torch.nn.Parameter(values), sharding, factory.size)
+
+
+class ExpertMLP(torch.nn.Module):
+    """Router, experts and shared expert: [s(/tp), b, h] -> [s(/tp), b, h].
+
+    activation_again  recompute the output of the activation function in the backward pass
+    again             recompute the whole layer, messages included
+    summed            see RowParallelLinear
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        config: ModelConfig,
+        index: int,
+        fill: Fill,
+        output_fill: Fill,
+        activation_again: bool = False,
+        again: bool = False,
+        summed: bool = True,
+    ) -> None:
+        super().__init__()
+        self.context, self.index, self.summed = context, index, summed
+        self.activation, self.fused = config.activation, context.fusions.bias_activation
+        self.activation_again, self.again = activation_again, again
+        self.router = Router(context, f"{name}.router", config, fill)
+        hidden, ffn, experts = config.hidden_size, config.moe_ffn_hidden_size, config.num_experts
+        assert ffn is not None and experts is not None, "they are derived where there are experts"
+        up, of_up = ((2, ffn, hidden), 1) if config.gated else ((ffn, hidden), 0)
+        of = f"{name}.experts"
+        self.dense_h_to_4h = _Weight(context, f"{of}.dense_h_to_4h", experts, up, of_up, fill)
+        self.dense_4h_to_h = _Weight(
+            context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, output_fill
+        )
+        self.shared: MLP | None = None
+        self.gate: torch.nn.Parameter | None = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            of = f"{name}.shared_experts"
+            width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
+            # within the region that the experts enter: without messages of its own
+            self.shared = MLP(context.alone(), of, width, fill, output_fill, activation_again)
+            if config.moe_shared_expert_gate:
+                make = context.parameters.create
+                self.gate = make(f"{of}.gate.weight", (1, hidden), None, fill)
+
+    def forward(self, x: Tensor, call: CallContext) -> Tensor:
+        if not self.again or not torch.is_grad_enabled():
+            return self._forward(x, call)
+        y: Tensor = checkpoint(
+            self._forward,
+            x,
+            call,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=once_and_again,
+        )
+        return y
+
+    def _forward(self, x: Tensor, call: CallContext) -> Tensor:
+        context, group = self.context, self.context.tensor
+        weights, experts = self.router(x, call, self.index)
+        if group.size > 1:
+            weights = _Whole.apply(weights, group)  # type: ignore[no-untyped-call]
+            x = _Enter.apply(x, context)  # type: ignore[no-untyped-call]
+        tokens = x.flatten(0, 1)
+        out = self._experts(tokens, weights, experts).view_as(x)
+        if self.shared is not None:
+            out = out + self._shared(x)
+        if not self.summed:
+            return out
+        return reduce_from_tensor_region(out, group, context.sequence_parallel)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return this tensor rank's term of the shared expert's output."""
+        assert self.shared is not None
+        out, _ = self.shared(x)
+        return out if self.gate is None else out * F.linear(x, self.gate).sigmoid()
+
+    def _experts(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h]."""
+        up_weight, down_weight = self.dense_h_to_4h.weight, self.dense_4h_to_h.weight
+        order, places, counts = sorted_choices(experts, len(up_weight))
+        queue, fused = self.context.weight_gradients, self.context.fusions.permute
+        rows = (permute if fused else permute_reference)(tokens, order, places)  # [n, h]
+        up = grouped_product(rows, up_weight, counts, queue)
+
+        def down(up: Tensor) -> Tensor:
+            activated = (
+                bias_activation(up, None, self.activation)
+                if self.fused
+                else activate(up, self.activation)
+            )
+            return grouped_product(activated, down_weight, counts, queue)
+
+        return (unpermute if fused else unpermute_reference)(down(up), places, weights)
+
+
+def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the token of each row, the row of each choice, and each expert's number of rows.
+
+    Rows are sorted by expert, those of one by token.
+
+    experts  the expert of each choice, of `count`; -1: none  # [t, k], int64
+    """
+    flat = experts.flatten()
+    flat = flat.masked_fill(flat < 0, count)
+    counts = torch.bincount(flat, minlength=count + 1)[:count]
+    by_expert = flat.argsort(stable=True)[: int(counts.sum())]
+    places = torch.full_like(flat, -1)
+    places[by_expert] = torch.arange(len(by_expert), device=flat.device)
+    return by_expert // experts.shape[1], places.view_as(experts), counts
+
+
+def routers(model: torch.nn.Module) -> list[Router]:
+    """Return the routers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, Router)]
