@@ -300,7 +300,7 @@ def _experts(s: Settings) -> None:
         s.derive("num_experts", None, "derived: there are no experts")
     if v["num_experts"] is None:
         for name, option in all_options().items():
-            if name.startswith("moe_") and name in s.given:
+            if name.startswith("moe_") and v[name] != option.default:
                 said = s.origins[name].removeprefix("command line: ")
                 said = said if said.startswith("--") else option.written(v[name])
                 s.notices.append(f"{said} has no effect: there are no experts")

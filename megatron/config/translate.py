@@ -217,7 +217,9 @@ def translate_late(settings: Settings, flags: Flags) -> None:
         _no_pipeline(settings)
     if NO_DROPS in present:
         settings.give("moe_expert_capacity_factor", None, NO_DROPS)
-        settings.notices.append(f"{NO_DROPS} means no --moe-expert-capacity-factor")
+        settings.notices.append(
+            f"{NO_DROPS} means no --moe-expert-capacity-factor: all tokens count"
+        )
     try:
         _Stages(settings, present).give()
     except ValueError as error:
@@ -307,6 +309,10 @@ class _Stages:
         """Set moe_layer_freq: Megatron-DeepSpeed's interval ends with a layer with experts."""
         interval = self._read(EXPERT_INTERVAL, _COUNT)
         if interval is None or not self.layers:
+            return
+        if self.settings.given.get("num_experts") in (None, 0, 1):
+            said = self._written([EXPERT_INTERVAL])
+            self.settings.notices.append(f"{said} has no effect: there are no experts")
             return
         freq = [int(layer % interval == 0) for layer in range(1, self.layers + 1)]
         self._say(self._written([EXPERT_INTERVAL]), {"moe_layer_freq": freq})

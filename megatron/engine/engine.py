@@ -187,6 +187,8 @@ class Engine:
         state, stage = optimizer_state(config), config.engine.zero_stage
         self.data_parallel_copies = 1 if stage == 1 else topology.data.size
         self._logging = config.logging
+        contexts = (getattr(chunk, "context", None) for chunk in chunks.children())
+        self._experts = next((c.experts for c in contexts if c is not None), None)
 
         parameters = unique_parameters(chunks)
         for p in parameters:
@@ -331,10 +333,15 @@ class Engine:
     def begin(self, micro_batches: int) -> None:
         """Announce the backward passes of `micro_batches`.
 
-        Complete buckets can then be reduced early. Not needed without overlap. Raises ConfigError,
-        on every rank, for a second call before `step`.
+        Complete buckets can then be reduced early, and balancing losses of experts get their
+        factor. Not needed without overlap or experts. Raises ConfigError, on every rank, for a
+        second call before `step`.
         """
         self._gradients.begin(micro_batches)
+        if self._experts is not None:
+            self._experts.loss_scale = self.loss_scale / (
+                micro_batches * self.topology.layout.replicas
+            )
 
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the gradient sum of a parameter since the last step, before any reduction.

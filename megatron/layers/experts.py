@@ -31,7 +31,7 @@ from megatron.kernels.ops.experts import (
     unpermute_reference,
 )
 from megatron.kernels.work import once_and_again
-from megatron.layers.context import CallContext, Fill, LayerContext, draw
+from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw
 from megatron.layers.transformer import MLP
 from megatron.parallel.collectives import (
     all_reduce,
@@ -40,7 +40,7 @@ from megatron.parallel.collectives import (
     reduce_scatter_first,
     split_first,
 )
-from megatron.parallel.sharding import Site, attach, placed_noise, shard
+from megatron.parallel.sharding import Site, attach, placed_noise, shard, wide
 from megatron.parallel.topology import Group
 
 if TYPE_CHECKING:
@@ -322,10 +322,10 @@ class Router(torch.nn.Module):
 # -- experts ---------------------------------------------------------------------------------------
 
 
-class _Weight(torch.nn.Module):
-    """The weights of all experts of this rank, [E, *shape]; `dim` of `shape` is cut over tensor ranks.
+class _Grouped(torch.nn.Module):
+    """Matrices [E, *shape] of this rank's experts; `dim` of `shape` is cut over the tensor ranks.
 
-    Each expert is drawn by itself, so that it is the same wherever it is.
+    bias   whether there are biases, [E, *shape without the last dimension]
     """
 
     def __init__(
@@ -336,27 +336,69 @@ class _Weight(torch.nn.Module):
         shape: tuple[int, ...],
         dim: int,
         fill: Fill,
+        bias: bool,
     ) -> None:
         super().__init__()
-        factory, full = context.parameters, (experts, *shape)
-        sharding = shard(f"{name}.weight", full, dim + 1, factory.rank, factory.size)
-        local = list(sharding.extent)
+        self.context = context
+        self.weight = self._make(f"{name}.weight", experts, shape, dim, fill)
+        self.bias: torch.nn.Parameter | None = None
+        # of a matrix that is cut along its input: on all tensor ranks, each of which adds a part
+        self.divided = dim == len(shape) - 1
+        if bias:
+            whole = None if self.divided else dim
+            self.bias = self._make(f"{name}.bias", experts, shape[:-1], whole, constant(0.0))
+
+    def _make(
+        self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
+    ) -> torch.nn.Parameter:
+        """Draw each expert by itself, so that it is the same wherever it is."""
+        factory = self.context.parameters
+        cut, decay = None if dim is None else dim + 1, not name.endswith(".bias")
+        sharding = shard(name, (experts, *shape), cut, factory.rank, factory.size, decay=decay)
+        local = sharding.extent
         if factory.device.type == "meta" or not factory.perform_initialization:
             values = torch.zeros(local, device=factory.device)
         else:
             values = torch.stack(
                 [
                     draw(
-                        shard(f"{name}.weight.{e}", shape, dim, factory.rank, factory.size),
+                        shard(f"{name}.{e}", shape, dim, factory.rank, factory.size),
                         local[1:],
                         fill,
                         factory.seed,
                         factory.device,
                     )
-                    for e in range(experts)
+                    for e in range(sharding.offset[0], sharding.offset[0] + local[0])
                 ]
             )
-        self.weight = attach(torch.nn.Parameter(values), sharding, factory.size)
+        return attach(torch.nn.Parameter(values), sharding, factory.size)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return each expert's rows [n, in], `counts` of them, times its matrix: [n, out]."""
+        y = grouped_product(rows, self.weight, counts, self.context.weight_gradients)
+        if self.bias is None:
+            return y
+        bias, size = wide(self.bias).flatten(1), self.context.tensor.size
+        if self.divided and size > 1:
+            bias = _Part.apply(bias, size)  # type: ignore[no-untyped-call]
+        expert = torch.arange(len(counts), device=y.device).repeat_interleave(
+            counts.to(y.device), output_size=len(y)
+        )
+        return y + F.embedding(expert, bias).to(y.dtype)
+
+
+class _Part(torch.autograd.Function):
+    """The part of a bias that each of `size` tensor ranks adds. Its gradient is whole on each."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, size: int) -> Tensor:
+        ctx.partial_gradient = False
+        return bias / size
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class ExpertMLP(torch.nn.Module):
@@ -388,9 +430,12 @@ class ExpertMLP(torch.nn.Module):
         assert ffn is not None and experts is not None, "they are derived where there are experts"
         up, of_up = ((2, ffn, hidden), 1) if config.gated else ((ffn, hidden), 0)
         of = f"{name}.experts"
-        self.dense_h_to_4h = _Weight(context, f"{of}.dense_h_to_4h", experts, up, of_up, fill)
-        self.dense_4h_to_h = _Weight(
-            context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, output_fill
+        bias = config.add_bias_linear
+        self.dense_h_to_4h = _Grouped(
+            context, f"{of}.dense_h_to_4h", experts, up, of_up, fill, bias
+        )
+        self.dense_4h_to_h = _Grouped(
+            context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, output_fill, bias
         )
         self.shared: MLP | None = None
         self.gate: torch.nn.Parameter | None = None
@@ -438,19 +483,17 @@ class ExpertMLP(torch.nn.Module):
 
     def _experts(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h]."""
-        up_weight, down_weight = self.dense_h_to_4h.weight, self.dense_4h_to_h.weight
-        order, places, counts = sorted_choices(experts, len(up_weight))
-        queue, fused = self.context.weight_gradients, self.context.fusions.permute
+        order, places, counts = sorted_choices(experts, len(self.dense_h_to_4h.weight))
+        fused = self.context.fusions.permute
         rows = (permute if fused else permute_reference)(tokens, order, places)  # [n, h]
-        up = grouped_product(rows, up_weight, counts, queue)
+        up = self.dense_h_to_4h(rows, counts)
 
         def down(up: Tensor) -> Tensor:
-            activated = (
-                bias_activation(up, None, self.activation)
-                if self.fused
-                else activate(up, self.activation)
+            kind = self.activation
+            y: Tensor = self.dense_4h_to_h(
+                bias_activation(up, None, kind) if self.fused else activate(up, kind), counts
             )
-            return grouped_product(activated, down_weight, counts, queue)
+            return y
 
         return (unpermute if fused else unpermute_reference)(down(up), places, weights)
 

@@ -52,15 +52,27 @@ def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> 
     return model.hidden_size * (heads * model.kv_channels + _mlp_rows(model, layer, active))
 
 
+def _experts(model: ModelConfig, layer: int, active: bool) -> tuple[int, int]:
+    """Return the number of MLPs in a layer, and their width."""
+    if model.num_experts is None or not model.has_experts(layer):
+        return 1, model.ffn_hidden_size
+    assert model.moe_ffn_hidden_size is not None, "it is derived where there are experts"
+    return model.moe_router_topk if active else model.num_experts, model.moe_ffn_hidden_size
+
+
 def _mlp_rows(model: ModelConfig, layer: int, active: bool) -> int:
     """Return the entries of the matrices of a layer's MLP or experts, divided by h."""
-    width, router = model.ffn_hidden_size, 0
+    (count, width), router = _experts(model, layer, active), 0
+    width *= count
     if model.num_experts is not None and model.has_experts(layer):
-        count = model.moe_router_topk if active else model.num_experts
-        assert model.moe_ffn_hidden_size is not None, "it is derived where there are experts"
-        width = count * model.moe_ffn_hidden_size + (model.moe_shared_expert_intermediate_size or 0)
+        width += model.moe_shared_expert_intermediate_size or 0
         router = model.num_experts + int(model.moe_shared_expert_gate)
     return (3 if model.gated else 2) * width + router
+
+
+def _mlp_biases(model: ModelConfig, layer: int, active: bool) -> int:
+    count, width = _experts(model, layer, active)
+    return count * ((2 if model.gated else 1) * width + model.hidden_size)
 
 
 def total_parameters(model: ModelConfig, active: bool = False) -> int:
@@ -76,8 +88,7 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
         model.kv_channels,
     )
     width = 2 if model.normalization == "layernorm" else 1  # vectors of a norm
-    inner = (2 if model.gated else 1) * model.ffn_hidden_size
-    layer = bias * (inner + 2 * h) + len(model.layer_norms) * width * h
+    layer = bias * h + len(model.layer_norms) * width * h
     layer += int(model.qkv_bias) * (heads + 2 * groups) * d
     if model.qk_layernorm:
         layer += width * d * (2 if model.qk_layernorm_over == "head" else heads + groups)
@@ -87,7 +98,10 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
         words
         + (model.max_position_embeddings * h if learned else 0)
         + model.num_layers * layer
-        + sum(layer_matrices(model, i, active) for i in range(model.num_layers))
+        + sum(
+            layer_matrices(model, i, active) + bias * _mlp_biases(model, i, active)
+            for i in range(model.num_layers)
+        )
         + (2 if model.embedding_layernorm else 1) * width * h
     )
 
