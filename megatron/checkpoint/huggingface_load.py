@@ -101,7 +101,7 @@ class Matrix:
 
 def matrix_of(family: Family, model: ModelConfig, name: str, shape: tuple[int, ...]) -> Matrix:
     """Return where a parameter of ours is in a model of this family. Raises CheckpointError."""
-    theirs, names = family.theirs(name)
+    theirs, names = family.theirs(name, shape[0])
     vector = len(shape) == 1 or name.endswith(".bias")
     columns = None if vector else shape[-1]
     rows = math.prod(shape if vector else shape[:-1])
@@ -235,12 +235,15 @@ class Reader:
                 if here.all():
                     target.copy_(picked.reshape(target.shape))
                     return
-                if out is None:
-                    out = torch.empty(len(index), *picked.shape[1:], dtype=target.dtype)
+                if out is None:  # in place where it can be: experts are large
+                    of_rows = len(index), *picked.shape[1:]
+                    whole = target.is_contiguous()
+                    out = target.view(of_rows) if whole else target.new_empty(of_rows)
                 out[here] = picked.to(out.dtype)
             start += count
         assert out is not None, f"rows {offset} of {list(matrix.counts)} are nowhere"
-        target.copy_(out.reshape(target.shape))
+        if out.data_ptr() != target.data_ptr():
+            target.copy_(out.reshape(target.shape))
 
 
 def _pick(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -120,12 +120,14 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
     found = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
     found["add_qkv_bias"] = model.qkv_bias
     found["window_size"] = windows_of(model)
+    sparse = [model.has_experts(layer) for layer in range(model.num_layers)]
+    found["moe_layer_freq"] = sparse
     found["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
     found["embedding_scale"] = model.embedding_scale or 1.0
     if model.position_embedding_type == "learned_absolute":
         found["max_position_embeddings"] = model.max_position_embeddings
     # Settings of what a model does not have keep their defaults (NEEDED in validate.py), but these.
-    names = ["window_attn_skip_freq"]
+    names = ["window_attn_skip_freq", *(["ffn_hidden_size"] if all(sparse) else [])]
     if model.position_embedding_type != "rope":
         names += ["rotary_base", "rotary_percent"]
     for name in names:
