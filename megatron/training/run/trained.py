@@ -96,7 +96,7 @@ def load_model(
         kind = AVERAGE if ema else MASTER
         loaded = load_weights(folder, chunks, topology, tag, allow_older=allow_older, kind=kind)
     else:
-        fill_shards(source, weights_to_load(unique_parameters(chunks)), topology, config)
+        fill_shards(source, weights_to_load(unique_parameters(chunks)).items(), topology, config)
         loaded = LoadedState(0, {}, False, source, (), ())
     return Trained(config, topology, tokenizer, chunks, loaded)
 
