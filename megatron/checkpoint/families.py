@@ -77,6 +77,11 @@ class Family:
     older: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "model."
 
+    @property
+    def experts(self) -> bool:
+        """Return whether its models have experts."""
+        return any(theirs.by_expert for theirs in self.modules.values())
+
     def theirs(self, parameter: str, experts: int = 1) -> tuple[Theirs, tuple[str, ...]]:
         """Return where one of our parameters is, and the names of those tensors.
 

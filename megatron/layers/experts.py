@@ -212,6 +212,9 @@ class Router(torch.nn.Module):
         )
         shape = self.experts, config.hidden_size
         self.weight = context.parameters.create(f"{name}.weight", shape, None, fill, fp32=True)
+        if config.moe_use_upcycling:  # the parts of one MLP begin with the same scores
+            groups = self.weight.detach().unflatten(0, (-1, config.upcycling_granularity))
+            groups[:, 1:] = groups[:, :1]
         kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
         self.balancing = {kind: factor for kind, factor in kinds if factor}
         # Plain attributes: buffers would be rounded with the weights.
