@@ -388,6 +388,11 @@ class ModelConfig:
         at_most=16 * MOST_WIDTH,
         derived="no shared expert",
     )
+    moe_use_upcycling: bool = option(
+        False,
+        "Make the experts from the MLPs of the dense checkpoint of --load, and start at iteration 0. "
+        "A checkpoint that has experts is loaded as usual.",
+    )
     moe_shared_expert_gate: bool = option(
         False, "Multiply the output of the shared expert by a learned sigmoid of each token."
     )
@@ -554,6 +559,12 @@ class ModelConfig:
         if self.num_experts is None:
             return False
         return bool(freq[layer]) if len(freq) > 1 else layer % freq[0] == 0
+
+    @property
+    def upcycling_granularity(self) -> int:
+        """Return of how many experts the width together is that of the dense MLP."""
+        assert self.ffn_hidden_size and self.moe_ffn_hidden_size, "both are derived"
+        return self.ffn_hidden_size // self.moe_ffn_hidden_size
 
     @property
     def expert_layers(self) -> int:

@@ -344,6 +344,27 @@ def _experts_alone(v: Values) -> Iterator[str]:
             yield f"{written} does not know experts: leave it out, or use --num-experts 1"
 
 
+@check("moe_use_upcycling", "num_experts", "ffn_hidden_size", "moe_ffn_hidden_size")
+def _upcycling(v: Values) -> Iterator[str]:
+    if not v["moe_use_upcycling"]:
+        return
+    parts, rest = divmod(v["ffn_hidden_size"], v["moe_ffn_hidden_size"])
+    if rest or not parts or v["num_experts"] % parts or v["moe_router_topk"] % parts:
+        yield (
+            f"--moe-use-upcycling cuts the MLP's --ffn-hidden-size {v['ffn_hidden_size']} into "
+            f"parts of --moe-ffn-hidden-size {v['moe_ffn_hidden_size']}: their number must be "
+            f"whole, and divide --num-experts {v['num_experts']} and --moe-router-topk "
+            f"{v['moe_router_topk']}"
+        )
+    if v["moe_shared_expert_intermediate_size"] is not None:
+        yield (
+            "--moe-use-upcycling has nothing of which to make a shared expert: leave "
+            "--moe-shared-expert-intermediate-size out"
+        )
+    if v["load"] is None:
+        yield "--moe-use-upcycling needs --load with the dense checkpoint"
+
+
 @check("use_mup", "num_attention_heads", "kv_channels", "mup_base_hidden_size")
 def _mup(v: Values) -> Iterator[str]:
     if v["use_mup"] and v["mup_base_num_attention_heads"] is None:

@@ -258,6 +258,7 @@ class Fusions:
     layer_norm, rms_norm  normalisation, with the residual sum before it
     rotary           rotary embedding
     cross_entropy    the local passes of the vocabulary-parallel cross entropy
+    permute          tokens to the rows of their experts, and back
     optimizer        AdamW; in bf16 also the gradients' norm and clipping and the 16-bit weights
     apex_norm        normalisation goes through apex
     """
@@ -270,6 +271,7 @@ class Fusions:
     rms_norm: bool = False
     rotary: bool = False
     cross_entropy: bool = False
+    permute: bool = False
     optimizer: bool = False
     apex_norm: bool = False
 
@@ -299,6 +301,7 @@ HOST_FASTER = {
     "rotary": EVERY_TYPE,  # one pass where torch needs several, and no copy of a slice
     # two passes and no copy of the logits, where torch needs a copy and six passes
     "cross_entropy": EVERY_TYPE,
+    "permute": EVERY_TYPE,  # one pass each, where torch's gradient adds row by row
     # norm, clipping, update and 16-bit weights in two passes; else it is torch's one pass
     "optimizer": ("bfloat16",),
 }
@@ -315,6 +318,7 @@ _SETTINGS = {
     "rms_norm": "persist_layer_norm",
     "rotary": "rope_fusion",
     "cross_entropy": "cross_entropy_loss_fusion",
+    "permute": "moe_permute_fusion",
 }
 """The setting that allows an operator's kernel; its flag is --no- and the name."""
 
@@ -399,6 +403,8 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return "only --attention-backend blocked has it"
     if name == "masked_softmax" and attention != "unfused":
         return "only --attention-backend unfused has it"
+    if name == "permute" and model.num_experts is None:
+        return "no --num-experts"
     if name == "rotary" and model.position_embedding_type != "rope":
         return f"--position-embedding-type {model.position_embedding_type}"
     if name == "rotary" and model.rotary_interleaved:

@@ -15,29 +15,162 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from megatron.kernels.library import (
+    Function,
+    check,
+    check_beside,
+    check_contiguous,
+    check_shape,
+    check_type,
+    operator,
+)
 from megatron.kernels.ops.elementwise import wider
+from megatron.kernels.work import Memory
 from megatron.parallel.sharding import WeightGradients, deliver, sink_of
 
-
-def _rows(y: Tensor, places: Tensor) -> Tensor:
-    """Return the row of each choice in fp32 [t, k, h] (fp64 for fp64 y), zeros where it has none."""
-    chosen = (
-        wider(y)[places.clamp(min=0)] if len(y) else wider(y).new_zeros(*places.shape, y.shape[-1])
-    )
-    return chosen.masked_fill((places < 0).unsqueeze(-1), 0.0)
+_PERMUTE = Function("mk_permute", "ppplll")
+_UNPERMUTE = Function("mk_unpermute", "ppppllll")
+_UNPERMUTE_BACKWARD = Function("mk_unpermute_backward", "ppppppllll")
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        rows = x[order.clamp(min=0)] if len(x) else x.new_zeros(len(order), x.shape[-1])
-        return rows.masked_fill_((order < 0).unsqueeze(-1), 0.0)
+def _check_map(name: str, x: Tensor, rows: int, **maps: Tensor) -> None:
+    """Check x [.., h], and on a CPU that the maps name some of its `rows` or, with -1, none."""
+    check_type(name, x=x)
+    check_contiguous(name, x=x)
+    check(name, x.dim() == 2, f"x has {x.dim()} dimension(s); [rows, h] is needed")
+    check_beside(name, x, [torch.int64], **maps)
+    for what, found in maps.items():
+        if found.device.type == "cpu" and found.numel():
+            least, most = (int(end) for end in found.aminmax())
+            check(
+                name,
+                least >= -1 and most < rows,
+                f"{what} are {least} to {most}, but there are {rows} rows",
+            )
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _rows(gradient, *ctx.saved_tensors).sum(1).to(gradient.dtype), None, None
+
+def _check_permute(name: str, x: Tensor, order: Tensor, places: Tensor) -> None:
+    _check_map(name, x, len(x), order=order)
+    _check_map(name, x, len(order), places=places)
+    check_shape(name, (order.numel(),), order=order)
+    check_shape(name, (len(x), places.shape[-1]), places=places)
+
+
+def _check_unpermute(
+    name: str, y: Tensor, places: Tensor, weights: Tensor | None, padded: bool
+) -> None:
+    _check_map(name, y, len(y), places=places)
+    check(name, places.dim() == 2, f"places have {places.dim()} dimension(s); 2 are needed")
+    if weights is not None:
+        check_beside(name, y, [torch.float32], weights=weights)
+        check_shape(name, places.shape, weights=weights)
+    if not padded and y.device.type == "cpu":  # its gradient would not be written
+        rows = int((places >= 0).sum())
+        check(name, rows == len(y), f"{len(y) - rows} rows are no choice's: they are `padded`")
+
+
+def _rows(x: Tensor, at: Tensor) -> Tensor:
+    """Return these rows of x, zeros for -1."""
+    return torch.cat((x, x.new_zeros(1, x.shape[-1])))[at]
+
+
+def permute_reference(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Compute `permute` with torch's operators."""
+    return _rows(x, order)
+
+
+def unpermute_reference(
+    y: Tensor, places: Tensor, weights: Tensor | None, padded: bool = False
+) -> Tensor:
+    """Compute `unpermute` with torch's operators; without weights they are 1."""
+    rows = wider(_rows(y, places))  # [t, k, h]
+    return (rows if weights is None else rows * weights.unsqueeze(-1)).sum(1).to(y.dtype)
+
+
+def _reference_backward(
+    gradient: Tensor, y: Tensor, places: Tensor, weights: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
+    wide = gradient.float().unsqueeze(1)  # [t, 1, h]
+    dy = y.new_zeros(len(y) + 1, y.shape[-1])  # the last row takes those of dropped choices
+    dy[places] = (wide * weights.unsqueeze(-1)).to(y.dtype)
+    return dy[:-1], (wide * _rows(y, places)).sum(-1)
+
+
+def _permute(out: Tensor, x: Tensor, order: Tensor, places: Tensor) -> None:
+    _PERMUTE(x, out, x, order, *out.shape[:1], *x.shape)
+
+
+def _unpermute(
+    out: Tensor, y: Tensor, places: Tensor, weights: Tensor | None, padded: bool
+) -> None:
+    sizes = len(out), len(y), places.shape[-1], y.shape[-1]
+    _UNPERMUTE(y, out, y, places, weights, *sizes)
+
+
+def _backward(
+    results: tuple[Tensor, Tensor],
+    gradient: Tensor,
+    y: Tensor,
+    places: Tensor,
+    weights: Tensor,
+    padded: bool,
+) -> None:
+    sizes = len(gradient), len(y), places.shape[-1], y.shape[-1]
+    _UNPERMUTE_BACKWARD(y, *results, gradient, y, places, weights, *sizes)
+
+
+def _like_gradients(
+    gradient: Tensor, y: Tensor, places: Tensor, weights: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
+    dy = torch.zeros_like(y) if padded else torch.empty_like(y)
+    return dy, torch.empty_like(weights)
+
+
+def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[2])
+
+
+def _permute_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return _unpermuted(gradient.contiguous(), *ctx.saved_tensors, None, True), None, None
+
+
+def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.padded = inputs[3]
+
+
+def _unpermute_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    dy, dweights = _unpermute_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.padded)
+    return dy, None, dweights, None
+
+
+_unpermute_backward = operator(
+    "unpermute_backward(Tensor gradient, Tensor y, Tensor places, Tensor weights, bool padded) -> "
+    "(Tensor, Tensor)",
+    _backward,
+    _reference_backward,
+    _like_gradients,
+)
+_unpermuted = operator(
+    "unpermute(Tensor y, Tensor places, Tensor? weights, bool padded) -> Tensor",
+    _unpermute,
+    unpermute_reference,
+    lambda y, places, weights, padded: y.new_empty(len(places), y.shape[-1]),
+    check=_check_unpermute,
+    save=_save_unpermute,
+    backward=_unpermute_gradients,
+)
+_permuted = operator(
+    "permute(Tensor x, Tensor order, Tensor places) -> Tensor",
+    _permute,
+    permute_reference,
+    lambda x, order, places: x.new_empty(len(order), x.shape[-1]),
+    check=_check_permute,
+    save=_save_permute,
+    backward=_permute_gradients,
+    # a token is read for each of its rows
+    work=lambda x, order, places: Memory(2 * len(order) * x[:1].nbytes),
+)
 
 
 def permute(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -46,38 +179,27 @@ def permute(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     order   the token of each row; -1: a row of zeros  # [n], int64
     places  the row of each choice, -1: it has none  # [t, k], int64
 
-    The gradient of a token is the sum over its rows, in fp32, in the order of its choices.
+    The gradient of a token is the sum over its rows, in fp32 and in the order of its choices.
+    Bytes moved for rows of N elements of e bytes: forward 2 N e, backward (1 + 1 / k) N e. Raises
+    KernelError for other types and shapes, and on a CPU for rows and tokens that are not there; on
+    a GPU these count as -1.
     """
-    rows: Tensor = _Permute.apply(x, order, places)  # type: ignore[no-untyped-call]
+    rows: Tensor = _permuted(x.contiguous(), order, places)
     return rows
 
 
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(y, places, weights)
-        return (_rows(y, places) * weights.unsqueeze(-1)).sum(1).to(y.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
-        y, places, weights = ctx.saved_tensors
-        wide = wider(gradient).unsqueeze(1)  # [t, 1, h]
-        dy = y.new_zeros(len(y) + 1, y.shape[-1])  # the last row takes those of dropped choices
-        dy[places.masked_fill(places < 0, len(y))] = (wide * weights.unsqueeze(-1)).to(y.dtype)
-        return dy[:-1], None, (wide * _rows(y, places)).sum(-1)
-
-
-def unpermute(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+def unpermute(y: Tensor, places: Tensor, weights: Tensor, padded: bool = False) -> Tensor:
     """Return the sum over each token's choices of weight times row of y [n, h], [t, h].
 
     places   the row of each choice, -1: it adds nothing  # [t, k], int64
     weights  fp32  # [t, k]
+    padded   whether y has rows that are no choice's; they get a gradient of zero
 
-    The sum is in fp32 and in the order of the choices. Rows that no choice names get a gradient of
-    zero, and so does the weight of a choice without a row.
+    The sum is in fp32 and in the order of the choices; so is the weights' gradient, which is made
+    in the pass that makes that of y. Bytes moved for rows of N elements of e bytes: forward
+    (1 + 1 / k) N e, backward (2 + 1 / k) N e. Raises KernelError as `permute` does.
     """
-    tokens: Tensor = _Unpermute.apply(y, places, weights)  # type: ignore[no-untyped-call]
+    tokens: Tensor = _unpermuted(y.contiguous(), places, weights.contiguous(), padded)
     return tokens
 
 
