@@ -588,11 +588,19 @@ def sorted_choices(
     flat = experts.flatten()
     flat = flat.masked_fill(flat < 0, count)
     if counts is None:
-        counts = torch.bincount(flat, minlength=count + 1)[:count].cpu()
-    by_expert = flat.argsort(stable=True)[: int(counts.sum())]
+        counts = count_rows(flat, count)
+    by_expert = flat.argsort(stable=True)[: sum(counts.tolist())]
     places = torch.full_like(flat, -1)
     places[by_expert] = torch.arange(len(by_expert), device=flat.device)
     return by_expert // experts.shape[1], places.view_as(experts), counts
+
+
+def count_rows(experts: Tensor, count: int) -> Tensor:
+    """Return on the host how many choices each of `count` experts has; `count` stands for none.
+
+    The planner, which has no data, replaces this.
+    """
+    return torch.bincount(experts, minlength=count + 1)[:count].cpu()
 
 
 # -- messages between expert-parallel ranks --------------------------------------------------------
@@ -615,16 +623,21 @@ class Trip:
         chosen = (ranks == of_rank).any(-1).flatten()  # [ranks t], by rank, then by token
         where = chosen.cumsum(0) - 1
         self.places = where.masked_fill(~chosen, -1).view(size, -1).t().contiguous()  # [t, ranks]
-        rows = chosen.view(size, -1).sum(1, keepdim=True)
-        choices = torch.bincount(experts.flatten() + 1, minlength=size * each + 1)[1:]
-        mine = torch.cat([rows, choices.view(size, each)], dim=1)
-        even = [1] * size
-        theirs = all_to_all(mine, group, even, even)
-        self.sent, received = torch.stack([mine[:, 0], theirs[:, 0]]).tolist()
-        self.received = received
-        self.counts = theirs[:, 1:].sum(0).cpu()
+        self.sent, self.received, self.counts = self._numbers(chosen.view(size, -1), experts)
         pairs = chosen.nonzero().squeeze(1)
         self.rank_of, self.order = pairs // len(experts), pairs % len(experts)
+
+    def _numbers(self, chosen: Tensor, experts: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return the rows sent to each rank and received from it, and those of each expert.
+
+        The planner, which has no data, replaces this.
+        """
+        size, even = self.group.size, [1] * self.group.size
+        choices = torch.bincount(experts.flatten() + 1, minlength=size * self.each + 1)[1:]
+        mine = torch.cat([chosen.sum(1, keepdim=True), choices.view(size, self.each)], dim=1)
+        theirs = all_to_all(mine, self.group, even, even)
+        sent, received = torch.stack([mine[:, 0], theirs[:, 0]]).tolist()
+        return sent, received, theirs[:, 1:].sum(0).cpu()
 
     def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
         """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""

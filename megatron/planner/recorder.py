@@ -379,7 +379,10 @@ class _Piece:
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
             partial = s.copies > 1 or (partial and self.terms.partial(p, True))
             found.append(
-                Parameter(s.name, tuple(p.shape), s.global_shape, s.dim, s.decay, s.tied, partial)
+                Parameter(
+                    *(s.name, tuple(p.shape), s.global_shape, s.dim),
+                    *(s.decay, s.tied, partial, s.experts),
+                )
             )
         return tuple(found)
 

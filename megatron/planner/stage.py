@@ -225,6 +225,8 @@ def rates_of(cluster: Cluster, dtype_name: str) -> Rates:
 @functools.lru_cache(maxsize=1 << 16)
 def seconds_of(operation: Computation, rates: Rates) -> float:
     if isinstance(operation, Product):
+        if not operation.flops:  # of an expert without rows
+            return 0.0
         moved = rates.memory_s(operation.moved, 0) if operation.moved else 0.0
         return max(rates.product_s(*operation[:4]), moved)
     if isinstance(operation, Attention):

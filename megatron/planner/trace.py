@@ -24,7 +24,7 @@ from megatron.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
-from megatron.config.settings import SECTIONS, all_options
+from megatron.config.settings import SECTIONS
 from megatron.errors import ConfigError
 from megatron.planner.events import Message, Parameter, Part, Pass, Step, Trace
 
@@ -90,18 +90,12 @@ def trace(config: Config, device: str) -> Trace:
 
 
 def refuse_unknown(config: Config) -> None:
-    """Raise ConfigError for a layout or model whose memory and time are not known yet."""
-    if config.model.num_experts is not None:
+    """Raise ConfigError for a layout whose memory and time are not known yet."""
+    if (size := config.parallel.context_parallel_size) > 1:
         raise ConfigError(
-            f"--num-experts {config.model.num_experts}: memory, time and placement of models with "
-            "experts are not known yet: start the job itself, with --cluster none"
+            f"--context-parallel-size {size} cannot be predicted yet: leave it out, or start the "
+            "job itself"
         )
-    for name in ("context_parallel_size", "expert_model_parallel_size"):
-        if (size := config.get(name)) > 1:
-            raise ConfigError(
-                f"{all_options()[name].flag} {size} cannot be predicted yet: leave it out, or "
-                "start the job itself"
-            )
 
 
 class LayerKind(NamedTuple):
