@@ -11,13 +11,25 @@ from megatron.parallel.topology import DEFAULT_ORDER, Topology
 
 
 def join(
-    tensor: int = 1, pipeline: int = 1, timeout_s: float = 120, order: str = DEFAULT_ORDER
+    tensor: int = 1,
+    pipeline: int = 1,
+    timeout_s: float = 120,
+    order: str = DEFAULT_ORDER,
+    context: int = 1,
+    expert: int = 1,
 ) -> Topology:
     """Build a topology over gloo, initialised once from the environment set by run_processes."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timeout)
-    topology = Topology.create(tensor, pipeline, timeout=timeout, order=order)
+    topology = Topology.create(
+        tensor,
+        pipeline,
+        timeout=timeout,
+        order=order,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+    )
     dist.barrier()  # a rank that ends at once takes the store from those still connecting
     return topology

@@ -50,6 +50,9 @@ messages.
 _NOT_OF_THE_MODEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
     "sequence_parallel",
     "tp_comm_overlap",
     "num_layers_per_virtual_pipeline_stage",
@@ -199,7 +202,8 @@ def train_in_process(
     )
     parallel = config.parallel
     sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    topology = join(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
+    order, context = parallel.rank_order or DEFAULT_ORDER, parallel.context_parallel_size
+    topology = join(*sizes, order=order, context=context)
     context = layer_context(config, topology)
     chunks = build_chunks(config, topology, context)
     chunks.train()
@@ -217,11 +221,11 @@ def train_in_process(
     history = []
     for step in range(steps):
         losses = executor.train(
-            batches(config, step, topology.data.rank, packed), loss_scale=engine.loss_scale
+            batches(config, step, topology.replica, packed), loss_scale=engine.loss_scale
         )
         total = torch.zeros(1, dtype=torch.float64)
         if losses:
-            total += torch.stack(losses).double().mean() / parallel.data_parallel_size
+            total += torch.stack(losses).double().mean() / topology.data.size
         # Only last stages contribute; all tensor ranks of one have the same loss.
         dist.all_reduce(total)
         engine.wait_for_weights()

@@ -130,6 +130,7 @@ def _config(
         "world_size": topology.world.size,
         "tensor_model_parallel_size": topology.tensor.size,
         "pipeline_model_parallel_size": topology.pipeline.size,
+        "context_parallel_size": topology.context.size,
         **{name: value for name, value in settings.items() if value is not None},
     }
     return Config.create(**{name: value for name, value in wanted.items() if value is not None})
