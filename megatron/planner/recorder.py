@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -301,10 +302,11 @@ class _Behind(torch.autograd.Function):
 class _Piece:
     """Part of the model ("embedding", "layer" or "head") with gradient sums as in an engine."""
 
-    def __init__(self, config: Config, device: str, kind: str, recorder: _Recorder) -> None:
+    def __init__(
+        self, config: Config, topology: Topology, kind: str, recorder: _Recorder
+    ) -> None:
         first = kind == "embedding"
         last = kind == "head"
-        topology = _topology(config, device)
         context = layer_context(config, topology, perform_initialization=False)
         make: Any = config.pieces.model or GPTChunk
         chunk = make(config, context, 0 if first else 1, range(kind == "layer"), last=last)
@@ -423,7 +425,16 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
     recorder = _Recorder()
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_data(on, recorder))
-        piece = _Piece(config, on, kind, recorder)
+        topology = _topology(config, on)
+        ranks = torch.distributed.distributed_c10d._world.pg_group_ranks
+        of_groups = {
+            group.handle: {rank: rank for rank in group.ranks}
+            for group in (topology.tensor, topology.context, topology.expert)
+            if group.handle is not None
+        }
+        # where torch looks for the ranks of messages
+        stack.enter_context(unittest.mock.patch.dict(ranks, of_groups))
+        piece = _Piece(config, topology, kind, recorder)
         stack.enter_context(followed(recorder))
         hooks = torch.nn.modules.module
         for handle in (

@@ -73,7 +73,6 @@ def trace(config: Config, device: str) -> Trace:
     For a GPU, which this machine need not have, all kernels count as built; for a CPU, those of this
     machine.
     """
-    refuse_unknown(config)
     device = "cpu" if device == "cpu" else "cuda"
     own = config.pieces.layer, config.pieces.model
     key = device, own, _counted()(config)
@@ -87,15 +86,6 @@ def trace(config: Config, device: str) -> Trace:
             _part(plain, "head", device),
         )
     return found
-
-
-def refuse_unknown(config: Config) -> None:
-    """Raise ConfigError for a layout whose memory and time are not known yet."""
-    if (size := config.parallel.context_parallel_size) > 1:
-        raise ConfigError(
-            f"--context-parallel-size {size} cannot be predicted yet: leave it out, or start the "
-            "job itself"
-        )
 
 
 class LayerKind(NamedTuple):

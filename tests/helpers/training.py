@@ -53,6 +53,9 @@ messages.
 _NOT_OF_THE_MODEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
     "sequence_parallel",
     "expert_model_parallel_size",
     "moe_shared_expert_overlap",
@@ -230,6 +233,7 @@ def train_in_process(
     topology = join(
         *sizes,
         order=parallel.rank_order or DEFAULT_ORDER,
+        context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
     )
     context = layer_context(config, topology)
@@ -249,11 +253,11 @@ def train_in_process(
     history = []
     for step in range(steps):
         losses = executor.train(
-            batches(config, step, topology.data.rank, packed), loss_scale=engine.loss_scale
+            batches(config, step, topology.replica, packed), loss_scale=engine.loss_scale
         )
         total = torch.zeros(1, dtype=torch.float64)
         if losses:
-            total += torch.stack(losses).double().mean() / parallel.data_parallel_size
+            total += torch.stack(losses).double().mean() / topology.data.size
         # Only last stages contribute; all tensor ranks of one have the same loss.
         dist.all_reduce(total)
         engine.wait_for_weights()

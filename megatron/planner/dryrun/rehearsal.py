@@ -35,7 +35,6 @@ from megatron.planner.placement import choose_placement, layout_of
 from megatron.planner.stage import stages_of
 from megatron.planner.table import Table
 from megatron.planner.timing import estimate
-from megatron.planner.trace import refuse_unknown
 from megatron.training.run.schedules import Schedules, run_costs
 
 GIB = 2.0**30
@@ -165,7 +164,6 @@ def rehearse(
     A model without a vocabulary gets GPT-2's. Raises ConfigError for a job without a valid layout,
     and if this process already belongs to a job. Exceptions of the ranks' code become findings.
     """
-    refuse_unknown(config)
     config = settled(config, cluster)
     device = device or device_of(cluster)
     count = enough_micro_batches(config)
