@@ -46,6 +46,7 @@ _OF_KIND = {
     "context": "context-parallel",
     "pipeline": "pipeline-wait",
     "data": "data-parallel",
+    "expert_data": "data-parallel",
 }
 _ALL_RANKS = 64  # the largest job of which all ranks are gathered
 _MOST_EVENTS = 60_000  # in the file, about 9 MB
