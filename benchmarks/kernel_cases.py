@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from megatron.kernels.ops import (
     attention,
     elementwise,
+    experts,
     norm,
     optimizer,
     rotary,
@@ -505,6 +506,56 @@ def _add_rows_eager(shape: Shape, e: int) -> tuple[float, float]:
     return (4 + 8 + (0 if e == 4 else 4 + e)) * elements(shape), 0
 
 
+# ---- tokens to their experts' rows and back, (tokens, choices, h) ---------------------------------
+
+
+def _routed(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Each choice goes to any row."""
+    tokens, choices, _ = shape
+    generator = torch.Generator().manual_seed(SEED)
+    places = torch.randperm(tokens * choices, generator=generator)
+    return (places.argsort() // choices).to(device), places.view(tokens, choices).to(device)
+
+
+def _permute(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    x, maps = _leaf((shape[0], shape[2]), device, dtype), _routed(shape, device)
+    return Work((x, *maps), experts.permute, experts.permute_reference, [x])
+
+
+def _unpermute(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    y = _leaf((shape[0] * shape[1], shape[2]), device, dtype)
+    weights = torch.rand(shape[:2], device=device).requires_grad_()
+    places = _routed(shape, device)[1]
+    return Work((y, places, weights), experts.unpermute, experts.unpermute_reference, [y, weights])
+
+
+def _permute_bytes(shape: Shape, e: int) -> tuple[float, float]:
+    rows = elements(shape) * e
+    return 2 * rows, (1 + 1 / shape[1]) * rows
+
+
+def _unpermute_bytes(shape: Shape, e: int) -> tuple[float, float]:
+    rows = elements(shape) * e
+    return (1 + 1 / shape[1]) * rows, (2 + 1 / shape[1]) * rows
+
+
+def _permute_eager(shape: Shape, e: int) -> tuple[float, float]:
+    """A copy with a row of zeros; backward: zeros, to which each row is added, and a copy."""
+    rows, tokens = elements(shape) * e, elements(shape) // shape[1] * e
+    return 2 * rows + 2 * tokens, 3 * rows + 3 * tokens
+
+
+def _unpermute_eager(shape: Shape, e: int) -> tuple[float, float]:
+    """A copy, the rows, their fp32 form, the products and the sum; backward: two products, a sum,
+    the rows' type, zeros to which each row is added, and a copy.
+    """
+    rows, tokens, cast = elements(shape), elements(shape) // shape[1], 0 if e == 4 else 4 + e
+    return (
+        (4 * e + cast + 3 * 4) * rows + (4 + cast + e) * tokens,
+        (2 * 12 + 4 + cast + 6 * e) * rows + cast * tokens,
+    )
+
+
 # ---- optimizer, over (tensors, elements of each) -------------------------------------------------
 
 
@@ -601,6 +652,7 @@ def _norm_only(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 # ---- the table -----------------------------------------------------------------------------------
 
 _NORM = {"host": ((1024, 768), (2048, 6144)), "gpu": ((8192, 4096), (4096, 12288))}
+_ROUTED = {"host": ((1024, 2, 768), (2048, 8, 2048)), "gpu": ((8192, 8, 4096),)}
 _SOFTMAX = {"host": ((1, 12, 1024, 1024), (1, 8, 2048, 2048)), "gpu": ((1, 48, 2048, 2048),)}
 _WIDE = {"host": ((1024, 3072), (1024, 16384)), "gpu": ((8192, 4096), (4096, 12288))}
 _MASTERS = {"host": ((148, 840_000), (1, 50_000_000)), "gpu": ((100, 1_000_000), (1, 100_000_000))}
@@ -683,6 +735,8 @@ OPERATORS: dict[str, Operator] = {
         host=((1024, 768), (2048, 6144)),
         gpu=((8192, 4096), (4096, 12288)),
     ),
+    "permute": Operator("permute", _permute, _permute_bytes, _permute_eager, **_ROUTED),
+    "unpermute": Operator("permute", _unpermute, _unpermute_bytes, _unpermute_eager, **_ROUTED),
     "adamw": Operator("optimizer", _adamw, _adamw_bytes, _adamw_eager, **_MASTERS),
     "gradient_norm": Operator("optimizer", _norm_only, _times(1, 0), _times(1, 0), **_MASTERS),
     "scale_and_norm": Operator(

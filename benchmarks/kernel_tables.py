@@ -165,6 +165,7 @@ def roofline_table() -> Lines:
                 "cross_entropy": (2048, m["vocabulary"]),
                 "optimizer": (1, 100_000_000),
                 "add_rows": (2048, m["h"]),
+                "permute": (m["rows"], 8, m["h"]),
             }
             shape = shapes[name if name in shapes or operator.fusion is None else operator.fusion]
             passes = [b for b in operator.moved(shape, 2) if b]

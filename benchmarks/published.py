@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     frontier, lumi, h100 = (load_cluster(name) for name in ("frontier", "lumi", "dgx-h100"))
     on_frontier = published.rows(published.frontier_comparisons(), frontier)
+    on_xmoe = published.rows(published.xmoe_comparisons(), frontier)
     on_lumi = published.rows(published.mi250x_comparisons(), lumi)
     on_h100 = published.rows(published.h100_comparisons(), h100)
     tables = {
@@ -49,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         "micro-batch": published.micro_batch_table(),
         "findings": published.finding_table(frontier),
         "mi250x": published.comparison_table("MI250X: other codes, on LUMI", on_lumi),
+        "x-moe": published.comparison_table("Frontier: X-MoE, arXiv 2508.13337", on_xmoe),
+        "x-moe-effects": published.effect_table(on_xmoe[2]),
         "dgx-h100": published.comparison_table("DGX H100", on_h100),
         "dgx-h100-effects": published.effect_table(on_h100[0]),
     }
@@ -56,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         args.update.write_text(updated(args.update.read_text(), tables))
         return 0
     more = (
-        [published.effect_table(row) for row in (*on_frontier, *on_lumi, *on_h100)]
+        [published.effect_table(row) for row in (*on_frontier, *on_xmoe, *on_lumi, *on_h100)]
         if args.effects
         else []
     )

@@ -108,6 +108,75 @@ RUNS: tuple[Run, ...] = (
     _llama(16384, 400),
 )
 
+# -- X-MoE on Frontier ------------------------------------------------------------------------------
+
+_XMOE = "arXiv 2508.13337, table 3 and figure 9; layouts: its repository, examples_xmoe"
+_DROPS = "experts drop beyond 1.25 of their share, ROCm 5.7"
+
+
+def _xmoe(
+    name: str,
+    devices: int,
+    tflops: float,
+    sizes: tuple[int, int, int, int, int],
+    experts: tuple[int, int, int],
+    batch: tuple[int, int],
+    flags: str = "",
+    unlike: str = _DROPS,
+) -> tuple[Run, float]:
+    """Return a run and its published TFLOP/s of a GCD.
+
+    sizes    layers, width, width of an expert, heads, sequence length
+    experts  number, those of a token, expert-parallel size
+    batch    sequences of a micro-batch, and of a step
+
+    Its FLOPs are those that its log line counts: attention with all pairs, chosen experts of two
+    matrices, logits; three times the forward pass.
+    """
+    (layers, h, ffn, heads, s), (number, topk, size), (micro, total) = sizes, experts, batch
+    layer = 4 * h * h + 2 * h * s + 2 * topk * ffn * h
+    seconds = 6 * total * s * (layers * layer + 50304 * h) / (devices * tflops * 1e12)
+    flags = (
+        f"--num-layers {layers} --hidden-size {h} --ffn-hidden-size {ffn} --num-attention-heads "
+        f"{heads} --seq-length {s} --max-position-embeddings {s} --num-experts {number} "
+        f"--moe-router-topk {topk} --moe-router-pre-softmax --moe-aux-loss-coeff 0.01 "
+        f"--expert-model-parallel-size {size} --micro-batch-size {micro} --global-batch-size "
+        f"{total} --vocab-size 50257 --position-embedding-type rope --fp16 --use-flash-attn "
+        f"--zero-stage 1 {flags}"
+    )
+    return Run(name, devices, flags, seconds, _XMOE, unlike), tflops
+
+
+_SMALL = 28, 2048, 1408, 16, 2048
+_LARGE = 28, 7168, 2048, 128, 4096
+_SUPER = 61, 7168, 2560, 128, 4096
+XMOE_RUNS: tuple[tuple[Run, float], ...] = (
+    # The README of the repository: 50 to 55.
+    _xmoe("X-MoE Small, 10.1B", 8, 52.5, _SMALL, (64, 6, 8), (4, 256)),
+    _xmoe("X-MoE Small, 10.1B", 256, 44.0, _SMALL, (64, 6, 8), (4, 8192)),
+    _xmoe("X-MoE Medium, 55.2B", 256, 24.2, (28, 5120, 1536, 128, 4096), (128, 6, 64), (1, 1024)),
+    _xmoe(
+        "X-MoE Large, 201.4B",
+        256,
+        24.1,
+        _LARGE,
+        (256, 8, 64),
+        (1, 1024),
+        "--tensor-model-parallel-size 2",
+        f"{_DROPS}; each tensor rank has half of the tokens",
+    ),
+    _xmoe(
+        "X-MoE Super, 545.4B",
+        1024,
+        10.2,
+        _SUPER,
+        (256, 8, 256),
+        (1, 1024),
+        "--tensor-model-parallel-size 2",
+        f"{_DROPS}; layout not published but for the experts' 256 ranks",
+    ),
+)
+
 # -- MI250X, all on LUMI ---------------------------------------------------------------------------
 
 _TURKU = "github.com/spyysalo/lumi-llm-scaling, 2023"

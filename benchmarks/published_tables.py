@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.published_runs import MI250X_RUNS, PLAIN_ORDER, RUNS, Run
+from benchmarks.published_runs import MI250X_RUNS, PLAIN_ORDER, RUNS, XMOE_RUNS, Run
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.model.formulas import paper_flops
@@ -181,6 +181,23 @@ def mi250x_comparisons() -> list[Comparison]:
     return [_throughput_of(run) for run in MI250X_RUNS]
 
 
+def xmoe_comparisons() -> list[Comparison]:
+    """Throughput of models of experts on Frontier."""
+    return [
+        Comparison(
+            run.name,
+            _sizes(run, "GCDs"),
+            tflops,
+            "TFLOP/s per GCD",
+            (tuple(run.argv()),),
+            lambda times, run=run, tflops=tflops: tflops * run.seconds / times[0],
+            "float16",
+            run.unlike,
+        )
+        for run, tflops in XMOE_RUNS
+    ]
+
+
 def _throughput_of(run: Run) -> Comparison:
     config = parse_plan(run.argv())
     tokens = config.batch.global_batch_size * config.model.seq_length / run.devices
@@ -199,7 +216,9 @@ def _throughput_of(run: Run) -> Comparison:
 def _sizes(run: Run, devices: str) -> str:
     parallel = parse_plan(run.argv()).parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    return f"TP {tensor} x PP {pipeline}, {run.devices:,} {devices}"
+    experts = parallel.expert_model_parallel_size
+    of_experts = f", EP {experts}" if experts > 1 else ""
+    return f"TP {tensor} x PP {pipeline}{of_experts}, {run.devices:,} {devices}"
 
 
 # -- what the published results say by arithmetic alone: no model of this code, no assumed figure

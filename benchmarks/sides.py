@@ -28,7 +28,7 @@ ALLOCATOR = (
     "glibc.malloc.top_pad=268435456"
 )
 # packages that must not lie beside ours: megatron-core has our package's name
-PEERS = Path(sys.prefix) / "peers"
+PEERS = Path(os.environ.get("MEGATRON_CORE_FOLDER", Path(sys.prefix) / "peers"))
 LIMIT_S = 420.0  # of one start: a compiler on a slow machine, and a deadlock is told from it
 LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "TORCHELASTIC_", "FLUX_")
 LAUNCHED = (
@@ -141,6 +141,9 @@ def our_arguments(case: Case, side: Side, steps: int) -> list[str]:
         "log-interval": 1,
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    if case.experts:
+        words += ["--num-experts", str(case.experts), "--moe-router-topk", "2"]
+        words += ["--moe-ffn-hidden-size", str(2 * case.hidden)]
     return [*words, "--mock-data", *(["--bf16"] if case.dtype == "bf16" else []), *side.flags]
 
 
@@ -163,6 +166,7 @@ def peer_task(case: Case, side: Side, steps: int, output: Path) -> dict[str, obj
         device=case.device,
         compiled=side.compiled,
         defaults=side.defaults,
+        experts=case.experts,
     )
 
 

@@ -50,7 +50,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Case:
-    """Model, batch and layout. micro_batches: of one replica in a step; the first side is ours."""
+    """Model, batch and layout. micro_batches: of one replica in a step; the first side is ours.
+
+    experts   of each layer, two of which a token passes through, each half as wide as the MLP whose
+              place they take: the FLOPs are those of the model without experts
+    """
 
     workload: str
     name: str
@@ -67,6 +71,7 @@ class Case:
     pipeline: int = 1
     data: int = 1
     device: str = "cpu"
+    experts: int = 0
 
     @property
     def processes(self) -> int:

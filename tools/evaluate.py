@@ -334,9 +334,9 @@ class Input:
     def steps(self, progress: ByteProgress | None, start: float) -> Iterator[list[MicroBatch]]:
         """Yield this rank's micro-batches, as many on each rank."""
         topology, size = self._trained.topology, self._trained.config.batch.micro_batch_size
-        chunk = size * topology.data.size  # windows of one micro-batch on all replicas
+        chunk = size * topology.layout.replicas  # windows of one micro-batch on all replicas
         count = 1 if topology.pipeline.size == 1 else _PER_STAGE * topology.pipeline.size
-        own, predicted = size * topology.data.rank, 0
+        own, predicted = size * topology.replica, 0
         while found := list(islice(self._windows, chunk * count)):
             yield [
                 self._micro_batch(found[at + own : at + own + size], size)

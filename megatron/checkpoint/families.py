@@ -42,11 +42,13 @@ class Theirs:
     by_head      their rows are all queries, all keys, all values; ours are [group][queries, key,
                  value] (SelfAttention)
     transposed   their weights are [in, out]
+    by_expert    each expert has these modules, with its number in the second place
     """
 
     modules: tuple[str, ...]
     by_head: bool = False
     transposed: bool = False
+    by_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,15 @@ class Family:
     older: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "model."
 
-    def theirs(self, parameter: str) -> tuple[Theirs, tuple[str, ...]]:
+    @property
+    def experts(self) -> bool:
+        """Return whether its models have experts."""
+        return any(theirs.by_expert for theirs in self.modules.values())
+
+    def theirs(self, parameter: str, experts: int = 1) -> tuple[Theirs, tuple[str, ...]]:
         """Return where one of our parameters is, and the names of those tensors.
+
+        experts   how many it has, where it is one of experts
 
         Raises CheckpointError where this family has no such parameter.
         """
@@ -87,7 +96,11 @@ class Family:
         if known not in self.modules:
             raise CheckpointError(f"{self.architecture} has no parameter like {parameter}")
         found = self.modules[known]
-        return found, tuple(f"{name.format(number)}.{kind}" for name in found.modules)
+        return found, tuple(
+            f"{name.format(number, expert)}.{kind}"
+            for expert in range(experts if found.by_expert else 1)
+            for name in found.modules
+        )
 
 
 # ---- rules
@@ -273,6 +286,54 @@ _WINDOW_OF_EVERY_OTHER = Rule(
     lambda f: _window(f["sliding_window"], _layer_types(f, lambda layer: layer % 2 == 0)),
     _windows_by_layer,
 )
+
+
+def _experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
+    """Return the rule of experts and their router.
+
+    count        field of their number
+    normalised   field that says whether the weights of the chosen experts add up to one; None:
+                 they do. A softmax over all experts, divided by its sum over some of them, is a
+                 softmax over these
+    """
+
+    def read(fields: Fields) -> dict[str, Any]:
+        if not isinstance(fields[count], int) or fields[count] < 2:
+            raise _unsupported(count, fields[count])
+        over_all = normalised is not None and not _flag(fields, normalised)
+        return {
+            "num_experts": fields[count],
+            "moe_router_topk": fields["num_experts_per_tok"],
+            "moe_router_pre_softmax": over_all,
+        }
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        found = {count: model.num_experts, "num_experts_per_tok": model.moe_router_topk}
+        return (
+            found if normalised is None else found | {normalised: not model.moe_router_pre_softmax}
+        )
+
+    return Rule(read, write)
+
+
+def _layers_with_experts(fields: Fields) -> dict[str, Any]:
+    dense, step = fields["mlp_only_layers"] or [], fields["decoder_sparse_step"]
+    layers = range(min(int(fields["num_hidden_layers"]), 1 << 20))
+    which = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
+    return {"moe_layer_freq": (1,) if all(which) else tuple(which)}
+
+
+_LAYERS_WITH_EXPERTS = Rule(
+    _layers_with_experts,
+    lambda m: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(m.num_layers) if not m.has_experts(i)],
+    },
+)
+_WINDOW_IF_USED = Rule(
+    lambda f: _window(f["sliding_window"], [True]) if _flag(f, "use_sliding_window") else {},
+    lambda m: {"use_sliding_window": m.window_size is not None, **_window_size(m)},
+)
 _SCALES = Rule(  # Gemma's: of the scores by a number of its own, of the embeddings by the width
     lambda f: {
         "softmax_scale": 1.0 / math.sqrt(f["query_pre_attn_scalar"]),
@@ -350,6 +411,29 @@ _NORMS_AFTER = _layer(
     post_self_attn_layernorm="model.layers.{}.post_attention_layernorm",
     post_mlp_layernorm="model.layers.{}.post_feedforward_layernorm",
 )
+_EXPERTS_ALONE = _GROUPED | {"moe_ffn_hidden_size": "intermediate_size"}
+_EXPERTS_TOO = _GROUPED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
+_SPARSE = {"mlp_only_layers": None, "decoder_sparse_step": 1, "norm_topk_prob": False}
+
+
+def _expert_modules(block: str = "mlp", names: str = "gate_proj up_proj down_proj") -> Any:
+    """Return the entries of a router and its experts; `names`: of gate, value and output."""
+    gate, up, down = (f"model.layers.{{}}.{block}.experts.{{}}.{name}" for name in names.split())
+    return {
+        **_layer(mlp__router=f"model.layers.{{}}.{block}.gate"),
+        "layers.{}.mlp.experts.dense_h_to_4h": Theirs((gate, up), by_expert=True),
+        "layers.{}.mlp.experts.dense_4h_to_h": Theirs((down,), by_expert=True),
+    }
+
+
+_SHARED_EXPERTS = _layer(
+    mlp__shared_experts__dense_4h_to_h="model.layers.{}.mlp.shared_expert.down_proj",
+    mlp__shared_experts__gate="model.layers.{}.mlp.shared_expert_gate",
+) | {
+    "layers.{}.mlp.shared_experts.dense_h_to_4h": Theirs(
+        tuple(f"model.layers.{{}}.mlp.shared_expert.{name}_proj" for name in ("gate", "up"))
+    )
+}
 _MEGATRONS = {  # GPT-NeoX and BLOOM keep Megatron's matrices
     "mlp__dense_h_to_4h": "mlp.dense_h_to_4h",
     "mlp__dense_4h_to_h": "mlp.dense_4h_to_h",
@@ -468,6 +552,43 @@ FAMILIES: Mapping[str, Family] = {
         (_TIED, _rope()),
         {**_USUAL, "tie_word_embeddings": False},
         {"hidden_act": "silu", **_NO_BIAS},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _GATED,
+        _EXPERTS_ALONE | _HEAD_DIM,
+        _LLAMA_MODULES | _expert_modules("block_sparse_moe", "w1 w3 w2"),
+        (_TIED, _rope(), _WINDOW_OF_ALL, _experts("num_local_experts", None)),
+        {**_USUAL, "tie_word_embeddings": False, "sliding_window": None},
+        {"hidden_act": "silu"},
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        {**_GATED, "qk_layernorm": True, "qk_layernorm_over": "all"},
+        _EXPERTS_ALONE,
+        _LLAMA_MODULES | _QK_NORMS | _expert_modules(),
+        (_TIED, _rope(), _experts("num_experts")),
+        {**_USUAL, "tie_word_embeddings": False, "norm_topk_prob": False},
+        {"hidden_act": "silu", "clip_qkv": None, **_NO_BIAS},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {**_GATED, "qk_layernorm": True},
+        _EXPERTS_TOO | _HEAD_DIM,
+        _LLAMA_MODULES | _QK_NORMS | _expert_modules(),
+        (_TIED, _rope(), _WINDOW_IF_USED, _experts("num_experts"), _LAYERS_WITH_EXPERTS),
+        {**_USUAL, **_SPARSE, "tie_word_embeddings": False, "use_sliding_window": False},
+        {"hidden_act": "silu", **_NO_BIAS},
+        {"num_experts": "num_local_experts"},
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {**_GATED, "add_qkv_bias": True, "moe_shared_expert_gate": True},
+        {**_EXPERTS_TOO, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+        _LLAMA_MODULES | _expert_modules() | _SHARED_EXPERTS,
+        (_TIED, _rope(), _WINDOW_OF_LAST, _experts("num_experts"), _LAYERS_WITH_EXPERTS),
+        {**_USUAL, **_SPARSE, "tie_word_embeddings": False, "use_sliding_window": False},
+        {"hidden_act": "silu", "qkv_bias": True},
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class Matrix:
 
 def matrix_of(family: Family, model: ModelConfig, name: str, shape: tuple[int, ...]) -> Matrix:
     """Return where a parameter of ours is in a model of this family. Raises CheckpointError."""
-    theirs, names = family.theirs(name)
+    theirs, names = family.theirs(name, shape[0])
     vector = len(shape) == 1 or name.endswith(".bias")
     columns = None if vector else shape[-1]
     rows = math.prod(shape if vector else shape[:-1])
@@ -235,12 +235,17 @@ class Reader:
                 if here.all():
                     target.copy_(picked.reshape(target.shape))
                     return
-                if out is None:
-                    out = torch.empty(len(index), *picked.shape[1:], dtype=target.dtype)
+                if out is None:  # in place where it can be: experts are large
+                    of_rows = len(index), *picked.shape[1:]
+                    whole = target.is_contiguous() and target.is_cpu
+                    out = (
+                        target.view(of_rows) if whole else torch.empty(of_rows, dtype=target.dtype)
+                    )
                 out[here] = picked.to(out.dtype)
             start += count
         assert out is not None, f"rows {offset} of {list(matrix.counts)} are nowhere"
-        target.copy_(out.reshape(target.shape))
+        if out.data_ptr() != target.data_ptr():
+            target.copy_(out.reshape(target.shape))
 
 
 def _pick(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -267,19 +272,19 @@ def describe_folder(folder: Path, config: Config) -> tuple[str, Places]:
 
 def fill_shards(
     folder: Path,
-    tensors: Mapping[str, Shards],
+    tensors: Iterable[tuple[str, Shards]],
     topology: Topology,
     config: Config,
     alive: Alive = nothing,
 ) -> None:
-    """Fill the pieces of `tensors` (megatron.checkpoint.tensors) from a folder of Hugging Face.
+    """Fill the pieces of `tensors` (megatron.checkpoint.tensors), by name, from a folder.
 
     All ranks call it. Raises CheckpointError on every rank; what was filled before stays.
     """
     kind, places = decided_by_first(topology, lambda: describe_folder(folder, config))
     with together(topology, f"reading {folder}"):
         read = Reader(folder, places)
-        for key, shards in tensors.items():
+        for key, shards in tensors:
             name = key.removeprefix(f"{MASTER}.")
             matrix = matrix_of(FAMILIES[kind], config.model, name, shards.shape)
             for offset, view in shards.pieces.items():
@@ -295,6 +300,15 @@ def load_engine(
     The optimizer stays as it is. All ranks call it; errors are those of `fill_shards`.
     """
     clear_padding(engine, False)
-    fill_shards(folder, tensors_to_load(engine, False, False), topology, config, alive)
+    tensors, model = tensors_to_load(engine, False, False), config.model
+    if model.moe_use_upcycling and decided_by_first(
+        topology, lambda: read_model(folder)[1].num_experts is None
+    ):
+        from megatron.checkpoint.upcycle import dense, from_dense, scale_outputs
+
+        fill_shards(folder, from_dense(tensors, model), topology, dense(config), alive)
+        scale_outputs(tensors, model)
+    else:
+        fill_shards(folder, tensors.items(), topology, config, alive)
     engine.update_working_weights()
     engine.start_average()

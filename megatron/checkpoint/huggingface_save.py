@@ -81,8 +81,9 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     A family can if its config.json, read back, gives the same model. Raises ConfigError that names
     the settings in which the nearest family differs.
     """
-    model, order = without_mup(model), list(FAMILIES)
-    if preferred is not None and preferred in FAMILIES:
+    model, sparse = without_mup(model), model.num_experts is not None
+    order = [kind for kind, family in FAMILIES.items() if family.experts == sparse]
+    if preferred is not None and preferred in order:
         order.insert(0, preferred)
     differences: dict[str, list[str]] = {}
     for kind in order:
@@ -120,12 +121,15 @@ def _effective(model: ModelConfig) -> dict[str, Any]:
     found = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
     found["add_qkv_bias"] = model.qkv_bias
     found["window_size"] = windows_of(model)
+    found["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
+    sparse = [model.has_experts(layer) for layer in range(model.num_layers)]
+    found["moe_layer_freq"] = sparse
     found["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
     found["embedding_scale"] = model.embedding_scale or 1.0
     if model.position_embedding_type == "learned_absolute":
         found["max_position_embeddings"] = model.max_position_embeddings
     # Settings of what a model does not have keep their defaults (NEEDED in validate.py), but these.
-    names = ["window_attn_skip_freq"]
+    names = ["window_attn_skip_freq", *(["ffn_hidden_size"] if all(sparse) else [])]
     if model.position_embedding_type != "rope":
         names += ["rotary_base", "rotary_percent"]
     for name in names:
@@ -406,8 +410,9 @@ def write_model(
     """Write a model in the format of Hugging Face; return the bytes of its tensors.
 
     shapes       global shapes of the parameters of this rank's pipeline stages, by name
-    whole        returns a whole parameter on the first tensor rank, None on the others; all tensor
-                 ranks call it, for the same names in the same order
+    whole        returns a whole parameter on the first of the ranks that hold it together, over
+                 which tensors and experts are divided, None on the others; all of these call it,
+                 for the same names in the same order
     dtype        of the tensors in the files
     companions   by default those of `config`
     alive        called after every parameter
@@ -425,12 +430,14 @@ def write_model(
     before = sum(map(len, listed[: topology.pipeline.rank]))
     temporary = decided_by_first(topology, lambda: start_folder(folder))
     try:
-        failures = []
+        failures, expert = [], topology.expert
+        lines, line = topology.data.size // expert.size, topology.data.rank // expert.size
+        writer = topology.tensor.is_first and expert.is_first
         for number, part in enumerate(listed[topology.pipeline.rank]):
-            if number % topology.data.size == topology.data.rank:
+            if number % lines == line:
                 path = temporary / _file_name(before + number, total)
                 values = _each(whole, part.parameters, alive, model)
-                writes = path if topology.tensor.is_first else None
+                writes = path if writer else None
                 failures.append(_write_part(writes, part, matrices, values, dtype))
         with together(topology, what):
             for failure in failures:
@@ -524,7 +531,7 @@ def export(
     """Write the model of a run, in the precision of its training; return the bytes of its tensors.
 
     All ranks call it. In addition to the model, a rank needs memory for a parameter that it gathers
-    from its tensor-parallel group. Errors are those of `write_model`.
+    from its tensor-parallel and its expert-parallel group. Errors are those of `write_model`.
     """
     own: dict[str, list[torch.Tensor]] = {}
     for p in unique_parameters(chunks):
@@ -541,19 +548,19 @@ def export(
 
 
 def _gathered(parameters: list[torch.Tensor], topology: Topology) -> torch.Tensor | None:
-    """Return a whole parameter in host memory on the first tensor rank, None on the others.
+    """Return a whole parameter in host memory on the first of the ranks that hold it together.
 
-    A rank may hold several parts of it.
+    None on the others. A rank may hold several parts of it.
     """
-    tensor, whole = topology.tensor, None
+    tensor, expert, whole = topology.tensor, topology.expert, None
     for parameter in parameters:
         sharding = sharding_of(parameter)
-        mine = sharding.offset, sharding.extent
-        places, parts = [mine], [parameter.detach()]
-        if sharding.dim is not None and tensor.size > 1:
-            places = gather_objects(mine, tensor)
-            parts = list(gather_first(parameter.detach().unsqueeze(0), tensor))
-        if not tensor.is_first:
+        places, parts = [(sharding.offset, sharding.extent)], parameter.detach().unsqueeze(0)
+        for group, divides in ((expert, sharding.experts), (tensor, sharding.dim is not None)):
+            if divides and group.size > 1:
+                places = [one for of_rank in gather_objects(places, group) for one in of_rank]
+                parts = gather_first(parts, group)
+        if not (tensor.is_first and expert.is_first):
             continue
         if whole is None:
             whole = torch.empty(sharding.global_shape, dtype=parameter.dtype)

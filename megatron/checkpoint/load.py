@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from megatron.checkpoint.shards import (
     read_stored,
 )
 from megatron.checkpoint.tensors import (
+    KEPT,
     MASTER,
     Shards,
     clear_padding,
@@ -70,6 +71,8 @@ class LoadedState:
     optimizer   whether the optimizer's state was loaded
     folder      the checkpoint
     rejected    newer checkpoints that are broken, newest first
+    dense       whether experts were made from its MLPs; then iteration and state are those of
+                fine-tuning, too
     notes       what else the user should know about the choice, one sentence each
     """
 
@@ -79,6 +82,7 @@ class LoadedState:
     folder: Path
     rejected: tuple[Rejected, ...]
     notes: tuple[str, ...]
+    dense: bool = False
 
 
 class _Damage(CheckpointError):
@@ -99,7 +103,7 @@ def load(
 
     config   .checkpoint.load_tag names a checkpoint, which must be good; without it the newest good
              one is loaded. .checkpoint.no_load_optim and .finetune leave the optimizer as it is.
-             .model is compared with the checkpoint's
+             .model is compared with the checkpoint's; with .moe_use_upcycling that may be dense
     folder   the newest good one, where `find` was called before
     alive    called after every shard that was read
 
@@ -108,11 +112,17 @@ def load(
     """
     settings = config.checkpoint
     optimizer = not (settings.no_load_optim or settings.finetune)
-    averaged = False
+    averaged = upcycled = False
 
     def attempt(checkpoint: Checkpoint) -> None:
-        nonlocal averaged
+        nonlocal averaged, optimizer, upcycled
         where = str(checkpoint.folder)
+        stored = checkpoint.config.get("model", {})
+        upcycled = config.model.moe_use_upcycling and stored.get("num_experts") is None
+        if upcycled:
+            _upcycle(checkpoint, engine, topology, config, alive)
+            optimizer = False
+            return
         with together(topology, f"loading checkpoint {where}"):
             check_architecture(checkpoint.config, config, where)
             if optimizer:
@@ -127,7 +137,7 @@ def load(
         )
         clear_padding(engine, optimizer)
         tensors = tensors_to_load(engine, optimizer, averaged)
-        _read(checkpoint, tensors, engine.chunks, topology, alive)
+        _read(checkpoint, list(tensors.items()), engine.chunks, topology, alive)
         if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
@@ -147,9 +157,25 @@ def load(
             else f"the average of the weights begins with the weights of {loaded.folder}"
         )
         loaded = replace(loaded, notes=(*loaded.notes, note))
-    if settings.finetune:
-        return replace(loaded, iteration=0, state={})
+    if settings.finetune or upcycled:
+        return replace(loaded, iteration=0, state={}, dense=upcycled)
     return replace(loaded, optimizer=optimizer)
+
+
+def _upcycle(
+    checkpoint: Checkpoint, engine: Engine, topology: Topology, config: Config, alive: Alive
+) -> None:
+    """Load the weights of a dense checkpoint into a model with experts."""
+    from megatron.checkpoint.upcycle import dense, dense_name, from_dense, scale_outputs
+
+    where = str(checkpoint.folder)
+    with together(topology, f"loading checkpoint {where}"):
+        check_architecture(checkpoint.config, dense(config), where)
+    clear_padding(engine, False)
+    tensors = tensors_to_load(engine, False, False)
+    pairs = from_dense(tensors, config.model)
+    _read(checkpoint, pairs, engine.chunks, topology, alive, dense_name)
+    scale_outputs(tensors, config.model)
 
 
 def load_weights(
@@ -172,14 +198,14 @@ def load_weights(
     All ranks of the topology call it. Raises CheckpointError as `load` does.
     """
     parameters = unique_parameters(chunks)
-    tensors = weights_to_load(parameters, kind)
+    tensors = weights_to_load(chunks, kind)
 
     def attempt(checkpoint: Checkpoint) -> None:
         decided_by_first(topology, partial(require_kind, checkpoint, kind))
         for p in parameters:
             if tuple(p.shape) != sharding_of(p).extent:
                 p.detach().zero_()
-        _read(checkpoint, tensors, chunks, topology, nothing)
+        _read(checkpoint, list(tensors.items()), chunks, topology, nothing)
 
     return _newest_that_loads(directory, topology, tag, None, attempt, allow_older)
 
@@ -243,28 +269,32 @@ def _newest_that_loads(
 
 def _read(
     checkpoint: Checkpoint,
-    tensors: Mapping[str, Shards],
+    tensors: Sequence[tuple[str, Shards]],
     chunks: torch.nn.Module,
     topology: Topology,
     alive: Alive,
+    source: Callable[[str], str | None] = lambda name: name,
 ) -> None:
-    """Fill `tensors` on all ranks; each rank reads only the shards it needs.
+    """Fill `tensors`, by name, on all ranks; each rank reads only the shards it needs.
+
+    source   returns the name of a parameter in the checkpoint; None where it has none
 
     Raises _Damage, or CheckpointError where the tensors do not fit the model.
     """
     folder = checkpoint.folder
     with together(topology, f"reading the lists of {folder}", _Damage):
-        stored = read_stored(checkpoint.manifest, tensors)
+        stored = read_stored(checkpoint.manifest, {name for name, _ in tensors})
         if problems := incomplete(stored):
             raise CheckpointError(f"the shard lists are wrong: {named(problems)}")
         names = read_index(checkpoint.manifest) if topology.world.is_first else {}
+    tensors = {n: t for n, t in tensors.items() if n in stored or n.partition(".")[0] != KEPT}
     # The ranks of one pipeline hold every parameter.
     one_pipeline = topology.tensor.is_first and topology.data.is_first
-    mine = [sharding_of(p).name for p in unique_parameters(chunks)]
+    mine = [source(sharding_of(p).name) for p in unique_parameters(chunks)]
     listed = gather_objects(mine, topology.pipeline, everywhere=False) if one_pipeline else []
     with together(topology, f"loading {folder}"):
         problems = []
-        for name, shards in tensors.items():
+        for name, shards in tensors:
             there = stored[name]["shape"] if name in stored else "missing"
             if there != shards.shape:
                 problems.append(f"{name} is {there} in the checkpoint and {shards.shape} here")
@@ -283,7 +313,7 @@ def _read(
 
 
 def _fill(
-    tensors: Mapping[str, Shards],
+    tensors: Iterable[tuple[str, Shards]],
     folder: Path,
     stored: Mapping[str, Stored],
     alive: Alive,
@@ -294,7 +324,7 @@ def _fill(
     the file that is damaged; what was filled before stays.
     """
     copies: dict[tuple[str, Shard], list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
-    for name, shards in tensors.items():
+    for name, shards in tensors:
         for shard in stored[name]["boxes"]:
             for offset, view in shards.pieces.items():
                 places = overlap(shard.offset, shard.sizes, offset, tuple(view.shape))

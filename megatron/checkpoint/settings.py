@@ -27,6 +27,22 @@ from megatron.model.formulas import parameters_of
 if TYPE_CHECKING:
     from megatron.config import Config
 
+EXPERTS = (
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_enable_expert_bias",
+)
+"""Those of ARCHITECTURE that a model without experts does not have."""
+
 ARCHITECTURE = (
     "num_layers",
     "hidden_size",
@@ -79,6 +95,7 @@ ARCHITECTURE = (
     "mup_base_num_key_value_heads",
     "mup_embedding_mult",
     "mup_output_mult",
+    *EXPERTS,
 )
 """Fields of config.model that determine which weights exist or what they mean."""
 
@@ -109,6 +126,8 @@ def settings_to_take(
     if not (isinstance(model, dict) and isinstance(tokenizer, dict)):
         raise CheckpointError(f"{place} does not hold the settings of a run")
     fixed = {name: model[name] for name in ARCHITECTURE if name in model}
+    if given.get("moe_use_upcycling") and fixed.get("num_experts") is None:
+        fixed = {name: value for name, value in fixed.items() if name not in EXPERTS}
     others = {name: model[name] for name in _TAKEN if name in model}
     if model.get("position_embedding_type") == "learned_absolute":
         fixed["max_position_embeddings"] = others.pop("max_position_embeddings", None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.config.deepspeed_json import merge_deepspeed_json
 from megatron.config.option import options_of
-from megatron.config.parallel import layout_counts
+from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.phases import parse_batch_sizes
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.presets import give_preset
@@ -286,9 +286,27 @@ def _model(s: Settings) -> None:
         width, remainder = divmod(v["hidden_size"], v["num_attention_heads"])
         if remainder == 0:
             s.derive("kv_channels", width, "derived from hidden-size and num-attention-heads")
+    _experts(s)
     sizes = "hidden_size", "num_layers", "ffn_hidden_size", "num_attention_heads", "kv_channels"
     if v["use_mup"] and s.usable(*sizes):
         _mup(s, None if own_width else mlp_width)
+
+
+def _experts(s: Settings) -> None:
+    """Derive the settings of experts; without experts they are their defaults."""
+    v = s.values
+    if v["num_experts"] in (0, 1):
+        s.notices.append(f"--num-experts {v['num_experts']} has no effect: it means no experts")
+        s.derive("num_experts", None, "derived: there are no experts")
+    if v["num_experts"] is None:
+        for name, option in all_options().items():
+            if name.startswith("moe_") and v[name] != option.default:
+                said = s.origins[name].removeprefix("command line: ")
+                said = said if said.startswith("--") else option.written(v[name])
+                s.notices.append(f"{said} has no effect: there are no experts")
+                s.derive(name, option.default, "derived: there are no experts")
+    elif s.is_unset("moe_ffn_hidden_size") and s.usable("ffn_hidden_size"):
+        s.derive("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")
 
 
 def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:
@@ -324,16 +342,22 @@ def _parallel(s: Settings) -> None:
     v = s.values
     v["data_parallel_size"] = None
     v["virtual_pipeline_model_parallel_size"] = 1
-    if s.usable("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        replica = v["tensor_model_parallel_size"] * v["pipeline_model_parallel_size"]
+    if s.usable(*SIZES):
+        tensor, pipeline, context, expert = (v[name] for name in SIZES)
+        replica = tensor * pipeline * context
         if s.is_unset("world_size"):
-            s.derive("world_size", replica, "derived: one replica")
+            line = math.lcm(context, expert)
+            one = "derived: one replica" if line == context else "derived: the ranks of all experts"
+            s.derive("world_size", tensor * pipeline * line, one)
         if s.usable("world_size") and v["world_size"] % replica == 0:
             s.derive(
                 "data_parallel_size",
                 v["world_size"] // replica,
-                "derived from world size, tensor and pipeline size",
+                "derived from world size, tensor, pipeline and context size",
             )
+    if s.is_unset("expert_tensor_parallel_size") and s.usable("tensor_model_parallel_size"):
+        size = v["tensor_model_parallel_size"]
+        s.derive("expert_tensor_parallel_size", size, "derived from tensor-model-parallel-size")
     _chunks(s)
     tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
     for name, size in (

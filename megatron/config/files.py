@@ -261,6 +261,11 @@ class LoggingConfig:
         1000, "Number of TensorBoard entries to buffer.", at_least=1, at_most=10**6
     )
     log_params_norm: bool = option(False, "Log the norm of the parameters.")
+    moe_per_layer_logging: bool = option(
+        False,
+        "Log the balance of each layer with experts: largest load, entropy, share of drops, and in "
+        "the metrics file the tokens of each expert.",
+    )
     log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradient.")
     timing_log_level: int = option(
         0,

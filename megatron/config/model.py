@@ -359,6 +359,122 @@ class ModelConfig:
         at_least=0,
         at_most=2,
     )
+    num_experts: int | None = option(
+        None,
+        "Experts of each mixture-of-experts layer; 1: no experts.",
+        at_least=0,
+        at_most=MOST_WIDTH,
+        none_word=True,
+    )
+    moe_layer_freq: tuple[int, ...] = option(
+        (1,),
+        "Layers with experts: every N-th, beginning with the first, or by a list over the layers, "
+        "1 with experts and 0 without, such as ([0]*1+[1]*23).",
+        at_least=0,
+        at_most=MOST_LAYERS,
+        metavar="N",
+    )
+    moe_ffn_hidden_size: int | None = option(
+        None,
+        "Hidden size of each expert.",
+        at_least=1,
+        at_most=16 * MOST_WIDTH,
+        derived="ffn-hidden-size",
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None,
+        "Hidden size of the shared experts together, through which all tokens pass.",
+        at_least=1,
+        at_most=16 * MOST_WIDTH,
+        derived="no shared expert",
+    )
+    moe_use_upcycling: bool = option(
+        False,
+        "Make the experts from the MLPs of the dense checkpoint of --load, and start at iteration 0. "
+        "A checkpoint that has experts is loaded as usual.",
+    )
+    moe_shared_expert_gate: bool = option(
+        False, "Multiply the output of the shared expert by a learned sigmoid of each token."
+    )
+    moe_shared_expert_overlap: bool = option(
+        False, "Compute the shared expert while tokens are sent to their experts."
+    )
+    moe_router_topk: int = option(
+        2,
+        "Experts of each token.",
+        at_least=1,
+        at_most=MOST_WIDTH,
+        flags=("--moe-router-topk", "--topk"),
+    )
+    moe_router_score_function: str = option(
+        "softmax", "Scores of the router.", choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = option(
+        False, "Softmax over all experts, before the choice, instead of over the chosen ones."
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "Factor of the weights of the chosen experts.", above=0, at_most=1e6, derived="1"
+    )
+    moe_router_num_groups: int | None = option(
+        None,
+        "Divide the experts into this many equal groups, and choose only from some of them.",
+        at_least=1,
+        at_most=MOST_WIDTH,
+    )
+    moe_router_group_topk: int | None = option(
+        None,
+        "Groups of each token: those with the largest sums of their best topk / group-topk scores.",
+        at_least=1,
+        at_most=MOST_WIDTH,
+    )
+    moe_router_load_balancing_type: tuple[str, ...] = option(
+        ("aux_loss",),
+        "Balancing loss of the routers: over each micro-batch (aux_loss), each sequence "
+        "(seq_aux_loss), or with the load of the last global batch (global_aux_loss). Several may "
+        "be given.",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+        metavar="TYPE ...",
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = option(
+        (0.0,),
+        "Coefficient of the balancing loss, or of each.",
+        at_least=0,
+        at_most=1e6,
+        metavar="X ...",
+        flags=("--moe-aux-loss-coeff", "--moe-loss-coeff"),
+    )
+    moe_z_loss_coeff: float | None = option(
+        None, "Coefficient of the routers' z-loss.", at_least=0, at_most=1e6, derived="0"
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "Balance without a loss: a bias of each expert, for the choice only, moves with its load "
+        "after each step. Needs sigmoid scores.",
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3, "Step of the experts' biases.", at_least=0, at_most=1e3
+    )
+    moe_input_jitter_eps: float | None = option(
+        None,
+        "In training, multiply the routers' input by random numbers from 1 - X to 1 + X.",
+        at_least=0,
+        below=1,
+        derived="0",
+    )
+    moe_expert_capacity_factor: float | None = option(
+        None,
+        "Drop the choices beyond this multiple of an expert's even share of the choices of a "
+        "micro-batch.",
+        above=0,
+        at_most=1e6,
+        flags=("--moe-expert-capacity-factor", "--moe-train-capacity-factor"),
+        derived="nothing is dropped",
+    )
+    moe_token_drop_policy: str = option(
+        "probs",
+        "Choices that are kept: those with the largest weights, or the first of the sequences.",
+        choices=("probs", "position"),
+    )
 
     @property
     def activation(self) -> str:
@@ -436,6 +552,24 @@ class ModelConfig:
         if skip is not None and not (skip[layer] if len(skip) > 1 else (layer + 1) % skip[0]):
             return None
         return self.window_size[0]
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer, from 0, has experts in place of its MLP."""
+        freq = self.moe_layer_freq
+        if self.num_experts is None:
+            return False
+        return bool(freq[layer]) if len(freq) > 1 else layer % freq[0] == 0
+
+    @property
+    def upcycling_granularity(self) -> int:
+        """Return of how many experts the width together is that of the dense MLP."""
+        assert self.ffn_hidden_size and self.moe_ffn_hidden_size, "both are derived"
+        return self.ffn_hidden_size // self.moe_ffn_hidden_size
+
+    @property
+    def expert_layers(self) -> int:
+        """Return the number of layers with experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Return the padded vocabulary size.

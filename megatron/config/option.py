@@ -6,6 +6,7 @@ The command line, type and range checks, --help and --print-config are generated
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -105,7 +106,7 @@ class Option:
         """
         if self.many:
             if self.kind is int:  # 0,1,6,7 and 0 1 6 7 are the same
-                texts = [part for text in texts for part in text.split(",")]
+                texts = [part for text in texts for part in _unrolled(text).split(",")]
             return self.accept([self._parse_one(text) for text in texts])
         if len(texts) != 1:
             raise ValueError(
@@ -175,6 +176,35 @@ class Option:
         ):
             if wrong:
                 raise ValueError(f"is {_shown(value)}, but must be {words} {_shown(limit)}")
+
+
+def _unrolled(text: str) -> str:
+    """Return a list with repetitions, Megatron's ([1]*3+[0])*2, as 1,1,1,0,1,1,1,0.
+
+    Other texts are returned unchanged.
+    """
+    if "[" not in text:
+        return text
+    wrong = ValueError(f"expected lists of numbers with + and *, got '{_shown(text)}'")
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.List(elts=elements):
+                return [value(element) for element in elements]
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                a, b = value(left), value(right)
+                if isinstance(a, list) and isinstance(b, int) and len(a) * b <= MOST_LAYERS:
+                    return a * b
+        raise wrong
+
+    try:
+        return ",".join(map(str, value(ast.parse(text.strip(), mode="eval").body)))
+    except (SyntaxError, TypeError, RecursionError, MemoryError):
+        raise wrong from None
 
 
 class Parser(argparse.ArgumentParser):

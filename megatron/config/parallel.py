@@ -7,6 +7,13 @@ from typing import ClassVar
 
 from megatron.config.option import MOST_LAYERS, MOST_PROCESSES, option
 
+# The sizes that divide the processes of a job into replicas.
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")  # pipeline/orders.py
 # Which direction varies fastest over the ranks, which next, which slowest; the first is Megatron's.
 RANK_ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp")
@@ -23,6 +30,45 @@ class ParallelConfig:
     )
     pipeline_model_parallel_size: int = option(
         1, "Pipeline-parallel size.", at_least=1, at_most=MOST_PROCESSES
+    )
+    context_parallel_size: int = option(
+        1,
+        "Context-parallel size: number of ranks that share each sequence.",
+        at_least=1,
+        at_most=MOST_PROCESSES,
+        flags=("--context-parallel-size", "--ds-sequence-parallel-size"),
+        implies={"--ds-sequence-parallel-size": {"cp_comm_type": "a2a"}},
+    )
+    cp_comm_type: str = option(
+        "p2p",
+        "Communication of context-parallel attention. p2p: keys and values rotate over the ranks "
+        "(ring attention). a2a: the ranks exchange rows for heads. a2a+p2p: both, see "
+        "--hierarchical-context-parallel-sizes.",
+        choices=("p2p", "a2a", "a2a+p2p"),
+        hint="all layers use the same",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = option(
+        (),
+        "Two sizes for --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and places "
+        "of the ring. Their product is --context-parallel-size.",
+        at_least=1,
+        at_most=MOST_PROCESSES,
+        metavar="N",
+    )
+    expert_model_parallel_size: int = option(
+        1,
+        "Expert-parallel size: number of ranks over which the experts of a layer are distributed. "
+        "They are some of the data and context-parallel ranks.",
+        at_least=1,
+        at_most=MOST_PROCESSES,
+        flags=("--expert-model-parallel-size", "--moe-expert-parallel-size"),
+    )
+    expert_tensor_parallel_size: int = option(
+        None,
+        "Ranks over which each expert is divided; only the tensor-parallel size.",
+        at_least=1,
+        at_most=MOST_PROCESSES,
+        derived="tensor-model-parallel-size",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
@@ -128,9 +174,38 @@ class ParallelConfig:
         "Number of processes, for --print-config and --dry-run. Otherwise the launcher sets it.",
         at_least=1,
         at_most=MOST_PROCESSES,
-        derived="set by the launcher, else tensor-parallel x pipeline-parallel size",
+        derived="set by the launcher, else tensor x pipeline x context-parallel size, or more for "
+        "the experts",
     )
-    data_parallel_size: int = option(1, "Data-parallel size.", internal=True)
+    data_parallel_size: int = option(
+        1, "Data-parallel size: number of replicas with samples of their own.", internal=True
+    )
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Return the number of ranks that sum a parameter's gradients and share its ZeRO state.
+
+        These are all replicas, and all context ranks of each.
+        """
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Return the number of ranks over which the rows between two layers are divided."""
+        tensor = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return tensor * self.context_parallel_size
+
+    @property
+    def head_ranks(self) -> int:
+        """Return the number of context-parallel ranks that exchange rows for heads."""
+        if self.cp_comm_type == "a2a":
+            return self.context_parallel_size
+        return self.hierarchical_context_parallel_sizes[0] if self.cp_comm_type != "p2p" else 1
+
+    @property
+    def ring_places(self) -> int:
+        """Return over how many places keys and values rotate in context-parallel attention."""
+        return self.context_parallel_size // self.head_ranks
 
     @property
     def num_chunks(self) -> int:
@@ -168,8 +243,9 @@ class RecomputeConfig:
         None,
         "Modules to recompute with --recompute-granularity selective: core_attn (attention "
         "scores), mlp_act (output of the activation function), layernorm (output of the norms). "
-        "mlp_act and layernorm cost at most about 1 % of a step each.",
-        choices=("core_attn", "mlp_act", "layernorm"),
+        "mlp_act and layernorm cost at most about 1 % of a step each. moe: whole layers of experts, "
+        "with their messages; moe_act: output of the activation function of experts.",
+        choices=("core_attn", "mlp_act", "layernorm", "moe", "moe_act"),
         metavar="MODULE ...",
         derived="core_attn",
     )

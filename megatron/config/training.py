@@ -386,6 +386,12 @@ class KernelConfig:
         flags=(),
         off_flags=("--no-cross-entropy-loss-fusion",),
     )
+    moe_permute_fusion: bool = option(
+        True,
+        "Fuse the permutation of tokens to their experts, and the weighted sum on the way back.",
+        flags=(),
+        off_flags=("--no-moe-permute-fusion",),
+    )
     cross_entropy_chunk_tokens: int | None = option(
         None,
         "Number of tokens whose logits are held in memory at a time. 0: a whole micro-batch.",

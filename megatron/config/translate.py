@@ -32,6 +32,7 @@ EMBEDDING, LOSS = (
     "--account-for-loss-in-pipeline-split",
 )
 LAYOUT = "--pipeline-model-parallel-layout"
+EXPERT_INTERVAL, NO_DROPS = "--expert-interval", "--disable-moe-token-dropping"
 _PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size")
 # Flag -> the settings that it may give.
@@ -39,6 +40,8 @@ LATE: Mapping[str, tuple[str, ...]] = {
     NO_PIPELINE: (),
     **dict.fromkeys((PARTITION, FIRST, LAST, EMBEDDING, LOSS, LAYOUT), ("pipeline_layout",)),
     **dict.fromkeys(CHUNKS, (_PER_CHUNK,)),
+    EXPERT_INTERVAL: ("moe_layer_freq",),
+    NO_DROPS: ("moe_expert_capacity_factor",),
 }
 
 
@@ -108,6 +111,11 @@ def _profiled_steps(words: list[str]) -> dict[str, Any]:
 def _timeout(words: list[str]) -> dict[str, Any]:
     minutes = "distributed_timeout_minutes"
     return {minutes: all_options()[minutes].parse(words) / 60}
+
+
+def _recomputed_experts(words: list[str]) -> dict[str, Any]:
+    on = Option(kind=bool).parse(words or ["true"])
+    return {"recompute_granularity": "selective", "recompute_modules": ("moe",)} if on else {}
 
 
 # ---- data
@@ -187,6 +195,9 @@ DIRECT: Mapping[str, Direct] = {
     ),
     "--profile_steps": _STEPS,
     "--profile-steps": _STEPS,
+    "--moe-layer-recompute": Direct(
+        ("recompute_granularity", "recompute_modules"), _recomputed_experts
+    ),
     "--distributed-timeout": Direct(("distributed_timeout_minutes",), _timeout),
     **_weighted_paths(),
     "--data-args-path": Direct(("data_path",), _words_of_file),
@@ -204,6 +215,11 @@ def translate_late(settings: Settings, flags: Flags) -> None:
     present = {flag: words for flag, words in flags.items() if flag in LATE and not is_off(words)}
     if NO_PIPELINE in present:
         _no_pipeline(settings)
+    if NO_DROPS in present:
+        settings.give("moe_expert_capacity_factor", None, NO_DROPS)
+        settings.notices.append(
+            f"{NO_DROPS} means no --moe-expert-capacity-factor: all tokens count"
+        )
     try:
         _Stages(settings, present).give()
     except ValueError as error:
@@ -256,6 +272,7 @@ class _Stages:
             raise ValueError(
                 f"{several} contradict each other: use one of them, or --pipeline-layout"
             )
+        self._give_expert_layers()
         if (
             self.layers is None
             or {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad
@@ -287,6 +304,18 @@ class _Stages:
             if len(counts) > self.pipeline or self._is_preset(_PER_CHUNK):
                 self.settings.give(_PER_CHUNK, None, said)  # implied by the layout
             self._say(said, {"pipeline_layout": ",".join(map(str, counts))})
+
+    def _give_expert_layers(self) -> None:
+        """Set moe_layer_freq: Megatron-DeepSpeed's interval ends with a layer with experts."""
+        interval = self._read(EXPERT_INTERVAL, _COUNT)
+        if interval is None or not self.layers:
+            return
+        if self.settings.given.get("num_experts") in (None, 0, 1):
+            said = self._written([EXPERT_INTERVAL])
+            self.settings.notices.append(f"{said} has no effect: there are no experts")
+            return
+        freq = [int(layer % interval == 0) for layer in range(1, self.layers + 1)]
+        self._say(self._written([EXPERT_INTERVAL]), {"moe_layer_freq": freq})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
         """Return counts by Megatron-DeepSpeed's partition method.

@@ -5,6 +5,7 @@ All problems are collected; no check needs a process group or a file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.config.duration import duration_s
 from megatron.config.files import hugging_face_folder, named_corpus
-from megatron.config.parallel import layout_counts
+from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.phases import PHASED, norm_limits, parse_batch_sizes, parse_phases
 from megatron.config.settings import Settings, all_options
 
@@ -45,6 +46,7 @@ ASCENDING = (
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
+_TILE = 32  # positions of a block of dropout masks (kernels/ops/attention.py)
 _MUON = (
     "muon_momentum",
     "muon_nesterov",
@@ -76,6 +78,7 @@ NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("use_mup", True, ("mup_base_num_attention_heads", "mup_base_num_key_value_heads")),
     ("use_mup", True, ("mup_base_head_dim",)),
     ("use_mup", True, ("mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power")),
+    ("cp_comm_type", "a2a+p2p", ("hierarchical_context_parallel_sizes",)),
     ("position_embedding_type", "rope", ("rotary_interleaved", "rope_scaling")),
     ("rope_scaling", None, ("rope_scaling_factor", "rope_original_positions")),
     ("rope_scaling", "llama3", ("rope_low_freq_factor", "rope_high_freq_factor")),
@@ -272,6 +275,98 @@ def _layers_without_window(v: Values) -> Iterator[str]:
         yield f"{written} is not one number, nor a list of {layers} entries 0 or 1: one for a layer"
 
 
+@check("num_experts", "num_layers", "moe_layer_freq")
+def _expert_layers(v: Values) -> Iterator[str]:
+    freq, layers = v["moe_layer_freq"], v["num_layers"]
+    if freq == (0,) or (len(freq) > 1 and (len(freq) != layers or not set(freq) <= {0, 1})):
+        yield (
+            f"--moe-layer-freq {','.join(map(str, freq))} is neither a number of at least 1 nor a "
+            f"list of {layers} entries 0 or 1: one for a layer"
+        )
+
+
+@check("num_experts", "moe_router_topk")
+def _router(v: Values) -> Iterator[str]:
+    experts, topk = v["num_experts"], v["moe_router_topk"]
+    groups, chosen = v["moe_router_num_groups"], v["moe_router_group_topk"]
+    softmax = v["moe_router_score_function"] == "softmax"
+    if topk > experts:
+        yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
+    if softmax and topk == 1 and not v["moe_router_pre_softmax"]:
+        yield (
+            "--moe-router-topk 1 with a softmax over the chosen expert alone gives it the weight 1, "
+            "and the router no gradient: add --moe-router-pre-softmax"
+        )
+    if not softmax and v["moe_router_pre_softmax"]:
+        yield "--moe-router-pre-softmax needs --moe-router-score-function softmax"
+    if softmax and v["moe_router_enable_expert_bias"]:
+        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
+    if (groups is None) != (chosen is None):
+        yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both"
+    elif groups is not None and (experts % groups or chosen > groups or topk % chosen):
+        yield (
+            f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and "
+            f"--moe-router-group-topk {chosen} must be at most that and divide --moe-router-topk "
+            f"{topk}"
+        )
+    elif groups is not None and topk // chosen > experts // groups:
+        yield (
+            f"--moe-router-topk {topk} needs more experts than {chosen} groups of "
+            f"{experts // groups} have"
+        )
+
+
+@check("num_experts", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
+def _balancing(v: Values) -> Iterator[str]:
+    kinds, factors = v["moe_router_load_balancing_type"], v["moe_aux_loss_coeff"]
+    if len(kinds) != len(factors) or len(set(kinds)) != len(kinds):
+        yield (
+            f"--moe-router-load-balancing-type {' '.join(kinds)} and --moe-aux-loss-coeff "
+            f"{' '.join(f'{x:g}' for x in factors)}: give each type once, and a coefficient of each"
+        )
+    if "none" in kinds and any(factors):
+        yield "--moe-router-load-balancing-type none has no loss: leave --moe-aux-loss-coeff out"
+
+
+@check("num_experts")
+def _experts_alone(v: Values) -> Iterator[str]:
+    """Name what experts do not go together with."""
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if v[name] is not None and v["tensor_model_parallel_size"] is not None:
+            yield from _multiple(v, name, "tensor_model_parallel_size")
+    shared = v["moe_shared_expert_intermediate_size"] is not None
+    for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
+        if v[name] and not shared:
+            yield f"{all_options()[name].flag} needs --moe-shared-expert-intermediate-size"
+    if shared and v["add_bias_linear"]:
+        yield "shared experts have no biases: add --disable-bias-linear"
+    for name, value in (("use_mup", True), ("optimizer", "muon")):
+        if v[name] == value:
+            written = all_options()[name].written(value)
+            yield f"{written} does not know experts: leave it out, or use --num-experts 1"
+
+
+@check("moe_use_upcycling", "num_experts", "ffn_hidden_size", "moe_ffn_hidden_size")
+def _upcycling(v: Values) -> Iterator[str]:
+    if not v["moe_use_upcycling"]:
+        return
+    parts, rest = divmod(v["ffn_hidden_size"], v["moe_ffn_hidden_size"])
+    if rest or not parts or v["num_experts"] % parts or v["moe_router_topk"] % parts:
+        yield (
+            f"--moe-use-upcycling cuts the MLP's --ffn-hidden-size {v['ffn_hidden_size']} into "
+            f"parts of --moe-ffn-hidden-size {v['moe_ffn_hidden_size']}: their number must be "
+            f"whole, and divide --num-experts {v['num_experts']} and --moe-router-topk "
+            f"{v['moe_router_topk']}"
+        )
+    if v["moe_shared_expert_intermediate_size"] is not None:
+        yield (
+            "--moe-use-upcycling has nothing of which to make a shared expert: leave "
+            "--moe-shared-expert-intermediate-size out"
+        )
+    if v["load"] is None:
+        yield "--moe-use-upcycling needs --load with the dense checkpoint"
+
+
 @check("use_mup", "num_attention_heads", "kv_channels", "mup_base_hidden_size")
 def _mup(v: Values) -> Iterator[str]:
     if v["use_mup"] and v["mup_base_num_attention_heads"] is None:
@@ -390,18 +485,95 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
         )
 
 
-@check("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+@check("world_size", *SIZES)
 def _world(v: Values) -> Iterator[str]:
-    world, tp, pp = (
-        v["world_size"],
-        v["tensor_model_parallel_size"],
-        v["pipeline_model_parallel_size"],
+    world, (tp, pp, cp, ep) = v["world_size"], (v[name] for name in SIZES)
+    model = (
+        f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
+        f"{f' x --context-parallel-size {cp}' if cp > 1 else ''}"
     )
-    if world % (tp * pp):
+    if world % (tp * pp * cp):
         yield (
-            f"{world} processes are not a multiple of --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp} = {tp * pp}: start "
-            f"{nearest_multiples(world, tp * pp)} processes, or change the sizes"
+            f"{world} processes are not a multiple of {model} = {tp * pp * cp}: start "
+            f"{nearest_multiples(world, tp * pp * cp)} processes, or change the sizes"
+        )
+    elif world % (tp * pp * ep):
+        line = math.lcm(cp, ep)
+        yield (
+            f"--expert-model-parallel-size {ep} does not divide the {world // (tp * pp)} ranks "
+            f"that share each part of the model ({world} processes, tensor {tp} x pipeline {pp}): "
+            f"start {nearest_multiples(world, tp * pp * line)} processes, or change the size"
+        )
+
+
+@check("expert_model_parallel_size")
+def _expert_parallel(v: Values) -> Iterator[str]:
+    size, experts = v["expert_model_parallel_size"], v["num_experts"]
+    if size > 1 and experts is None:
+        yield "--expert-model-parallel-size needs experts: give --num-experts, or use 1"
+    elif size > 1 and experts % size:
+        yield (
+            f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {size}: "
+            f"use {nearest_multiples(experts, size)}"
+        )
+    tensor, own = v["tensor_model_parallel_size"], v["expert_tensor_parallel_size"]
+    if own is not None and tensor is not None and own != tensor:
+        yield (
+            f"--expert-tensor-parallel-size {own}: experts are divided over all tensor-parallel "
+            f"ranks; use {tensor}, or leave it out"
+        )
+
+
+@check("context_parallel_size", "cp_comm_type")
+def _context_parallel(v: Values) -> Iterator[str]:
+    size, kind = v["context_parallel_size"], v["cp_comm_type"]
+    levels = v["hierarchical_context_parallel_sizes"]
+    if kind == "a2a+p2p" and (len(levels) != 2 or math.prod(levels) != size):
+        yield (
+            f"--cp-comm-type a2a+p2p with --context-parallel-size {size} needs "
+            "--hierarchical-context-parallel-sizes A P: ranks that exchange heads, and places of "
+            f"the ring, with A x P = {size}, not {' '.join(map(str, levels)) or 'none'}"
+        )
+        return
+    if size == 1:
+        return
+    heads = {"p2p": 1, "a2a": size}.get(kind) or levels[0]
+    tensor = v["tensor_model_parallel_size"] or 1
+    rows = math.lcm(2 * size, size * (tensor if v["sequence_parallel"] else 1))
+    if v["seq_length"] is not None and v["seq_length"] % rows:
+        yield (
+            f"--seq-length {v['seq_length']} is not a multiple of {rows}, which "
+            f"--context-parallel-size {size} needs: use {nearest_multiples(v['seq_length'], rows)}"
+        )
+    if v["num_attention_heads"] is not None and v["num_attention_heads"] % (tensor * heads):
+        yield (
+            f"--num-attention-heads {v['num_attention_heads']} is not a multiple of "
+            f"tensor-parallel size {tensor} x {heads} ranks that exchange heads: use "
+            "--cp-comm-type p2p, or other sizes"
+        )
+    if heads < size:
+        yield from _ring(v, v["seq_length"], size // heads)
+
+
+def _ring(v: Values, length: int | None, places: int) -> Iterator[str]:
+    """Yield what ring attention cannot do; --cp-comm-type a2a can."""
+    remedy = "use --cp-comm-type a2a"
+    if v["attention_backend"] in ("unfused", "local"):
+        yield f"--attention-backend {v['attention_backend']} stores all scores: {remedy}, or auto"
+    if v["qk_clip"]:
+        yield f"--qk-clip does not work with --cp-comm-type {v['cp_comm_type']}: {remedy}"
+    if not v["attention_dropout"]:
+        return
+    if v["reset_attention_mask"]:
+        yield (
+            f"--attention-dropout {v['attention_dropout']} with --reset-attention-mask does not work "
+            f"with --cp-comm-type {v['cp_comm_type']}: {remedy}, or --attention-dropout 0"
+        )
+    if length is not None and length % (2 * places * _TILE):
+        yield (
+            f"--seq-length {length} is not a multiple of {2 * places * _TILE}, which "
+            f"--attention-dropout {v['attention_dropout']} needs on a ring of {places} ranks: use "
+            f"{nearest_multiples(length, 2 * places * _TILE)}, or {remedy.removeprefix('use ')}"
         )
 
 
@@ -603,6 +775,11 @@ def _recompute_modules(v: Values) -> Iterator[str]:
     modules = v["recompute_modules"]
     if v["recompute_granularity"] != "selective" and modules != ("core_attn",):
         yield f"--recompute-modules {' '.join(modules)} needs --recompute-granularity selective"
+    of_experts = [name for name in modules if name.startswith("moe")]
+    if of_experts and v["num_experts"] is None:
+        yield f"--recompute-modules {' '.join(of_experts)} needs --num-experts"
+    if len(of_experts) > 1:
+        yield "--recompute-modules moe recomputes moe_act, too: leave moe_act out"
 
 
 @check("recompute_num_layers", "num_layers", "pipeline_model_parallel_size")

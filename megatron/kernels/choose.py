@@ -117,11 +117,13 @@ def choose_attention(
     drops: bool = False,
     windowed: bool = False,
     capped: bool = False,
+    ring: bool = False,
 ) -> str:
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
     "flash" is flash-attn, "torch" scaled_dot_product_attention. `windowed`: there is a sliding window;
-    `capped`: scores have a soft cap, which torch lacks.
+    `capped`: scores have a soft cap, which torch lacks. `ring`: keys and values rotate over
+    context-parallel ranks, for which attention in blocks merges parts of each softmax.
 
     `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, this is not
     an error, because torch's attention computes the same; the log names what runs (see report). If
@@ -131,7 +133,7 @@ def choose_attention(
     backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
     if backend in UNFUSED_BACKENDS:
         return "unfused"
-    if backend == "blocked":
+    if backend == "blocked" or ring:
         return "blocked"
     wishes = drops, windowed, capped
     if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name, *wishes).usable:
@@ -258,6 +260,7 @@ class Fusions:
     layer_norm, rms_norm  normalisation, with the residual sum before it
     rotary           rotary embedding
     cross_entropy    the local passes of the vocabulary-parallel cross entropy
+    permute          tokens to the rows of their experts, and back
     optimizer        AdamW; in bf16 also the gradients' norm and clipping and the 16-bit weights
     apex_norm        normalisation goes through apex
     """
@@ -270,6 +273,7 @@ class Fusions:
     rms_norm: bool = False
     rotary: bool = False
     cross_entropy: bool = False
+    permute: bool = False
     optimizer: bool = False
     apex_norm: bool = False
 
@@ -299,6 +303,7 @@ HOST_FASTER = {
     "rotary": EVERY_TYPE,  # one pass where torch needs several, and no copy of a slice
     # two passes and no copy of the logits, where torch needs a copy and six passes
     "cross_entropy": EVERY_TYPE,
+    "permute": EVERY_TYPE,  # one pass each, where torch's gradient adds row by row
     # norm, clipping, update and 16-bit weights in two passes; else it is torch's one pass
     "optimizer": ("bfloat16",),
 }
@@ -315,6 +320,7 @@ _SETTINGS = {
     "rms_norm": "persist_layer_norm",
     "rotary": "rope_fusion",
     "cross_entropy": "cross_entropy_loss_fusion",
+    "permute": "moe_permute_fusion",
 }
 """The setting that allows an operator's kernel; its flag is --no- and the name."""
 
@@ -357,7 +363,10 @@ def report(config: Config, device: torch.device) -> list[str]:
     # a windowed layer, where there is one: it asks for more
     some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
     wishes = attention_wishes(model, next(some, 0))
-    attention = choose_attention(config.kernels, device, dtype_name, model.seq_length, **wishes)
+    ring = config.parallel.ring_places > 1
+    attention = choose_attention(
+        config.kernels, device, dtype_name, model.seq_length, **wishes, ring=ring
+    )
     lines = [found.line]
     if found.handle is not None:
         names: dict[str, list[str]] = {"": []}  # by the reason
@@ -379,7 +388,7 @@ def packages(
     flash, backend = flash_attention(device_type, dtype_name, **wishes), kernels.attention_backend
     if attention != "flash":
         reason = (
-            flash.reason
+            flash.reason or "ring attention works in blocks"
             if backend in FLASH_BACKENDS
             else f"ruled out by --attention-backend {backend}"
         )
@@ -399,6 +408,8 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return "only --attention-backend blocked has it"
     if name == "masked_softmax" and attention != "unfused":
         return "only --attention-backend unfused has it"
+    if name == "permute" and model.num_experts is None:
+        return "no --num-experts"
     if name == "rotary" and model.position_embedding_type != "rope":
         return f"--position-embedding-type {model.position_embedding_type}"
     if name == "rotary" and model.rotary_interleaved:

@@ -220,26 +220,30 @@ def bias_dropout_add(
     probability: float,
     seed: int | None,
     fused: bool = False,
-    place: Place = WHOLE,
+    place: Place | list[Place] = WHOLE,
 ) -> Tensor:
     """Return residual + dropout(x + bias), in the residual's dtype.
 
-    Without the kernel if x has another dtype.
+    Without the kernel if x has another dtype. `place`: of the mask, see keyed_dropout.
     """
     if seed is None:
         probability = 0.0
+    if probability == 0.0:
+        place = WHOLE
     if bias is not None:
         bias = wide(bias)
+    fused = fused and x.dtype == residual.dtype
     if (
         fused
-        and x.dtype == residual.dtype
+        and not isinstance(place, list)
         and probability < 1.0
         and (bias is not None or probability > 0.0)
     ):
         return elementwise.bias_dropout_add(x, bias, residual, probability, seed or 0, place)
     if bias is not None:
         x = x + bias
-    return (residual + elementwise.keyed_dropout(x, probability, seed, place=place)).to(
+    with_kernel = fused and isinstance(place, list)  # whose masks are not torch's
+    return (residual + elementwise.keyed_dropout(x, probability, seed, with_kernel, place)).to(
         residual.dtype
     )
 
@@ -303,6 +307,7 @@ class TransformerLayer(torch.nn.Module):
             config.precision.dtype_name,
             model.seq_length,
             **attention_wishes(model, index),
+            ring=config.parallel.ring_places > 1,
         )
         self.self_attention = SelfAttention(
             context,
@@ -322,15 +327,33 @@ class TransformerLayer(torch.nn.Module):
             self.self_attention.core.largest = torch.zeros(heads, device=context.parameters.device)
         self.post_self_attn_layernorm = norm_if_any("post_self_attn_layernorm")
         self.post_attention_layernorm = norm_if_any("post_attention_layernorm")
-        self.mlp = MLP(
-            context,
-            f"{name}.mlp",
-            model,
-            fill,
-            output_fill,
-            "mlp_act" in again,
-            summed=not self.parallel,
-        )
+        self.experts = model.has_experts(index)
+        self.mlp: torch.nn.Module
+        if self.experts:
+            # imported only here: it is no part of other models
+            from megatron.layers.experts import ExpertMLP
+
+            self.mlp = ExpertMLP(
+                context,
+                f"{name}.mlp",
+                model,
+                index,
+                fill,
+                output_fill,
+                activation_again="moe_act" in again,
+                again="moe" in again,
+                summed=not self.parallel,
+            )
+        else:
+            self.mlp = MLP(
+                context,
+                f"{name}.mlp",
+                model,
+                fill,
+                output_fill,
+                "mlp_act" in again,
+                summed=not self.parallel,
+            )
         self.post_mlp_layernorm = norm_if_any("post_mlp_layernorm")
 
     def forward(self, x: Tensor, call: CallContext) -> Tensor:
@@ -350,7 +373,7 @@ class TransformerLayer(torch.nn.Module):
             x = self._add(out, bias, residual, call, Site.ATTENTION_OUTPUT)
             normed = self._before(norm, x)
         residual = normed if self.residual_after_norm else x
-        out, bias = self._after(self.post_mlp_layernorm, *self.mlp(normed, self._again(norm, x)))
+        out, bias = self._after(self.post_mlp_layernorm, *self._mlp(norm, x, normed, call))
         return self._add(out, bias, residual, call, Site.MLP_OUTPUT)
 
     def _parallel(self, x: Tensor, call: CallContext) -> Tensor:
@@ -362,7 +385,7 @@ class TransformerLayer(torch.nn.Module):
             second = first
         else:
             normed = second(x)
-        out, more = self.mlp(normed, self._again(second, x))
+        out, more = self._mlp(second, x, normed, call)
         group, scatters = self.context.tensor, self.context.sequence_parallel
         out = reduce_from_tensor_region(attention + out, group, scatters)
         if bias is not None and more is not None:
@@ -370,9 +393,18 @@ class TransformerLayer(torch.nn.Module):
         out, bias = self._after(None, out, bias)
         return self._add(out, bias, x, call, Site.MLP_OUTPUT)
 
+    def _mlp(
+        self, norm: Norm | None, x: Tensor, normed: Tensor, call: CallContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return output and bias of the MLP, or of the experts, of `normed`, which is norm(x)."""
+        if self.experts:
+            return self.mlp(normed, call), None
+        result: tuple[Tensor, Tensor | None] = self.mlp(normed, self._again(norm, x))
+        return result
+
     def _before(self, norm: Norm | None, x: Tensor) -> Tensor:
         """Return norm(x), or x in the type of the weights."""
-        return x.to(self.mlp.dense_4h_to_h.weight.dtype) if norm is None else norm(x)
+        return x.to(self.self_attention.dense.weight.dtype) if norm is None else norm(x)
 
     def _after(
         self, norm: Norm | None, x: Tensor, bias: Tensor | None

@@ -42,16 +42,44 @@ _PEAKS = (
 )
 
 
-def layer_matrices(model: ModelConfig) -> int:
-    """Return the entries of one layer's weight matrices; a gate doubles the input of the MLP."""
+def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> int:
+    """Return the entries of one layer's weight matrices; a gate doubles the input of the MLP.
+
+    `active`: of the experts only those that a token passes through.
+    """
     # queries and output; keys and values
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
-    inner = (3 if model.gated else 2) * model.ffn_hidden_size
-    return model.hidden_size * (heads * model.kv_channels + inner)
+    return model.hidden_size * (heads * model.kv_channels + _mlp_rows(model, layer, active))
 
 
-def total_parameters(model: ModelConfig) -> int:
-    """Return all parameters of the model, a tied embedding counted once."""
+def _experts(model: ModelConfig, layer: int, active: bool) -> tuple[int, int]:
+    """Return the number of MLPs in a layer, and their width."""
+    if model.num_experts is None or not model.has_experts(layer):
+        return 1, model.ffn_hidden_size
+    assert model.moe_ffn_hidden_size is not None, "it is derived where there are experts"
+    return model.moe_router_topk if active else model.num_experts, model.moe_ffn_hidden_size
+
+
+def _mlp_rows(model: ModelConfig, layer: int, active: bool) -> int:
+    """Return the entries of the matrices of a layer's MLP or experts, divided by h."""
+    (count, width), router = _experts(model, layer, active), 0
+    width *= count
+    if model.num_experts is not None and model.has_experts(layer):
+        width += model.moe_shared_expert_intermediate_size or 0
+        router = model.num_experts + int(model.moe_shared_expert_gate)
+    return (3 if model.gated else 2) * width + router
+
+
+def _mlp_biases(model: ModelConfig, layer: int, active: bool) -> int:
+    count, width = _experts(model, layer, active)
+    return count * ((2 if model.gated else 1) * width + model.hidden_size)
+
+
+def total_parameters(model: ModelConfig, active: bool = False) -> int:
+    """Return all parameters of the model, a tied embedding counted once.
+
+    `active`: of the experts only those that a token passes through.
+    """
     h, bias, heads, groups, d = (
         model.hidden_size,
         int(model.add_bias_linear),
@@ -60,8 +88,7 @@ def total_parameters(model: ModelConfig) -> int:
         model.kv_channels,
     )
     width = 2 if model.normalization == "layernorm" else 1  # vectors of a norm
-    inner = (2 if model.gated else 1) * model.ffn_hidden_size
-    layer = layer_matrices(model) + bias * (inner + 2 * h) + len(model.layer_norms) * width * h
+    layer = bias * h + len(model.layer_norms) * width * h
     layer += int(model.qkv_bias) * (heads + 2 * groups) * d
     if model.qk_layernorm:
         layer += width * d * (2 if model.qk_layernorm_over == "head" else heads + groups)
@@ -71,6 +98,10 @@ def total_parameters(model: ModelConfig) -> int:
         words
         + (model.max_position_embeddings * h if learned else 0)
         + model.num_layers * layer
+        + sum(
+            layer_matrices(model, i, active) + bias * _mlp_biases(model, i, active)
+            for i in range(model.num_layers)
+        )
         + (2 if model.embedding_layernorm else 1) * width * h
     )
 
@@ -120,12 +151,12 @@ def attention_score_flops(model: ModelConfig, layer: int = 0) -> float:
 
 def layer_flops(model: ModelConfig, layer: int = 0) -> float:
     """Return the forward FLOPs per token of one layer, counted from 0."""
-    return 2.0 * layer_matrices(model) + attention_score_flops(model, layer)
+    return 2.0 * layer_matrices(model, layer, active=True) + attention_score_flops(model, layer)
 
 
 def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], float]) -> float:
     """Return the mean of a layer's FLOPs over all layers."""
-    if model.window_size is None:
+    if model.window_size is None and model.num_experts is None:
         return flops(model, 0)
     return math.fsum(flops(model, layer) for layer in range(model.num_layers)) / model.num_layers
 
@@ -149,14 +180,17 @@ def recompute_flops_per_token(
     """Return the FLOPs per token that recomputation adds.
 
     granularity        None, "full" (the whole forward of a layer) or "selective" (its attention
-                       core, where that is among `modules`; activation functions and norms are not
-                       counted anywhere)
+                       core or its experts, where those are among `modules`; activation functions
+                       and norms are not counted anywhere)
     recomputed_layers  how many layers of the model are recomputed under "full"; None: all
     """
-    if granularity is None or (granularity == "selective" and "core_attn" not in modules):
+    if granularity is None:
         return 0.0
     if granularity == "selective":
-        return model.num_layers * _mean_over_layers(model, attention_score_flops)
+        scores = _mean_over_layers(model, attention_score_flops) if "core_attn" in modules else 0.0
+        layers = filter(model.has_experts, range(model.num_layers)) if "moe" in modules else ()
+        experts = sum(2.0 * model.hidden_size * _mlp_rows(model, i, active=True) for i in layers)
+        return model.num_layers * scores + experts
     assert granularity == "full", (
         f"recompute granularity {granularity!r} is neither 'full' nor 'selective'"
     )

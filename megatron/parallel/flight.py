@@ -30,10 +30,13 @@ from typing import Any, NamedTuple
 from megatron.parallel.launch import Launch
 from megatron.parallel.processes import DEAD, GONE, STOPPED, process_state
 
-KINDS = ("world", "tensor", "data", "pipeline", "model", "embedding", "other")
+KINDS = (
+    *("world", "tensor", "data", "pipeline", "model", "embedding"),
+    *("context", "expert", "expert_data", "other"),
+)
 RECORD_BYTES = 4096
 _TEXT_BYTES = 3000
-_MAGIC = b"MGFLY3"
+_MAGIC = b"MGFLY4"
 _PAGE = max(RECORD_BYTES, mmap.ALLOCATIONGRANULARITY)
 
 _NUMBER_OF = {kind: number for number, kind in enumerate(KINDS)}

@@ -42,7 +42,7 @@ def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     output     any other matrix, normally from features to the vocabulary
     vector     a norm or a bias
 
-    A tied embedding is an embedding.
+    A tied embedding is an embedding. A router is an output: from features to experts.
 
     >>> kind_of("layers.0.mlp.dense_h_to_4h.weight", (2, 8, 4))
     'hidden'
@@ -52,7 +52,7 @@ def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     if len(global_shape) < 2 or name.endswith(".bias"):
         return "vector"
     if name.startswith("layers."):
-        return "hidden"
+        return "output" if name.endswith(".router.weight") else "hidden"
     return "embedding" if name.startswith("embedding.") else "output"
 
 
@@ -74,6 +74,8 @@ class Sharding:
     copies           how many neighbouring tensor ranks hold this part of a divided dimension; the
                      gradients of more than one are terms of a sum
     base_shape       global shape in the base model of muP; None without muP
+    fp32             whether forward and backward passes use it in fp32, also beside 16-bit weights
+    experts          whether expert-parallel ranks hold different parts of dimension 0
     """
 
     name: str
@@ -86,6 +88,8 @@ class Sharding:
     decay: bool = True
     copies: int = 1
     base_shape: tuple[int, ...] | None = None
+    fp32: bool = False
+    experts: bool = False
 
     @property
     def growth(self) -> tuple[float, float]:
@@ -253,23 +257,35 @@ class GradientSink:
         self.done()
 
     @torch.no_grad()
-    def add_product(self, dy: torch.Tensor, x: torch.Tensor, last: bool = True) -> None:
+    def add_product(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        last: bool = True,
+        counts: Sequence[int] | None = None,
+    ) -> None:
         """Add dy^T x: dy [tokens, out], x [tokens, in], of one format.
 
         The last dimension of the weight is `in`.
 
-        `last` False: more parts of this pass's contribution follow.
+        `last` False: more parts of this pass's contribution follow. `counts`: the weight is a
+        matrix for each entry, which gets the product of that many tokens, one after the other.
         """
-        total, keep = self.total.view(dy.shape[-1], x.shape[-1]), 0.0 if self.fresh else 1.0
+        totals, sizes = (self.total, counts) if counts is not None else ([self.total], [len(x)])
+        for total, a, b in zip(totals, dy.split(sizes), x.split(sizes), strict=True):
+            self._add_one(total.view(dy.shape[-1], x.shape[-1]), a, b)
+        self.fresh = False
+        if last:
+            self.done()
+
+    def _add_one(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        keep = 0.0 if self.fresh else 1.0
         if dy.dtype == total.dtype:
             torch.addmm(total, dy.t(), x, beta=keep, out=total)
         elif total.dtype == torch.float32 and _adds_in_fp32(dy.device, dy.dtype):
             torch.addmm(total, dy.t(), x, out_dtype=torch.float32, beta=keep, out=total)
         else:
             self._add_by_rows(total, dy, x)
-        self.fresh = False
-        if last:
-            self.done()
 
     def _add_by_rows(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add through a buffer, in blocks of rows of the weight."""
@@ -401,6 +417,7 @@ class Site(enum.IntEnum):
     ATTENTION = 1
     ATTENTION_OUTPUT = 2
     MLP_OUTPUT = 3
+    ROUTER = 4
 
 
 class Place(NamedTuple):
@@ -454,24 +471,48 @@ def dropout_mask(
     In each head of each sample it is a part of a separate mask.
     """
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
-    if like.is_meta:  # without data nothing is drawn
-        return keep
-    generator = torch.Generator(device=like.device)
+    return _draw(
+        keep, seed, place, lambda x, generator: x.bernoulli_(1.0 - probability, generator=generator)
+    )
+
+
+def placed_noise(like: torch.Tensor, most: float, seed: int, place: Place) -> torch.Tensor:
+    """Return numbers of U(1 - most, 1 + most) in `like`'s shape and type, a part of each sample's."""
+    noise = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return _draw(
+        noise,
+        seed,
+        place,
+        lambda x, generator: x.uniform_(1.0 - most, 1.0 + most, generator=generator),
+    )
+
+
+def _draw(
+    out: torch.Tensor,
+    seed: int,
+    place: Place,
+    fill: Callable[[torch.Tensor, torch.Generator], object],
+) -> torch.Tensor:
+    """Fill `out` by a generator for each head of each sample, and return it."""
+    if out.is_meta:  # without data nothing is drawn
+        return out
+    generator = torch.Generator(device=out.device)
     if not place.positions:
-        return keep.bernoulli_(1.0 - probability, generator=generator.manual_seed(seed))
+        fill(out, generator.manual_seed(seed))
+        return out
     start, period, outer, inner, positions = place
-    rows = keep.view(-1, keep.shape[-1])
+    rows = out.view(-1, out.shape[-1])
     # The rows of a head are adjacent or, where samples are, `period` apart.
     heads = (
         rows.split(positions) if inner == 1 else [rows[sample::period] for sample in range(period)]
     )
-    whole = rows.new_empty(positions, keep.shape[-1])
+    whole = rows.new_empty(positions, out.shape[-1])
     for i, part in enumerate(heads):
         row = i * positions if inner == 1 else i
         head, first = divmod(start + row // period * outer + row % period * inner, positions)
-        whole.bernoulli_(1.0 - probability, generator=generator.manual_seed(mix(seed, head)))
+        fill(whole, generator.manual_seed(mix(seed, head)))
         part.copy_(whole[first : first + len(part)])
-    return keep
+    return out
 
 
 @contextlib.contextmanager

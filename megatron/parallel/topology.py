@@ -47,6 +47,16 @@ class Layout:
     >>> list(Layout(tensor=2, pipeline=2, data=2).data_ranks(tensor=1, pipeline=1))
     [5, 7]
 
+    The data line is the direction over which gradients are reduced. Its members m divide once more:
+    into replicas of the samples, each of `context` neighbours that share the sequences of a replica
+    (m = replica * context + context rank), and into lines of `expert` neighbours that hold
+    different experts. With the same m % expert, they hold the same experts.
+
+    >>> Layout(data=8, context=2, expert=4).replicas
+    4
+    >>> list(Layout(data=8, context=2, expert=4).expert_data_ranks(5))
+    [1, 5]
+
     `order` names the directions from the one that varies fastest over the ranks to the slowest: any
     of RANK_ORDERS.
 
@@ -60,16 +70,30 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     order: str = DEFAULT_ORDER
+    context: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in RANK_ORDERS:
             raise ConfigError(f"rank order '{self.order}' is not one of {', '.join(RANK_ORDERS)}")
+        for name in ("context", "expert"):
+            if self.data % getattr(self, name):
+                raise ConfigError(
+                    f"{name}-parallel size {getattr(self, name)} does not divide the {self.data} "
+                    "ranks that share each part of the model: start more processes, or change it"
+                )
 
     @classmethod
     def for_world(
-        cls, world_size: int, tensor: int, pipeline: int, order: str = DEFAULT_ORDER
+        cls,
+        world_size: int,
+        tensor: int,
+        pipeline: int,
+        order: str = DEFAULT_ORDER,
+        context: int = 1,
+        expert: int = 1,
     ) -> Layout:
-        """Return the layout of `world_size` processes; the data-parallel size is what remains.
+        """Return the layout of `world_size` processes; the length of the data line is what remains.
 
         Raises ConfigError when the processes do not divide into whole replicas.
         """
@@ -80,11 +104,25 @@ class Layout:
                 f"x pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
                 f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
-        return cls(tensor, pipeline, data, order)
+        return cls(tensor, pipeline, data, order, context, expert)
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Return the data-parallel size: the number of replicas with samples of their own."""
+        return self.data // self.context
+
+    def __str__(self) -> str:
+        """Return the sizes, such as tensor 2 x pipeline 1 x context 2 x data 4."""
+        context = f" x context {self.context}" if self.context > 1 else ""
+        return f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.replicas}" + (
+            f", experts over {self.expert} of the {self.data} data-parallel ranks"
+            if self.expert > 1
+            else ""
+        )
 
     @functools.cached_property
     def strides(self) -> tuple[int, int, int]:
@@ -114,6 +152,25 @@ class Layout:
         return _line(
             self.rank(tensor=tensor, data=0, pipeline=pipeline), self.data, self.strides[1]
         )
+
+    def context_ranks(self, rank: int) -> range:
+        """Return the ranks that hold parts of the same sequences as `rank`."""
+        return self._neighbours(rank, self.context)
+
+    def expert_ranks(self, rank: int) -> range:
+        """Return the ranks that together hold the experts of which `rank` holds some."""
+        return self._neighbours(rank, self.expert)
+
+    def expert_data_ranks(self, rank: int) -> range:
+        """Return the ranks that hold the same experts as `rank`."""
+        t, d, p = self.coordinates(rank)
+        first, stride = self.rank(tensor=t, data=d % self.expert, pipeline=p), self.strides[1]
+        return _line(first, self.data // self.expert, self.expert * stride)
+
+    def _neighbours(self, rank: int, size: int) -> range:
+        t, d, p = self.coordinates(rank)
+        first = self.rank(tensor=t, data=d - d % size, pipeline=p)
+        return _line(first, size, self.strides[1])
 
     def pipeline_ranks(self, *, tensor: int, data: int) -> range:
         return _line(
@@ -165,8 +222,10 @@ GroupFactory = Callable[[Sequence[int]], Any]
 class Topology:
     """This process's place, its groups and its device, passed to everything that communicates.
 
-    `embedding` joins the first and last pipeline stages where both hold a tied embedding; None
-    elsewhere.
+    `data` is the whole line over which gradients are summed and ZeRO shards: all replicas of the
+    samples, and all context ranks of each. `context`, `expert` and `expert_data` are parts of it
+    (Layout). `embedding` joins the first and last pipeline stages where both hold a tied embedding;
+    None elsewhere.
     """
 
     layout: Layout
@@ -178,11 +237,19 @@ class Topology:
     model: Group
     embedding: Group | None
     device: Any
+    context: Group
+    expert: Group
+    expert_data: Group
 
     @property
     def flight(self) -> FlightRecorder:
         """The recorder of this rank's current activity, for others to read when it hangs."""
         return self.world.flight
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica of the samples, of `layout.replicas`."""
+        return self.data.rank // self.context.size
 
     @classmethod
     def create(
@@ -195,6 +262,8 @@ class Topology:
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
         order: str = DEFAULT_ORDER,
+        context_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
     ) -> Topology:
         """Build the groups of this process over the initialised default process group.
 
@@ -211,7 +280,12 @@ class Topology:
         running = dist.is_available() and dist.is_initialized()
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
         layout = Layout.for_world(
-            world_size, tensor_model_parallel_size, pipeline_model_parallel_size, order
+            world_size,
+            tensor_model_parallel_size,
+            pipeline_model_parallel_size,
+            order,
+            context_parallel_size,
+            expert_model_parallel_size,
         )
         device = torch.device("cpu") if device is None else torch.device(device)
         # While gloo connects, it waits five times `timeout` for a member that died, and cannot be
@@ -275,7 +349,24 @@ class Topology:
         if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
             ends = (pipeline.ranks[0], pipeline.ranks[-1])
             embedding = pipeline if layout.pipeline == 2 else group("embedding", ends)
-        return cls(layout, rank, world, tensor, data, pipeline, model, embedding, device)
+        context = group("context", layout.context_ranks(rank))
+        expert = group("expert", layout.expert_ranks(rank))
+        same_experts = data if layout.expert == 1 else None
+        expert_data = same_experts or group("expert_data", layout.expert_data_ranks(rank))
+        return cls(
+            layout,
+            rank,
+            world,
+            tensor,
+            data,
+            pipeline,
+            model,
+            embedding,
+            device,
+            context,
+            expert,
+            expert_data,
+        )
 
     def describe(self, places: Sequence[str] = ()) -> str:
         """Return the layout in a few lines; `places` are node and device of each rank.
@@ -288,16 +379,17 @@ class Topology:
             return ", ".join(named) + (f", ... {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
         layout = self.layout
-        sizes = (
-            f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, rank "
-            f"order {layout.order}"
-        )
-        line = f" layout: {layout.world_size} ranks = {sizes}"
+        line = f" layout: {layout.world_size} ranks = {layout}, rank order {layout.order}"
         if layout.world_size == 1:
             return line
+        parts = [("context", layout.context_ranks(0))] if layout.context > 1 else []
+        parts += [("expert", layout.expert_ranks(0))] if layout.expert > 1 else []
+        more = "".join(
+            f"\n   first {f'{name}-parallel group:':<25}{show(ranks)}" for name, ranks in parts
+        )
         return (
             f"{line}\n   first tensor-parallel group:   "
             f"{show(layout.tensor_ranks(data=0, pipeline=0))}\n   first pipeline-parallel group: "
             f"{show(layout.pipeline_ranks(tensor=0, data=0))}\n   first data-parallel group:     "
-            f"{show(layout.data_ranks(tensor=0, pipeline=0))}"
+            f"{show(layout.data_ranks(tensor=0, pipeline=0)[:: layout.context])}{more}"
         )

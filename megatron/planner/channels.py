@@ -8,7 +8,12 @@ RCCL do when they choose an algorithm (src/graph/tuning.cc of both):
     tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an
           all-reduce
 
-The faster algorithm counts. A message between stages occupies its link in proportion to its bytes,
+The faster algorithm counts. In an all-to-all every rank sends a part to each other rank, directly.
+Its bytes are counted on the links between the devices of a node, of which equally short ways carry
+equal parts, and on the cards of a node for ranks on other nodes. The most loaded one decides. Its
+messages begin eight at a time, as in NCCL (NCCL_MAX_DEV_WORK_P2P_PER_BATCH), each with the latency
+of a step. In a ring message every rank sends to the next member and receives from the one before:
+one step of a ring. A message between stages occupies its link in proportion to its bytes,
 on the busiest link or card while all boundaries send in the same direction, and arrives one latency
 later. If a machine's file has measured seconds (`compute.collectives`, `compute.messages`), these
 are interpolated linearly between sizes instead.
@@ -69,6 +74,7 @@ _CARD = 40 / 100
 Step = tuple[int, int]
 """A link in one direction, from one device to another; or a card, as (_OUT or _IN, card)."""
 _OUT, _IN = -1, -2
+_AT_ONCE = 8  # messages of an all-to-all
 _NOWHERE, _AWAY = -1, -2
 """Ends of a message other than a position on the same node: no message, or another node."""
 
@@ -84,13 +90,15 @@ class Rate(NamedTuple):
 class Group(NamedTuple):
     """Group of ranks that run collectives: its size, nodes spanned, and stride between members.
 
-    rate: of the slowest such group while all of them run; None for a group of one.
+    rate      of the slowest such group while all of them run; None for a group of one
+    exchange  the same for an all-to-all: GB/s that a rank sends to all others together
     """
 
     ranks: int
     nodes: int
     stride: int
     rate: Rate | None = None
+    exchange: Rate | None = None
 
 
 @dataclass(frozen=True)
@@ -110,41 +118,41 @@ class Placement:
 class Channels:
     """Seconds of messages on a placement, by their bytes.
 
-    tensor_lane, data_lane   the tensor- and data-parallel groups
-    boundaries               for each pipeline rank's boundary to the next: whether both ends are on
-                             one node -> seconds per byte on the link, in the slowest such replica
+    lanes       the groups of each direction, by the names of LANES
+    boundaries  for each pipeline rank's boundary to the next: whether both ends are on one node ->
+                seconds per byte on the link, in the slowest such replica
     """
 
     def __init__(self, config: Config, cluster: Cluster, placement: Placement) -> None:
         self.placement = placement
         self._cluster = cluster
-        self.tensor_lane, self.data_lane, self._ends, self.boundaries, self._message_rate = _lanes(
+        self.lanes, self.boundaries, self._message_rate = _lanes(
             cluster, placement.layout, placement.device_order, config.parallel.num_chunks > 1
         )
         self._used: dict[str, Used] = {}
         self._seconds: dict[tuple[str, str, float], float] = {}
 
-    def tensor_s(self, kind: str, n_bytes: float) -> float:
-        """Time a collective of a tensor-parallel group over a tensor of n_bytes in all.
+    def seconds(self, kind: str, n_bytes: float, group: str = "tensor") -> float:
+        """Time a collective (events.Message) of all groups of one direction.
 
-        `kind` is "all_gather", "reduce_scatter", "all_reduce" or "reduce" (to one member, along a
-        chain of all).
+        `kind` "reduce" goes to one member, along a chain of all.
         """
-        return self._collective("tensor-parallel", kind, n_bytes, self.tensor_lane)
+        key = group, kind, n_bytes
+        if key not in self._seconds:
+            self._seconds[key] = self._timed(LANES[group], kind, n_bytes, self.lanes[group])
+        return self._seconds[key]
+
+    def tensor_s(self, kind: str, n_bytes: float) -> float:
+        """Time a collective of a tensor-parallel group over a tensor of n_bytes in all."""
+        return self.seconds(kind, n_bytes)
 
     def data_s(self, kind: str, n_bytes: float) -> float:
         """Time a collective of a data-parallel group, as tensor_s does."""
-        return self._collective("data-parallel", kind, n_bytes, self.data_lane)
+        return self.seconds(kind, n_bytes, "data")
 
     def tied_s(self, n_bytes: float) -> float:
         """Time the all-reduce of a tied embedding's gradients, n_bytes on first and last stage."""
-        return self._collective("tied embedding", "all_reduce", n_bytes, self._ends)
-
-    def _collective(self, name: str, kind: str, n_bytes: float, group: Group) -> float:
-        key = name, kind, n_bytes
-        if key not in self._seconds:
-            self._seconds[key] = self._timed(name, kind, n_bytes, group)
-        return self._seconds[key]
+        return self.seconds("all_reduce", n_bytes, "ends")
 
     def _timed(self, name: str, kind: str, n_bytes: float, group: Group) -> float:
         if group.ranks == 1:
@@ -153,21 +161,28 @@ class Channels:
         if measured is not None and (points := _measured(measured, group)):
             self._take(measured)
             return _interpolate(points, n_bytes)
-        assert group.rate is not None, "a group of several ranks has a rate"
-        self._note(f"{name} bandwidth", group.rate)
+        rate = group.exchange if kind == "all_to_all" else group.rate
+        assert rate is not None, "a group of several ranks has a rate"
+        self._note(f"{name} {'all-to-all ' * (kind == 'all_to_all')}bandwidth", rate)
         start = self._latency("collective_start_s")
         within = self._latency("hop_within_s")
         between = self._latency("hop_between_s") if group.nodes > 1 else 0.0
+        if kind == "ring":
+            return start + (between or within) + n_bytes / (rate.gb_per_s * 1e9)
+        of_node = math.ceil(group.ranks / group.nodes)
+        if kind == "all_to_all":
+            near, far = of_node - 1, group.ranks - of_node
+            latency = math.ceil(near / _AT_ONCE) * within + math.ceil(far / _AT_ONCE) * between
+            return start + latency + ring_bytes(n_bytes, group.ranks, kind) / (rate.gb_per_s * 1e9)
         times = 2 if kind == "all_reduce" else 1
         crossing = group.nodes - 1
         latency = times * ((group.ranks - 1 - crossing) * within + crossing * between)
         if kind == "all_reduce":
-            of_node = math.ceil(group.ranks / group.nodes)
             latency = min(
                 latency, 2 * ((of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between)
             )
         sent = n_bytes if kind == "reduce" else ring_bytes(n_bytes, group.ranks, kind)
-        return start + latency + sent / (group.rate.gb_per_s * 1e9)
+        return start + latency + sent / (rate.gb_per_s * 1e9)
 
     def boundary(self, sender: int, forward: bool, n_bytes: float) -> tuple[float, float]:
         """Return the seconds that a message occupies its link, and its latency after that.
@@ -394,6 +409,26 @@ class NodeLinks:
             for share in shares
         ]
 
+    def exchange(self, groups: Iterable[Sequence[int]], size: int) -> Rate:
+        """Return the rate of all-to-alls of these groups of a node, all running at once.
+
+        size  members of each group, of which `groups` has those on this node
+        """
+        loads = Counter[Step]()  # of one byte from each rank to all others
+        for group in groups:
+            for a, b in itertools.permutations(group, 2):
+                found = ways(self.cluster, a, b)
+                part = (1 / self.detour if len(found[0]) > 1 else 1.0) / len(found)
+                for way in found:
+                    loads.update(dict.fromkeys(way, part))
+            for device in group if len(group) < size else ():
+                for ends in ((device, None), (None, device)):
+                    loads.update(dict.fromkeys(_path(self, *ends)[0], size - len(group)))
+        seconds = {step: load / (size - 1) / self.width_of(step) for step, load in loads.items()}
+        worst = max(seconds, key=seconds.__getitem__)
+        limit = "network cards" if worst[0] < 0 else f"link {worst[0]}-{worst[1]}"
+        return Rate(1 / seconds[worst], ESTIMATED, limit)
+
     def width_of(self, step: Step) -> float:
         """Return the GB/s of a link, or of a card."""
         if step[0] < 0:
@@ -407,19 +442,41 @@ node_links = functools.cache(NodeLinks)
 # -- groups and messages on nodes ------------------------------------------------------------------
 
 
+LANES = {
+    "tensor": "tensor-parallel",
+    "data": "data-parallel",
+    "context": "context-parallel",
+    "expert": "expert-parallel",
+    "expert_data": "expert data-parallel",
+    "ends": "tied embedding",
+}
+"""Groups that run collectives, as fields of Topology name them, and the stages of a tied embedding."""
+OF_PASSES = "tensor", "context", "expert"
+"""Groups whose messages belong to the passes of layers; the last two exchange."""
+
+
 @functools.lru_cache(maxsize=8192)
 def _lanes(
     cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool
-) -> tuple[Group, Group, Group, list[dict[bool, float]], Rate]:
-    """Return the tensor, data and tied-embedding groups, the boundaries and their slowest rate."""
+) -> tuple[dict[str, Group], list[dict[bool, float]], Rate]:
+    """Return the groups of LANES, the boundaries and their slowest rate."""
     devices = len(order)
     links = node_links(cluster)
-    tensor = _group(links, layout.world_size, order, layout.strides[0], layout.tensor)
-    data = _group(links, layout.world_size, order, layout.strides[1], layout.data)
-    stride = layout.strides[2]
+    of_tensor, of_data, stride = layout.strides
+    directions = {
+        "tensor": (of_tensor, layout.tensor),
+        "data": (of_data, layout.data),
+        "context": (of_data, layout.context),
+        "expert": (of_data, layout.expert),
+        "expert_data": (of_data * layout.expert, layout.data // layout.expert),
+    }
+    lanes = {
+        name: _group(links, layout.world_size, order, *line, name in OF_PASSES[1:])
+        for name, line in directions.items()
+    }
     size = layout.pipeline
     if size == 1:
-        return tensor, data, Group(1, 1, 1), [], Rate(1.0, ESTIMATED, "")
+        return lanes | {"ends": Group(1, 1, 1)}, [], Rate(1.0, ESTIMATED, "")
     if devices % (stride * size) == 0:  # all stages of a pipeline are on one node
         firsts = (position for position in range(devices) if position // stride % size == 0)
         pairs = links.collective(
@@ -432,20 +489,23 @@ def _lanes(
         )
     boundaries = _boundaries(links, layout, order, wraps)
     slowest = max(seconds for by_place in boundaries for seconds in by_place.values())
-    return tensor, data, ends, boundaries, Rate(1e-9 / slowest, ESTIMATED, "slowest boundary")
+    return lanes | {"ends": ends}, boundaries, Rate(1e-9 / slowest, ESTIMATED, "slowest boundary")
 
 
-def _group(links: NodeLinks, world: int, order: tuple[int, ...], stride: int, size: int) -> Group:
-    """Describe groups of `size` ranks by the slowest one."""
+def _group(
+    links: NodeLinks, world: int, order: tuple[int, ...], stride: int, size: int, exchange: bool
+) -> Group:
+    """Describe groups of `size` ranks by the slowest one; exchange: also its all-to-alls."""
     if size == 1:
         return Group(1, 1, stride)
-    rates, devices = list[Rate](), len(order)
+    rates, exchanges, devices = list[Rate](), list[Rate](), len(order)
     for groups in groups_on_nodes(world, devices, stride, size):
         of_devices = [[order[position] for position in group] for group in groups]
+        exchanges += [links.exchange(of_devices, size)] * exchange
         rates += links.card_shares([group for group in of_devices if len(group) < size])
         rates += links.collective([group for group in of_devices if len(group) > 1]).values()
     nodes = size if stride >= devices else (size - 1) * stride // devices + 1
-    return Group(size, nodes, stride, min(rates))
+    return Group(size, nodes, stride, min(rates), min(exchanges, default=None))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -23,10 +23,16 @@ class Again(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Collective of the tensor-parallel group over a whole tensor of `bytes` bytes."""
+    """Collective of a group over a whole tensor of `bytes` bytes.
+
+    kind   as in compute.py, "all_to_all" (bytes that a rank has for all members, itself included)
+           or "ring" (bytes from each rank to the next)
+    group  a field of Topology: "tensor", "data", "context", "expert" or "expert_data"
+    """
 
     kind: str
-    bytes: int
+    bytes: float
+    group: str = "tensor"
 
 
 class Post(NamedTuple):
@@ -98,6 +104,7 @@ class Parameter(NamedTuple):
     shape    on this rank, with padding; whole: of the model's parameter, without padding
     dim      dimension that tensor ranks divide; None if all hold the same values
     partial  whether the gradients of the tensor ranks have to be summed
+    experts  whether it has experts, of which the ranks of an expert group hold different ones
     """
 
     name: str
@@ -107,6 +114,7 @@ class Parameter(NamedTuple):
     decays: bool
     tied: bool
     partial: bool
+    experts: bool = False
 
     @property
     def elements(self) -> int:
@@ -138,6 +146,11 @@ class Part:
         """Number of parameters on one tensor rank."""
         return sum(p.elements for p in self.parameters)
 
+    @property
+    def of_experts(self) -> int:
+        """Number of parameters of experts on one rank."""
+        return sum(p.elements for p in self.parameters if p.experts)
+
     def padding(self, ranks: int) -> float:
         """Return the share of padding in the matrices that this many tensor ranks divide."""
         whole = sum(prod(p.whole) for p in self.parameters if p.dim is not None)
@@ -149,24 +162,27 @@ class Trace:
     """Parts of a model's stages, for one micro-batch size.
 
     embedding  on the first stage
-    layer      one layer, with selective recomputation if configured
-    again      one layer that keeps only its input and repeats its forward pass in the backward
-               pass; None unless recomputation is "full"
+    kinds      of each kind of layers (trace.kinds_of_layers) one, with selective recomputation if
+               configured, and one that keeps only its input and repeats its forward pass in the
+               backward pass; None unless recomputation is "full"
     head       last norm, output layer and loss, on the last stage
-    unlimited  a layer without a sliding window and the same with recomputation, if `layer` and
-               `again` have one
     """
 
     embedding: Part
-    layer: Part
-    again: Part | None
+    kinds: tuple[tuple[Part, Part | None], ...]
     head: Part
-    unlimited: tuple[Part, Part | None] | None = None
 
-    def layer_of(self, unlimited: bool) -> tuple[Part, Part]:
+    @property
+    def layer(self) -> Part:
+        """A layer of the first kind."""
+        return self.kinds[0][0]
+
+    @property
+    def again(self) -> Part | None:
+        """The same with full recomputation."""
+        return self.kinds[0][1]
+
+    def layer_of(self, kind: int) -> tuple[Part, Part]:
         """Return a layer of one kind without and with recomputation."""
-        layer, again = self.layer, self.again
-        if unlimited:
-            assert self.unlimited is not None, "the model has layers without a window"
-            layer, again = self.unlimited
+        layer, again = self.kinds[kind]
         return layer, again or layer

@@ -37,15 +37,22 @@ class Layout(NamedTuple):
     recompute: str = "none"
     rank_order: str = ""
     device_order: tuple[int, ...] = ()
+    cp: int = 1
+    ep: int = 1
 
     @property
     def sizes(self) -> tuple[Any, ...]:
         """Return the dimensions that decide most of its time, without the switches."""
-        return self[:7]
+        return *self[:7], self.cp, self.ep
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Number of devices with the same part of the model, but for experts."""
+        return self.world // (self.tp * self.pp)
 
     @property
     def replicas(self) -> int:
-        return self.world // (self.tp * self.pp)
+        return self.gradient_ranks // self.cp
 
     def settings(self, layers: int, stages: str | None = None) -> dict[str, Any]:
         """Return the arguments of Config.replace for a model of this many layers. `stages`: its
@@ -84,7 +91,9 @@ class Layout(NamedTuple):
             "overlap": self.tp,
             "chunks": self.pp,
             "schedule": self.pp,
-            "zero": self.replicas,
+            "zero": self.gradient_ranks,
+            "cp": self.cp,
+            "ep": self.ep,
         }
         return ranks.get(name, 2) > 1
 
@@ -189,6 +198,8 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("gbs", "batch", "global_batch_size"),
     Dimension("tp", "tp", "tensor_model_parallel_size"),
     Dimension("pp", "pp", "pipeline_model_parallel_size"),
+    Dimension("cp", "cp", "context_parallel_size"),
+    Dimension("ep", "ep", "expert_model_parallel_size"),
     Dimension("chunks", "chunks"),
     Dimension("schedule", "schedule", values=_names(SCHEDULES)),
     Dimension("mbs", "micro", "micro_batch_size"),

@@ -20,7 +20,15 @@ from megatron.engine.optimizer_state import optimizer_state
 from megatron.pipeline.orders import SENDS_IN_FLIGHT
 from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Give, Part, Step, Take, Trace
-from megatron.planner.stage import Stage, owners, parameters_of, stages_of, whole_parameters
+from megatron.planner.stage import (
+    Stage,
+    experts_of,
+    owned_elements,
+    owners,
+    parameters_of,
+    stages_of,
+    whole_parameters,
+)
 from megatron.planner.trace import GPT2_VOCABULARY, trace
 
 GPU_BLOCK, CPU_BLOCK = 512, 64
@@ -151,7 +159,7 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
     block  granularity to which a tensor's size is rounded up
     """
     embedding, head = (_passes(part, block) for part in (traced.embedding, traced.head))
-    kinds = [traced.layer_of(kind) for kind in stage.unlimited or (False,) * stage.layers]
+    kinds = [traced.layer_of(kind) for kind in stage.layer_kinds]
     layers = [_passes(layer, block) for layer, _ in kinds]
     agains = [_passes(again, block) for _, again in kinds]
     groups, at = list[slice](), 0
@@ -231,18 +239,18 @@ def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def state_bytes(config: Config, parameters: int, whole: int) -> dict[str, float]:
+def state_bytes(config: Config, parameters: int, experts: int, whole: int) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer for a rank's parameters.
 
-    whole  how many of them the optimizer takes whole
+    experts, whole  how many of them are of experts, and how many the optimizer takes whole
     """
     precision, state = config.precision, optimizer_state(config)
-    owned = parameters / owners(config)
+    owned = owned_elements(config, parameters, experts)
+    of_whole = whole / owners(config)
     return {
         "weights": precision.weight_bytes * parameters,
         "master": 0.0 if precision.dtype_name == "float32" else 4.0 * owned,
-        "moments": (state.bytes * (parameters - whole) + state.of(True).bytes * whole)
-        / owners(config),
+        "moments": state.bytes * (owned - of_whole) + state.of(True).bytes * of_whole,
         "gradients": precision.gradient_bytes * parameters,
     }
 
@@ -268,6 +276,12 @@ def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
     return count
 
 
+def experts_of_rank(config: Config, rank: int, device: str) -> int:
+    """Count the parameters of experts on each device of a pipeline rank."""
+    own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
+    return sum(experts_of(trace(config, device), stage) for stage in own)
+
+
 def whole_of_rank(config: Config, rank: int, device: str) -> int:
     """Count the parameters on each device of a rank that the optimizer takes whole."""
     own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
@@ -276,7 +290,10 @@ def whole_of_rank(config: Config, rank: int, device: str) -> int:
 
 
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
-    counts = (count(config, rank, device) for count in (parameters_of_rank, whole_of_rank))
+    counts = (
+        count(config, rank, device)
+        for count in (parameters_of_rank, experts_of_rank, whole_of_rank)
+    )
     states = state_bytes(config, *counts)
     held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))
@@ -302,7 +319,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
         ) + int(v > 1)
         now[:, _BUFFERS] += (_sent(config, rank) + awaited) * traced.layer.hands_on
     most: np.ndarray[Any, np.dtype[np.float64]] = now[np.argmax(now.sum(axis=1))]
-    most[_ACTIVATIONS] += traced.layer.tables
+    most[_ACTIVATIONS] += max(layer.tables for layer, _ in traced.kinds)
     # tokens, labels and positions, int64, and fp32 masks of all micro-batches of the step
     if rank in (0, p - 1):
         most[_BUFFERS] += 28.0 * config.model.seq_length * config.batch.micro_batch_size * m

@@ -25,11 +25,24 @@ from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import PUBLISHED
 from megatron.planner.events import Message
-from megatron.planner.stage import parameters_of, stage_passes, stages_of, tied_elements
+from megatron.planner.stage import (
+    experts_of,
+    parameters_of,
+    stage_passes,
+    stages_of,
+    tied_elements,
+)
 from megatron.planner.table import Table
 from megatron.planner.trace import trace
 
-_DIRECTIONS = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+_DIRECTIONS = {
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "dp": "data",
+    "edp": "expert_data",
+    "pp": "pipeline",
+}
 
 
 # -- what a step sends -----------------------------------------------------------------------------
@@ -40,13 +53,12 @@ class StepMessages(NamedTuple):
 
     Bytes are those of the whole tensor of one collective, or of one message.
 
-    tensor, data   collectives of its groups -> their number
+    collectives    of its groups -> their number
     message_bytes  of a message between stages; messages: number over a boundary in each direction
     tied_bytes     of the all-reduce of a tied embedding's gradients; 0 for none
     """
 
-    tensor: Counter[Message]
-    data: Counter[Message]
+    collectives: Counter[Message]
     message_bytes: int
     messages: int
     tied_bytes: float
@@ -60,8 +72,8 @@ def step_messages(config: Config, device: str) -> StepMessages:
     stages = stages_of(config)
     size = parallel.pipeline_model_parallel_size
     micro_batches = config.num_micro_batches()
-    tensor = list[Counter[Message]]()
-    parameters = 0
+    passes = list[Counter[Message]]()
+    parameters, experts = 0, 0
     for own in (stages[rank::size] for rank in range(size)):
         sent = Counter[Message]()
         for run in (
@@ -69,16 +81,25 @@ def step_messages(config: Config, device: str) -> StepMessages:
         ):
             for message in run.of.messages():
                 sent[message] += run.times * micro_batches
-        tensor.append(sent)
-        parameters = max(parameters, sum(parameters_of(traced, stage) for stage in own))
-    gradients = parameters * precision.gradient_bytes
-    weights = parameters * precision.weight_bytes
-    data = [Message("all_reduce", gradients)]
-    if config.engine.zero_stage:
-        data = [Message("reduce_scatter", gradients), Message("all_gather", weights)]
+        passes.append(sent)
+        count = sum(parameters_of(traced, stage) for stage in own)
+        if count > parameters:
+            parameters, experts = count, sum(experts_of(traced, stage) for stage in own)
+    data = list[Message]()
+    for group, count in (("data", parameters - experts), ("expert_data", experts)):
+        gradients, weights = (
+            count * each for each in (precision.gradient_bytes, precision.weight_bytes)
+        )
+        if count and config.engine.zero_stage:
+            data += [
+                Message("reduce_scatter", gradients, group),
+                Message("all_gather", weights, group),
+            ]
+        elif count:
+            data.append(Message("all_reduce", gradients, group))
     return StepMessages(
-        max(tensor, key=lambda sent: sum(count * message.bytes for message, count in sent.items())),
-        Counter(data),
+        max(passes, key=lambda sent: sum(count * message.bytes for message, count in sent.items()))
+        + Counter(data),
         traced.layer.hands_on,
         parallel.num_chunks * micro_batches if size > 1 else 0,
         4 * tied_elements(config, traced),
@@ -111,12 +132,13 @@ class PlacementCost:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Key that orders placements: time of tensor-parallel collectives, then of all messages.
+        """Key that orders placements: time of the messages of layers, then of all messages.
 
-        Every layer waits for tensor-parallel collectives, whereas other messages overlap with
-        computation. Times are rounded so that equal costs compare equal.
+        Every layer waits for messages of its tensor, context and expert groups, whereas other ones
+        overlap with computation. Times are rounded so that equal costs compare equal.
         """
-        return float(f"{self.seconds_of('tp'):.9g}"), float(f"{self.seconds:.9g}")
+        layers = sum(map(self.seconds_of, ("tp", "cp", "ep")))
+        return float(f"{layers:.9g}"), float(f"{self.seconds:.9g}")
 
 
 def placement_cost(config: Config, placement: Placement) -> PlacementCost:
@@ -127,23 +149,21 @@ def placement_cost(config: Config, placement: Placement) -> PlacementCost:
 def _cost(config: Config, placement: Placement, sent: StepMessages) -> PlacementCost:
     channels = Channels(config, placement.cluster, placement)
     parts = list[MessageCost]()
-    for direction, group, messages, ask in (
-        ("tp", channels.tensor_lane, sent.tensor, channels.tensor_s),
-        ("dp", channels.data_lane, sent.data, channels.data_s),
-    ):
-        if group.rate is None:
+    for direction, name in _DIRECTIONS.items():
+        group = channels.lanes.get(name)
+        if group is None or group.rate is None:
             continue
+        messages = {m: count for m, count in sent.collectives.items() if m.group == name}
         for kind in sorted({message.kind for message in messages}):
-            counts = {
-                message.bytes: count for message, count in messages.items() if message.kind == kind
-            }
-            n_bytes = ring_bytes(
-                sum(size * count for size, count in counts.items()), group.ranks, kind
-            )
-            seconds = sum(count * ask(kind, size) for size, count in counts.items())
-            name = kind.replace("_", "-")
-            (_, basis, limit) = group.rate
-            parts.append(MessageCost(direction, name, n_bytes, seconds, basis, limit))
+            counts = {m: count for m, count in messages.items() if m.kind == kind}
+            n_bytes = sum(m.bytes * count for m, count in counts.items())
+            if kind != "ring":
+                n_bytes = ring_bytes(n_bytes, group.ranks, kind)
+            seconds = sum(count * channels.seconds(*m) for m, count in counts.items())
+            rate = group.exchange if kind == "all_to_all" else group.rate
+            assert rate is not None, "groups that exchange have a rate"
+            what = kind.replace("_", "-")
+            parts.append(MessageCost(direction, what, n_bytes, seconds, rate.basis, rate.limit))
     if sent.messages:
         last = placement.layout.pipeline - 1
         chunks = config.parallel.num_chunks
@@ -234,6 +254,8 @@ def layout_of(config: Config, order: str | None = None) -> Layout:
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
         order or parallel.rank_order or DEFAULT_ORDER,
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
     )
 
 
@@ -322,7 +344,7 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
         rate = f"{'' if part.basis == PUBLISHED else '~'}{part.bytes / part.seconds / 1e9:.3g}"
         rows.append(
             (
-                _DIRECTIONS[part.direction],
+                _DIRECTIONS[part.direction].replace("_", " "),
                 part.name,
                 f"{part.bytes / 1e9:.3g}",
                 rate,
@@ -339,8 +361,7 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
     return "\n".join(
         [
             f"placement on {placement.cluster.name}: {layout.world_size} ranks on {nodes} "
-            f"node{'s' * (nodes > 1)} = tensor {layout.tensor} x pipeline {layout.pipeline} x data "
-            f"{layout.data}",
+            f"node{'s' * (nodes > 1)} = {layout}",
             f"{_orders(placement)} (naive: {_orders(naive)})",
             table.text(width),
         ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ from megatron.planner.events import (
     Take,
     Wait,
 )
-from megatron.planner.tensors import Follower, Work, tensors_of, without_data
+from megatron.planner.tensors import Follower, Work, group_of, tensors_of, without_data
 
 _FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias _unsafe_view "
@@ -65,6 +66,8 @@ _MESSAGES = {
     "reduce_scatter": "reduce_scatter",
     "allgather": "all_gather",
     "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "recv": "ring",
 }
 
 Call = tuple[Any, Any, Any]
@@ -182,15 +185,19 @@ class _Recorder(Follower):
         self._note(step)
 
     def sent(self, name: str, args: Any, tensors: list[torch.Tensor], work: Work) -> None:
+        if name == "send":  # arrives with what the rank receives in the same step of a ring
+            return
         self._sent += 1
         work.number = self._sent
         kind = next((ours for theirs, ours in _MESSAGES.items() if theirs in name), name)
+        size = max((t.nbytes for t in tensors), default=0)
         self._look()
-        self._note(Post(Message(kind, max((t.nbytes for t in tensors), default=0)), self._sent))
+        self._note(Post(Message(kind, size, group_of(args).kind), self._sent))
 
     def arrived(self, work: Work) -> None:
-        self._look()
-        self._note(Wait(work.number))
+        if work.number:
+            self._look()
+            self._note(Wait(work.number))
 
 
 # -- the work of an operator -----------------------------------------------------------------------
@@ -295,10 +302,11 @@ class _Behind(torch.autograd.Function):
 class _Piece:
     """Part of the model ("embedding", "layer" or "head") with gradient sums as in an engine."""
 
-    def __init__(self, config: Config, device: str, kind: str, recorder: _Recorder) -> None:
+    def __init__(
+        self, config: Config, topology: Topology, kind: str, recorder: _Recorder
+    ) -> None:
         first = kind == "embedding"
         last = kind == "head"
-        topology = _topology(config, device)
         context = layer_context(config, topology, perform_initialization=False)
         make: Any = config.pieces.model or GPTChunk
         chunk = make(config, context, 0 if first else 1, range(kind == "layer"), last=last)
@@ -373,23 +381,41 @@ class _Piece:
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
             partial = s.copies > 1 or (partial and self.terms.partial(p, True))
             found.append(
-                Parameter(s.name, tuple(p.shape), s.global_shape, s.dim, s.decay, s.tied, partial)
+                Parameter(
+                    *(s.name, tuple(p.shape), s.global_shape, s.dim),
+                    *(s.decay, s.tied, partial, s.experts),
+                )
             )
         return tuple(found)
 
 
 def _topology(config: Config, device: str) -> Topology:
-    """Create one rank of a tensor-parallel group whose messages are dropped."""
-    size = config.parallel.tensor_model_parallel_size
-    alone = Group((0,), 0)
-    tensor = Group((0,), 0, kind="tensor")
-    if size > 1:
-        # whose constructor without a store its stubs leave out
-        handle: Any = torch.distributed.ProcessGroup
-        tensor = Group(range(size), 0, handle(0, size), "tensor")
-    return Topology(
-        Layout(size, 1, 1), 0, tensor, tensor, alone, alone, tensor, None, torch.device(device)
+    """Create one rank of the groups of a layer, whose messages are dropped."""
+    parallel = config.parallel
+    layout = Layout(
+        parallel.tensor_model_parallel_size,
+        data=parallel.gradient_ranks,
+        context=parallel.context_parallel_size,
+        expert=parallel.expert_model_parallel_size,
     )
+    alone = Group((0,), 0)
+    sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
+    tensor, context, expert = (_group(kind, size) for kind, size in sizes.items())
+    groups = tensor, tensor, alone, alone, tensor, None
+    return Topology(layout, 0, *groups, torch.device(device), context, expert, alone)
+
+
+class _Handle(torch.distributed.ProcessGroup):
+    """Process group of a kind (events.Message), without messages."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        # without a store, which its stubs want
+        super().__init__(0, size)  # type: ignore[call-arg, arg-type]
+        self.kind = kind
+
+
+def _group(kind: str, size: int) -> Group:
+    return Group(range(size), 0, _Handle(kind, size) if size > 1 else None, kind)
 
 
 @contextlib.contextmanager
@@ -399,7 +425,16 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
     recorder = _Recorder()
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_data(on, recorder))
-        piece = _Piece(config, on, kind, recorder)
+        topology = _topology(config, on)
+        ranks = torch.distributed.distributed_c10d._world.pg_group_ranks
+        of_groups = {
+            group.handle: {rank: rank for rank in group.ranks}
+            for group in (topology.tensor, topology.context, topology.expert)
+            if group.handle is not None
+        }
+        # where torch looks for the ranks of messages
+        stack.enter_context(unittest.mock.patch.dict(ranks, of_groups))
+        piece = _Piece(config, topology, kind, recorder)
         stack.enter_context(followed(recorder))
         hooks = torch.nn.modules.module
         for handle in (

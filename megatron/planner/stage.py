@@ -19,7 +19,7 @@ from megatron.pipeline.schedule import splits_backward
 from megatron.planner.cluster import Cluster
 from megatron.planner.events import Again, Give, Parameter, Part, Pass, Post, Take, Trace, Wait
 from megatron.planner.rates import Rates
-from megatron.planner.trace import layers_without_window
+from megatron.planner.trace import kinds_of_layers
 
 
 class Stage(NamedTuple):
@@ -27,7 +27,7 @@ class Stage(NamedTuple):
 
     again      (recomputed groups of layers, layers in them)
     split      whether the backward pass runs in two halves
-    unlimited  for each layer whether it has no sliding window, if the model has layers of both kinds
+    kinds      of each layer (trace.kinds_of_layers), if the model has layers of several
     """
 
     layers: int
@@ -36,7 +36,11 @@ class Stage(NamedTuple):
     groups_again: int = 0
     layers_again: int = 0
     split: bool = False
-    unlimited: tuple[bool, ...] = ()
+    kinds: tuple[int, ...] = ()
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        return self.kinds or (0,) * self.layers
 
 
 def stages_of(config: Config) -> tuple[Stage, ...]:
@@ -46,17 +50,14 @@ def stages_of(config: Config) -> tuple[Stage, ...]:
     split = size > 1 and splits_backward(
         config.schedule, size, parallel.num_chunks, config.num_micro_batches()
     )
-    kinds: tuple[bool, ...] = ()
-    if config.model.window_attn_skip_freq is not None:
-        kinds = layers_without_window(config.model)
-        kinds = kinds if len(set(kinds)) > 1 else ()
+    found, kinds = kinds_of_layers(config.model)
     return _stages(
         config.model.num_layers,
         parallel.num_stages,
         parallel.pipeline_layout,
         config.recompute,
         split,
-        kinds,
+        kinds if len(found) > 1 else (),
     )
 
 
@@ -67,7 +68,7 @@ def _stages(
     layout: str | None,
     recompute: RecomputeConfig,
     split: bool,
-    unlimited: tuple[bool, ...],
+    kinds: tuple[int, ...],
 ) -> tuple[Stage, ...]:
     parts = assign_layers(layers, stages, layout)
     n = recompute.recompute_num_layers
@@ -89,7 +90,7 @@ def _stages(
             i == stages - 1,
             *again(len(part)),
             split,
-            unlimited[part.start : part.stop],
+            kinds[part.start : part.stop],
         )
         for i, part in enumerate(parts)
     )
@@ -145,14 +146,13 @@ def _kinds(trace: Trace, stage: Stage) -> Iterator[tuple[Part, Part, int, int, i
     (layer, layer with recomputation, how many, how many of them are recomputed, how many of these
     are the last of their group)
     """
-    unlimited = stage.unlimited or (False,) * stage.layers
     left, groups = stage.layers_again, stage.groups_again
-    for kind in sorted(set(unlimited)):
-        recomputed = unlimited[: stage.layers_again].count(kind)
-        # Layers of both kinds alternate: groups end with either in proportion.
+    for kind in sorted(set(stage.layer_kinds)):
+        recomputed = stage.layer_kinds[: stage.layers_again].count(kind)
+        # Layers of several kinds alternate: groups end with each in proportion.
         alone = round(groups * recomputed / left) if left else 0
         left, groups = left - recomputed, groups - alone
-        yield *trace.layer_of(kind), unlimited.count(kind), recomputed, alone
+        yield *trace.layer_of(kind), stage.layer_kinds.count(kind), recomputed, alone
 
 
 def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dict[str, float]:
@@ -170,23 +170,37 @@ def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dic
 @functools.lru_cache(maxsize=1 << 14)
 def parameters_of(trace: Trace, stage: Stage) -> int:
     """Count parameters of one tensor rank of a stage, including the last one's tied embedding."""
-    count = stage.layers * trace.layer.elements + stage.first * trace.embedding.elements
+    count = sum(trace.kinds[kind][0].elements for kind in stage.layer_kinds)
+    count += stage.first * trace.embedding.elements
     if not stage.last:
         return count
     return count + sum(p.elements for p in trace.head.parameters if not (p.tied and stage.first))
+
+
+def experts_of(trace: Trace, stage: Stage) -> int:
+    """Count those of them that are of experts."""
+    return sum(trace.kinds[kind][0].of_experts for kind in stage.layer_kinds)
 
 
 def whole_parameters(config: Config, trace: Trace, stage: Stage) -> list[Parameter]:
     """List the parameters of a stage that the optimizer takes whole, as one tensor rank has them."""
     wants = wants_whole(config)
     parts = [trace.embedding] * stage.first + [trace.head] * stage.last
-    found = [trace.layer] * stage.layers + parts
+    found = [*(trace.kinds[kind][0] for kind in stage.layer_kinds), *parts]
     return [p for part in found for p in part.parameters if wants and wants(p.name, p.whole)]
 
 
 def owners(config: Config) -> int:
     """Count the devices over which a parameter's optimizer state is partitioned."""
-    return config.parallel.data_parallel_size if config.engine.zero_stage else 1
+    return config.parallel.gradient_ranks if config.engine.zero_stage else 1
+
+
+def owned_elements(config: Config, elements: float, experts: float) -> float:
+    """Return the elements of optimizer state on a device, of which `experts` are of experts."""
+    own = owners(config)
+    # of which fewer devices hold the same ones
+    of_experts = own // config.parallel.expert_model_parallel_size if own > 1 else 1
+    return (elements - experts) / own + experts / of_experts
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
@@ -198,8 +212,8 @@ def tied_elements(config: Config, trace: Trace) -> float:
 
 # -- time ------------------------------------------------------------------------------------------
 
-MessageSeconds = Callable[[str, float], float]
-"""Function from a tensor-parallel collective's kind and whole tensor's bytes to its seconds."""
+MessageSeconds = Callable[[str, float, str], float]
+"""Function from a message's kind, bytes and group to its seconds."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -211,6 +225,8 @@ def rates_of(cluster: Cluster, dtype_name: str) -> Rates:
 @functools.lru_cache(maxsize=1 << 16)
 def seconds_of(operation: Computation, rates: Rates) -> float:
     if isinstance(operation, Product):
+        if not operation.flops:  # of an expert without rows
+            return 0.0
         moved = rates.memory_s(operation.moved, 0) if operation.moved else 0.0
         return max(rates.product_s(*operation[:4]), moved)
     if isinstance(operation, Attention):
@@ -267,14 +283,17 @@ def pass_seconds(
     timed, compute, again = _timed(of, rates)
     if message_s is None:
         return PassSeconds(compute, again, 0.0)
-    clock = waited = free = 0.0
+    clock = waited = 0.0
     arrives: dict[int, float] = {}
+    free: dict[str, float] = {}  # the links of each group
     for step in timed:
         if isinstance(step, float):
             clock += step
             continue
         if isinstance(step, Post):
-            free = arrives[step.number] = max(clock, free) + message_s(*step.message)
+            group = step.message.group
+            there = max(clock, free.get(group, 0.0)) + message_s(*step.message)
+            free[group] = arrives[step.number] = there
             if hides:
                 continue
         there = max(clock, arrives.get(step.number, 0.0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import unittest.mock
 import warnings
 import weakref
@@ -17,9 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.layers import experts
+from megatron.parallel.collectives import all_to_all
 from megatron.planner.events import Give, Take
 
 _aten = torch.ops.aten
@@ -27,6 +30,8 @@ _aten = torch.ops.aten
 
 class Follower(TorchDispatchMode):
     """Run operators on tensors without data, and observe their memory and messages.
+
+    rows        of the next search for the true entries of a tensor
 
     category    of memory that is allocated from now on; outside of forward passes, rows of
                 `vocabulary` numbers are "logits"
@@ -39,6 +44,7 @@ class Follower(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.category = "activations"
         self.vocabulary = -1
+        self.rows = 0
         self.number = 0  # of the storage that was seen last
         self._seen: dict[int, tuple[int, Any]] = {}
         self._works: dict[int, Work] = {}
@@ -58,6 +64,12 @@ class Follower(TorchDispatchMode):
             )
         if func is _aten.equal.default and is_empty(args[0]):
             return True
+        if func is _aten.bincount.default and is_empty(args[0]):  # whose length depends on the data
+            length = (kwargs or {}).get("minlength", args[-1])
+            return self.run(_aten.new_zeros.default, (args[0], [length]), {"dtype": torch.int64})
+        if func is _aten.nonzero.default and is_empty(args[0]):
+            size = [self.rows, args[0].dim()]
+            return self.run(_aten.new_zeros.default, (args[0], size), {"dtype": torch.int64})
         if func is _aten._fused_sgd_.default and is_empty(args[0][0]):
             return None  # torch has no rule for it, and it has no result
         return self.run(func, args, kwargs or {})
@@ -151,6 +163,11 @@ class Work(dist.Work):
         return self._done
 
 
+def group_of(args: Iterable[Any]) -> Any:
+    """Return the process group among the arguments of a message."""
+    return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+
+
 def is_empty(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no data."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
@@ -198,6 +215,53 @@ def _fused_attention(
     return found
 
 
+# -- experts without data --------------------------------------------------------------------------
+
+
+def _even(total: int, parts: int) -> list[int]:
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def _on_host(numbers: list[int]) -> torch.Tensor:
+    with unset_fake_temporarily():
+        return torch.tensor(numbers)
+
+
+def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
+    """Return the expected number of (token, rank) pairs, if tokens choose their experts at random.
+
+    A token goes once to each of `ranks` ranks with `each` experts that has at least one of its
+    `topk` choices.
+
+    >>> rows_to_ranks(1000, 8, 4, 64)
+    3614
+    """
+    none = math.comb((ranks - 1) * each, topk) / math.comb(ranks * each, topk)
+    return round(tokens * ranks * (1 - none))
+
+
+@contextlib.contextmanager
+def _balanced(follower: Follower) -> Iterator[None]:
+    """Let experts get equally many rows, whose tokens choose at random."""
+
+    def numbers(
+        trip: experts.Trip, chosen: torch.Tensor, choices: torch.Tensor
+    ) -> tuple[list[int], list[int], torch.Tensor]:
+        (tokens, topk), size, each = choices.shape, trip.group.size, trip.each
+        one = [1] * size
+        all_to_all(choices.new_empty(size, each + 1), trip.group, one, one)
+        rows = _even(rows_to_ranks(tokens, topk, size, each), size)
+        follower.rows = sum(rows)
+        return rows, rows, _on_host(_even(tokens * topk, each))
+
+    def count_rows(choices: torch.Tensor, count: int) -> torch.Tensor:
+        return _on_host(_even(choices.numel(), count))
+
+    patch = unittest.mock.patch.object
+    with patch(experts.Trip, "_numbers", numbers), patch(experts, "count_rows", count_rows):
+        yield
+
+
 def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
     """Replace torch.nn.Module._apply, so that parameters stay the same objects.
 
@@ -234,5 +298,6 @@ def without_data(device: str, follower: Follower) -> Iterator[None]:
         sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
         # torch's check that a fused optimizer has the device's operator
         stack.enter_context(patch(sgd, "_device_dtype_check_for_fused"))
+        stack.enter_context(_balanced(follower))
         stack.enter_context(follower)
         yield

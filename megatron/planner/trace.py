@@ -12,12 +12,13 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import math
 import operator
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from megatron.config import Config
 from megatron.config.model import ModelConfig
@@ -78,26 +79,40 @@ def trace(config: Config, device: str) -> Trace:
     found = _traces.get(key)
     if found is None:
         plain = dataclasses.replace(config, recompute=RecomputeConfig())
-        limited = layers_without_window(config.model)
-        kinds = [_layers(config, device, not one) for one in sorted(set(limited))]
+        kinds, _ = kinds_of_layers(config.model)
         found = _traces[key] = Trace(
             _part(plain, "embedding", device),
-            *kinds[0],
+            tuple(_layers(config, device, kind) for kind in kinds),
             _part(plain, "head", device),
-            kinds[1] if len(kinds) > 1 else None,
         )
     return found
 
 
-def layers_without_window(model: ModelConfig) -> tuple[bool, ...]:
-    """Return for each layer whether it has no sliding window."""
-    return tuple(model.window(layer) is None for layer in range(model.num_layers))
+class LayerKind(NamedTuple):
+    """Whether a layer has no sliding window, and whether it has experts."""
+
+    unlimited: bool
+    experts: bool
 
 
-def _layers(config: Config, device: str, windowed: bool) -> tuple[Part, Part | None]:
-    """Trace a layer with or without the window, and the same with full recomputation if that is on."""
-    size = config.model.window_size if windowed else None
-    model = dataclasses.replace(config.model, window_size=size, window_attn_skip_freq=None)
+@functools.lru_cache(maxsize=64)
+def kinds_of_layers(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """Return the kinds of a model's layers, and the number of each layer's kind."""
+    layers = range(model.num_layers)
+    found = [LayerKind(model.window(i) is None, model.has_experts(i)) for i in layers]
+    kinds = sorted(set(found))
+    return tuple(kinds), tuple(map(kinds.index, found))
+
+
+def _layers(config: Config, device: str, kind: LayerKind) -> tuple[Part, Part | None]:
+    """Trace a layer of a kind, and the same with full recomputation if that is on."""
+    model = dataclasses.replace(
+        config.model,
+        window_size=None if kind.unlimited else config.model.window_size,
+        window_attn_skip_freq=None,
+        num_experts=config.model.num_experts if kind.experts else None,
+        moe_layer_freq=(1,),
+    )
     config = dataclasses.replace(config, model=model)
     if config.recompute.recompute_granularity != "full":
         return _part(config, "layer", device), None
@@ -142,12 +157,16 @@ def that_counts(config: Config, kind: str) -> Config:
         }
         sections[name] = dataclasses.replace(getattr(config, name), **reset)
     model = sections["model"]
-    tensor = sections["parallel"].tensor_model_parallel_size
+    parallel = sections["parallel"]
+    context = parallel.context_parallel_size
+    line = math.lcm(context, parallel.expert_model_parallel_size)
     sections["model"] = dataclasses.replace(
         model, num_layers=1, vocab_size=model.vocab_size or GPT2_VOCABULARY
     )
     sections["parallel"] = dataclasses.replace(
-        sections["parallel"], world_size=tensor, data_parallel_size=1
+        parallel,
+        world_size=parallel.tensor_model_parallel_size * line,
+        data_parallel_size=line // context,
     )
     pieces = Pieces(
         layer=config.pieces.layer if kind == "layer" else None, model=config.pieces.model

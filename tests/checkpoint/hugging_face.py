@@ -61,6 +61,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", _GROUPED | dict(head_dim=16)),
     "olmo2": ("olmo2", _GROUPED),
+    "mixtral": (
+        "mixtral",
+        _GROUPED | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
+    ),
+    "olmoe": ("olmoe", _GROUPED | dict(num_experts=6, num_experts_per_tok=3, eos_token_id=None)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _GROUPED
+        | dict(
+            head_dim=16,
+            num_hidden_layers=3,
+            mlp_only_layers=[1],
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        _GROUPED
+        | dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=32,
+        ),
+    ),
     "gemma2": (
         "gemma2",
         _GROUPED
@@ -138,7 +166,28 @@ def computed(folder: Path) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
     gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
     if model.config.model_type == "gpt_neox":  # another name than in its files
         gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
-    return logits.detach().numpy(), loss.item(), gradients
+    return logits.detach().numpy(), loss.item(), by_expert(model.config.model_type, gradients)
+
+
+def by_expert(kind: str, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return tensors under their names in files, which have one for each expert."""
+    block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if kind == "mixtral":
+        block, names = "block_sparse_moe", ("w1", "w3", "w2")
+    out = {}
+    for name, value in found.items():
+        head, _, rest = name.partition(".mlp.")
+        if rest == "gate.weight":
+            out[f"{head}.{block}.gate.weight"] = value
+        elif rest in ("experts.gate_up_proj", "experts.down_proj"):
+            both = rest == "experts.gate_up_proj"
+            for expert, matrix in enumerate(value):
+                parts = np.split(matrix, 2) if both else [matrix]
+                for part, its in zip(parts, names[:2] if both else names[2:], strict=True):
+                    out[f"{head}.{block}.experts.{expert}.{its}.weight"] = part
+        else:
+            out[name] = value
+    return out
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -106,6 +106,39 @@ SETTINGS = """
 --tensor-model-parallel-size 2
 --pipeline-model-parallel-size 2
 --num-layers-per-virtual-pipeline-stage 2
+--context-parallel-size 2
+--ds-sequence-parallel-size 2 => context_parallel_size 2
+--ds-sequence-parallel-size 4 => cp_comm_type a2a
+--cp-comm-type a2a
+--hierarchical-context-parallel-sizes 2 2 => hierarchical_context_parallel_sizes (2,2)
+--expert-model-parallel-size 1
+--moe-expert-parallel-size 1 => expert_model_parallel_size 1
+--expert-tensor-parallel-size 1
+--num-experts 8
+--moe-layer-freq 2 => moe_layer_freq (2,)
+--moe-layer-freq ([0]+[1]*3)*2 => moe_layer_freq (0,1,1,1,0,1,1,1)
+--moe-ffn-hidden-size 64
+--moe-shared-expert-intermediate-size 64
+--moe-shared-expert-gate
+--moe-shared-expert-overlap
+--moe-router-topk 3
+--topk 1 => moe_router_topk 1
+--moe-router-score-function sigmoid
+--moe-router-pre-softmax
+--moe-router-topk-scaling-factor 2.5
+--moe-router-num-groups 4
+--moe-router-group-topk 2
+--moe-router-load-balancing-type aux_loss seq_aux_loss => moe_router_load_balancing_type (aux_loss,seq_aux_loss)
+--moe-aux-loss-coeff 0.01 => moe_aux_loss_coeff (0.01,)
+--moe-loss-coeff 0.1 => moe_aux_loss_coeff (0.1,)
+--moe-z-loss-coeff 0.001
+--moe-router-enable-expert-bias
+--moe-router-bias-update-rate 0.01
+--moe-input-jitter-eps 0.1
+--moe-expert-capacity-factor 1.5
+--moe-train-capacity-factor 1.25 => moe_expert_capacity_factor 1.25
+--moe-token-drop-policy position
+--moe-per-layer-logging
 --sequence-parallel
 --enable-zbh1-pipeline
 --distributed-backend gloo
@@ -324,17 +357,12 @@ ACCEPTED = """
 --log-world-size-to-tensorboard
 --num-experts 1
 --expert-interval 2
---topk 1
 --mlp-type standard
---moe-train-capacity-factor 1.0
 --moe-eval-capacity-factor 1.0
 --moe-min-capacity 4
---moe-loss-coeff 0.1
---moe-expert-parallel-size 1
 --create-moe-param-group
 --disable-moe-token-dropping
 --no-pipeline-parallel
---ds-sequence-parallel-size 1
 --enable-zbh1-exact-semantics
 --DDP-impl local
 --no-scatter-gather-tensors-in-pipeline
@@ -368,8 +396,6 @@ ACCEPTED = """
 --kd-beta-ce 1
 --kd-beta-ce 1.0
 --group-query-attention
---context-parallel-size 1
---expert-model-parallel-size 1
 --use-mcore-models
 --use-dist-ckpt
 --universal-checkpoint
@@ -390,12 +416,8 @@ ACCEPTED = """
 --pp-partition-method type:transformer
 --log-throughput
 --no-create-attention-mask-in-dataloader
---moe-router-topk 2
---moe-router-load-balancing-type aux_loss
---moe-aux-loss-coeff 0.01
 --moe-grouped-gemm
 --moe-token-dispatcher-type alltoall
---moe-router-score-function sigmoid
 --cross-entropy-fusion-impl te
 --rotary-seq-len-interpolation-factor 1
 --use-precision-aware-optimizer
@@ -419,13 +441,9 @@ ACCEPTED = """
 """
 # Refused flags, and the word that the message must contain.
 REFUSED = """
---num-experts 8 => 1
---num-experts 1 8 => 1
+--num-experts 1 8 => one value
 --mlp-type residual => standard
---moe-expert-parallel-size 2 => 1
---expert-model-parallel-size 2 => 1
---ds-sequence-parallel-size 4 => --sequence-parallel
---context-parallel-size 2 => --sequence-parallel
+--cp-comm-type allgather => p2p
 --DDP-impl FSDP => --zero-stage
 --distributed-backend ccl => gloo
 --distributed-backend hccl => gloo
@@ -471,9 +489,9 @@ REFUSED = """
 --glu-activation liglu => swiglu
 --use-z-loss => --logit-z-loss
 --apply-wd-to-qk-layernorm => remove
---ds-sequence-parallel-fpdt => --sequence-parallel
---ds-sequence-parallel-fpdt-chunk-size 4096 => --sequence-parallel
---ds-sequence-parallel-fpdt-offloading => --sequence-parallel
+--ds-sequence-parallel-fpdt => --context-parallel-size
+--ds-sequence-parallel-fpdt-chunk-size 4096 => --context-parallel-size
+--ds-sequence-parallel-fpdt-offloading => --context-parallel-size
 --skip-train-iteration-range 3-4 => data
 --train-weighted-split-paths p => WEIGHT
 --valid-weighted-split-paths p q => --valid-data-path
@@ -585,8 +603,30 @@ SCALED = {kind: {**ROPE, "--rope-scaling": kind} for kind in ("linear", "llama3"
 MUP = [f"base-{size}" for size in ("hidden-size", "num-layers", "ffn-hidden-size", "head-dim")]
 MUP += ["base-num-attention-heads", "base-num-key-value-heads", "base-num-query-groups"]
 MUP += ["embedding-mult", "output-mult", "attn-scale-power"]
+SHARED = {"--moe-shared-expert-intermediate-size": "64", "--disable-bias-linear": ""}
+OF_EXPERTS = {
+    **{
+        f"--moe-{name}": {}
+        for name in (
+            *("layer-freq", "ffn-hidden-size", "aux-loss-coeff", "loss-coeff", "z-loss-coeff"),
+            *("input-jitter-eps", "expert-capacity-factor", "train-capacity-factor"),
+            *("router-topk", "router-topk-scaling-factor", "router-pre-softmax"),
+            *("router-score-function", "router-bias-update-rate", "token-drop-policy"),
+            "per-layer-logging",
+        )
+    },
+    "--topk": {"--moe-router-pre-softmax": ""},
+    "--moe-shared-expert-intermediate-size": {"--disable-bias-linear": ""},
+    "--moe-shared-expert-gate": SHARED,
+    "--moe-shared-expert-overlap": SHARED,
+    "--moe-router-num-groups": {"--moe-router-group-topk": "1"},
+    "--moe-router-group-topk": {"--moe-router-num-groups": "4"},
+    "--moe-router-load-balancing-type": {"--moe-aux-loss-coeff": "0.1 0.2"},
+    "--moe-router-enable-expert-bias": {"--moe-router-score-function": "sigmoid"},
+}
 BESIDE: dict[str, dict[str, str | None]] = {
     "--qk-layernorm-over": {"--qk-layernorm": ""},
+    **{flag: {"--num-experts": "8", **more} for flag, more in OF_EXPERTS.items()},
     **{f"--mup-{name}": {"--use-mup": ""} for name in MUP},
     **dict.fromkeys(("--rotary-interleaved", "--rope-scaling", "--use-rope-scaling"), ROPE),
     **dict.fromkeys(("--rope-scaling-factor", "--rotary-scaling-factor"), SCALED["linear"]),
@@ -599,6 +639,13 @@ BESIDE: dict[str, dict[str, str | None]] = {
         ("--yarn-beta-fast", "--yarn-beta-slow", "--yarn-attention-factor"), SCALED["yarn"]
     ),
     "--sequence-parallel": {"--tensor-model-parallel-size": "2"},
+    "--context-parallel-size": {"--attention-dropout": "0"},
+    "--ds-sequence-parallel-size": {"--attention-dropout": "0"},
+    "--hierarchical-context-parallel-sizes": {
+        "--attention-dropout": "0",
+        "--context-parallel-size": "4",
+        "--cp-comm-type": "a2a+p2p",
+    },
     "--tp-comm-overlap": {"--tensor-model-parallel-size": "2"},
     "--tp-comm-overlap-chunks": {"--tensor-model-parallel-size": "2", "--tp-comm-overlap": ""},
     "--enable-zbh1-pipeline": {"--pipeline-model-parallel-size": "2"},

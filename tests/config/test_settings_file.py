@@ -83,7 +83,7 @@ def test_a_file_overrides_the_preset_that_it_names(tmp_path: Path) -> None:
         ("num_layers = [1, 2]", ["--num-layers", "1 2", ":1: num_layers"]),
         ("swiglu = 3", ["--swiglu", "3", ":1: swiglu"]),
         ("num_layers = 2\n[model]\nnum-layers = 3", ["--num-layers", ":3: num-layers"]),
-        ("num_experts = 8", ["experts 8"]),
+        ("use_tutel = true", ["--use_tutel"]),
         ('config = "x"', ["--config", ":1: config"]),
         ('"" = 3', ["run.toml"]),
         ("data_parallel_size = 2", ["data_parallel_size"]),

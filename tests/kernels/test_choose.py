@@ -71,6 +71,7 @@ def test_each_flag_switches_its_own_operator(monkeypatch: pytest.MonkeyPatch) ->
         (dict(persist_layer_norm=False), *NORMS),
         (dict(rope_fusion=False), "rotary"),
         (dict(cross_entropy_loss_fusion=False), "cross_entropy"),
+        (dict(moe_permute_fusion=False), "permute"),
         (dict(norm_implementation="torch"), *NORMS),
         (dict(optimizer_implementation="torch"), "optimizer"),
     ):

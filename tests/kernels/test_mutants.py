@@ -681,6 +681,37 @@ TOPICS = {
             ),
         ),
     ),
+    "experts": Topic(
+        "experts",
+        ("experts",),
+        (
+            *TILES,
+            Mutant("a padding row is not written", "experts.cpp", "*to = P{};", ""),
+            Mutant(
+                "the first choice's weight", "experts.cpp", "weights[first + at]", "weights[first]"
+            ),
+            Mutant("a dropped choice counts", "experts.cpp", "held[a] = P{};", ""),
+            Mutant(
+                "the last choices twice",
+                "experts.cpp",
+                "i + a < choices &&",
+                "",
+                after="const bool counts =",
+            ),
+            Mutant("choices are left out", "experts.cpp", "i += AHEAD", "i += AHEAD + 1"),
+            Mutant("gradient without weight", "experts.cpp", "u[k] *= weight;", ""),
+            Mutant("dot product with itself", "experts.cpp", "u[k] * v[k]", "u[k] * u[k]"),
+            Mutant(
+                "sums are those of a lane", "experts.cpp", "g.sum(dots.total())", "dots.total()"
+            ),
+            Mutant(
+                "a weight's gradient of the next",
+                "experts.cpp",
+                "dweights[i]",
+                "dweights[token * choices]",
+            ),
+        ),
+    ),
     "optimizer": Topic(
         "optimizer",
         ("adamw", "scaling"),

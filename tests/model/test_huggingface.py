@@ -93,6 +93,7 @@ FAMILIES = {
     "qwen3": dict(LLAMA, qk_layernorm=True, kv_channels=16),
     "olmo2": dict(LLAMA, norm_position="post", qk_layernorm=True, qk_layernorm_over="all"),
     "gemma2": GEMMA2,
+    "mixtral": dict(LLAMA, num_experts=4, moe_router_topk=2),
 }
 
 
@@ -170,6 +171,12 @@ def from_llama(p, norms=PRE):
                 norm = p[f"{t}self_attn.{x}_norm.weight"]
                 out[f"{o}self_attention.{x}_layernorm.weight"] = norm
         out[o + "self_attention.dense.weight"] = p[t + "self_attn.o_proj.weight"]
+        if f"{t}mlp.gate.weight" in p:
+            out[f"{o}mlp.router.weight"] = p[f"{t}mlp.gate.weight"]
+            both = p[f"{t}mlp.experts.gate_up_proj"]
+            out[f"{o}mlp.experts.dense_h_to_4h.weight"] = both.unflatten(1, (2, -1))
+            out[f"{o}mlp.experts.dense_4h_to_h.weight"] = p[f"{t}mlp.experts.down_proj"]
+            continue
         out[o + "mlp.dense_h_to_4h.weight"] = torch.stack(
             (p[t + "mlp.gate_proj.weight"], p[t + "mlp.up_proj.weight"])
         )
@@ -243,6 +250,7 @@ def llama_like(transformers, style, positions=S):
             final_logit_softcapping=3.0,
             sliding_window=5,
         ),
+        "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     }
     name = {"llama31": "Llama", "yarn": "Llama"}.get(style, style.capitalize())
     config = getattr(transformers, f"{name}Config")(
@@ -392,7 +400,11 @@ def test_logits_and_gradients(style):
 def tensor_parallel_body(rank, cases):
     topology = join(tensor=2)
     return [
-        ours(values, {**f, "tensor_model_parallel_size": 2, "world_size": 2}, topology)
+        ours(
+            {n: torch.from_numpy(v) for n, v in values.items()},
+            {**f, "tensor_model_parallel_size": 2, "world_size": 2},
+            topology,
+        )
         for values, f in cases
     ]
 
@@ -400,7 +412,7 @@ def tensor_parallel_body(rank, cases):
 @pytest.mark.slow
 def test_two_tensor_ranks():
     cases = [
-        ({n: v.clone() for n, v in expected(style)[0].items()}, fields)
+        ({n: v.numpy() for n, v in expected(style)[0].items()}, fields)
         for style, fields in FAMILIES.items()
     ]
     for style, *ranks in zip(FAMILIES, *run_processes(2, tensor_parallel_body, cases), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -14,6 +15,13 @@ from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout, Topology
 
 LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDERS))
+PARTS = st.builds(
+    lambda t, p, r, context, expert, order: Layout(
+        t, p, r * math.lcm(context, expert), order, context, expert
+    ),
+    *[st.integers(1, 3)] * 5,
+    st.sampled_from(RANK_ORDERS),
+)
 
 
 def grid(layout: Layout) -> np.ndarray:
@@ -40,6 +48,9 @@ def test_orders_and_what_is_left_is_data_parallel() -> None:
     assert sorted(RANK_ORDERS) == sorted(
         "-".join(order) for order in itertools.permutations(("tp", "dp", "pp"))
     )
+    assert Layout.for_world(24, 2, 3, context=2, expert=4) == Layout(
+        tensor=2, pipeline=3, data=4, context=2, expert=4
+    )
     assert Layout.for_world(24, 2, 3) == Layout(tensor=2, pipeline=3, data=4, order="tp-dp-pp")
     with pytest.raises(ConfigError, match="'tp-pp'"):
         Layout(order="tp-pp")
@@ -53,7 +64,26 @@ def test_worlds_that_do_not_divide(world: int, tensor: int, pipeline: int, bette
         Layout.for_world(world, tensor, pipeline)
 
 
-@given(LAYOUTS)
+@pytest.mark.parametrize("parts", [{"context": 4}, {"expert": 3}])
+def test_parts_that_do_not_divide_the_data_line(parts: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=str(next(iter(parts.values())))):
+        Layout.for_world(12, 2, 3, **parts)
+
+
+@given(PARTS)
+def test_context_and_expert_ranks_divide_the_data_line(layout: Layout) -> None:
+    ranks = grid(layout)
+    for (p, d, t), number in np.ndenumerate(ranks):
+        topology, line = Topology.from_layout(layout, int(number)), ranks[p, :, t]
+        for group, size in ((topology.context, layout.context), (topology.expert, layout.expert)):
+            assert tuple(group.ranks) == tuple(line.reshape(-1, size)[d // size])
+            assert group.rank == d % size
+        assert tuple(topology.expert_data.ranks) == tuple(line[d % layout.expert :: layout.expert])
+        assert topology.expert_data.rank == d // layout.expert
+        assert topology.replica == d // layout.context < layout.replicas
+
+
+@given(PARTS)
 def test_every_member_makes_the_same_groups_in_the_same_order(layout: Layout) -> None:
     """Every member creates the same groups in the same order.
 
@@ -73,10 +103,17 @@ def test_every_member_makes_the_same_groups_in_the_same_order(layout: Layout) ->
             topology.pipeline,
             topology.model,
             topology.world,
+            topology.context,
+            topology.expert,
+            topology.expert_data,
         ):
             assert group.ranks[group.rank] == rank
         assert all(rank in ranks and len(ranks) > 1 for ranks in calls)
-        # No group twice, except that one may cover the whole world.
+        # No group twice, except that one may cover the whole world, and that context and expert
+        # groups, whose messages overlap with the others', are their own.
+        parts = sum(group.size > 1 for group in (topology.context, topology.expert))
+        parts += topology.expert_data.size > 1 and topology.expert_data is not topology.data
+        calls = calls[: len(calls) - parts]
         small = [ranks for ranks in calls if len(ranks) < layout.world_size]
         assert len(small) == len(set(small))
     for one in range(layout.world_size):

@@ -56,7 +56,7 @@ def test_tensor_parallel_messages(fields: dict[str, Any], reduced: int, gathered
     micro_batches, n = 5, 4
     found = made(
         **fields, tensor_model_parallel_size=n, world_size=n, global_batch_size=2 * micro_batches
-    ).tensor
+    ).collectives
     kind = "reduce_scatter" if gathered else "all_reduce"
     # of the softmax, fp32 [3, tokens] of each rank
     tensor, statistics = S * 2 * H * 2, 3 * 4 * S * 2 * n
@@ -84,14 +84,16 @@ def test_data_parallel_messages() -> None:
     """
     layer = 12 * H * H + 13 * H
     count = V * H + S * H + L * layer + 2 * H
-    assert set(made(world_size=4).data) == {
-        Message("reduce_scatter", 4 * count),
-        Message("all_gather", 2 * count),
+    assert set(made(world_size=4).collectives) == {
+        Message("reduce_scatter", 4 * count, "data"),
+        Message("all_gather", 2 * count, "data"),
     }
-    assert set(made(world_size=4, zero_stage=0).data) == {Message("all_reduce", 4 * count)}
-    stages = made(world_size=8, pipeline_model_parallel_size=4).data
+    assert set(made(world_size=4, zero_stage=0).collectives) == {
+        Message("all_reduce", 4 * count, "data")
+    }
+    stages = made(world_size=8, pipeline_model_parallel_size=4).collectives
     first = V * H + S * H + 2 * layer  # with both embeddings it has the peak
-    assert Message("reduce_scatter", 4 * first) in stages
+    assert Message("reduce_scatter", 4 * first, "data") in stages
 
 
 # -- against the messages of real processes --------------------------------------------------------
@@ -137,7 +139,11 @@ def test_tensor_parallel_messages_of_two_processes(fields: dict[str, Any]) -> No
     tensor = model.seq_length * config.batch.micro_batch_size * model.hidden_size * 4
     # on one of two ranks
     statistics = 3 * 4 * tensor // (4 * model.hidden_size) * config.num_micro_batches()
-    planned = step_messages(config, "cpu").tensor.items()
+    planned = [
+        (message, count)
+        for message, count in step_messages(config, "cpu").collectives.items()
+        if message.group == "tensor"
+    ]
     expected = (
         sum(PASSES[message.kind] * count * message.bytes / 2 for message, count in planned)
         - statistics
@@ -170,7 +176,8 @@ def test_pipeline_and_data_parallel_messages_of_four_processes() -> None:
     assert {size for found in ranks for call, kind, size in found if call == "send"} == {
         messages.message_bytes
     }
-    for call, message in zip(("reduce", "all_gather"), messages.data, strict=True):
+    of_data = [message for message in messages.collectives if message.group == "data"]
+    for call, message in zip(("reduce", "all_gather"), of_data, strict=True):
         totals = [
             sum(size for c, kind, size in found if (c, kind) == (call, "data")) for found in ranks
         ]

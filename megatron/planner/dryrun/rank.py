@@ -154,7 +154,8 @@ class Follower(tensors.Follower):
         self.messages: list[Message] = []
         self.collectives: dict[tuple[int, ...], list[Collective]] = {}
         self.flight = _Flight(self)
-        self.last_stage, self.rows = -1, -1
+        self.last_stage, self.vocabulary_rows = -1, -1
+        self.context = ""  # name of the context-parallel group
         self._now = Instruction(Op.FORWARD, 0, 0)
         self._received: dict[Instruction, Any] = {}
         self._calls: dict[str, list[Collective]] = {}
@@ -202,7 +203,7 @@ class Follower(tensors.Follower):
         elif this.op in COMPUTE:
             self.category = "temporary"
             self._use(Instruction(Op.RECV_BACKWARD, this.stage, this.micro_batch))
-            self.vocabulary = self.rows if this.stage == self.last_stage else -1
+            self.vocabulary = self.vocabulary_rows if this.stage == self.last_stage else -1
         else:
             self.category = "buffers"
 
@@ -214,8 +215,8 @@ class Follower(tensors.Follower):
     # -- messages ----------------------------------------------------------------------------------
 
     def sent(self, name: str, args: Any, posted: list[torch.Tensor], work: Work) -> None:
-        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
-        if name in ("send", "recv"):
+        group = tensors.group_of(args)
+        if name in ("send", "recv") and group.group_name != self.context:
             self.messages.append(Message(self._now, tuple(posted[0].shape), _word(posted[0].dtype)))
             self.move(posted, "buffers")
             if name == "recv":
@@ -352,6 +353,8 @@ def member(
             tied_embeddings=not config.model.untie_embeddings_and_output_weights,
             flight=flight,
             order=parallel.rank_order or DEFAULT_ORDER,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
         )
 
 
@@ -374,6 +377,8 @@ def run_rank(
     optimizer_state(config)  # a user's optimizer is measured by a step with data
     follower = Follower(device)
     with member(config, rank, device, follower.flight) as topology, followed(follower):
+        if topology.context.size > 1:
+            follower.context = topology.context.handle.group_name
         follower.category = "weights"
         chunks = build_chunks(
             config, topology, layer_context(config, topology, perform_initialization=False)
@@ -389,7 +394,7 @@ def run_rank(
         batches = _micro_batches(config, topology)
         tensor_size = config.parallel.tensor_model_parallel_size
         follower.last_stage = executor.last_stage
-        follower.rows = config.model.padded_vocab_size(tensor_size) // tensor_size
+        follower.vocabulary_rows = config.model.padded_vocab_size(tensor_size) // tensor_size
         for count in (min(micro_batches, topology.pipeline.size), micro_batches):
             follower.messages.clear()
             before = len(follower.steps)

@@ -343,8 +343,7 @@ def _heading(config: Config, cluster: Cluster | None) -> str:
         device = f"{cluster.device}, {cluster.memory_gib:g} GiB"
         machine = f"{nodes} x {cluster.devices_per_node} devices of {cluster.name} ({device})"
     return (
-        f"dry run: {layout.world_size} ranks = tensor {layout.tensor} x pipeline "
-        f"{layout.pipeline} x data {layout.data} ({layout.order}) on {machine}, "
+        f"dry run: {layout.world_size} ranks = {layout} ({layout.order}) on {machine}, "
         f"{config.precision.dtype_name}, "
         f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\nmodel: "
         f"{parameters_of(config):,} parameters; a step is {config.num_micro_batches()} "

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.errors import ConfigError
-from megatron.planner.channels import Channels
+from megatron.planner.channels import LANES, OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import (
     DIMENSIONS,
@@ -26,7 +26,13 @@ from megatron.planner.layout import (
     recompute_settings,
     write_value,
 )
-from megatron.planner.memory import parameters_of_rank, peak_rank, state_bytes, whole_of_rank
+from megatron.planner.memory import (
+    experts_of_rank,
+    parameters_of_rank,
+    peak_rank,
+    state_bytes,
+    whole_of_rank,
+)
 from megatron.planner.placement import Placement, check_device_order, layout_of, place_with
 from megatron.planner.processes import process_pool
 from megatron.planner.search.space import GIB, Rejections, Space
@@ -248,6 +254,7 @@ class Search:
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
             parallel.num_stages,
+            parallel.expert_model_parallel_size,
         )
         if key not in self._known:
             # Parameters do not depend on the micro-batch size; small sizes are traced first.
@@ -256,9 +263,10 @@ class Search:
             ranks = range(parallel.pipeline_model_parallel_size)
             device = self.space.cluster.device_type
             most, rank = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
-            self._known[key] = most, whole_of_rank(plain, -rank, device), -rank
-        most, whole, rank = self._known[key]
-        return sum(state_bytes(config, most, whole).values()), rank
+            others = (count(plain, -rank, device) for count in (experts_of_rank, whole_of_rank))
+            self._known[key] = (most, *others), -rank
+        counts, rank = self._known[key]
+        return sum(state_bytes(config, *counts).values()), rank
 
 
 def _refused(error: ConfigError) -> Rejected:
@@ -289,9 +297,10 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
     start = time.monotonic()
     each = given.space.cluster.devices_per_node
     # layouts that share traces go to one process
-    tasks: dict[tuple[int, int, int], list[Layout]] = {}
+    tasks: dict[tuple[int, ...], list[Layout]] = {}
     for size in given.space.sizes(found.rejections):
-        tasks.setdefault((size.micro, size.world, size.tp), []).append(size)
+        key = (size.micro, size.world, size.tp, size.cp, size.ep)
+        tasks.setdefault(key, []).append(size)
     found.sizes = sum(map(len, tasks.values()))
     ranked = list[Ranked]()
     fit = list[Ranked]()
@@ -299,7 +308,7 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
     pruned = 0
     with _workers(given, processes) as run:
         # no larger micro-batch fits, and tracing it would take longest
-        full = set[tuple[int, int]]()
+        full = set[tuple[int, ...]]()
         for _, of_micro in itertools.groupby(sorted(tasks), key=lambda key: key[0]):
             keys = sorted(
                 (key for key in of_micro if key[1:] not in full), key=lambda key: -len(tasks[key])
@@ -425,7 +434,12 @@ def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[floa
     ranks = range(placement.layout.pipeline - (config.parallel.num_chunks == 1))
     for size in _SIZES:
         for kind in ("all_reduce", "reduce_scatter"):
-            found += (channels.tensor_s(kind, size), channels.data_s(kind, size))
+            found += (channels.seconds(kind, size, name) for name in list(LANES)[:-1])
+        found += (
+            channels.seconds(kind, size, name)
+            for kind in ("all_to_all", "ring")
+            for name in OF_PASSES[1:]
+        )
         found.append(channels.tied_s(size))
         if placement.layout.pipeline > 1:
             boundaries = [channels.boundary(rank, True, size) for rank in ranks]

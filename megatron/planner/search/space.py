@@ -19,6 +19,8 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Layout, Wanted, allowed
 
 GIB = 2**30
+LONG = 32768
+"""Sequence length from which on a search also divides sequences."""
 
 # Only plain attention keeps scores, so that recomputing them saves memory only there.
 _KEEPS_SCORES = ("unfused", "local")
@@ -123,8 +125,22 @@ class Space:
                             "TP x PP does not divide the devices, or more stages than layers",
                             f"tp={tp},pp={pp}: {tp * pp} into {world}, {layers} layers",
                         )
-                    else:
-                        yield from self._sizes(Layout(world, 0, tp, pp), rejections)
+                        continue
+                    for cp, ep in self._parts(world // (tp * pp)):
+                        yield from self._sizes(Layout(world, 0, tp, pp, cp=cp, ep=ep), rejections)
+
+    def _parts(self, line: int) -> list[tuple[int, int]]:
+        """List the context- and expert-parallel sizes to try, of so many ranks.
+
+        By default sequences are divided where they are long, into powers of two, and the experts in
+        every way.
+        """
+        model = self.base.model
+        long, experts = model.seq_length >= LONG, model.num_experts or 1
+        powers = [1 << k for k in range(line.bit_length())] if long else [1]
+        divisors = [ep for ep in range(1, min(line, experts) + 1) if experts % ep == 0]
+        found = itertools.product(self._values("cp", powers), self._values("ep", divisors))
+        return [(cp, ep) for cp, ep in found if line % cp == line % ep == 0]
 
     def _sizes(self, shape: Layout, rejections: Rejections) -> Iterator[Layout]:
         """Yield batches, micro-batches (powers of two by default), chunks and schedules."""

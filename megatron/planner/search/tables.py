@@ -98,7 +98,8 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
     rows = []
     for layout, found, record in chosen:
         names = {"sp": layout.sp, "overlap": layout.overlap, "ZeRO": layout.zero}
-        row = {name.upper(): str(record[name]) for name in ("tp", "pp", "dp")}
+        parts = [name for name in ("cp", "ep") if any(getattr(c.layout, name) > 1 for c in chosen)]
+        row = {name.upper(): str(record[name]) for name in ("tp", "pp", *parts, "dp")}
         row |= {name: record[name] for name in ("nodes", "gbs", "chunks", "schedule", "mbs")}
         row["recompute"] = layout.recompute.removeprefix("selective:")
         row["also on"] = ", ".join(name for name, on in names.items() if on) or "-"

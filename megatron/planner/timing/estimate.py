@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
-from megatron.planner.channels import Channels
+from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, Confidence
 from megatron.planner.events import Pass, Trace
@@ -33,6 +33,8 @@ from megatron.planner.stage import (
     Stage,
     StageSeconds,
     crowding,
+    experts_of,
+    owned_elements,
     owners,
     parameters_of,
     rates_of,
@@ -119,7 +121,7 @@ class Estimate:
         tensor = parallel.tensor_model_parallel_size
         head = traced.head
         of_pipeline -= head.padding(tensor) * (head.forward.flops() + head.backward.flops())
-        return of_pipeline * tensor * parallel.data_parallel_size * config.num_micro_batches()
+        return of_pipeline * tensor * parallel.gradient_ranks * config.num_micro_batches()
 
     @property
     def mfu(self) -> float | None:
@@ -166,7 +168,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     crowd = crowding(config, cluster)
     hides = cluster.device_type != "cpu"  # gloo's messages need the cores
     each = {
-        stage: stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
+        stage: stage_seconds(traced, stage, rates, channels.seconds, hides=hides)
         for stage in set(stages)
     }
     seconds = tuple(each[stage] for stage in stages)
@@ -276,13 +278,19 @@ class Exchange(NamedTuple):
 class Weight(NamedTuple):
     """Weight, or bucket of weights.
 
-    needed  time at which a rank's first forward passes reach it
-    ready   time at which the last backward passes have computed its gradient
+    needed   time at which a rank's first forward passes reach it
+    ready    time at which the last backward passes have computed its gradient
+    experts  whether it has experts, which fewer ranks share
     """
 
     elements: int
     needed: float
     ready: float
+    experts: bool = False
+
+    @property
+    def group(self) -> str:
+        return "expert_data" if self.experts else "data"
 
 
 def exchange(
@@ -295,7 +303,7 @@ def exchange(
     parallel = config.parallel
     engine = config.engine
     precision = config.precision
-    replicas = parallel.data_parallel_size
+    replicas = parallel.gradient_ranks
     size = parallel.pipeline_model_parallel_size
     owned = engine.zero_stage > 0
     if replicas == 1:
@@ -315,14 +323,16 @@ def exchange(
         others = sum(parameters_of(traced, stages[i]) for i in own) - sum(
             weight.elements for weight in weights
         )
-        buckets = [*buckets_of(weights[::-1], limit), Weight(others, first, end)]
+        in_order = sorted(weights[::-1], key=lambda weight: weight.experts)
+        buckets = [*buckets_of(in_order, limit), Weight(others, first, end)]
         free = arrived = 0.0
         for bucket in buckets:
             n_bytes = precision.gradient_bytes * bucket.elements
             free = max(free, bucket.ready if early else end)
-            free += reduction_seconds(channels, n_bytes, replicas, owned=owned, hides=hides)
+            free += reduction_seconds(channels, n_bytes, bucket.group, owned=owned, hides=hides)
         for bucket in reversed(buckets if owned else []):
-            arrived += channels.data_s("all_gather", precision.weight_bytes * bucket.elements)
+            n_bytes = precision.weight_bytes * bucket.elements
+            arrived += channels.seconds("all_gather", n_bytes, bucket.group)
             gathered = max(gathered, arrived - (bucket.needed if late else first))
         reduced = max(reduced, free)
     return Exchange(reduced - run.makespan, gathered)
@@ -337,7 +347,10 @@ def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> li
     head = [p for p in traced.head.parameters if not (p.tied and stage.first)]
     places = [
         *[(0.0, traced.embedding.parameters)] * stage.first,
-        *((i / stage.layers, traced.layer.parameters) for i in range(stage.layers)),
+        *(
+            (i / stage.layers, traced.kinds[kind][0].parameters)
+            for i, kind in enumerate(stage.layer_kinds)
+        ),
         *[(1.0, head)] * stage.last,
     ]
     start = run.first_forward_start[number]
@@ -345,7 +358,7 @@ def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> li
     end = run.last_backward_end[number]
     backward = run.last_backward_end[number] - run.last_backward_start[number]
     return [
-        Weight(p.elements, start + place * forward, end - place * backward)
+        Weight(p.elements, start + place * forward, end - place * backward, p.experts)
         for place, parameters in places
         for p in parameters
         if p.decays
@@ -353,29 +366,36 @@ def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> li
 
 
 def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
-    """Group weights into buckets, each of at most `limit` elements or a single weight."""
+    """Group weights into buckets, each of one kind and at most `limit` elements or one weight."""
     found: list[Weight] = []
     for weight in weights:
-        if found and found[-1].elements + weight.elements <= limit:
-            last = found.pop()
+        last = found[-1] if found else None
+        if (
+            last
+            and last.experts == weight.experts
+            and last.elements + weight.elements <= limit
+        ):
+            found.pop()
             weight = Weight(
                 last.elements + weight.elements,
                 min(last.needed, weight.needed),
                 max(last.ready, weight.ready),
+                weight.experts,
             )
         found.append(weight)
     return found
 
 
 def reduction_seconds(
-    channels: Channels, n_bytes: float, replicas: int, *, owned: bool, hides: bool
+    channels: Channels, n_bytes: float, group: str, *, owned: bool, hides: bool
 ) -> float:
     """Time reduce_to_owners, the reduction of gradients; on a CPU, one reduction per owner."""
     if not owned:
-        return channels.data_s("all_reduce", n_bytes)
+        return channels.seconds("all_reduce", n_bytes, group)
     if hides:
-        return channels.data_s("reduce_scatter", n_bytes)
-    return replicas * channels.data_s("reduce", n_bytes / replicas)
+        return channels.seconds("reduce_scatter", n_bytes, group)
+    ranks = channels.lanes[group].ranks
+    return ranks * channels.seconds("reduce", n_bytes / ranks, group)
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
@@ -418,7 +438,9 @@ def update_seconds(config: Config, device: str, rates: Rates) -> float:
         for rank in range(size)
     )
     whole = sum(p.elements for stage in own for p in whole_parameters(config, traced, stage))
-    others = rates.update_s((most - whole) / owners(config), bytes_per_element(config, device))
+    experts = sum(experts_of(traced, stage) for stage in own)
+    elements = owned_elements(config, most - whole, experts)
+    others = rates.update_s(elements, bytes_per_element(config, device))
     if not whole:
         return others
     return others + rates.update_s(
@@ -513,9 +535,9 @@ def _seconds(
     traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool
 ) -> _Seconds:
     """Time a stage's passes; cached for placements with the same kind of tensor groups."""
-    key = traced, stage, rates, channels.tensor_lane, hides
+    key = traced, stage, rates, tuple(channels.lanes[name] for name in OF_PASSES), hides
     if key not in _known:
-        found = stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
+        found = stage_seconds(traced, stage, rates, channels.seconds, hides=hides)
         _known[key] = found.forward_s, found.backward_s, found.weight_s
     return _known[key]
 
@@ -559,12 +581,13 @@ def _exchanged(
     engine = config.engine
     size = parallel.pipeline_model_parallel_size
     chunks = parallel.num_chunks
-    replicas = parallel.data_parallel_size
-    if replicas == 1:
+    if parallel.gradient_ranks == 1:
         return 0.0
     own = stages_of(config)[::size]
     owned = engine.zero_stage > 0
-    count = sum(parameters_of(traced, stage) for stage in own)
+    experts = sum(experts_of(traced, stage) for stage in own)
+    others = sum(parameters_of(traced, stage) for stage in own) - experts
+    counts = {"data": others, "expert_data": experts}
     layers = max(1, sum(stage.layers for stage in own))
 
     def left(whole: float, beside: float, overlaps: bool) -> float:
@@ -574,10 +597,13 @@ def _exchanged(
             whole / chunks - beside, whole - (1 + (chunks - 1) * size) * beside, whole / layers
         )
 
-    up = reduction_seconds(
-        channels, config.precision.gradient_bytes * count, replicas, owned=owned, hides=hides
-    )
-    down = channels.data_s("all_gather", config.precision.weight_bytes * count) if owned else 0.0
+    up = down = 0.0
+    for group, count in counts.items():
+        n_bytes = config.precision.gradient_bytes * count
+        up += reduction_seconds(channels, n_bytes, group, owned=owned, hides=hides) if count else 0.0
+        if owned and count:
+            n_bytes = config.precision.weight_bytes * count
+            down += channels.seconds("all_gather", n_bytes, group)
     forward, backward, weight = seconds[0]
     return left(up, backward + weight, engine.overlap_grad_reduce) + left(
         down, forward, engine.overlap_param_gather

@@ -12,7 +12,7 @@ from megatron.planner.rates import BACKWARD_OPERATIONS, causal_pairs
 from megatron.planner.stage import rates_of, seconds_of, stages_of
 from megatron.planner.table import Table
 from megatron.planner.timing.estimate import Estimate, busiest_rank
-from megatron.planner.trace import trace
+from megatron.planner.trace import LayerKind, kinds_of_layers, trace
 
 _LAYER = re.compile(r"^layers\.\d+\.?")
 _GIB = 2**30
@@ -26,8 +26,12 @@ def explain(found: Estimate) -> list[Table]:
     stages = stages_of(found.config)
     own = stages[rank :: found.config.parallel.pipeline_model_parallel_size]
     parts = {
-        "one layer": traced.layer,
-        "one recomputed layer": traced.again,
+        **{
+            f"one {name}layer{of}": part
+            for kind, parts in zip(kinds_of_layers(found.config.model)[0], traced.kinds, strict=True)
+            for name, part in zip(("", "recomputed "), parts, strict=True)
+            for of in (_kind(kind, len(traced.kinds)),)
+        },
         "the embedding": traced.embedding if own[0].first else None,
         "the output layer": traced.head if own[-1].last else None,
     }
@@ -38,6 +42,14 @@ def explain(found: Estimate) -> list[Table]:
         for title, of in _passes(part, stages[0].split).items()
         if of.steps
     ] + [_stages(found, rank), _step(found, rank), _memory(found), _figures(found)]
+
+
+def _kind(kind: LayerKind, kinds: int) -> str:
+    """Describe a kind of layers, if there are several."""
+    if kinds == 1:
+        return ""
+    parts = (" without window" * kind.unlimited, " with experts" * kind.experts)
+    return "".join(parts) or " without experts"
 
 
 def _passes(part: Part, split: bool) -> dict[str, Pass]:
@@ -81,11 +93,11 @@ def _pass(found: Estimate, title: str, of: Pass) -> Table:
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
     rows.append(("computations", "sum of the above", _time(total), ""))
     for message, count in Counter(of.messages()).items():
-        each = channels.tensor_s(*message)
+        each = channels.seconds(*message)
         formula = f"{count} x {message.bytes / 1e6:.4g} MB, {_time(each)} each"
         rows.append(
             (
-                f"message: {message.kind}",
+                f"message: {message.group}, {message.kind}",
                 formula,
                 _time(count * each),
                 "hidden if it overlaps with a product",

@@ -35,12 +35,19 @@ PHASES = (
     "backward",
     "recompute",
     "tensor-parallel",
+    "context-parallel",
     "pipeline-wait",
     "data-parallel",
     "optimizer",
     "save",
 )
-_OF_KIND = {"tensor": "tensor-parallel", "data": "data-parallel"}
+_OF_KIND = {
+    "tensor": "tensor-parallel",
+    "context": "context-parallel",
+    "pipeline": "pipeline-wait",
+    "data": "data-parallel",
+    "expert_data": "data-parallel",
+}
 _ALL_RANKS = 64  # the largest job of which all ranks are gathered
 _MOST_EVENTS = 60_000  # in the file, about 9 MB
 _ROUND_TRIPS = 5
@@ -60,7 +67,7 @@ class Activity(NamedTuple):
         if isinstance(self.what, Instruction):
             return "forward" if self.what.op is Op.FORWARD else "backward"
         if isinstance(self.what, Call):
-            return "pipeline-wait" if self.what.peer >= 0 else _OF_KIND.get(self.what.kind)
+            return _OF_KIND.get(self.what.kind)
         return self.what if self.what in PHASES else None
 
 

@@ -341,8 +341,9 @@ def load_checkpoint(
     reporter.say(
         f" loaded checkpoint {loaded.folder} in {time.perf_counter() - start:.2f} s"
         + ("" if loaded.optimizer else ", without optimizer state")
+        + (": each expert begins with its MLP" if loaded.dense else "")
     )
-    if settings.finetune or settings.reset_iteration:
+    if settings.finetune or settings.reset_iteration or loaded.dense:
         return Progress()
     return progress_from(loaded.state, loaded.folder)
 

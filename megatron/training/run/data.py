@@ -81,14 +81,15 @@ def open_stream(
     Positions in `left_out` are skipped. `cyclic`: as with --dataloader-type cyclic. Returns
     placeholders where this rank reads no data. Close the stream when done.
     """
-    data, size, group = config.data, config.batch.micro_batch_size, topology.data
+    data, size = config.data, config.batch.micro_batch_size
+    replica, replicas = topology.replica, topology.layout.replicas
     if dataset is None or not reads_data(config, topology):
-        return PlaceholderStream(size, group.rank, group.size, consumed_samples)
+        return PlaceholderStream(size, replica, replicas, consumed_samples)
     return MicroBatchStream(
         dataset,
         size,
-        group.rank,
-        group.size,
+        replica,
+        replicas,
         consumed_samples,
         topology.device,
         dataloader_type="cyclic" if cyclic else data.dataloader_type,

@@ -177,6 +177,11 @@ def prepare(
     cut: bool = False,
 ) -> list[Prompt]:
     """Return the token ids of prompts, cut if wished; see generate. Raises ConfigError."""
+    if (ranks := model.topology.context.size) > 1:
+        raise ConfigError(
+            f"text is not generated with --context-parallel-size {ranks}: use 1, on any other "
+            "layout; the checkpoint is the same"
+        )
     settings, tokenizer = model.config.model, model.tokenizer
     most = settings.max_position_embeddings
     learned = settings.position_embedding_type == "learned_absolute"
@@ -355,6 +360,8 @@ class _Decoder:
             replica = layout.coordinates(self._topology.rank)[1]
             source = layout.rank(tensor=0, data=replica, pipeline=layout.pipeline - 1)
             dist.broadcast(chosen, source, group=group.handle)
+        if (group := self._topology.expert).size > 1:  # whose ranks make the same passes
+            dist.broadcast(chosen, group.ranks[0], group=group.handle)
         tokens: list[int] = chosen.tolist()
         if -1 in tokens:
             raise ConfigError(

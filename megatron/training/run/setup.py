@@ -216,6 +216,8 @@ def connect_groups(
         tied_embeddings=tied,
         flight=rendezvous.flight,
         order=rank_order,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
     )
     with topology.flight.phase("groups"):
         # Before torch gives up, whose message says less, or RCCL, which does not give up.
@@ -540,8 +542,16 @@ def describe_setup(
     """Print what runs, on what and with which settings, and where it writes."""
     model, say = config.model, reporter.console.say_wrapped
     assert model.vocab_size is not None, "the tokenizer was read"
+    experts = ""
+    if model.num_experts is not None:
+        active = formulas.total_parameters(model, active=True)
+        experts = (
+            f" ({active:,} of them for each token, with {model.moe_router_topk} of "
+            f"{model.num_experts} experts in {model.expert_layers} layers)"
+        )
     say(
-        f"model: {formulas.parameters_of(config):,} parameters: {model.num_layers} layers, hidden size "
+        f"model: {formulas.parameters_of(config):,} parameters{experts}: {model.num_layers} layers, "
+        f"hidden size "
         f"{model.hidden_size}, {model.num_attention_heads} heads, sequences of {model.seq_length} "
         f"tokens, vocabulary of {model.vocab_size}, padded to "
         f"{model.padded_vocab_size(topology.tensor.size)}"

@@ -92,6 +92,22 @@ def test_large_models_are_cut_into_files(
     assert index["metadata"]["total_size"] == sum(sizes)
 
 
+def test_experts_there_and_back(tmp_path: Path) -> None:
+    """The tensors of single experts are parts of ours; files end within a layer."""
+    source = make("qwen3_moe", tmp_path / "source", torch.bfloat16, max_shard_size="30KB")
+    assert main([str(source), str(tmp_path / "native")]) == 0
+    masters = whole_tensors(find_folder(tmp_path / "native"))
+    theirs = tensors(source)
+    for expert, ours in enumerate(masters["master.layers.2.mlp.experts.dense_h_to_4h.weight"]):
+        for matrix, name in zip(ours, ("gate", "up"), strict=True):
+            of = theirs[f"model.layers.2.mlp.experts.{expert}.{name}_proj.weight"]
+            assert torch.equal(matrix, of.float())
+    assert main(["--to", "hf", str(tmp_path / "native"), str(tmp_path / "back")]) == 0
+    identical(source, tmp_path / "back")
+    fields = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert fields["mlp_only_layers"] == [1] and fields["num_experts"] == 6
+
+
 def test_files_as_they_were_published(tmp_path: Path) -> None:
     """Names without their first part, constants beside parameters, and a stored tied output."""
     source, old = tmp_path / "source", tmp_path / "old"
@@ -243,6 +259,31 @@ def test_models_without_a_family(tmp_path: Path) -> None:
         {"squared_relu": True},
         {"swiglu": True},
         {"apply_layernorm_1p": True},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(changed))):
+            huggingface_save.family_of(config.replace(**changed).model)
+
+
+def test_models_of_experts_without_a_family() -> None:
+    config = Config.create(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        seq_length=16,
+        vocab_size=50,
+        normalization="rmsnorm",
+        swiglu=True,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        num_experts=4,
+        moe_ffn_hidden_size=24,  # beside which the width of an MLP has no effect
+    )
+    assert huggingface_save.family_of(config.model) == "mixtral"
+    assert huggingface_save.family_of(config.replace(qk_layernorm=True).model) == "qwen3_moe"
+    for changed in (
+        {"moe_router_score_function": "sigmoid"},
+        {"moe_shared_expert_intermediate_size": 16},
     ):
         with pytest.raises(ConfigError, match=next(iter(changed))):
             huggingface_save.family_of(config.replace(**changed).model)

@@ -1,0 +1,324 @@
+"""Operators of a layer with experts: tokens to their experts' rows and back, and grouped products.
+
+Each token has k choices. The rows of an expert follow each other, those of expert 0 first. `order`
+names the token of each row, `places` the row of each choice; they are inverse to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from megatron.kernels.library import (
+    Function,
+    check,
+    check_beside,
+    check_contiguous,
+    check_shape,
+    check_type,
+    operator,
+)
+from megatron.kernels.ops.elementwise import wider
+from megatron.kernels.work import Memory
+from megatron.parallel.sharding import WeightGradients, deliver, sink_of
+
+_PERMUTE = Function("mk_permute", "ppplll")
+_UNPERMUTE = Function("mk_unpermute", "ppppllll")
+_UNPERMUTE_BACKWARD = Function("mk_unpermute_backward", "ppppppllll")
+
+
+def _check_map(name: str, x: Tensor, rows: int, **maps: Tensor) -> None:
+    """Check x [.., h], and on a CPU that the maps name some of its `rows` or, with -1, none."""
+    check_type(name, x=x)
+    check_contiguous(name, x=x)
+    check(name, x.dim() == 2, f"x has {x.dim()} dimension(s); [rows, h] is needed")
+    check_beside(name, x, [torch.int64], **maps)
+    for what, found in maps.items():
+        if found.device.type == "cpu" and found.numel():
+            least, most = (int(end) for end in found.aminmax())
+            check(
+                name,
+                least >= -1 and most < rows,
+                f"{what} are {least} to {most}, but there are {rows} rows",
+            )
+
+
+def _check_permute(name: str, x: Tensor, order: Tensor, places: Tensor) -> None:
+    _check_map(name, x, len(x), order=order)
+    _check_map(name, x, len(order), places=places)
+    check_shape(name, (order.numel(),), order=order)
+    check_shape(name, (len(x), places.shape[-1]), places=places)
+
+
+def _check_unpermute(
+    name: str, y: Tensor, places: Tensor, weights: Tensor | None, padded: bool
+) -> None:
+    _check_map(name, y, len(y), places=places)
+    check(name, places.dim() == 2, f"places have {places.dim()} dimension(s); 2 are needed")
+    if weights is not None:
+        check_beside(name, y, [torch.float32], weights=weights)
+        check_shape(name, places.shape, weights=weights)
+    if not padded and y.device.type == "cpu":  # its gradient would not be written
+        rows = int((places >= 0).sum())
+        check(name, rows == len(y), f"{len(y) - rows} rows are no choice's: they are `padded`")
+
+
+def _rows(x: Tensor, at: Tensor) -> Tensor:
+    """Return these rows of x, zeros for -1."""
+    return torch.cat((x, x.new_zeros(1, x.shape[-1])))[at]
+
+
+def permute_reference(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Compute `permute` with torch's operators."""
+    return _rows(x, order)
+
+
+def unpermute_reference(
+    y: Tensor, places: Tensor, weights: Tensor | None, padded: bool = False
+) -> Tensor:
+    """Compute `unpermute` with torch's operators; without weights they are 1."""
+    rows = wider(_rows(y, places))  # [t, k, h]
+    return (rows if weights is None else rows * weights.unsqueeze(-1)).sum(1).to(y.dtype)
+
+
+def _reference_backward(
+    gradient: Tensor, y: Tensor, places: Tensor, weights: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
+    wide = gradient.float().unsqueeze(1)  # [t, 1, h]
+    dy = y.new_zeros(len(y) + 1, y.shape[-1])  # the last row takes those of dropped choices
+    dy[places] = (wide * weights.unsqueeze(-1)).to(y.dtype)
+    return dy[:-1], (wide * _rows(y, places)).sum(-1)
+
+
+def _permute(out: Tensor, x: Tensor, order: Tensor, places: Tensor) -> None:
+    _PERMUTE(x, out, x, order, *out.shape[:1], *x.shape)
+
+
+def _unpermute(
+    out: Tensor, y: Tensor, places: Tensor, weights: Tensor | None, padded: bool
+) -> None:
+    sizes = len(out), len(y), places.shape[-1], y.shape[-1]
+    _UNPERMUTE(y, out, y, places, weights, *sizes)
+
+
+def _backward(
+    results: tuple[Tensor, Tensor],
+    gradient: Tensor,
+    y: Tensor,
+    places: Tensor,
+    weights: Tensor,
+    padded: bool,
+) -> None:
+    sizes = len(gradient), len(y), places.shape[-1], y.shape[-1]
+    _UNPERMUTE_BACKWARD(y, *results, gradient, y, places, weights, *sizes)
+
+
+def _like_gradients(
+    gradient: Tensor, y: Tensor, places: Tensor, weights: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
+    dy = torch.zeros_like(y) if padded else torch.empty_like(y)
+    return dy, torch.empty_like(weights)
+
+
+def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[2])
+
+
+def _permute_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return _unpermuted(gradient.contiguous(), *ctx.saved_tensors, None, True), None, None
+
+
+def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.padded = inputs[3]
+
+
+def _unpermute_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    dy, dweights = _unpermute_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.padded)
+    return dy, None, dweights, None
+
+
+_unpermute_backward = operator(
+    "unpermute_backward(Tensor gradient, Tensor y, Tensor places, Tensor weights, bool padded) -> "
+    "(Tensor, Tensor)",
+    _backward,
+    _reference_backward,
+    _like_gradients,
+)
+_unpermuted = operator(
+    "unpermute(Tensor y, Tensor places, Tensor? weights, bool padded) -> Tensor",
+    _unpermute,
+    unpermute_reference,
+    lambda y, places, weights, padded: y.new_empty(len(places), y.shape[-1]),
+    check=_check_unpermute,
+    save=_save_unpermute,
+    backward=_unpermute_gradients,
+)
+_permuted = operator(
+    "permute(Tensor x, Tensor order, Tensor places) -> Tensor",
+    _permute,
+    permute_reference,
+    lambda x, order, places: x.new_empty(len(order), x.shape[-1]),
+    check=_check_permute,
+    save=_save_permute,
+    backward=_permute_gradients,
+    # a token is read for each of its rows
+    work=lambda x, order, places: Memory(2 * len(order) * x[:1].nbytes),
+)
+
+
+def permute(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Return the rows of tokens x [t, h] in the order of their experts, [n, h].
+
+    order   the token of each row; -1: a row of zeros  # [n], int64
+    places  the row of each choice, -1: it has none  # [t, k], int64
+
+    The gradient of a token is the sum over its rows, in fp32 and in the order of its choices.
+    Bytes moved for rows of N elements of e bytes: forward 2 N e, backward (1 + 1 / k) N e. Raises
+    KernelError for other types and shapes, and on a CPU for rows and tokens that are not there; on
+    a GPU these count as -1.
+    """
+    rows: Tensor = _permuted(x.contiguous(), order, places)
+    return rows
+
+
+def unpermute(y: Tensor, places: Tensor, weights: Tensor, padded: bool = False) -> Tensor:
+    """Return the sum over each token's choices of weight times row of y [n, h], [t, h].
+
+    places   the row of each choice, -1: it adds nothing  # [t, k], int64
+    weights  fp32  # [t, k]
+    padded   whether y has rows that are no choice's; they get a gradient of zero
+
+    The sum is in fp32 and in the order of the choices; so is the weights' gradient, which is made
+    in the pass that makes that of y. Bytes moved for rows of N elements of e bytes: forward
+    (1 + 1 / k) N e, backward (2 + 1 / k) N e. Raises KernelError as `permute` does.
+    """
+    tokens: Tensor = _unpermuted(y.contiguous(), places, weights.contiguous(), padded)
+    return tokens
+
+
+# -- grouped products ------------------------------------------------------------------------------
+
+_torchs_own = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+@cache
+def _groups_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch has one kernel for products of groups of rows (grouped_mm).
+
+    On a CPU it is no faster than a loop. Builds that lack it raise, so a small product whose
+    result is exact is tried once for each device.
+    """
+    if device.type == "cpu" or _torchs_own is None:
+        return False
+    x = (torch.arange(64, device=device) % 7).to(dtype).expand(48, 64).contiguous()
+    w = (
+        (torch.arange(32, device=device) % 5)
+        .to(dtype)
+        .view(1, 32, 1)
+        .expand(3, 32, 64)
+        .contiguous()
+    )
+    ends = torch.tensor([16, 16, 48], dtype=torch.int32, device=device)
+    try:
+        y = _torchs_own(x, w.transpose(1, 2), offs=ends)
+    except (RuntimeError, TypeError):
+        return False
+    return torch.equal(y, x @ w[0].t())
+
+
+def _products(x: Tensor, matrices: Tensor, sizes: Sequence[int], ends: Tensor | None) -> Tensor:
+    """Return the product of each expert's rows of x [n, in] and its matrix [E, in, out], [n, out].
+
+    ends: see _ends.
+    """
+    if ends is not None and _torchs_own is not None:
+        y: Tensor = _torchs_own(x, matrices, offs=ends)
+        return y
+    y = x.new_empty(len(x), matrices.shape[-1])
+    for rows, matrix, out in zip(x.split(sizes), matrices, y.split(sizes), strict=True):
+        torch.mm(rows, matrix, out=out)
+    return y
+
+
+def _ends(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor | None:
+    """Return the last row of each expert, excluded, for torch's own; None where it is not used."""
+    wide = all(n * x.element_size() % 16 == 0 for n in (x.shape[-1], weight[0, ..., 0].numel()))
+    if x.is_meta or not wide or not _groups_products(x.device, x.dtype):
+        return None
+    return counts.cumsum(0).to(device=x.device, dtype=torch.int32, non_blocking=True)
+
+
+@torch.no_grad()
+def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
+    """Return each expert's dy^T x in the weight's shape; None where a sink took it."""
+    sink = sink_of(weight)
+    if sink is not None:
+        sink.add_product(dy, x, counts=sizes)
+        return None
+    found = torch.empty_like(weight)
+    for a, b, out in zip(dy.split(sizes), x.split(sizes), found, strict=True):
+        torch.mm(a.t(), b, out=out.view(a.shape[-1], b.shape[-1]))
+    return found
+
+
+def _deferred(weight: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> None:
+    gradient = _weight_gradient(weight, dy, x, sizes)
+    if gradient is not None:
+        deliver(weight, gradient)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradients | None
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.queue = weight, queue  # not saved: see layers/linear.py
+        if x.is_meta:  # without data all experts count as equally busy
+            first, more = divmod(len(x), len(weight))
+            ctx.sizes = [first + (e < more) for e in range(len(weight))]
+        else:
+            ctx.sizes = counts.tolist()
+        ctx.ends = _ends(x, weight, counts)
+        return _products(x, _matrices(weight).transpose(1, 2), ctx.sizes, ctx.ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (x,), dx, dw = ctx.saved_tensors, None, None
+        dy = dy.contiguous()
+        if ctx.needs_input_grad[0]:
+            dx = _products(dy, _matrices(ctx.weight), ctx.sizes, ctx.ends)
+        if ctx.needs_input_grad[1]:
+            if ctx.queue is not None and ctx.queue.deferring:
+                ctx.queue.add(partial(_deferred, ctx.weight, dy, x.detach(), ctx.sizes))
+            else:
+                dw = _weight_gradient(ctx.weight, dy, x, ctx.sizes)
+        return dx, dw, None, None
+
+
+def _matrices(weight: Tensor) -> Tensor:
+    return weight.detach().view(len(weight), -1, weight.shape[-1])  # [E, out, in]
+
+
+def grouped_product(
+    x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradients | None = None
+) -> Tensor:
+    """Return x W^T for each expert's rows of x [n, in], [n, out].
+
+    weight  a matrix for each expert  # [E, out, in], or [E, m, out/m, in] for m side by side
+    counts  rows of each expert, in all n; may be 0  # [E], int64
+    queue   where the weight's gradient waits while a schedule defers it
+
+    counts on a GPU make the host wait for it once; on the host they do not. The weight's gradient
+    is added to its sink, without a second tensor of its size.
+    """
+    y: Tensor = _Grouped.apply(x, weight, counts, queue)  # type: ignore[no-untyped-call]
+    return y

@@ -1,0 +1,811 @@
+"""A layer of experts in place of an MLP: router, balancing losses, experts, shared expert.
+
+A router scores all experts for each token; the token passes through the best k, and their outputs
+are added with weights (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert multiplies as
+many rows as it gets.
+
+With expert parallelism, a layer's experts are distributed over some of the data-parallel ranks. A
+token is sent once to each rank with experts of its choice (an idea of X-MoE, arXiv 2508.13337),
+multiplied there by all of these, and the sum of their weighted outputs returns: messages have as
+many rows as there are such pairs, and two small ones before them have their numbers and choices.
+
+A token's weights and choices are the same on any layout: routers compute in fp32, and with sequence
+parallelism each tensor rank scores its own tokens and gets the scores of all, so that losses and
+capacities are of the whole micro-batch. Tensor parallelism divides the hidden size of each expert,
+as that of an MLP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from megatron.kernels.ops.elementwise import activate, bias_activation, wider
+from megatron.kernels.ops.experts import (
+    grouped_product,
+    permute,
+    permute_reference,
+    unpermute,
+    unpermute_reference,
+)
+from megatron.kernels.work import once_and_again, recomputed
+from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw
+from megatron.layers.transformer import MLP
+from megatron.parallel.collectives import (
+    all_reduce,
+    all_to_all,
+    all_to_all_async,
+    gather_first,
+    reduce_from_tensor_region,
+    reduce_scatter_first,
+    split_first,
+)
+from megatron.parallel.sharding import Site, attach, placed_noise, shard, wide
+from megatron.parallel.topology import Group, Topology
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
+
+
+class Operators(NamedTuple):
+    """The operators that move rows: kernels or torch's."""
+
+    permute: Callable[[Tensor, Tensor, Tensor], Tensor]
+    unpermute: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+KERNELS = Operators(permute, unpermute)
+REFERENCES = Operators(permute_reference, unpermute_reference)
+
+
+@dataclass
+class Experts:
+    """What the layers of experts of one rank share.
+
+    group       the ranks over which the experts of a layer are distributed
+    loss_scale  the factor of a micro-batch's balancing losses in the total loss; set before its
+                backward pass (Engine.begin)
+    """
+
+    group: Group = field(default_factory=lambda: Group((0,), 0))
+    loss_scale: float | Tensor = 1.0
+
+
+def shared_by(context: LayerContext) -> Experts:
+    """Return what layers of experts share; of one process where nothing was given."""
+    return context.experts or Experts()
+
+
+# -- messages of the tensor-parallel region --------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    """Tokens that each tensor rank's part of all experts gets; their gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, context: LayerContext) -> Tensor:
+        ctx.context = context
+        ctx.partial_gradient = context.sequence_parallel  # for engine/gradients.py
+        return gather_first(x, context.tensor) if context.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        group = ctx.context.tensor
+        if ctx.context.sequence_parallel:
+            return reduce_scatter_first(dx, group), None
+        return all_reduce(dx.contiguous().clone(), group), None
+
+
+class _Whole(torch.autograd.Function):
+    """Weights of choices, whose gradients are sums over the tensor ranks' parts of the experts."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.partial_gradient = group, False
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.contiguous().clone(), ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """Scores [s/tp, b, E] of all tensor ranks: [s, b, E]. Each has the gradients of all."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.partial_gradient = group, True
+        return gather_first(scores, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return split_first(gradient, ctx.group).contiguous(), None
+
+
+# -- routers ---------------------------------------------------------------------------------------
+
+
+class _Scores(torch.autograd.Function):
+    """x [.., h] times the router's fp32 weights [E, h], in fp32; x is kept in its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(wider(x), wider(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        dw = rows.t() @ wider(x).flatten(0, -2)
+        return (gradient @ wider(weight)).to(x.dtype), dw.to(weight.dtype)
+
+
+class _WithLoss(torch.autograd.Function):
+    """The first argument, with a loss that gets the gradient `experts.loss_scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, experts: Experts) -> Tensor:
+        ctx.experts = experts
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        one = torch.ones((), dtype=torch.float32, device=gradient.device)
+        return gradient, one * ctx.experts.loss_scale, None
+
+
+def balancing_loss(scores: Tensor, load: Tensor) -> Tensor:
+    """Return E sum_i f_i P_i, of E experts: 1 where the load is even (fp32, a scalar).
+
+    Fedus et al., arXiv 2101.03961, eq. 4 to 6.
+
+    scores  normalised scores of tokens; P is their mean  # [.., E]
+    load    choices of each expert; f is its share in all. No gradient flows through it.  # [E]
+    """
+    share = load / load.sum().clamp(min=1)
+    return len(load) * (share * scores.flatten(0, -2).mean(0)).sum()
+
+
+class Router(torch.nn.Module):
+    """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k], of all tokens.
+
+    Weights are fp32, experts int64; a choice that is dropped has the weight 0 and the expert -1.
+
+    load         choices of each expert since the last step, before drops  # [E], fp32
+
+    Sums since the last log line (take_figures): `passes`, the number of micro-batches; `losses`,
+    each balancing loss without its coefficient, then the z-loss; and only if `measured`:
+    `interval`, as `load`; `dropped`, the choices that were dropped; and `entropy` of each token's
+    normalised scores.
+
+    expert_bias  a term of the scores for the choice alone; moves after each step with the load
+                 (Wang et al., arXiv 2408.15664)  # [E], fp32; None without
+    last_load    load of the last step, for the balancing loss of the global batch  # [E]
+    """
+
+    def __init__(
+        self, context: LayerContext, name: str, config: ModelConfig, layer: int, fill: Fill
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        assert config.num_experts is not None, "the layer has experts"
+        self.name, self.context, self.config, self.experts = (
+            name,
+            context,
+            config,
+            config.num_experts,
+        )
+        shape = self.experts, config.hidden_size
+        self.weight = context.parameters.create(f"{name}.weight", shape, None, fill, fp32=True)
+        if config.moe_use_upcycling:  # the parts of one MLP begin with the same scores
+            groups = self.weight.detach().unflatten(0, (-1, config.upcycling_granularity))
+            groups[:, 1:] = groups[:, :1]
+        kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
+        self.balancing = {kind: factor for kind, factor in kinds if factor}
+        # Plain attributes: buffers would be rounded with the weights.
+        zeros = torch.zeros(self.experts, device=context.parameters.device)
+        self.load, self.interval = zeros, zeros.clone()
+        self.last_load = zeros.clone() if "global_aux_loss" in self.balancing else None
+        self.losses = zeros.new_zeros(len(self.balancing) + 1)
+        self.dropped, self.entropy = zeros.new_zeros(()), zeros.new_zeros(())
+        self.passes = 0
+        self.expert_bias = zeros.clone() if config.moe_router_enable_expert_bias else None
+        self.measured = False
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return what is saved beside the weights, by global name."""
+        names = ("expert_bias", "last_load")
+        found = {f"{self.name}.{name}": getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def forward(self, x: Tensor, call: CallContext) -> tuple[Tensor, Tensor]:
+        config, context = self.config, self.context
+        if config.moe_input_jitter_eps and call.dropout is not None:
+            seed, place = call.hidden_mask(x, self.layer, Site.ROUTER, context)
+            assert seed is not None, "in training, masks have a key"
+            x = x * placed_noise(x, config.moe_input_jitter_eps, seed, place)
+        logits: Tensor = _Scores.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        if context.sequence_parallel:
+            logits = _Gather.apply(logits, context.tensor)  # type: ignore[no-untyped-call]
+        weights, experts = self.choose(logits.flatten(0, 1))
+        # A recomputation runs within a backward pass.
+        counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        if torch.is_grad_enabled() and self.training:
+            weights = self._with_losses(logits, weights, experts, counts)
+        kept = self._kept(weights, experts)
+        if counts and self.training:
+            self.passes += 1
+            with torch.no_grad():
+                self.load += self._count(experts)
+                if self.measured:
+                    self.interval += self._count(experts)
+                    self.entropy -= torch.xlogy(p := self.shares(logits), p).sum()
+                    self.dropped += 0 if kept is None else kept.logical_not().sum()
+        if kept is not None:
+            weights = weights.masked_fill(~kept, 0.0)
+            experts = experts.masked_fill(~kept, -1)
+        return weights, experts
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and experts [t, k] of logits [t, E], the best first."""
+        config = self.config
+        k, softmax = config.moe_router_topk, config.moe_router_score_function == "softmax"
+        if not softmax:
+            scores = logits.sigmoid()
+        else:
+            scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
+        with torch.no_grad():
+            wanted = scores if self.expert_bias is None else scores + self.expert_bias
+            if config.moe_router_num_groups is not None:
+                wanted = self._within_groups(wanted)
+            experts = wanted.topk(k, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if softmax and not config.moe_router_pre_softmax:
+            weights = weights.softmax(-1)
+        elif not softmax and k > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        factor = config.moe_router_topk_scaling_factor
+        return weights if factor is None else weights * factor, experts
+
+    def _within_groups(self, scores: Tensor) -> Tensor:
+        """Return the scores with -inf outside of the best groups of each token.
+
+        DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
+        """
+        groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        assert groups is not None and chosen is not None, "they are given together"
+        cut = scores.unflatten(-1, (groups, -1))
+        best = cut.topk(self.config.moe_router_topk // chosen, dim=-1).values.sum(-1)
+        outside = torch.ones_like(best, dtype=torch.bool).scatter_(
+            -1, best.topk(chosen, dim=-1).indices, False
+        )
+        return cut.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
+
+    def shares(self, logits: Tensor) -> Tensor:
+        """Return scores over all experts that add up to one, for losses [.., E]."""
+        if self.config.moe_router_score_function == "softmax":
+            return logits.softmax(-1)
+        scores = logits.sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+    def _count(self, experts: Tensor) -> Tensor:
+        return torch.bincount(experts.flatten(), minlength=self.experts).to(self.load.dtype)
+
+    def _with_losses(
+        self, logits: Tensor, weights: Tensor, experts: Tensor, counts: bool
+    ) -> Tensor:
+        """Return the weights, through whose gradient that of the losses of logits [s, b, E] flows."""
+        losses, factors = list[Tensor](), list[float]()
+        shares = self.shares(logits) if self.balancing else logits
+        if self.balancing and (
+            self.expert_bias is not None or self.config.moe_router_num_groups is not None
+        ):
+            # Losses are of the scores, without bias and groups (arXiv 2412.19437, eq. 18).
+            experts = shares.detach().topk(self.config.moe_router_topk, dim=-1).indices
+        experts = experts.view(*logits.shape[:2], -1)
+        for kind, factor in self.balancing.items():
+            if kind == "aux_loss":
+                loss = balancing_loss(shares, self._count(experts))
+            elif kind == "seq_aux_loss":
+                samples = zip(shares.unbind(1), experts.unbind(1), strict=True)
+                each = [balancing_loss(of_one, self._count(its)) for of_one, its in samples]
+                loss = torch.stack(each).mean()
+            else:  # before the first step the load counts as even
+                assert self.last_load is not None, "made for this loss"
+                even = self.last_load.sum() == 0
+                loss = balancing_loss(shares, torch.where(even, 1.0, self.last_load))
+            losses.append(loss)
+            factors.append(factor)
+        if self.config.moe_z_loss_coeff:  # Zoph et al., arXiv 2202.08906, eq. 5
+            losses.append(logits.logsumexp(-1).square().mean())
+            factors.append(self.config.moe_z_loss_coeff)
+        if not losses:
+            return weights
+        found = torch.stack(losses)
+        if counts:
+            with torch.no_grad():
+                self.losses[: len(found)] += found
+        shared, total = shared_by(self.context), found @ found.new_tensor(factors)
+        return _WithLoss.apply(weights, total, shared)  # type: ignore[no-untyped-call, no-any-return]
+
+    @torch.no_grad()
+    def _kept(self, weights: Tensor, experts: Tensor) -> Tensor | None:
+        """Return which choices [t, k] are within their expert's capacity; None: all."""
+        factor, (tokens, k) = self.config.moe_expert_capacity_factor, experts.shape
+        capacity = tokens if factor is None else math.ceil(tokens * k / self.experts * factor)
+        if capacity >= tokens:
+            return None
+        if self.config.moe_token_drop_policy == "probs":
+            found = weights.new_full((tokens, self.experts), -1.0).scatter_(1, experts, weights)
+            best = found.topk(capacity, dim=0).indices
+            inside = torch.zeros_like(found, dtype=torch.bool).scatter_(0, best, True)
+        else:
+            chosen = torch.zeros(tokens, self.experts, dtype=torch.int32, device=experts.device)
+            inside = chosen.scatter_(1, experts, 1).cumsum(0) <= capacity
+        return inside.gather(1, experts)
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+class _Grouped(torch.nn.Module):
+    """Matrices [E, *shape] of this rank's experts; `dim` of `shape` is cut over the tensor ranks.
+
+    bias   whether there are biases, [E, *shape without the last dimension]
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        experts: int,
+        shape: tuple[int, ...],
+        dim: int,
+        fill: Fill,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.weight = self._make(f"{name}.weight", experts, shape, dim, fill)
+        self.bias: torch.nn.Parameter | None = None
+        # of a matrix that is cut along its input: on all tensor ranks, each of which adds a part
+        self.divided = dim == len(shape) - 1
+        if bias:
+            whole = None if self.divided else dim
+            self.bias = self._make(f"{name}.bias", experts, shape[:-1], whole, constant(0.0))
+
+    def _make(
+        self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
+    ) -> torch.nn.Parameter:
+        """Draw each expert by itself, so that it is the same wherever it is."""
+        factory, group = self.context.parameters, shared_by(self.context).group
+        cut, decay = None if dim is None else dim + 1, not name.endswith(".bias")
+        sharding = shard(name, (experts, *shape), cut, factory.rank, factory.size, decay=decay)
+        local = (experts // group.size, *sharding.extent[1:])
+        first = group.rank * local[0]
+        sharding = replace(
+            sharding, offset=(first, *sharding.offset[1:]), extent=local, experts=True
+        )
+        if factory.device.type == "meta" or not factory.perform_initialization:
+            values = torch.zeros(local, device=factory.device)
+        else:
+            values = torch.stack(
+                [
+                    draw(
+                        shard(f"{name}.{e}", shape, dim, factory.rank, factory.size),
+                        local[1:],
+                        fill,
+                        factory.seed,
+                        factory.device,
+                    )
+                    for e in range(first, first + local[0])
+                ]
+            )
+        return attach(torch.nn.Parameter(values), sharding, factory.size)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Return each expert's rows [n, in], `counts` of them, times its matrix: [n, out]."""
+        y = grouped_product(rows, self.weight, counts, self.context.weight_gradients)
+        if self.bias is None:
+            return y
+        bias, size = wide(self.bias).flatten(1), self.context.tensor.size
+        if self.divided and size > 1:
+            bias = _Part.apply(bias, size)  # type: ignore[no-untyped-call]
+        expert = torch.arange(len(counts), device=y.device).repeat_interleave(
+            counts.to(y.device), output_size=len(y)
+        )
+        return y + F.embedding(expert, bias).to(y.dtype)
+
+
+class _Part(torch.autograd.Function):
+    """The part of a bias that each of `size` tensor ranks adds. Its gradient is whole on each."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, size: int) -> Tensor:
+        ctx.partial_gradient = False
+        return bias / size
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class ExpertMLP(torch.nn.Module):
+    """Router, experts and shared expert: [s(/tp), b, h] -> [s(/tp), b, h].
+
+    activation_again  recompute the output of the activation function in the backward pass
+    again             recompute the whole layer, messages included
+    summed            see RowParallelLinear
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        config: ModelConfig,
+        index: int,
+        fill: Fill,
+        output_fill: Fill,
+        activation_again: bool = False,
+        again: bool = False,
+        summed: bool = True,
+    ) -> None:
+        super().__init__()
+        self.context, self.summed = context, summed
+        self.operators = KERNELS if context.fusions.permute else REFERENCES
+        self.group, self.overlap = shared_by(context).group, config.moe_shared_expert_overlap
+        self.activation, self.fused = config.activation, context.fusions.bias_activation
+        self.activation_again, self.again = activation_again, again
+        self.router = Router(context, f"{name}.router", config, index, fill)
+        hidden, ffn, experts = config.hidden_size, config.moe_ffn_hidden_size, config.num_experts
+        assert ffn is not None and experts is not None, "they are derived where there are experts"
+        up, of_up = ((2, ffn, hidden), 1) if config.gated else ((ffn, hidden), 0)
+        of = f"{name}.experts"
+        bias = config.add_bias_linear
+        self.dense_h_to_4h = _Grouped(
+            context, f"{of}.dense_h_to_4h", experts, up, of_up, fill, bias
+        )
+        self.dense_4h_to_h = _Grouped(
+            context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, output_fill, bias
+        )
+        self.shared: MLP | None = None
+        self.gate: torch.nn.Parameter | None = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            of = f"{name}.shared_experts"
+            width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
+            # within the region that the experts enter: without messages of its own
+            self.shared = MLP(context.alone(), of, width, fill, output_fill, activation_again)
+            if config.moe_shared_expert_gate:
+                make = context.parameters.create
+                self.gate = make(f"{of}.gate.weight", (1, hidden), None, fill)
+
+    def forward(self, x: Tensor, call: CallContext) -> Tensor:
+        if not self.again or not torch.is_grad_enabled():
+            return self._forward(x, call)
+        y: Tensor = checkpoint(
+            self._forward,
+            x,
+            call,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=once_and_again,
+        )
+        return y
+
+    def _forward(self, x: Tensor, call: CallContext) -> Tensor:
+        context, group = self.context, self.context.tensor
+        weights, experts = self.router(x, call)
+        if group.size > 1:
+            weights = _Whole.apply(weights, group)  # type: ignore[no-untyped-call]
+            x = _Enter.apply(x, context)  # type: ignore[no-untyped-call]
+        tokens = x.flatten(0, 1)
+        if self.group.size == 1:
+            out = self._experts(tokens, weights, experts).view_as(x)
+            shared = self._shared(x)
+        else:
+            trip = Trip(experts, len(self.dense_h_to_4h.weight), self.group, self.operators)
+            rows, arrival = trip.send(tokens)
+            # Its place in the graph decides: in the backward pass, it is computed while the
+            # gradients of the tokens return.
+            shared = self._shared(x) if self.overlap else None
+            theirs = trip.send_choices(weights, experts)
+            rows = self._experts(arrival.wait(rows), *theirs, counts=trip.counts)
+            out = trip.back(rows).view_as(x)
+            shared = self._shared(x) if shared is None else shared
+        if shared is not None:
+            out = out + shared
+        if not self.summed:
+            return out
+        return reduce_from_tensor_region(out, group, context.sequence_parallel)
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        """Return this tensor rank's term of the shared expert's output, if there is one."""
+        if self.shared is None:
+            return None
+        out, _ = self.shared(x)
+        return out if self.gate is None else out * F.linear(x, self.gate).sigmoid()
+
+    def _experts(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, counts: Tensor | None = None
+    ) -> Tensor:
+        """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h]."""
+        order, places, counts = sorted_choices(experts, len(self.dense_h_to_4h.weight), counts)
+        rows = self.operators.permute(tokens, order, places)  # [n, h]
+        up = self.dense_h_to_4h(rows, counts)
+        activated = self._activate(up)
+        with self._recomputed(activated, up.detach()):
+            y = self.dense_4h_to_h(activated, counts)
+        return self.operators.unpermute(y, places, weights)
+
+    def _activate(self, up: Tensor) -> Tensor:
+        kind = self.activation
+        return bias_activation(up, None, kind) if self.fused else activate(up, kind)
+
+    def _recomputed(self, activated: Tensor, up: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which operators keep `up` for `activated`, if configured."""
+        if not self.activation_again or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        place, kept = activated.data_ptr(), activated.shape
+
+        def pack(x: Tensor) -> Tensor | None:
+            return None if x.data_ptr() == place and x.shape == kept else x
+
+        def unpack(x: Tensor | None) -> Tensor:
+            if x is not None:
+                return x
+            with recomputed(), torch.no_grad():
+                return self._activate(up)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def sorted_choices(
+    experts: Tensor, count: int, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the token of each row, the row of each choice, and each expert's number of rows.
+
+    Rows are sorted by expert, those of one by token. The numbers are on the host, which waits for
+    them unless `counts` has them.
+
+    experts  the expert of each choice, of `count`; -1: none  # [t, k], int64
+    """
+    flat = experts.flatten()
+    flat = flat.masked_fill(flat < 0, count)
+    if counts is None:
+        counts = count_rows(flat, count)
+    by_expert = flat.argsort(stable=True)[: sum(counts.tolist())]
+    places = torch.full_like(flat, -1)
+    places[by_expert] = torch.arange(len(by_expert), device=flat.device)
+    return by_expert // experts.shape[1], places.view_as(experts), counts
+
+
+def count_rows(experts: Tensor, count: int) -> Tensor:
+    """Return on the host how many choices each of `count` experts has; `count` stands for none.
+
+    The planner, which has no data, replaces this.
+    """
+    return torch.bincount(experts, minlength=count + 1)[:count].cpu()
+
+
+# -- messages between expert-parallel ranks --------------------------------------------------------
+
+
+class Trip:
+    """The way of tokens to the ranks of their experts, and of the results back.
+
+    experts    of this rank's tokens, -1: none  # [t, k]
+    each       experts on each rank
+    operators  move the rows
+
+    counts     rows of each of this rank's experts, on the host  # [each]
+    """
+
+    def __init__(self, experts: Tensor, each: int, group: Group, operators: Operators) -> None:
+        self.group, self.each, self.operators = group, each, operators
+        ranks, size = experts.div(each, rounding_mode="floor"), group.size
+        of_rank = torch.arange(size, device=experts.device).view(size, 1, 1)
+        chosen = (ranks == of_rank).any(-1).flatten()  # [ranks t], by rank, then by token
+        where = chosen.cumsum(0) - 1
+        self.places = where.masked_fill(~chosen, -1).view(size, -1).t().contiguous()  # [t, ranks]
+        self.sent, self.received, self.counts = self._numbers(chosen.view(size, -1), experts)
+        pairs = chosen.nonzero().squeeze(1)
+        self.rank_of, self.order = pairs // len(experts), pairs % len(experts)
+
+    def _numbers(self, chosen: Tensor, experts: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Return the rows sent to each rank and received from it, and those of each expert.
+
+        The planner, which has no data, replaces this.
+        """
+        size, even = self.group.size, [1] * self.group.size
+        choices = torch.bincount(experts.flatten() + 1, minlength=size * self.each + 1)[1:]
+        mine = torch.cat([chosen.sum(1, keepdim=True), choices.view(size, self.each)], dim=1)
+        theirs = all_to_all(mine, self.group, even, even)
+        sent, received = torch.stack([mine[:, 0], theirs[:, 0]]).tolist()
+        return sent, received, theirs[:, 1:].sum(0).cpu()
+
+    def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
+        """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""
+        arrival = Arrival(self.group, self.received, self.sent)
+        rows = self.operators.permute(tokens, self.order, self.places)
+        sent: Tensor = _Send.apply(rows, arrival)  # type: ignore[no-untyped-call]
+        return sent, arrival
+
+    def send_choices(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and experts [n, k] of the rows that other ranks sent, see Trip.
+
+        Experts count from this rank's first; -1: another rank's.
+        """
+        local = experts[self.order] - (self.rank_of * self.each).unsqueeze(1)
+        local = local.masked_fill((local < 0) | (local >= self.each), -1)
+        found: tuple[Tensor, Tensor] = _SendChoices.apply(  # type: ignore[no-untyped-call]
+            weights[self.order], local, self
+        )
+        return found
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Return results [n, h] to the ranks of their tokens, and their sum in fp32, [t, h]."""
+        arrival = Arrival(self.group, self.sent, self.received)
+        arrived = arrival.wait(_Send.apply(rows, arrival))  # type: ignore[no-untyped-call]
+        ones = torch.ones(self.places.shape, dtype=torch.float32, device=rows.device)
+        return self.operators.unpermute(arrived, self.places, ones)
+
+
+class Arrival:
+    """A message under way in one direction, and its gradient in the other.
+
+    The two ends are different nodes of the graph, and what stands between them in the forward pass
+    is computed while the message is under way, in both passes.
+    """
+
+    def __init__(self, group: Group, received: list[int], sent: list[int]) -> None:
+        self.group, self.received, self.sent = group, received, sent
+        self.work: Any = None
+        self.gradient: Tensor | None = None
+
+    def wait(self, rows: Tensor) -> Tensor:
+        """Return the rows, which have arrived."""
+        arrived: Tensor = _Arrive.apply(rows, self)  # type: ignore[no-untyped-call]
+        return arrived
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: Arrival) -> Tensor:
+        ctx.way = way
+        found, way.work = all_to_all_async(rows, way.group, way.sent, way.received)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        gradient, ctx.way.gradient = ctx.way.gradient, None
+        ctx.way.work.wait()
+        return gradient, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: Arrival) -> Tensor:
+        ctx.way = way
+        way.work.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        way = ctx.way
+        found = all_to_all_async(gradient.contiguous(), way.group, way.received, way.sent)
+        way.gradient, way.work = found
+        return gradient, None  # of the shape that autograd expects; _Send has the other one
+
+
+class _SendChoices(torch.autograd.Function):
+    """Weights and experts [n, k] of the rows that are sent: those of the rows received."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, experts: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
+        ctx.trip = trip
+        both = torch.cat([weights.float().view(torch.int32), experts.int()], dim=1)
+        found = all_to_all(both, trip.group, trip.sent, trip.received)
+        weights, experts = found.chunk(2, dim=1)
+        experts = experts.long()
+        ctx.mark_non_differentiable(experts)
+        return weights.contiguous().view(torch.float32), experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        trip = ctx.trip
+        gradient = gradient.contiguous()
+        return all_to_all(gradient, trip.group, trip.received, trip.sent), None, None
+
+
+# -- load ------------------------------------------------------------------------------------------
+
+
+def routers(model: torch.nn.Module) -> list[Router]:
+    """Return the routers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def move_biases(found: Sequence[Router], data: Group, counts: Tensor) -> None:
+    """Sum the load of a step over all tokens, and move the experts' biases by it.
+
+    data    the ranks with other tokens and the same routers, which all call this
+    counts  whether the step counts, a scalar on the device; otherwise nothing moves
+    """
+    loads = all_reduce(torch.stack([router.load for router in found]), data)
+    for router, load in zip(found, loads, strict=True):
+        if router.expert_bias is not None:
+            step = (load.mean() - load).sign() * router.config.moe_router_bias_update_rate
+            router.expert_bias += torch.where(counts, step, 0.0)
+        if router.last_load is not None:
+            router.last_load.copy_(torch.where(counts, load, router.last_load))
+        router.load.zero_()
+
+
+LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Megatron-LM's names of balancing losses in its log, by type."""
+
+
+@torch.no_grad()
+def take_figures(found: Sequence[Router], model: ModelConfig, topology: Topology) -> dict[str, Any]:
+    """Return the figures of routers since the last call, as an Iteration event has them.
+
+    All ranks call it, with their routers. One message.
+    """
+    kinds = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
+    names = [LOSS_NAMES[kind] for kind, factor in kinds if factor] + ["z_loss"]
+    experts, layers = model.num_experts or 0, model.num_layers
+    table = torch.zeros(
+        layers, experts + len(names) + 3, dtype=torch.float64, device=topology.device
+    )
+    for router in found:
+        values = router.losses, router.dropped.view(1), router.entropy.view(1)
+        if topology.tensor.is_first:  # the others have the same tokens
+            row = torch.cat([router.interval, *values]).double()
+            table[router.layer, :-1], table[router.layer, -1] = row, router.passes
+        for value in (router.interval, *values):
+            value.zero_()
+        router.passes = 0
+    all_reduce(table, topology.world)
+    rows = {layer: row for layer, row in enumerate(table.tolist()) if row[-1]}
+    means = (
+        sum(row[experts + i] / row[-1] for row in rows.values()) / max(1, len(rows))
+        for i in range(len(names))
+    )
+    balancing = dict(zip(names, means, strict=True))
+    if not model.moe_z_loss_coeff:
+        del balancing["z_loss"]
+    shown: dict[str, Any] = {}
+    for layer, row in rows.items():
+        tokens, (dropped, entropy) = row[:experts], row[-3:-1]
+        if total := sum(tokens):
+            shown[str(layer)] = {
+                "imbalance": max(tokens) * experts / total,
+                "entropy": entropy * model.moe_router_topk / (total * math.log(experts)),
+                "dropped": dropped / total,
+                "tokens": tokens,
+            }
+    return {"balancing": balancing or None, "experts": shown or None}

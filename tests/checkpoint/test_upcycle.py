@@ -1,0 +1,92 @@
+"""Experts from a dense checkpoint: the first logits are those of the dense model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.load import load
+from megatron.config import Config
+from megatron.engine.engine import Engine
+from megatron.errors import CheckpointError
+from megatron.model.gpt import build_chunks
+from megatron.parallel.topology import Topology
+from tests.checkpoint.saver_cases import save
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+from tests.helpers.training import BASE, batches
+
+MODEL = dict(BASE, num_layers=2, seed=3)
+GATED = dict(MODEL, swiglu=True, add_bias_linear=False, ffn_hidden_size=48)
+EIGHT = dict(num_experts=8, moe_router_topk=2)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "biases": (MODEL, EIGHT | dict(moe_router_topk_scaling_factor=2.5)),
+    "sigmoid": (GATED, EIGHT | dict(moe_router_score_function="sigmoid", moe_layer_freq=(0, 1))),
+    "halves": (GATED, EIGHT | dict(moe_ffn_hidden_size=24)),
+    "halves with biases": (MODEL, EIGHT | dict(moe_ffn_hidden_size=64, moe_router_topk=4)),
+}
+"""A dense model, and its experts: their weights add up to the scaling factor."""
+
+
+def built(fields: dict[str, Any], topology: Topology) -> tuple[Config, Any, Engine]:
+    layout = dict(world_size=topology.world.size, tensor_model_parallel_size=topology.tensor.size)
+    config = Config.create(**fields, **layout)
+    chunks = build_chunks(config, topology)
+    return config, chunks, Engine(config, topology, chunks)
+
+
+def logits(config: Config, chunks: Any) -> np.ndarray:
+    with torch.no_grad():
+        found: torch.Tensor = chunks["0"].eval().logits(batches(config, 0)[0], None)
+    return found.numpy().copy()
+
+
+def upcycled(rank: int, tensor: int, folders: dict[str, str]) -> dict[str, Any]:
+    topology, out = join(tensor), dict[str, Any]()
+    for case, folder in folders.items():
+        dense, experts = CASES[case]
+        config, chunks, engine = built(dense, topology)
+        with torch.no_grad():  # values that are not initial ones, biases included
+            for f in engine.fragments():
+                f.master.add_(
+                    0.05 * torch.sin(torch.arange(f.numel, dtype=torch.float32) + f.start)
+                )
+        engine.update_working_weights()
+        engine.wait_for_weights()
+        expected = logits(config, chunks)
+        save(folder, 7, engine, topology, config, {"consumed_samples": 56})
+        taken = dense | experts | dict(load=folder, moe_use_upcycling=True)
+        config, chunks, engine = built(taken, topology)
+        loaded = load(folder, engine, topology, config)
+        engine.wait_for_weights()
+        found = logits(config, chunks)
+        plain = built(dense | experts, topology)
+        with pytest.raises(CheckpointError, match="num-experts"):
+            load(folder, plain[2], topology, plain[0])
+        # a checkpoint that has experts is loaded as usual
+        save(folder, 8, engine, topology, config, {"consumed_samples": 64})
+        again = load(folder, engine, topology, config)
+        out[case] = {
+            "expected": expected,
+            "found": found,
+            "first": (loaded.iteration, loaded.state, loaded.optimizer),
+            "again": (again.iteration, again.state, again.optimizer),
+        }
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2], ids=["data 2", "tensor 2"])
+def test_the_first_logits_are_those_of_the_dense_model(tmp_path: Path, tensor: int) -> None:
+    folders = {case: str(tmp_path / str(i)) for i, case in enumerate(CASES)}
+    for rank in run_processes(2, upcycled, tensor, folders):
+        for case, result in rank.items():
+            expected, found = result["expected"], result["found"]
+            assert expected.std() > 0.05
+            assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), case
+            assert result["first"] == (0, {}, False)
+            assert result["again"] == (8, {"consumed_samples": 64}, True)

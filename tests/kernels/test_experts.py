@@ -1,0 +1,94 @@
+"""Operators of experts against products with matrices of ones and zeros, and torch's gradcheck."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from megatron.kernels.ops.experts import (
+    grouped_product,
+    permute,
+    permute_reference,
+    unpermute,
+    unpermute_reference,
+)
+from megatron.parallel.sharding import GradientSink, WeightGradients
+
+# 5 tokens of 3 choices; expert rows 0..8 in which row 4 is padding; token 2 has no row at all
+PLACES = torch.tensor([[0, 5, -1], [8, -1, 1], [-1, -1, -1], [2, 6, 3], [-1, 7, -1]])
+ORDER = torch.tensor([0, 1, 3, 3, -1, 0, 3, 4, 1])
+COUNTS = torch.tensor([2, 0, 3, 4])  # of the rows, by expert
+
+
+def numbers(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def test_rows_and_tokens_are_those_of_a_product_with_ones_and_zeros():
+    x, y, weights = numbers(5, 7), numbers(9, 7, seed=1), numbers(5, 3, seed=2)
+    rows = torch.zeros(9, 5, dtype=torch.float64)
+    combine = torch.zeros(5, 9, dtype=torch.float64)
+    for token, choices in enumerate(PLACES.tolist()):
+        for choice, row in enumerate(choices):
+            if row >= 0:
+                rows[row, token] = 1
+                combine[token, row] = weights[token, choice].item()
+    torch.testing.assert_close(permute_reference(x, ORDER, PLACES), rows @ x)
+    torch.testing.assert_close(unpermute_reference(y, PLACES, weights), combine @ y)
+
+
+def test_gradients_are_those_of_the_values():
+    assert gradcheck(lambda x: permute_reference(x, ORDER, PLACES), numbers(5, 7))
+    assert gradcheck(lambda y, w: unpermute_reference(y, PLACES, w), (numbers(9, 7), numbers(5, 3)))
+    for shape in ((4, 6, 7), (4, 2, 3, 7)):
+        assert gradcheck(
+            lambda x, w: grouped_product(x, w, COUNTS), (numbers(9, 7), numbers(*shape))
+        )
+
+
+def test_no_rows_and_no_tokens():
+    x = torch.zeros(0, 7, requires_grad=True)
+    rows = permute(x, ORDER[:0], PLACES[:0])
+    tokens = unpermute(rows, torch.full((5, 3), -1), weights := torch.ones(5, 3).requires_grad_())
+    tokens.sum().backward()
+    assert tokens.shape == (5, 7) and not tokens.any() and not weights.grad.any()
+    assert rows.shape == x.grad.shape == (0, 7)
+    weight = numbers(4, 6, 7)
+    grouped_product(numbers(0, 7), weight, 0 * COUNTS).sum().backward()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_reach_their_sink(dtype, direct, defers):
+    """Integers are exact, so the sum of two passes is that of float64; an expert gets no token."""
+    generator = torch.Generator().manual_seed(3)
+
+    def some(*shape):
+        return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+    weight, added, queue = torch.nn.Parameter(some(4, 6, 7)), [], WeightGradients()
+    total = torch.full(weight.shape, torch.nan)
+    weight.gradient_sink = GradientSink(weight, total, added.append, direct)
+    expected = torch.zeros(weight.shape, dtype=torch.float64)
+    for passes in (1, 2):
+        x, dy = some(9, 7).requires_grad_(), some(9, 6)
+        if defers:
+            queue.begin()
+        y = grouped_product(x, weight, COUNTS, queue)
+        y.backward(dy)
+        if defers:
+            assert len(added) == passes - 1 and weight.grad is None
+            for compute in queue.take():
+                compute()
+        elif not direct:
+            weight.gradient_sink.add(weight.grad)
+            weight.grad = None
+        assert len(added) == passes and weight.grad is None
+        experts = torch.arange(4).repeat_interleave(COUNTS)
+        assert torch.equal(y, torch.einsum("ni,noi->no", x, weight[experts]))
+        assert torch.equal(x.grad, torch.einsum("no,noi->ni", dy, weight.detach()[experts]))
+        for e, a, b in zip(experts, dy.double(), x.detach().double(), strict=True):
+            expected[e] += torch.outer(a, b)
+    assert torch.equal(total.double(), expected)
