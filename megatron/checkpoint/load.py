@@ -42,6 +42,7 @@ from megatron.checkpoint.shards import (
     read_stored,
 )
 from megatron.checkpoint.tensors import (
+    KEPT,
     MASTER,
     Shards,
     clear_padding,
@@ -197,7 +198,7 @@ def load_weights(
     All ranks of the topology call it. Raises CheckpointError as `load` does.
     """
     parameters = unique_parameters(chunks)
-    tensors = weights_to_load(parameters, kind)
+    tensors = weights_to_load(chunks, kind)
 
     def attempt(checkpoint: Checkpoint) -> None:
         decided_by_first(topology, partial(require_kind, checkpoint, kind))
@@ -286,6 +287,7 @@ def _read(
         if problems := incomplete(stored):
             raise CheckpointError(f"the shard lists are wrong: {named(problems)}")
         names = read_index(checkpoint.manifest) if topology.world.is_first else {}
+    tensors = [(n, t) for n, t in tensors if n in stored or n.partition(".")[0] != KEPT]
     # The ranks of one pipeline hold every parameter.
     one_pipeline = topology.tensor.is_first and topology.data.is_first
     mine = [source(sharding_of(p).name) for p in unique_parameters(chunks)]

@@ -2,6 +2,7 @@
 
 master.NAME       fp32 weights
 exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer
+kept.NAME         tensors beside the weights (kept_tensors); may be missing
 ema.NAME          the average of the weights, with the optimizer's state
 """
 
@@ -17,12 +18,18 @@ from typing import Any
 import torch
 
 from megatron.engine.engine import Engine
-from megatron.engine.optimizer import Fragment, Index, is_copy
+from megatron.engine.optimizer import (
+    Fragment,
+    Index,
+    is_copy,
+    kept_tensors,
+    unique_parameters,
+)
 from megatron.engine.optimizer_state import AVERAGE
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
 
-MASTER = "master"
+MASTER, KEPT = "master", "kept"
 # bytes: every tensor of a snapshot begins on a cache line, at an address good for any dtype
 _ALIGNED = 64
 
@@ -47,17 +54,27 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict
     another model-parallel rank writes. Where all data-parallel ranks hold the same (ZeRO stage 0),
     each writes a part.
     """
-    copies = engine.data_parallel_copies
-    mine = topology.data.rank if copies > 1 else 0
     out: dict[str, Shards] = {}
     for f in engine.fragments():
         if is_copy(f.parameter, topology):
             continue
+        copies, mine = (
+            engine.copies[f.sharding.experts].size,
+            engine.copies[f.sharding.experts].rank,
+        )
         start, stop = f.numel * mine // copies, f.numel * (mine + 1) // copies
         part = Fragment(f.parameter, f.sharding, f.start + start, stop - start, f.master)
         for kind, flat in _flats(f, optimizer).items():
             _add(out, kind, f.sharding, part.real(flat.narrow(0, start, stop - start)))
+    if topology.data.is_first and topology.tensor.is_first:
+        out |= _kept(engine.kept)
     return out
+
+
+def _kept(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shards]:
+    return {
+        f"{KEPT}.{name}": Shards(tuple(t.shape), {(0,) * t.dim(): t}) for name, t in tensors.items()
+    }
 
 
 def _add(
@@ -82,7 +99,7 @@ def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> dict[str
         for kind, flat in _flats(f, optimizer).items():
             if averaged or kind != AVERAGE:
                 _add(out, kind, f.sharding, f.real(flat))
-    return out
+    return out | _kept(engine.kept)
 
 
 def clear_padding(engine: Engine, optimizer: bool) -> None:
@@ -93,15 +110,13 @@ def clear_padding(engine: Engine, optimizer: bool) -> None:
                 flat.zero_()
 
 
-def weights_to_load(
-    parameters: Iterable[torch.nn.Parameter], kind: str = MASTER
-) -> dict[str, Shards]:
+def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> dict[str, Shards]:
     """Return views of the parameters themselves, without padding, to be filled from a `kind`.
 
     It is for a model that has no engine.
     """
-    out: dict[str, Shards] = {}
-    for p in parameters:
+    out = _kept(kept_tensors(model))
+    for p in unique_parameters(model):
         s = sharding_of(p)
         _add(out, kind, s, [(s.offset, p.detach()[tuple(slice(0, n) for n in s.extent)])])
     return out

@@ -89,7 +89,8 @@ def check_copies(
             for n in sorted({s.copies for s in shardings} - {1})
         ),
         (topology.embedding, None, _EMBEDDING, [i for i, s in numbered if s.tied]),
-        (topology.data, None, _DATA, list(range(len(shardings)))),
+        (topology.data, None, _DATA, [i for i, s in numbered if not s.experts]),
+        (topology.expert_data, None, _DATA, [i for i, s in numbered if s.experts]),
     ):
         if group is None or group.size == 1 or not which:
             continue

@@ -23,7 +23,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,9 @@ from megatron.parallel.topology import Group, Topology
 
 if TYPE_CHECKING:
     from megatron.config import Config
+
+Parts = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""Gradients that count in the norm, and copies of others', for each kind with a limit of its own."""
 
 OLDEST_TESTED, NEWEST_TESTED = "0.19.5", "0.19.8"
 
@@ -80,10 +83,19 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
         **_STEP,
         "get_global_norm_of_tensors": "returns our norm: one pass over this rank's partition",
         "see_memory_usage": "does nothing: it collects garbage at each of many calls",
+        "BF16_Optimizer._configure_moe_settings": "sets the ranks that share the optimizer of experts",
         "BF16_Optimizer.__init__": "gets the format of the sums as grad_acc_dtype: a configuration "
         "with bf16 sums would choose another optimizer",
     },
-    _ZERO: _STEP,
+    _ZERO: {
+        **_STEP,
+        "DeepSpeedZeroOptimizer._configure_moe_settings": "sets the ranks that share the optimizer "
+        "of experts",
+    },
+    "deepspeed.runtime.engine": {
+        "DeepSpeedEngine._broadcast_model": "does nothing: all ranks draw the same weights, and "
+        "those of experts differ",
+    },
 }
 _BOTH = {
     "clip_grad": "read: the limit of the norm; 0 in bf16 where the update clips",
@@ -139,8 +151,9 @@ class ModelParallelUnit:
     """DeepSpeed's `mpu`: it describes the model parallelism of a Topology to DeepSpeed.
 
     "Model parallel" is tensor times pipeline. `zero_stage` 1 partitions the optimizer over the
-    data-parallel ranks; 0 gives DeepSpeed a data group of this rank alone, so that every rank keeps
-    the whole optimizer and the Engine reduces gradients itself.
+    data-parallel ranks, and that of experts over those that hold the same ones (`of_experts`); 0
+    gives DeepSpeed a data group of this rank alone, so that every rank keeps the whole optimizer
+    and the Engine reduces gradients itself.
 
     There are no methods with DeepSpeed's names of sequence parallelism (get_sequence_parallel_...,
     initialize_sequence_parallel): they mean another technique, and change its groups.
@@ -149,18 +162,20 @@ class ModelParallelUnit:
     def __init__(self, topology: Topology, zero_stage: int) -> None:
         self._topology = topology
         self._alone: Any = None
-        self.partition = topology.data if zero_stage == 1 else Group((topology.rank,), 0)
+        alone = Group((topology.rank,), 0)
+        self.partition = topology.data if zero_stage == 1 else alone
+        self.of_experts = topology.expert_data if zero_stage == 1 else alone
         for kind, group in (
             ("model_parallel", topology.model),
             ("tensor_model_parallel", topology.tensor),
             ("pipeline_model_parallel", topology.pipeline),
             ("data_parallel", self.partition),
         ):
-            setattr(self, f"get_{kind}_group", partial(self._handle, group))
+            setattr(self, f"get_{kind}_group", partial(self.handle, group))
             setattr(self, f"get_{kind}_world_size", partial(getattr, group, "size"))
             setattr(self, f"get_{kind}_rank", partial(getattr, group, "rank"))
 
-    def _handle(self, group: Group) -> Any:
+    def handle(self, group: Group) -> Any:
         """Return the group's torch process group; all groups of one share a single object."""
         if group.size > 1:
             return group.handle
@@ -277,9 +292,27 @@ def start_engine(
         index = torch.cuda.current_device() if device.type == "cuda" else 0
     bf16, zero = importlib.import_module(_BF16), importlib.import_module(_ZERO)
     optimizer_init, pad = bf16.BF16_Optimizer.__init__, bf16.align_dense_tensors
+    zero_init = zero.DeepSpeedZeroOptimizer.__init__
+    engines = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+
+    apart = arguments["mpu"].of_experts != arguments["mpu"].partition
 
     def init_with_sums(self: Any, *args: Any, **options: Any) -> None:
-        optimizer_init(self, *args, **(options | {"grad_acc_dtype": sums}))
+        more = {"grad_acc_dtype": sums, "has_moe_layers": apart}
+        optimizer_init(self, *args, **(options | more))
+
+    def init_with_experts(self: Any, *args: Any, **options: Any) -> None:
+        zero_init(self, *args, **(options | {"has_moe_layers": apart}))
+
+    def set_partitions(self: Any) -> None:
+        """Replace DeepSpeed's own registration of experts; all that follows is as without them."""
+        group = arguments["mpu"].of_experts
+        for i, of_group in enumerate(self.optimizer.param_groups):
+            if of_group.get("experts"):
+                self.real_dp_process_group[i] = arguments["mpu"].handle(group)
+                if hasattr(self, "partition_count"):
+                    self.partition_count[i] = group.size
+        self.has_moe_layers = False
 
     def padded(tensors: list[torch.Tensor], alignment: int) -> list[torch.Tensor]:
         return list(pad(tensors, ALIGNMENT // 2 * alignment))  # DeepSpeed asks for 2 for each rank
@@ -291,6 +324,10 @@ def start_engine(
         _rank_variables(topology),
         patch.multiple(bf16, see_memory_usage=_nothing, align_dense_tensors=padded),
         patch.object(bf16.BF16_Optimizer, "__init__", init_with_sums),
+        patch.object(bf16.BF16_Optimizer, "_configure_moe_settings", set_partitions),
+        patch.object(zero.DeepSpeedZeroOptimizer, "__init__", init_with_experts),
+        patch.object(zero.DeepSpeedZeroOptimizer, "_configure_moe_settings", set_partitions),
+        patch.object(engines, "_broadcast_model", _nothing),
         patch.object(zero, "align_dense_tensors", padded),
         patch.object(accelerator, "is_fp16_supported", fp16_supported),
         _no_collections(),
@@ -400,7 +437,7 @@ class ZeroStep:
     """One optimizer step on reduced gradients, run by DeepSpeed's engine.
 
     inner      the optimizer that DeepSpeed's optimizer calls on its master weights
-    partition  the ranks that share the optimizer
+    mpu        has the ranks that share the optimizer
     kernels    whether our kernel may compute the norm, where it is loaded
     limits     largest norm of the gradients of a kind of parameters (kind_of), by kind. These are
                clipped first, and the limit of the global norm holds for the result
@@ -417,7 +454,7 @@ class ZeroStep:
         inner: torch.optim.Optimizer,
         topology: Topology,
         dtype: torch.dtype,
-        partition: Group,
+        mpu: ModelParallelUnit,
         kernels: bool,
         limits: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
@@ -447,9 +484,23 @@ class ZeroStep:
             groups, weights = outer.bit16_groups, outer.bit16_groups_flat
             self.masters = outer.single_partition_of_fp32_groups
             sums = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        self.buckets = [
-            Bucket(list(group), gradients, w, partition.rank, partition.size)
-            for group, gradients, w in zip(groups, sums, weights, strict=True)
+        self.buckets = []
+        for of_group, group, gradients, w in zip(
+            inner.param_groups, groups, sums, weights, strict=True
+        ):
+            experts, fp32 = of_group.get("experts"), of_group.get("fp32")
+            part = mpu.of_experts if experts else mpu.partition
+            summed = topology.expert_data if experts else topology.data
+            flat = w.float() if fp32 else w
+            bucket = Bucket(list(group), gradients, flat, part.rank, part.size, summed)
+            for p in group if fp32 and flat is not w else ():
+                p.data = bucket.weights.narrow(0, bucket.starts[p], p.numel()).view(p.shape)
+            self.buckets.append(bucket)
+        # whose new weights DeepSpeed and kernels would write elsewhere
+        self._wide = [
+            (bucket, master)
+            for bucket, master in zip(self.buckets, self.masters, strict=True)
+            if bucket.weights.dtype == torch.float32 and dtype != torch.float32
         ]
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self._kept: list[torch.Tensor | None] = []
@@ -466,14 +517,26 @@ class ZeroStep:
             kind = kind_of(sharding_of(p).name, sharding_of(p).global_shape)
             return kind if kind in limits else None
 
-        self._parts = []
-        for kind in (None, *limits):
-            some = [p for p in self._parameters if limited(p) == kind]
-            copies = {p for p in some if is_copy(p, topology)}
-            counted = [p for p in some if p not in copies]
-            self._parts.append(
-                (owned_gradients(self.buckets, counted), owned_gradients(self.buckets, copies))
-            )
+        def lists(parameters: Iterable[torch.nn.Parameter]) -> Parts:
+            found = []
+            for kind in (None, *limits):
+                some = [p for p in parameters if limited(p) == kind]
+                copies = {p for p in some if is_copy(p, topology)}
+                counted = [p for p in some if p not in copies]
+                found.append(
+                    (owned_gradients(self.buckets, counted), owned_gradients(self.buckets, copies))
+                )
+            return found
+
+        self._parts = lists(self._parameters)
+        # with the ranks over which their squares are summed
+        self._summed: list[tuple[Parts, Group | None]]
+        if mpu.partition.size > 1 or topology.expert.size == 1:
+            self._summed = [(self._parts, mpu.partition)]
+        else:  # without ZeRO, ranks with other experts have other gradients
+            of_experts = [p for p in self._parameters if sharding_of(p).experts]
+            others = [p for p in self._parameters if not sharding_of(p).experts]
+            self._summed = [(lists(others), None), (lists(of_experts), topology.expert)]
         self._limits = (
             torch.tensor([math.inf, *limits.values()], device=topology.device).double()
             if limits
@@ -496,8 +559,11 @@ class ZeroStep:
             outer.clip_grad = 0.0
         if isinstance(self._inner, FusedAdamW):
             outer.update_lp_params = _nothing
-            parts = [bucket.own_weights for bucket in self.buckets]
-            self._inner.copies = dict(zip(self.masters, parts, strict=True))
+            self._inner.copies = {
+                master: bucket.own_weights
+                for bucket, master in zip(self.buckets, self.masters, strict=True)
+                if bucket.weights.dtype != torch.float32
+            }
             if outer.grad_acc_dtype != torch.float32:
                 gradients = [bucket.own_gradients for bucket in self.buckets]
                 self._inner.gradients = dict(zip(self.masters, gradients, strict=True))
@@ -562,6 +628,8 @@ class ZeroStep:
             ours["get_global_norm_of_tensors"] = self._norm_for_deepspeed
         with patch.multiple(self._module, **ours):
             self._engine.step()
+        for bucket, master in self._wide:
+            bucket.own_weights.copy_(master.detach())
         return norm
 
     def not_taken(self) -> None:
@@ -585,14 +653,17 @@ class ZeroStep:
         another's copy must not go unnoticed, or the copies would differ from then on: 0 times their
         squares is 0, or NaN where anything is not finite.
         """
-        zero, totals = torch.zeros((), device=self._topology.device), []
-        for counted, copies in self._parts:
-            total = self._squares(counted) if counted else zero
-            if copies:
-                total = total + 0.0 * self._squares(copies)
-            totals.append(total)
-        total = torch.stack(totals) if len(totals) > 1 else totals[0]
-        return all_reduce(total, self._topology.data) if self.buckets[0].ranks > 1 else total
+        zero, sums = torch.zeros((), device=self._topology.device), list[torch.Tensor]()
+        for parts, group in self._summed:
+            totals = []
+            for counted, copies in parts:
+                total = self._squares(counted) if counted else zero
+                if copies:
+                    total = total + 0.0 * self._squares(copies)
+                totals.append(total)
+            total = torch.stack(totals) if len(totals) > 1 else totals[0]
+            sums.append(total if group is None else all_reduce(total, group))
+        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
     def _clip_kinds(
         self, norms: torch.Tensor, limits: torch.Tensor, loss_scale: float

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from megatron.engine.optimizer import (
     create_state,
     get_step,
     is_copy,
+    kept_tensors,
     mup_scales,
     parameter_groups,
     set_step,
@@ -55,12 +56,13 @@ from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.executor import Executor
 
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.config.training import PrecisionConfig
+    from megatron.layers.experts import Router
 
 
 class LossScale:
@@ -173,8 +175,10 @@ class Engine:
 
     Attributes for checkpoints:
 
-    data_parallel_copies  data-parallel ranks that hold the same fragments: 1 where ZeRO partitions
-                          them
+    copies                the data-parallel ranks that hold the same fragments as this one, and
+                          those for fragments of experts: groups of one where ZeRO partitions them
+    routers               those of layers with experts
+    kept                  fp32 tensors beside the parameters, by global name (kept_tensors)
 
     Raises ConfigError for a missing DeepSpeed or for ranks without parameters.
     """
@@ -185,10 +189,19 @@ class Engine:
         self.skipped_steps = 0
         self._dtype = getattr(torch, config.precision.dtype_name)
         state, stage = optimizer_state(config), config.engine.zero_stage
-        self.data_parallel_copies = 1 if stage == 1 else topology.data.size
+        alone = Group((topology.rank,), 0)
+        self.copies = (topology.data, topology.expert_data) if stage == 0 else (alone, alone)
+        self.kept = kept_tensors(chunks)
         self._logging = config.logging
         contexts = (getattr(chunk, "context", None) for chunk in chunks.children())
         self._experts = next((c.experts for c in contexts if c is not None), None)
+        self.routers: Sequence[Router] = ()
+        if self._experts is not None:
+            from megatron.layers.experts import move_biases, routers  # no part of other models
+
+            self.routers, self._move_biases = routers(chunks), move_biases
+            for router in self.routers:
+                router.measured = config.logging.moe_per_layer_logging
 
         parameters = unique_parameters(chunks)
         for p in parameters:
@@ -237,7 +250,7 @@ class Engine:
             self._basic,
             topology,
             self._dtype,
-            mpu.partition,
+            mpu,
             kernels=config.kernels.optimizer_implementation != "torch",
             limits=norm_limits(config.optimizer.clip_grad_by_kind),
         )
@@ -255,6 +268,9 @@ class Engine:
             for p, first, place in bucket.owned()
         ]
         self._own_gradients = {p: b.own_gradients[place] for p, *_, place, b, _, _ in owned}
+        for p in exact:
+            if sharding_of(p).fp32:
+                p.data.copy_(exact[p])
         for p, first, count, place, _, master, _ in owned:
             if p in exact:
                 master.detach()[place].copy_(exact.pop(p).view(-1)[first : first + count])
@@ -388,6 +404,8 @@ class Engine:
         norm = self._zero.step(scale)
         if self._qk_clip is not None:
             self._qk_clip.apply(norm.isfinite())
+        if self.routers:
+            self._move_biases(self.routers, self.topology.data, norm.isfinite())
         self._gradients.renew()
         self._weights.start()
         squares = [self._params_squares()] if self._logging.log_params_norm else []
@@ -489,26 +507,35 @@ class Engine:
 
     # -- figures -----------------------------------------------------------------------------------
 
-    def _over_model(self, terms: list[torch.Tensor]) -> torch.Tensor:
+    def _over_model(self, terms: list[tuple[Fragment, torch.Tensor]]) -> torch.Tensor:
         """Sum scalars, in float64, over the ranks that together hold the model once; a scalar."""
         zero = torch.zeros((), dtype=torch.float64, device=self.topology.device)
-        value = torch.stack([zero, *(t.to(zero) for t in terms)]).sum()
-        if self.data_parallel_copies == 1:
-            all_reduce(value, self.topology.data)
+
+        def total(some: list[torch.Tensor]) -> torch.Tensor:
+            return torch.stack([zero, *(t.to(zero) for t in some)]).sum()
+
+        if self.copies[0].size == 1:  # sharded, or a single replica
+            value = all_reduce(total([t for _, t in terms]), self.topology.data)
+        else:
+            value = total([t for f, t in terms if not f.sharding.experts])
+            others = total([t for f, t in terms if f.sharding.experts])
+            value += all_reduce(others, self.topology.expert)
         return all_reduce(value, self.topology.model)
 
     @torch.no_grad()
     def _count_zeros(self) -> torch.Tensor:
         views = [
-            view for f in self._counted() for _, view in f.real(self._own_gradients[f.parameter])
+            (f, view)
+            for f in self._counted()
+            for _, view in f.real(self._own_gradients[f.parameter])
         ]
-        return self._over_model([view.numel() - view.count_nonzero() for view in views])
+        return self._over_model([(f, v.numel() - v.count_nonzero()) for f, v in views])
 
     @torch.no_grad()
     def _params_squares(self) -> torch.Tensor:
-        views = [view for f in self._counted() for _, view in f.real(f.master)]
+        views = [(f, view) for f in self._counted() for _, view in f.real(f.master)]
         return self._over_model(
-            [torch.linalg.vector_norm(v, dtype=torch.float64).square() for v in views]
+            [(f, torch.linalg.vector_norm(v, dtype=torch.float64).square()) for f, v in views]
         )
 
     def _counted(self) -> list[Fragment]:

@@ -141,8 +141,9 @@ class Gradients:
         bucket = self.buckets[self._sent]
         for p in bucket.parameters:
             self._sinks[p].complete()  # a parameter without any gradient counts as zero
-        if self._topology.data.size > 1:
-            self._works += reduce_to_owners(bucket, self._topology.data)
+        group = bucket.group or self._topology.data
+        if group.size > 1:
+            self._works += reduce_to_owners(bucket, group)
         self._sent += 1
 
     # -- between backward passes and the optimizer's step ------------------------------------------
@@ -345,6 +346,7 @@ class Bucket:
     gradients  sums, in fp32 or bf16  # [n]
     weights    the weights of forward and backward, which the parameters are views of  # [n]
     rank       this rank's place among those that share the bucket, of `ranks`
+    group      the ranks over which the gradients are summed; None: all data-parallel ranks
     own_...    the parts that this rank owns  # [n / ranks]
     """
 
@@ -353,6 +355,7 @@ class Bucket:
     weights: torch.Tensor
     rank: int
     ranks: int
+    group: Group | None = None
     starts: dict[torch.nn.Parameter, int] = field(init=False)
     own_gradients: torch.Tensor = field(init=False)
     own_weights: torch.Tensor = field(init=False)
@@ -492,7 +495,7 @@ class WeightGather:
     def start(self) -> None:
         """Gather the weights: all ranks of the group call it, after their part has changed."""
         for bucket in self._buckets:
-            works = gather_from_owners(bucket, self._group)
+            works = gather_from_owners(bucket, bucket.group or self._group)
             if works:
                 self._works[bucket] = works
         if not self._overlap:

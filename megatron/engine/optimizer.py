@@ -41,18 +41,25 @@ def parameter_groups(
     pass produces gradients. A group has at most `bucket_elements` unless one parameter has more.
     The tied embedding is a separate group, so that the first and the last stage divide it alike
     over their data-parallel ranks. So are parameters that the optimizer wants `whole`, by global
-    name and shape, and those with other `scales` of learning rate and epsilon (mup_scales).
+    name and shape, those with other `scales` of learning rate and epsilon (mup_scales), experts
+    (key `experts`), and those that stay in fp32 beside 16-bit weights (key `fp32`).
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
     whether it consists of whole parameters. Its learning rate is that of the schedule times its key
     `lr_scale`; its weight decay is divided by it, so that their product, which AdamW subtracts, is
     the same for all. Its key `eps_scale` is the factor of AdamW's epsilon.
     """
-    kinds: dict[tuple[bool, bool, bool, tuple[float, float]], list[list[torch.nn.Parameter]]] = {}
+    kinds: dict[tuple[Any, ...], list[list[torch.nn.Parameter]]] = {}
     for p in reversed(parameters):
         s = sharding_of(p)
         wanted = whole is not None and bool(whole(s.name, s.global_shape))
-        buckets = kinds.setdefault((not s.decay, wanted, s.tied, scales(s)), [[]])
+        if wanted and s.experts:
+            raise ConfigError(
+                f"the optimizer takes {s.name} whole, which is of experts: use an optimizer that "
+                "takes flat weights, or --num-experts 1"
+            )
+        kind = not s.decay, wanted, s.tied, scales(s), s.experts, s.fp32
+        buckets = kinds.setdefault(kind, [[]])
         elements = sum(q.numel() for q in buckets[-1])
         if elements and elements + p.numel() > bucket_elements and not s.tied:
             buckets.append([])
@@ -65,8 +72,10 @@ def parameter_groups(
             "whole": wanted,
             "lr_scale": scale,
             "eps_scale": eps_scale,
+            "experts": experts,
+            "fp32": fp32,
         }
-        for (spared, wanted, _, (scale, eps_scale)), buckets in sorted(kinds.items())
+        for (spared, wanted, _, (scale, eps_scale), experts, fp32), buckets in sorted(kinds.items())
         for bucket in buckets
     ]
 
@@ -192,6 +201,16 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
                 counted.fill_(float(step))
             elif counted is not None:
                 optimizer.state[p]["step"] = step
+
+
+def kept_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the fp32 tensors of a model beside its parameters, by global name.
+
+    They are whole, the same on all ranks of a stage, and saved in checkpoints: biases of experts,
+    which move with their load, for example. A module's `kept` has them.
+    """
+    kept = (getattr(module, "kept", None) for module in model.modules())
+    return {name: tensor for some in kept if some for name, tensor in some().items()}
 
 
 # -- parts of parameters ---------------------------------------------------------------------------

@@ -4,6 +4,11 @@ A router scores all experts for each token; the token passes through the best k,
 are added with weights (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert multiplies as
 many rows as it gets.
 
+With expert parallelism, a layer's experts are distributed over some of the data-parallel ranks. A
+token is sent once to each rank with experts of its choice (an idea of X-MoE, arXiv 2508.13337),
+multiplied there by all of these, and the sum of their weighted outputs returns: messages have as
+many rows as there are such pairs, and two small ones before them have their numbers and choices.
+
 A token's weights and choices are the same on any layout: routers compute in fp32, and with sequence
 parallelism each tensor rank scores its own tokens and gets the scores of all, so that losses and
 capacities are of the whole micro-batch. Tensor parallelism divides the hidden size of each expert,
@@ -12,8 +17,10 @@ as that of an MLP.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,18 +37,20 @@ from megatron.kernels.ops.experts import (
     unpermute,
     unpermute_reference,
 )
-from megatron.kernels.work import once_and_again
+from megatron.kernels.work import once_and_again, recomputed
 from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw
 from megatron.layers.transformer import MLP
 from megatron.parallel.collectives import (
     all_reduce,
+    all_to_all,
+    all_to_all_async,
     gather_first,
     reduce_from_tensor_region,
     reduce_scatter_first,
     split_first,
 )
 from megatron.parallel.sharding import Site, attach, placed_noise, shard, wide
-from megatron.parallel.topology import Group
+from megatron.parallel.topology import Group, Topology
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -51,11 +60,18 @@ if TYPE_CHECKING:
 class Experts:
     """What the layers of experts of one rank share.
 
+    group       the ranks over which the experts of a layer are distributed
     loss_scale  the factor of a micro-batch's balancing losses in the total loss; set before its
                 backward pass (Engine.begin)
     """
 
+    group: Group = field(default_factory=lambda: Group((0,), 0))
     loss_scale: float | Tensor = 1.0
+
+
+def shared_by(context: LayerContext) -> Experts:
+    """Return what layers of experts share; of one process where nothing was given."""
+    return context.experts or Experts()
 
 
 # -- messages of the tensor-parallel region --------------------------------------------------------
@@ -159,21 +175,23 @@ class Router(torch.nn.Module):
 
     Weights are fp32, experts int64; a choice that is dropped has the weight 0 and the expert -1.
 
-    Attributes that the engine sums over all ranks, and clears:
-
     load         choices of each expert since the last step, before drops  # [E], fp32
-    losses       sums over micro-batches of each balancing loss, without its coefficient, then of
-                 the z-loss  # [n], fp32
-    entropy      sum over tokens of the entropy of their normalised scores; only if `measured`
-    dropped      choices that were dropped
+
+    Sums since the last log line (take_figures): `passes`, the number of micro-batches; `losses`,
+    each balancing loss without its coefficient, then the z-loss; and only if `measured`:
+    `interval`, as `load`; `dropped`, the choices that were dropped; and `entropy` of each token's
+    normalised scores.
 
     expert_bias  a term of the scores for the choice alone; moves after each step with the load
                  (Wang et al., arXiv 2408.15664)  # [E], fp32; None without
     last_load    load of the last step, for the balancing loss of the global batch  # [E]
     """
 
-    def __init__(self, context: LayerContext, name: str, config: ModelConfig, fill: Fill) -> None:
+    def __init__(
+        self, context: LayerContext, name: str, config: ModelConfig, layer: int, fill: Fill
+    ) -> None:
         super().__init__()
+        self.layer = layer
         assert config.num_experts is not None, "the layer has experts"
         self.name, self.context, self.config, self.experts = (
             name,
@@ -190,16 +208,24 @@ class Router(torch.nn.Module):
         self.balancing = {kind: factor for kind, factor in kinds if factor}
         # Plain attributes: buffers would be rounded with the weights.
         zeros = torch.zeros(self.experts, device=context.parameters.device)
-        self.load, self.last_load = zeros, zeros.clone()
+        self.load, self.interval = zeros, zeros.clone()
+        self.last_load = zeros.clone() if "global_aux_loss" in self.balancing else None
         self.losses = zeros.new_zeros(len(self.balancing) + 1)
         self.dropped, self.entropy = zeros.new_zeros(()), zeros.new_zeros(())
+        self.passes = 0
         self.expert_bias = zeros.clone() if config.moe_router_enable_expert_bias else None
         self.measured = False
 
-    def forward(self, x: Tensor, call: CallContext, layer: int) -> tuple[Tensor, Tensor]:
+    def kept(self) -> dict[str, Tensor]:
+        """Return what is saved beside the weights, by global name."""
+        names = ("expert_bias", "last_load")
+        found = {f"{self.name}.{name}": getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def forward(self, x: Tensor, call: CallContext) -> tuple[Tensor, Tensor]:
         config, context = self.config, self.context
         if config.moe_input_jitter_eps and call.dropout is not None:
-            seed, place = call.hidden_mask(x, layer, Site.ROUTER, context)
+            seed, place = call.hidden_mask(x, self.layer, Site.ROUTER, context)
             assert seed is not None, "in training, masks have a key"
             x = x * placed_noise(x, config.moe_input_jitter_eps, seed, place)
         logits: Tensor = _Scores.apply(x, self.weight)  # type: ignore[no-untyped-call]
@@ -212,12 +238,13 @@ class Router(torch.nn.Module):
             weights = self._with_losses(logits, weights, experts, counts)
         kept = self._kept(weights, experts)
         if counts and self.training:
+            self.passes += 1
             with torch.no_grad():
                 self.load += self._count(experts)
-                if kept is not None:
-                    self.dropped += kept.logical_not().sum()
                 if self.measured:
+                    self.interval += self._count(experts)
                     self.entropy -= torch.xlogy(p := self.shares(logits), p).sum()
+                    self.dropped += 0 if kept is None else kept.logical_not().sum()
         if kept is not None:
             weights = weights.masked_fill(~kept, 0.0)
             experts = experts.masked_fill(~kept, -1)
@@ -288,6 +315,7 @@ class Router(torch.nn.Module):
                 each = [balancing_loss(of_one, self._count(its)) for of_one, its in samples]
                 loss = torch.stack(each).mean()
             else:  # before the first step the load counts as even
+                assert self.last_load is not None, "made for this loss"
                 even = self.last_load.sum() == 0
                 loss = balancing_loss(shares, torch.where(even, 1.0, self.last_load))
             losses.append(loss)
@@ -301,8 +329,7 @@ class Router(torch.nn.Module):
         if counts:
             with torch.no_grad():
                 self.losses[: len(found)] += found
-        shared, total = self.context.experts, found @ found.new_tensor(factors)
-        assert shared is not None, "layer_context made it"
+        shared, total = shared_by(self.context), found @ found.new_tensor(factors)
         return _WithLoss.apply(weights, total, shared)  # type: ignore[no-untyped-call, no-any-return]
 
     @torch.no_grad()
@@ -355,10 +382,14 @@ class _Grouped(torch.nn.Module):
         self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
     ) -> torch.nn.Parameter:
         """Draw each expert by itself, so that it is the same wherever it is."""
-        factory = self.context.parameters
+        factory, group = self.context.parameters, shared_by(self.context).group
         cut, decay = None if dim is None else dim + 1, not name.endswith(".bias")
         sharding = shard(name, (experts, *shape), cut, factory.rank, factory.size, decay=decay)
-        local = sharding.extent
+        local = (experts // group.size, *sharding.extent[1:])
+        first = group.rank * local[0]
+        sharding = replace(
+            sharding, offset=(first, *sharding.offset[1:]), extent=local, experts=True
+        )
         if factory.device.type == "meta" or not factory.perform_initialization:
             values = torch.zeros(local, device=factory.device)
         else:
@@ -371,7 +402,7 @@ class _Grouped(torch.nn.Module):
                         factory.seed,
                         factory.device,
                     )
-                    for e in range(sharding.offset[0], sharding.offset[0] + local[0])
+                    for e in range(first, first + local[0])
                 ]
             )
         return attach(torch.nn.Parameter(values), sharding, factory.size)
@@ -425,10 +456,11 @@ class ExpertMLP(torch.nn.Module):
         summed: bool = True,
     ) -> None:
         super().__init__()
-        self.context, self.index, self.summed = context, index, summed
+        self.context, self.summed = context, summed
+        self.group, self.overlap = shared_by(context).group, config.moe_shared_expert_overlap
         self.activation, self.fused = config.activation, context.fusions.bias_activation
         self.activation_again, self.again = activation_again, again
-        self.router = Router(context, f"{name}.router", config, fill)
+        self.router = Router(context, f"{name}.router", config, index, fill)
         hidden, ffn, experts = config.hidden_size, config.moe_ffn_hidden_size, config.num_experts
         assert ffn is not None and experts is not None, "they are derived where there are experts"
         up, of_up = ((2, ffn, hidden), 1) if config.gated else ((ffn, hidden), 0)
@@ -466,57 +498,291 @@ class ExpertMLP(torch.nn.Module):
 
     def _forward(self, x: Tensor, call: CallContext) -> Tensor:
         context, group = self.context, self.context.tensor
-        weights, experts = self.router(x, call, self.index)
+        weights, experts = self.router(x, call)
         if group.size > 1:
             weights = _Whole.apply(weights, group)  # type: ignore[no-untyped-call]
             x = _Enter.apply(x, context)  # type: ignore[no-untyped-call]
         tokens = x.flatten(0, 1)
-        out = self._experts(tokens, weights, experts).view_as(x)
-        if self.shared is not None:
-            out = out + self._shared(x)
+        if self.group.size == 1:
+            out = self._experts(tokens, weights, experts).view_as(x)
+            shared = self._shared(x)
+        else:
+            each, fused = len(self.dense_h_to_4h.weight), context.fusions.permute
+            trip = Trip(experts, each, self.group, fused)
+            rows, arrival = trip.send(tokens)
+            # Its place in the graph decides: in the backward pass, it is computed while the
+            # gradients of the tokens return.
+            shared = self._shared(x) if self.overlap else None
+            theirs = trip.send_choices(weights, experts)
+            rows = self._experts(arrival.wait(rows), *theirs, counts=trip.counts)
+            out = trip.back(rows).view_as(x)
+            shared = self._shared(x) if shared is None else shared
+        if shared is not None:
+            out = out + shared
         if not self.summed:
             return out
         return reduce_from_tensor_region(out, group, context.sequence_parallel)
 
-    def _shared(self, x: Tensor) -> Tensor:
-        """Return this tensor rank's term of the shared expert's output."""
-        assert self.shared is not None
+    def _shared(self, x: Tensor) -> Tensor | None:
+        """Return this tensor rank's term of the shared expert's output, if there is one."""
+        if self.shared is None:
+            return None
         out, _ = self.shared(x)
         return out if self.gate is None else out * F.linear(x, self.gate).sigmoid()
 
-    def _experts(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    def _experts(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, counts: Tensor | None = None
+    ) -> Tensor:
         """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h]."""
-        order, places, counts = sorted_choices(experts, len(self.dense_h_to_4h.weight))
+        order, places, counts = sorted_choices(experts, len(self.dense_h_to_4h.weight), counts)
         fused = self.context.fusions.permute
         rows = (permute if fused else permute_reference)(tokens, order, places)  # [n, h]
         up = self.dense_h_to_4h(rows, counts)
+        activated = self._activate(up)
+        with self._recomputed(activated, up.detach()):
+            y = self.dense_4h_to_h(activated, counts)
+        return (unpermute if fused else unpermute_reference)(y, places, weights)
 
-        def down(up: Tensor) -> Tensor:
-            kind = self.activation
-            y: Tensor = self.dense_4h_to_h(
-                bias_activation(up, None, kind) if self.fused else activate(up, kind), counts
-            )
-            return y
+    def _activate(self, up: Tensor) -> Tensor:
+        kind = self.activation
+        return bias_activation(up, None, kind) if self.fused else activate(up, kind)
 
-        return (unpermute if fused else unpermute_reference)(down(up), places, weights)
+    def _recomputed(self, activated: Tensor, up: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which operators keep `up` for `activated`, if configured."""
+        if not self.activation_again or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        place, kept = activated.data_ptr(), activated.shape
+
+        def pack(x: Tensor) -> Tensor | None:
+            return None if x.data_ptr() == place and x.shape == kept else x
+
+        def unpack(x: Tensor | None) -> Tensor:
+            if x is not None:
+                return x
+            with recomputed(), torch.no_grad():
+                return self._activate(up)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def sorted_choices(
+    experts: Tensor, count: int, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the token of each row, the row of each choice, and each expert's number of rows.
 
-    Rows are sorted by expert, those of one by token.
+    Rows are sorted by expert, those of one by token. The numbers are on the host, which waits for
+    them unless `counts` has them.
 
     experts  the expert of each choice, of `count`; -1: none  # [t, k], int64
     """
     flat = experts.flatten()
     flat = flat.masked_fill(flat < 0, count)
-    counts = torch.bincount(flat, minlength=count + 1)[:count]
+    if counts is None:
+        counts = torch.bincount(flat, minlength=count + 1)[:count].cpu()
     by_expert = flat.argsort(stable=True)[: int(counts.sum())]
     places = torch.full_like(flat, -1)
     places[by_expert] = torch.arange(len(by_expert), device=flat.device)
     return by_expert // experts.shape[1], places.view_as(experts), counts
 
 
+# -- messages between expert-parallel ranks --------------------------------------------------------
+
+
+class Trip:
+    """The way of tokens to the ranks of their experts, and of the results back.
+
+    experts  of this rank's tokens, -1: none  # [t, k]
+    each     experts on each rank
+    fused    whether rows are moved by the kernels
+
+    counts   rows of each of this rank's experts, on the host  # [each]
+    """
+
+    def __init__(self, experts: Tensor, each: int, group: Group, fused: bool) -> None:
+        self.group, self.each, self.fused = group, each, fused
+        ranks, size = experts.div(each, rounding_mode="floor"), group.size
+        of_rank = torch.arange(size, device=experts.device).view(size, 1, 1)
+        chosen = (ranks == of_rank).any(-1).flatten()  # [ranks t], by rank, then by token
+        where = chosen.cumsum(0) - 1
+        self.places = where.masked_fill(~chosen, -1).view(size, -1).t().contiguous()  # [t, ranks]
+        rows = chosen.view(size, -1).sum(1, keepdim=True)
+        choices = torch.bincount(experts.flatten() + 1, minlength=size * each + 1)[1:]
+        mine = torch.cat([rows, choices.view(size, each)], dim=1)
+        even = [1] * size
+        theirs = all_to_all(mine, group, even, even)
+        self.sent, received = torch.stack([mine[:, 0], theirs[:, 0]]).tolist()
+        self.received = received
+        self.counts = theirs[:, 1:].sum(0).cpu()
+        pairs = chosen.nonzero().squeeze(1)
+        self.rank_of, self.order = pairs // len(experts), pairs % len(experts)
+
+    def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
+        """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""
+        arrival = Arrival(self.group, self.received, self.sent)
+        rows = (permute if self.fused else permute_reference)(tokens, self.order, self.places)
+        sent: Tensor = _Send.apply(rows, arrival)  # type: ignore[no-untyped-call]
+        return sent, arrival
+
+    def send_choices(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and experts [n, k] of the rows that other ranks sent, see Trip.
+
+        Experts count from this rank's first; -1: another rank's.
+        """
+        local = experts[self.order] - (self.rank_of * self.each).unsqueeze(1)
+        local = local.masked_fill((local < 0) | (local >= self.each), -1)
+        found: tuple[Tensor, Tensor] = _SendChoices.apply(  # type: ignore[no-untyped-call]
+            weights[self.order], local, self
+        )
+        return found
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Return results [n, h] to the ranks of their tokens, and their sum in fp32, [t, h]."""
+        arrival = Arrival(self.group, self.sent, self.received)
+        arrived = arrival.wait(_Send.apply(rows, arrival))  # type: ignore[no-untyped-call]
+        ones = torch.ones(self.places.shape, dtype=torch.float32, device=rows.device)
+        return (unpermute if self.fused else unpermute_reference)(arrived, self.places, ones)
+
+
+class Arrival:
+    """A message under way in one direction, and its gradient in the other.
+
+    The two ends are different nodes of the graph, and what stands between them in the forward pass
+    is computed while the message is under way, in both passes.
+    """
+
+    def __init__(self, group: Group, received: list[int], sent: list[int]) -> None:
+        self.group, self.received, self.sent = group, received, sent
+        self.work: Any = None
+        self.gradient: Tensor | None = None
+
+    def wait(self, rows: Tensor) -> Tensor:
+        """Return the rows, which have arrived."""
+        arrived: Tensor = _Arrive.apply(rows, self)  # type: ignore[no-untyped-call]
+        return arrived
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: Arrival) -> Tensor:
+        ctx.way = way
+        found, way.work = all_to_all_async(rows, way.group, way.sent, way.received)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        gradient, ctx.way.gradient = ctx.way.gradient, None
+        ctx.way.work.wait()
+        return gradient, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: Arrival) -> Tensor:
+        ctx.way = way
+        way.work.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        way = ctx.way
+        found = all_to_all_async(gradient.contiguous(), way.group, way.received, way.sent)
+        way.gradient, way.work = found
+        return gradient, None  # of the shape that autograd expects; _Send has the other one
+
+
+class _SendChoices(torch.autograd.Function):
+    """Weights and experts [n, k] of the rows that are sent: those of the rows received."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, experts: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
+        ctx.trip = trip
+        both = torch.cat([weights.float().view(torch.int32), experts.int()], dim=1)
+        found = all_to_all(both, trip.group, trip.sent, trip.received)
+        weights, experts = found.chunk(2, dim=1)
+        experts = experts.long()
+        ctx.mark_non_differentiable(experts)
+        return weights.contiguous().view(torch.float32), experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        trip = ctx.trip
+        gradient = gradient.contiguous()
+        return all_to_all(gradient, trip.group, trip.received, trip.sent), None, None
+
+
+# -- load ------------------------------------------------------------------------------------------
+
+
 def routers(model: torch.nn.Module) -> list[Router]:
     """Return the routers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def move_biases(found: Sequence[Router], data: Group, counts: Tensor) -> None:
+    """Sum the load of a step over all tokens, and move the experts' biases by it.
+
+    data    the ranks with other tokens and the same routers, which all call this
+    counts  whether the step counts, a scalar on the device; otherwise nothing moves
+    """
+    loads = all_reduce(torch.stack([router.load for router in found]), data)
+    for router, load in zip(found, loads, strict=True):
+        if router.expert_bias is not None:
+            step = (load.mean() - load).sign() * router.config.moe_router_bias_update_rate
+            router.expert_bias += torch.where(counts, step, 0.0)
+        if router.last_load is not None:
+            router.last_load.copy_(torch.where(counts, load, router.last_load))
+        router.load.zero_()
+
+
+LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Megatron-LM's names of balancing losses in its log, by type."""
+
+
+@torch.no_grad()
+def take_figures(found: Sequence[Router], model: ModelConfig, topology: Topology) -> dict[str, Any]:
+    """Return the figures of routers since the last call, as an Iteration event has them.
+
+    All ranks call it, with their routers. One message.
+    """
+    kinds = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
+    names = [LOSS_NAMES[kind] for kind, factor in kinds if factor] + ["z_loss"]
+    experts, layers = model.num_experts or 0, model.num_layers
+    table = torch.zeros(
+        layers, experts + len(names) + 3, dtype=torch.float64, device=topology.device
+    )
+    for router in found:
+        values = router.losses, router.dropped.view(1), router.entropy.view(1)
+        if topology.tensor.is_first:  # the others have the same tokens
+            row = torch.cat([router.interval, *values]).double()
+            table[router.layer, :-1], table[router.layer, -1] = row, router.passes
+        for value in (router.interval, *values):
+            value.zero_()
+        router.passes = 0
+    all_reduce(table, topology.world)
+    rows = {layer: row for layer, row in enumerate(table.tolist()) if row[-1]}
+    means = (
+        sum(row[experts + i] / row[-1] for row in rows.values()) / max(1, len(rows))
+        for i in range(len(names))
+    )
+    balancing = dict(zip(names, means, strict=True))
+    if not model.moe_z_loss_coeff:
+        del balancing["z_loss"]
+    shown: dict[str, Any] = {}
+    for layer, row in rows.items():
+        tokens, (dropped, entropy) = row[:experts], row[-3:-1]
+        if total := sum(tokens):
+            shown[str(layer)] = {
+                "imbalance": max(tokens) * experts / total,
+                "entropy": entropy * model.moe_router_topk / (total * math.log(experts)),
+                "dropped": dropped / total,
+                "tokens": tokens,
+            }
+    return {"balancing": balancing or None, "experts": shown or None}

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
-from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions
 from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.kernels.work import once_and_again
@@ -266,9 +265,7 @@ def layer_context(
     if model.num_experts is not None:
         from megatron.layers.experts import Experts  # no part of other models
 
-        if topology.expert.size > 1:
-            raise ConfigError("--expert-model-parallel-size is not complete yet: use 1")
-        experts = Experts()
+        experts = Experts(topology.expert)
     return LayerContext(
         tensor=topology.tensor,
         parameters=ParameterFactory(

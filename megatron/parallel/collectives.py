@@ -6,7 +6,7 @@ The group's flight recorder has an entry for each call, and one for the wait if 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,31 @@ def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:
     part, work = reduce_scatter_first_async(x, group)
     work.wait()
     return part
+
+
+def all_to_all_async(
+    x: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
+) -> tuple[torch.Tensor, Started]:
+    """Send `sent[r]` rows of x [n, ...], one part after another, to each rank r of the group.
+
+    Returns the `received[r]` rows of each rank, and the work handle. Nothing is padded.
+    """
+    if group.size == 1:
+        return x, DONE
+    found = x.new_empty((sum(received), *x.shape[1:]))
+    size = (len(x) - sent[group.rank]) * x[:1].nbytes if len(x) else 0
+    splits = list(received), list(sent)
+    every = dist.all_to_all_single
+    return found, start(b"all_to_all", group, size, every, found, x.contiguous(), *splits)
+
+
+def all_to_all(
+    x: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
+) -> torch.Tensor:
+    """Send rows of x to each rank of the group and return theirs, see all_to_all_async."""
+    found, work = all_to_all_async(x, group, sent, received)
+    work.wait()
+    return found
 
 
 def split_first(x: torch.Tensor, group: Group) -> torch.Tensor:

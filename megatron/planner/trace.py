@@ -91,7 +91,12 @@ def trace(config: Config, device: str) -> Trace:
 
 
 def refuse_unknown(config: Config) -> None:
-    """Raise ConfigError for a layout whose memory and time are not known yet."""
+    """Raise ConfigError for a layout or model whose memory and time are not known yet."""
+    if config.model.num_experts is not None:
+        raise ConfigError(
+            f"--num-experts {config.model.num_experts}: memory, time and placement of models with "
+            "experts are not known yet: start the job itself, with --cluster none"
+        )
     for name in ("context_parallel_size", "expert_model_parallel_size"):
         if (size := config.get(name)) > 1:
             raise ConfigError(

@@ -49,6 +49,17 @@ MODEL: dict[str, Any] = dict(
 # fewer key and value heads than tensor ranks, which share them; with biases, and few bytes
 MULTI_QUERY: dict[str, Any] = dict(BASE, num_layers=2, num_key_value_heads=1)
 TIED: dict[str, Any] = dict(BASE, num_layers=4)
+EXPERTS: dict[str, Any] = dict(
+    MODEL,
+    num_experts=4,
+    moe_layer_freq=(0, 1, 1, 0, 1),
+    moe_ffn_hidden_size=16,
+    moe_shared_expert_intermediate_size=8,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_load_balancing_type=("global_aux_loss",),
+    moe_aux_loss_coeff=(0.1,),
+)
 FP16 = dict(fp16=True, initial_loss_scale=2.0**7, loss_scale_window=2)
 
 INTERLEAVED = dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
@@ -58,6 +69,7 @@ TP2, SP2 = (
 )
 TP4 = dict(tensor_model_parallel_size=4)
 PP2 = dict(pipeline_model_parallel_size=2)
+EP2, EP4 = dict(expert_model_parallel_size=2), dict(expert_model_parallel_size=4)
 
 # Written checkpoints: (model, fields), all on 4 ranks.
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -65,6 +77,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "multi-query, tp4": (MULTI_QUERY, TP4),
     "multi-query, dp4": (MULTI_QUERY, {}),
     "tied, interleaved, dp2": (TIED, INTERLEAVED),
+    "experts, tp2, ep2": (EXPERTS, {**TP2, **EP2}),
     "fp16, zero 0, zb, dp2": (TIED, {**PP2, **FP16, "enable_zbh1_pipeline": True, "zero_stage": 0}),
 }
 
@@ -90,6 +103,9 @@ SOME = [
     Case("multi-query, tp4", {**TP2, "zero_stage": 0, "bf16": True}),
     Case("tied, interleaved, dp2", dict(pipeline_model_parallel_size=4)),
     Case("tied, interleaved, dp2", {**PP2, "enable_zbh1_pipeline": True, "zero_stage": 0}),
+    Case("experts, tp2, ep2", EP4),
+    Case("experts, tp2, ep2", {**PP2, **EP2, "zero_stage": 0, "bf16": True}),
+    Case("experts, tp2, ep2", {}, 1),
     Case("fp16, zero 0, zb, dp2", {**FP16, "initial_loss_scale": 2.0**9}),
     Case("fp16, zero 0, zb, dp2", {}, 1),
 ]
@@ -98,6 +114,9 @@ OTHERS = [
     Case("tp2sp-pp2", {}),
     Case("tp2sp-pp2", {**SP2, **FP16}),
     Case("tp2sp-pp2", {**PP2, "enable_zbh1_pipeline": True, "pipeline_layout": "4,1"}),
+    Case("experts, tp2, ep2", {**TP2, **EP2}),
+    Case("experts, tp2, ep2", {**SP2, **PP2}),
+    Case("experts, tp2, ep2", {**EP2, "zero_stage": 0}),
     Case("tied, interleaved, dp2", INTERLEAVED),
     Case("tied, interleaved, dp2", {**INTERLEAVED, **SP2}),
     Case("tied, interleaved, dp2", TP4),
@@ -111,12 +130,12 @@ State = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]]
 
 
 @functools.cache
-def topology_of(tensor: int, pipeline: int) -> Topology:
+def topology_of(tensor: int, pipeline: int, expert: int) -> Topology:
     """Return the topology of a layout, which all its jobs share.
 
     A process cannot create dozens of groups.
     """
-    return Topology.create(tensor, pipeline)
+    return Topology.create(tensor, pipeline, expert_model_parallel_size=expert)
 
 
 class Job:
@@ -128,7 +147,9 @@ class Job:
         self.config = Config.create(**{**model, **fields, "world_size": world_size})
         parallel = self.config.parallel
         self.topology = topology_of(
-            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.expert_model_parallel_size,
         )
         self.chunks = build_chunks(self.config, self.topology)
         self.chunks.train()
@@ -140,6 +161,8 @@ class Job:
         for f in self.engine.fragments():
             for flat in (f.master, *f.moments.values()):
                 flat.fill_(77.0)
+        for tensor in self.engine.kept.values():
+            tensor.fill_(77.0)
 
     def step(self, number: int) -> float:
         """Take one step and return the mean loss over all ranks."""
@@ -164,6 +187,8 @@ class Job:
             for kind, flat in {"master": f.master, **f.moments}.items():
                 pieces = [(f.sharding.global_shape, o, v.numpy().copy()) for o, v in f.real(flat)]
                 found.setdefault(f"{kind}.{f.sharding.name}", []).extend(pieces)
+        for name, t in self.engine.kept.items():
+            found[f"kept.{name}"] = [(tuple(t.shape), (0,), t.numpy().copy())]
         return found
 
     def weights(self) -> State:
@@ -275,7 +300,7 @@ def check(case: Case, ranks: list[dict[str, Any]], before: list[dict[str, Any]])
     for name, values in assembled(ranks, "weights").items():
         master = (
             torch.from_numpy(theirs[name.replace("weight.", "master.", 1)])
-            .to(dtype)
+            .to(torch.float32 if name.endswith(".router.weight") else dtype)
             .float()
             .numpy()
         )

@@ -11,13 +11,17 @@ from megatron.parallel.topology import DEFAULT_ORDER, Topology
 
 
 def join(
-    tensor: int = 1, pipeline: int = 1, timeout_s: float = 120, order: str = DEFAULT_ORDER
+    tensor: int = 1,
+    pipeline: int = 1,
+    timeout_s: float = 120,
+    order: str = DEFAULT_ORDER,
+    **sizes: int,
 ) -> Topology:
     """Build a topology over gloo, initialised once from the environment set by run_processes."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timeout)
-    topology = Topology.create(tensor, pipeline, timeout=timeout, order=order)
+    topology = Topology.create(tensor, pipeline, timeout=timeout, order=order, **sizes)
     dist.barrier()  # a rank that ends at once takes the store from those still connecting
     return topology

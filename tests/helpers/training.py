@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -51,6 +54,8 @@ _NOT_OF_THE_MODEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "sequence_parallel",
+    "expert_model_parallel_size",
+    "moe_shared_expert_overlap",
     "tp_comm_overlap",
     "num_layers_per_virtual_pipeline_stage",
     "enable_zbh1_pipeline",
@@ -134,6 +139,29 @@ def batches(
     return out
 
 
+@contextlib.contextmanager
+def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
+    """Record the experts of each token, by router and first sample, while the context is open.
+
+    A recomputation must choose the same.
+    """
+    found: dict[tuple[str, int], np.ndarray] = {}
+    from megatron.layers.experts import Router
+
+    forward = Router.forward
+
+    def recorded(self: Any, x: Any, call: Any) -> Any:
+        weights, experts = forward(self, x, call)
+        key = self.name, call.dropout.sample
+        assert key not in found or np.array_equal(found[key], experts.numpy()), key
+        found[key] = experts.numpy().copy()
+        return weights, experts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "forward", recorded)
+        yield found
+
+
 _SHARED = " of neighbours"
 
 
@@ -199,7 +227,11 @@ def train_in_process(
     )
     parallel = config.parallel
     sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    topology = join(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
+    topology = join(
+        *sizes,
+        order=parallel.rank_order or DEFAULT_ORDER,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+    )
     context = layer_context(config, topology)
     chunks = build_chunks(config, topology, context)
     chunks.train()
@@ -312,6 +344,7 @@ def train_plainly(
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     (model,) = build_chunks(config, topology).values()
     model.train()
+    routers = [module for module in model.modules() if type(module).__name__ == "Router"]
     o = config.optimizer
     wants, whole = getattr(config.pieces.optimizer, "whole", None), Unsharded()
     groups = []
@@ -342,6 +375,8 @@ def train_plainly(
     for step in range(steps):
         micro_batches = batches(config, step, packed=packed)
         total = 0.0
+        if routers:
+            model.context.experts.loss_scale = 1 / len(micro_batches)
         for batch in micro_batches:
             loss = model(batch, None) / len(micro_batches)
             loss.backward()
@@ -356,6 +391,13 @@ def train_plainly(
         if o.qk_clip:
             clip_plainly(model, o)
         optimizer.zero_grad()
+        for router in routers:
+            if router.expert_bias is not None:
+                rate = config.model.moe_router_bias_update_rate
+                router.expert_bias += rate * torch.sign(router.load.mean() - router.load)
+            if router.last_load is not None:
+                router.last_load.copy_(router.load)
+            router.load.zero_()
         history.append((total, norm))
     return {
         "history": history,

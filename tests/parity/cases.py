@@ -6,17 +6,19 @@ Some fields of a configuration are for train() alone:
 
     packed=True           packed samples in place of joined ones
     fused=True            every kernel, whatever the flags and the machine say
+    steps=5               instead of STEPS
     poison=(step, rank)   there a gradient is not finite: the step is skipped everywhere
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
 from tests.helpers.fusions import force
-from tests.helpers.training import STEPS, train_in_process
+from tests.helpers.training import STEPS, routes, train_in_process
 
 Case = tuple[str, int, dict[str, Any]]
 
@@ -78,11 +80,14 @@ def train(rank: int, runs: list[dict[str, Any]], steps: int = STEPS) -> list[dic
     for fields in runs:
         given = dict(fields)
         packed, fused, poison = (given.pop(name, None) for name in ("packed", "fused", "poison"))
-        with pytest.MonkeyPatch.context() as patch:
+        number = given.pop("steps", steps)
+        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
             patch.setattr(linear, "LEAST_TOKENS", 1)
             if fused:
                 force(patch)
-            out.append(train_in_process(rank, given, steps, poison, bool(packed)))
+            found = stack.enter_context(routes()) if "num_experts" in given else {}
+            done = train_in_process(rank, given, number, poison, bool(packed))
+            out.append(done | {"routes": found})
     return out
 
 
@@ -230,6 +235,57 @@ QK_CLIP = dict(qk_clip=True, qk_clip_threshold=0.1, qk_clip_alpha=0.3)
 # Without biases: softmax is invariant under that of the keys, whose sign is pure rounding.
 LION = {**LLAMA, "optimizer": "lion", "lr": 1e-3}
 
+EXPERTS: dict[str, Any] = dict(
+    LLAMA,
+    num_experts=4,
+    moe_ffn_hidden_size=24,
+    moe_router_topk=2,
+    moe_aux_loss_coeff=(0.1,),
+    moe_z_loss_coeff=0.01,
+)
+BY_SEQUENCE = {**EXPERTS, "moe_router_load_balancing_type": ("seq_aux_loss",)}
+BY_GLOBAL_BATCH = {**EXPERTS, "moe_router_load_balancing_type": ("global_aux_loss",)}
+DROPS = {**EXPERTS, "moe_expert_capacity_factor": 1.0}
+LATE_DROPS = {**DROPS, "moe_token_drop_policy": "position", "moe_input_jitter_eps": 0.1}
+SHARED = dict(
+    moe_shared_expert_intermediate_size=16,
+    moe_shared_expert_gate=True,
+    moe_shared_expert_overlap=True,
+)
+# As DeepSeek-V3, with a dense layer first.
+BIASED: dict[str, Any] = dict(
+    LLAMA,
+    **SHARED,
+    num_experts=8,
+    moe_layer_freq=(0, 1, 1, 1),
+    moe_ffn_hidden_size=16,
+    moe_router_topk=4,
+    moe_router_score_function="sigmoid",
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.05,
+    moe_router_load_balancing_type=("seq_aux_loss", "aux_loss"),
+    moe_aux_loss_coeff=(0.05, 0.05),
+)
+# As of Megatron-DeepSpeed: GPT-2's MLP with biases, one expert for each token.
+SWITCH: dict[str, Any] = dict(
+    num_experts=4,
+    moe_router_topk=1,
+    moe_router_pre_softmax=True,
+    moe_layer_freq=(0, 1, 0, 1),
+    moe_aux_loss_coeff=(0.1,),
+)
+MOE = dict(recompute_granularity="selective", recompute_modules=("core_attn", "moe"))
+MOE_ACT = dict(recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
+
+
+def experts(ep: int, **more: Any) -> Case:
+    """Return a case with experts over `ep` ranks."""
+    return layout(expert_model_parallel_size=ep, **more)
+
+
 # Every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few
 # processes as possible: those of one world size share theirs.
 TOGETHER = [
@@ -284,12 +340,16 @@ TOGETHER = [
     layout(tp=2, pp=2, fused=True, **FAMILIES["neox"]),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["qwen3"]),
     layout(dp=2, **LION),
+    experts(2, dp=2, recompute=MOE, **EXPERTS),
+    experts(2, tp=2, dp=2, sp=True, recompute=MOE_ACT, **BIASED),
+    experts(2, pp=2, dp=2, schedule="zb-h1", **DROPS),
     layout(tp=4, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
     # Uneven, with fewer micro-batches than stages. It is the last of its processes: ranks within
     # the pipeline are members of fewer groups than those at its ends, and torch counts them to name
     # the next.
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
     layout(tp=2, pp=2, dp=2, sp=True, recompute=CHEAP, **MUP, **FAMILIES["gemma2"]),
+    experts(2, tp=2, pp=2, dp=2, sp=True, schedule="interleaved", **BIASED),
     layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", **NESTEROV, **QK_CLIP, **LLAMA),
     # The components of gpt-1t-frontier, with another order of the ranks.
     layout(
@@ -336,6 +396,46 @@ CAMPAIGN = [
     layout(tp=4, sp=True, **MUP, **{**LLAMA, **MULTI_QUERY}),
     layout(tp=2, dp=2, **MUP, **{**LLAMA, **MULTI_QUERY}),
     layout(tp=2, pp=2, dp=2, sp=True, **MUP, **MUON, **FAMILIES["qwen3"]),
+    # experts
+    *[
+        experts(ep, steps=5, **shape, **kind)
+        for ep, shape, kind in (
+            (1, dict(), EXPERTS),
+            (1, dict(tp=2), EXPERTS),
+            (1, dict(tp=2, sp=True), BY_SEQUENCE),
+            (1, dict(pp=2, schedule="interleaved"), BIASED),
+            (1, dict(dp=2), BY_GLOBAL_BATCH),
+            (1, dict(dp=2, zero=0), DROPS),
+            (2, dict(dp=2, zero=0), BIASED),
+            (2, dict(dp=2), BY_GLOBAL_BATCH),
+            (2, dict(dp=2), SWITCH),
+            (2, dict(tp=2, dp=2), SWITCH),
+            (2, dict(tp=2, dp=2), LATE_DROPS),
+            (2, dict(tp=2, dp=2, sp=True), LATE_DROPS),
+            (2, dict(tp=2, dp=2, sp=True, recompute=FULL), BIASED),
+            (2, dict(dp=4), BIASED),
+            (2, dict(dp=4, zero=0), EXPERTS),
+            (4, dict(dp=4), EXPERTS),
+            (4, dict(dp=4, zero=0), BIASED),
+            (2, dict(pp=2, dp=2, recompute=MOE), EXPERTS),
+            (2, dict(pp=2, dp=2, schedule="interleaved"), BY_SEQUENCE),
+            (2, dict(pp=2, dp=2, schedule="zb-h1", recompute=FULL), BIASED),
+            (2, dict(pp=2, dp=2, schedule="zb-h1", recompute=MOE_ACT), BY_GLOBAL_BATCH),
+            (2, dict(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1"), BIASED),
+            (2, dict(tp=2, pp=2, dp=2, schedule="interleaved"), LATE_DROPS),
+            (4, dict(tp=2, dp=4, sp=True, rank_order="dp-pp-tp"), EXPERTS),
+            (2, dict(dp=2, fused=True, micro_batch_size=2, **DROPOUT), BY_SEQUENCE),
+        )
+    ],
+    *[
+        experts(2, **shape, **kind, **precision)
+        for kind in (EXPERTS, BIASED)
+        for precision in (BF16, FP16)
+        for shape in (dict(dp=2), dict(tp=2, pp=2, dp=2, sp=True))
+    ],
+    experts(2, dp=2, poison=(1, 1), **FP16, **BIASED),
+    experts(2, tp=2, dp=2, zero=0, poison=(1, 2), **EXPERTS),
+    experts(2, dp=2, clip_grad_by_kind=("output=0.02", "hidden=0.1"), zero=0, **EXPERTS),
     # uneven
     layout(pp=4, num_layers=6, pipeline_layout="2,1,2,1"),
     # micro-batches no multiple of the stages

@@ -9,7 +9,8 @@ numbers near 4, and a relative 1e-5 of the norm. Parameters: Adam turns a gradie
 into one of the learning rate (1e-2) times that error over the gradient, or over epsilon where that
 is larger. Epsilon is 1e-3, about a gradient's size after clipping, so that gradients near 0 are not
 all rounding: errors of 1e-7 in a gradient give 1e-6 in a step. A wrong reduction or scale moves
-parameters by the order of the learning rate itself, a thousand times more. bf16 has 8 bits of
+parameters by the order of the learning rate itself, a thousand times more. Tokens choose the same
+experts. bf16 has 8 bits of
 mantissa: a loss near 4 is right to a relative 2^-8, part of which remains in the mean over tokens;
 the gradient norm sums many rounding errors. fp16 has 11 bits and comes eight times closer.
 """
@@ -25,7 +26,7 @@ import pytest
 
 from tests.helpers.fusions import force
 from tests.helpers.processes import run_processes
-from tests.helpers.training import STEPS, assemble, model_fields, train_plainly
+from tests.helpers.training import STEPS, assemble, model_fields, routes, train_plainly
 from tests.parity.cases import (
     BF16,
     CAMPAIGN,
@@ -50,7 +51,12 @@ def reference(key: str, packed: bool, fused: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if fused:
             force(patch)
-        return train_plainly(json.loads(key), packed=packed)
+        fields = json.loads(key)
+        steps = fields.pop("steps", STEPS)
+        if "num_experts" not in fields:
+            return train_plainly(fields, steps, packed=packed)
+        with routes() as found:
+            return train_plainly(fields, steps, packed=packed) | {"routes": found}
 
 
 def reference_of(fields: dict[str, Any]) -> dict[str, Any]:
@@ -97,6 +103,8 @@ def check(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
             assert not skipped
             assert loss == pytest.approx(loss_1, rel=of_loss)
             assert norm == pytest.approx(norm_1, rel=of_norm)
+        for key, chosen in rank["routes"].items() if precision == "fp32" else ():
+            np.testing.assert_array_equal(chosen, expected["routes"][key], err_msg=str(key))
     whole = assemble([r["parameters"] for r in ranks])
     assert whole.keys() == expected["parameters"].keys()
     for name, values in expected["parameters"].items() if precision == "fp32" else ():

@@ -120,6 +120,11 @@ class Iteration(Event):
     energy_j            energy of all nodes in the interval, joules_per_token of it, and energy_kwh
                         since this job began; None where unknown
     times_ms            {phase: its time on each rank}, of which phases_ms is the summary
+    balancing           {Megatron-LM's name of a loss of routers: its mean over layers and tokens,
+                        without its coefficient}
+    experts             {layer: its balance} with --moe-per-layer-logging: `imbalance`, the largest
+                        load over the mean; `entropy` of the routing, as a share of the most;
+                        `dropped`, the share of choices that were dropped; `tokens` of each expert
     sources             {data source: its tokens and epochs until now}
     steps               the steps of the interval, and step_losses, their losses over all ranks
     """
@@ -143,6 +148,8 @@ class Iteration(Event):
         "energy_kwh": "energy-kwh",
         "joules_per_token": "joules-per-token",
         "sources": "data",
+        "balancing": "moe",
+        "experts": "moe/layer",
     }
     iteration: int
     total_iterations: int
@@ -174,6 +181,8 @@ class Iteration(Event):
     energy_j: float | None = None
     joules_per_token: float | None = None
     energy_kwh: float | None = None
+    balancing: Mapping[str, float] | None = None
+    experts: Mapping[str, Mapping[str, Any]] | None = None
     times_ms: Mapping[str, Sequence[float]] = field(default_factory=dict, metadata=_UNRECORDED)
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict, metadata=_UNRECORDED)
     steps: Sequence[StepRecord] = field(default=(), metadata=_UNRECORDED)

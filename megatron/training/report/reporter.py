@@ -59,6 +59,7 @@ def format_iteration(report: Iteration) -> str:
         ("params norm: {:.3f}", report.params_norm),
     ]
     fields += [form.format(value) for form, value in optional if value is not None]
+    fields += [f"{name}: {value:.6E}" for name, value in (report.balancing or {}).items()]
     fields += [
         f"actual seqlen: {report.seq_length:5d}",
         f"number of skipped iterations: {report.skipped:3d}",
@@ -278,6 +279,11 @@ class LogLines(Callback):
         The peak memory is reported after the first interval and whenever it has grown.
         """
         self._say(format_iteration(report))
+        for layer, of in (report.experts or {}).items():
+            self._say(
+                f"   experts of layer {layer}: largest load {of['imbalance']:.2f} times the mean, "
+                f"entropy {of['entropy']:.3f} of the most, {of['dropped']:.2%} dropped"
+            )
         if report.hfu is not None and report.hfu > _PLAUSIBLE_UTILISATION:
             self._say(
                 f" warning: HFU {report.hfu:.3f} is more than a device can do: the time or the "

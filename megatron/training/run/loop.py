@@ -325,6 +325,11 @@ def report(run: Run) -> None:
     recording, run.timers.recording = run.timers.recording, None
     save_s = run.watch.paused_s.pop("save", 0.0) / steps
     phases, drawn = run.timeline.report(recording, save_s) if recording else ({}, None)
+    balance: dict[str, Any] = {}
+    if run.config.model.num_experts is not None:
+        from megatron.layers.experts import take_figures  # no part of other models
+
+        balance = take_figures(run.engine.routers, run.config.model, run.topology)
     figures = run.interval.report(
         losses,
         run.total_iterations,
@@ -332,6 +337,7 @@ def report(run: Run) -> None:
         memory,
         phases,
         sources={} if run.ledger is None else run.ledger.by_short_name(),
+        **balance,
     )
     run.reporter.publish(figures)
     if drawn is not None:

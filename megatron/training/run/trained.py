@@ -72,10 +72,10 @@ def load_model(
     from megatron.checkpoint.huggingface_load import fill_shards
     from megatron.checkpoint.load import LoadedState, load_weights
     from megatron.checkpoint.tensors import MASTER, weights_to_load
-    from megatron.engine.optimizer import unique_parameters
     from megatron.engine.optimizer_state import AVERAGE
     from megatron.model.gpt import build_chunks, layer_context
     from megatron.parallel.launch import Launch, select_device
+    from megatron.parallel.sharding import sharding_of
     from megatron.parallel.topology import Topology
     from megatron.training.run.setup import load_tokenizer
 
@@ -91,12 +91,15 @@ def load_model(
     empty = layer_context(config, topology, perform_initialization=False)
     chunks = build_chunks(config, topology, empty)
     chunks.to(getattr(torch, config.precision.dtype_name)).eval()
+    for p in chunks.parameters():
+        if sharding_of(p).fp32:
+            p.data = p.data.float()
     source = hugging_face_folder(str(folder))
     if source is None:
         kind = AVERAGE if ema else MASTER
         loaded = load_weights(folder, chunks, topology, tag, allow_older=allow_older, kind=kind)
     else:
-        fill_shards(source, weights_to_load(unique_parameters(chunks)).items(), topology, config)
+        fill_shards(source, weights_to_load(chunks).items(), topology, config)
         loaded = LoadedState(0, {}, False, source, (), ())
     return Trained(config, topology, tokenizer, chunks, loaded)
 
@@ -130,6 +133,7 @@ def _config(
         "world_size": topology.world.size,
         "tensor_model_parallel_size": topology.tensor.size,
         "pipeline_model_parallel_size": topology.pipeline.size,
+        "expert_model_parallel_size": topology.expert.size,
         **{name: value for name, value in settings.items() if value is not None},
     }
     return Config.create(**{name: value for name, value in wanted.items() if value is not None})

@@ -1,0 +1,218 @@
+"""Layers of experts: output, balancing losses and all gradients against float64, token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megatron.config import Config
+from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.experts import ExpertMLP, Experts, move_biases, sorted_choices
+from megatron.layers.transformer import weight_fills
+from megatron.parallel.sharding import DropoutKey, sharding_of
+from megatron.parallel.topology import Group
+
+S, B, H, E, FFN, SCALE = 6, 2, 8, 4, 10, 0.7
+BASE: dict[str, Any] = dict(
+    num_layers=1,
+    hidden_size=H,
+    num_attention_heads=2,
+    seq_length=S,
+    vocab_size=10,
+    num_experts=E,
+    moe_ffn_hidden_size=FFN,
+    swiglu=True,
+    add_bias_linear=False,
+    init_method_std=0.5,
+)
+SIGMOID: dict[str, Any] = dict(moe_router_score_function="sigmoid")
+CASES: dict[str, dict[str, Any]] = {
+    "mixtral": dict(),
+    "qwen": dict(moe_router_pre_softmax=True, moe_router_topk=3),
+    "switch": dict(moe_router_pre_softmax=True, moe_router_topk=1, moe_aux_loss_coeff=(0.3,)),
+    "deepseek": dict(
+        SIGMOID,
+        moe_router_num_groups=2,
+        moe_router_group_topk=1,
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_enable_expert_bias=True,
+        moe_shared_expert_intermediate_size=6,
+        moe_shared_expert_gate=True,
+        moe_router_load_balancing_type=("seq_aux_loss", "aux_loss"),
+        moe_aux_loss_coeff=(0.2, 0.4),
+    ),
+    "one sigmoid": dict(SIGMOID, moe_router_topk=1),
+    "global": dict(moe_router_load_balancing_type=("global_aux_loss",), moe_aux_loss_coeff=(0.5,)),
+    "z": dict(moe_z_loss_coeff=0.2),
+    "few": dict(moe_expert_capacity_factor=0.7),
+    "first": dict(moe_expert_capacity_factor=0.7, moe_token_drop_policy="position"),
+    "biases": dict(swiglu=False, add_bias_linear=True),
+}
+AGAIN: dict[str, dict[str, Any]] = {"kept": {}, "moe": dict(again=True)}
+AGAIN["moe_act"] = dict(activation_again=True)
+
+
+def made(fields: dict[str, Any], **again: bool) -> tuple[ExpertMLP, Config]:
+    """Return a layer with random weights, biases of experts and load."""
+    config = Config.create(**{**BASE, **fields})
+    context = dataclasses.replace(LayerContext.single(), experts=Experts(loss_scale=SCALE))
+    fill, output = weight_fills(config.model)
+    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, fill, output, **again)
+    generator = torch.Generator().manual_seed(3)
+    for name, p in layer.named_parameters():
+        if name.endswith("bias"):
+            p.data.normal_(0.0, 0.3, generator=generator)
+    if layer.router.expert_bias is not None:
+        layer.router.expert_bias.uniform_(-0.2, 0.2, generator=generator)
+    if layer.router.last_load is not None:
+        layer.router.last_load.copy_(torch.tensor([3.0, 1.0, 5.0, 7.0]))
+    return layer.train(), config
+
+
+def reference(
+    x: torch.Tensor, p: dict[str, torch.Tensor], layer: ExpertMLP, config: Config
+) -> tuple[torch.Tensor, list[torch.Tensor], np.ndarray]:
+    """Return output, weighted losses and the experts of each token, by loops over tokens."""
+    m, router = config.model, layer.router
+    logits = x @ p["router.weight"].t()
+    bias = None if router.expert_bias is None else router.expert_bias.double()
+    softmax, k = m.moe_router_score_function == "softmax", m.moe_router_topk
+    scores = logits.softmax(-1) if softmax else logits.sigmoid()
+    chosen = np.zeros((S, B, k), dtype=np.int64)
+    weights: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+    for s in range(S):
+        for b in range(B):
+            wanted = (scores[s, b] if bias is None else scores[s, b] + bias).detach().numpy().copy()
+            if m.moe_router_num_groups:
+                parts = wanted.reshape(m.moe_router_num_groups, -1)
+                each = k // m.moe_router_group_topk
+                sums = [np.sort(part)[::-1][:each].sum() for part in parts]
+                for group in np.argsort(sums)[: -m.moe_router_group_topk]:
+                    parts[group] = -np.inf
+                wanted = parts.reshape(-1)
+            best = np.argsort(-wanted)[:k]
+            chosen[s, b] = best
+            of = {int(e): scores[s, b, e] for e in best}
+            whole = sum(of.values()) if softmax or k > 1 else 1.0
+            if softmax and m.moe_router_pre_softmax:
+                whole = 1.0
+            factor = m.moe_router_topk_scaling_factor or 1.0
+            weights[s, b] = {e: w / whole * factor for e, w in of.items()}
+    shares = scores / scores.sum(-1, keepdim=True)
+    plain = np.argsort(-shares.detach().numpy(), axis=-1)[..., :k]
+
+    def balance(of: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
+        f = load.double() / load.sum()
+        return E * sum(f[e] * of[..., e].mean() for e in range(E))
+
+    def load_of(picked: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.bincount(picked.reshape(-1), minlength=E))
+
+    losses = []
+    kinds = zip(m.moe_router_load_balancing_type, m.moe_aux_loss_coeff, strict=True)
+    for kind, factor in kinds:
+        if kind == "aux_loss" and factor:
+            losses.append(factor * balance(shares, load_of(plain)))
+        elif kind == "seq_aux_loss" and factor:
+            each = [balance(shares[:, b], load_of(plain[:, b])) for b in range(B)]
+            losses.append(factor * sum(each) / B)
+        elif factor:
+            losses.append(factor * balance(shares, router.last_load))
+    if m.moe_z_loss_coeff:
+        losses.append(m.moe_z_loss_coeff * logits.exp().sum(-1).log().square().mean())
+    if m.moe_expert_capacity_factor:
+        capacity = math.ceil(S * B * k / E * m.moe_expert_capacity_factor)
+        for e in range(E):
+            takers = [place for place, of in weights.items() if e in of]
+            if m.moe_token_drop_policy == "probs":
+                takers.sort(key=lambda place: -float(weights[place][e]))
+            for place in takers[capacity:]:
+                del weights[place][e]
+
+    def mlp(
+        y: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *b: torch.Tensor
+    ) -> torch.Tensor:
+        if m.swiglu:
+            return down @ (F.silu(up[0] @ y) * (up[1] @ y))
+        inner = up @ y + (b[0] if b else 0.0)
+        return down @ F.gelu(inner, approximate="tanh") + (b[1] if b else 0.0)
+
+    rows = []
+    names = [f"dense_{way}.{kind}" for kind in ("weight", "bias") for way in ("h_to_4h", "4h_to_h")]
+    for (s, b), of in weights.items():
+        y = x[s, b]
+        out = torch.zeros(H, dtype=torch.float64)
+        for e, w in of.items():
+            out = out + w * mlp(y, *(p[f"experts.{n}"][e] for n in names if f"experts.{n}" in p))
+        if "shared_experts.gate.weight" in p:
+            of_all = mlp(y, *(p[f"shared_experts.{n}"] for n in names[:2]))
+            out = out + (p["shared_experts.gate.weight"] @ y).sigmoid() * of_all
+        rows.append(out)
+    return torch.stack(rows).view(S, B, H), losses, chosen
+
+
+@pytest.mark.parametrize("again", AGAIN)
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_is_that_of_a_loop_over_tokens(name: str, again: str) -> None:
+    """Values and gradients agree to the rounding of fp32, recomputed or not."""
+    layer, config = made(CASES[name], **AGAIN[again])
+    generator = torch.Generator().manual_seed(5)
+    x, g = torch.randn(2, S, B, H, generator=generator)
+    mine = x.clone().requires_grad_()
+    call = CallContext(dropout=DropoutKey(1, 0))
+    layer(mine, call).backward(g)
+    of = {sharding_of(p).name.removeprefix("layers.0.mlp."): p for p in layer.parameters()}
+    wide = {n: p.detach().double().requires_grad_() for n, p in of.items()}
+    theirs = x.double().requires_grad_()
+    y, losses, chosen = reference(theirs, wide, layer, config)
+    ((y * g.double()).sum() + SCALE * sum(losses)).backward()
+    with torch.no_grad():
+        again_y = layer(x, CallContext())
+    np.testing.assert_allclose(again_y, y.detach(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    for n, p in of.items():
+        expected = wide[n].grad
+        np.testing.assert_allclose(p.grad, expected, rtol=1e-4, atol=1e-5, err_msg=n)
+        assert expected.abs().max() > 1e-3, f"the comparison of {n} needs a gradient"
+    # A recomputation, and a pass without gradients, count nothing.
+    load = np.bincount(chosen.reshape(-1), minlength=E)
+    np.testing.assert_array_equal(layer.router.load, load)
+    factors = [*layer.router.balancing.values(), config.model.moe_z_loss_coeff or 0.0]
+    found = layer.router.losses[: len(losses)].double() * torch.tensor(factors)[: len(losses)]
+    np.testing.assert_allclose(found, [float(loss) for loss in losses], rtol=1e-5)
+
+
+def test_biases_move_towards_an_even_load_where_the_step_counts() -> None:
+    layer, _ = made(CASES["deepseek"] | dict(moe_router_bias_update_rate=0.25))
+    router = layer.router
+    assert router.expert_bias is not None
+    before = router.expert_bias.clone()
+    for counts in (False, True):
+        router.load.copy_(torch.tensor([5.0, 2.0, 3.0, 2.0]))
+        move_biases([router], Group((0,), 0), torch.tensor(counts))
+        step = torch.tensor([-0.25, 0.25, 0.0, 0.25]) if counts else torch.zeros(E)
+        torch.testing.assert_close(router.expert_bias, before + step)
+        assert router.load.sum() == 0
+
+
+def test_jitter_depends_on_the_sample_not_on_the_micro_batch() -> None:
+    layer, _ = made(dict(moe_input_jitter_eps=0.5))
+    x = torch.randn(S, 3, H, generator=torch.Generator().manual_seed(1))
+    weights, _ = layer.router(x, CallContext(dropout=DropoutKey(1, 4)))
+    alone, _ = layer.router(x[:, 1:2], CallContext(dropout=DropoutKey(1, 5)))
+    torch.testing.assert_close(weights.view(S, 3, -1)[:, 1], alone, rtol=0, atol=0)
+    plain, _ = layer.router(x[:, 1:2], CallContext())
+    assert not torch.equal(alone, plain)
+
+
+def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
+    order, places, counts = sorted_choices(torch.tensor([[2, 0], [-1, 2], [0, -1]]), 4)
+    assert counts.tolist() == [2, 0, 2, 0]
+    assert order.tolist() == [0, 2, 0, 1]
+    assert places.tolist() == [[2, 0], [-1, 3], [1, -1]]
