@@ -36,6 +36,24 @@ class ParallelConfig:
         "Context-parallel size: number of ranks that share each sequence.",
         at_least=1,
         at_most=MOST_PROCESSES,
+        flags=("--context-parallel-size", "--ds-sequence-parallel-size"),
+        implies={"--ds-sequence-parallel-size": {"cp_comm_type": "a2a"}},
+    )
+    cp_comm_type: str = option(
+        "p2p",
+        "Communication of context-parallel attention. p2p: keys and values rotate over the ranks "
+        "(ring attention). a2a: the ranks exchange rows for heads. a2a+p2p: both, see "
+        "--hierarchical-context-parallel-sizes.",
+        choices=("p2p", "a2a", "a2a+p2p"),
+        hint="all layers use the same",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = option(
+        (),
+        "Two sizes for --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and places "
+        "of the ring. Their product is --context-parallel-size.",
+        at_least=1,
+        at_most=MOST_PROCESSES,
+        metavar="N",
     )
     expert_model_parallel_size: int = option(
         1,
@@ -170,6 +188,24 @@ class ParallelConfig:
         These are all replicas, and all context ranks of each.
         """
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Return the number of ranks over which the rows between two layers are divided."""
+        tensor = self.tensor_model_parallel_size if self.sequence_parallel else 1
+        return tensor * self.context_parallel_size
+
+    @property
+    def head_ranks(self) -> int:
+        """Return the number of context-parallel ranks that exchange rows for heads."""
+        if self.cp_comm_type == "a2a":
+            return self.context_parallel_size
+        return self.hierarchical_context_parallel_sizes[0] if self.cp_comm_type != "p2p" else 1
+
+    @property
+    def ring_places(self) -> int:
+        """Return over how many places keys and values rotate in context-parallel attention."""
+        return self.context_parallel_size // self.head_ranks
 
     @property
     def num_chunks(self) -> int:

@@ -46,6 +46,7 @@ ASCENDING = (
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
+_TILE = 32  # positions of a block of dropout masks (kernels/ops/attention.py)
 _MUON = (
     "muon_momentum",
     "muon_nesterov",
@@ -77,6 +78,7 @@ NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("use_mup", True, ("mup_base_num_attention_heads", "mup_base_num_key_value_heads")),
     ("use_mup", True, ("mup_base_head_dim",)),
     ("use_mup", True, ("mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power")),
+    ("cp_comm_type", "a2a+p2p", ("hierarchical_context_parallel_sizes",)),
     ("position_embedding_type", "rope", ("rotary_interleaved", "rope_scaling")),
     ("rope_scaling", None, ("rope_scaling_factor", "rope_original_positions")),
     ("rope_scaling", "llama3", ("rope_low_freq_factor", "rope_high_freq_factor")),
@@ -332,6 +334,11 @@ def _experts_alone(v: Values) -> Iterator[str]:
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         if v[name] is not None and v["tensor_model_parallel_size"] is not None:
             yield from _multiple(v, name, "tensor_model_parallel_size")
+    if v["moe_expert_capacity_factor"] is not None and (v["context_parallel_size"] or 1) > 1:
+        yield (
+            "--moe-expert-capacity-factor and --context-parallel-size: an expert's capacity is of "
+            "whole sequences, of which a rank has a part; leave one of them out"
+        )
     shared = v["moe_shared_expert_intermediate_size"] is not None
     for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
         if v[name] and not shared:
@@ -504,13 +511,8 @@ def _world(v: Values) -> Iterator[str]:
         )
 
 
-@check("context_parallel_size", "expert_model_parallel_size")
-def _parts_of_replicas(v: Values) -> Iterator[str]:
-    if v["context_parallel_size"] > 1:
-        yield (
-            "--context-parallel-size is not complete yet: use --sequence-parallel with "
-            "--tensor-model-parallel-size"
-        )
+@check("expert_model_parallel_size")
+def _expert_parallel(v: Values) -> Iterator[str]:
     size, experts = v["expert_model_parallel_size"], v["num_experts"]
     if size > 1 and experts is None:
         yield "--expert-model-parallel-size needs experts: give --num-experts, or use 1"
@@ -524,6 +526,59 @@ def _parts_of_replicas(v: Values) -> Iterator[str]:
         yield (
             f"--expert-tensor-parallel-size {own}: experts are divided over all tensor-parallel "
             f"ranks; use {tensor}, or leave it out"
+        )
+
+
+@check("context_parallel_size", "cp_comm_type")
+def _context_parallel(v: Values) -> Iterator[str]:
+    size, kind = v["context_parallel_size"], v["cp_comm_type"]
+    levels = v["hierarchical_context_parallel_sizes"]
+    if kind == "a2a+p2p" and (len(levels) != 2 or math.prod(levels) != size):
+        yield (
+            f"--cp-comm-type a2a+p2p with --context-parallel-size {size} needs "
+            "--hierarchical-context-parallel-sizes A P: ranks that exchange heads, and places of "
+            f"the ring, with A x P = {size}, not {' '.join(map(str, levels)) or 'none'}"
+        )
+        return
+    if size == 1:
+        return
+    heads = {"p2p": 1, "a2a": size}.get(kind) or levels[0]
+    tensor = v["tensor_model_parallel_size"] or 1
+    rows = math.lcm(2 * size, size * (tensor if v["sequence_parallel"] else 1))
+    if v["seq_length"] is not None and v["seq_length"] % rows:
+        yield (
+            f"--seq-length {v['seq_length']} is not a multiple of {rows}, which "
+            f"--context-parallel-size {size} needs: use {nearest_multiples(v['seq_length'], rows)}"
+        )
+    if v["num_attention_heads"] is not None and v["num_attention_heads"] % (tensor * heads):
+        yield (
+            f"--num-attention-heads {v['num_attention_heads']} is not a multiple of "
+            f"tensor-parallel size {tensor} x {heads} ranks that exchange heads: use "
+            "--cp-comm-type p2p, or other sizes"
+        )
+    if heads < size:
+        yield from _ring(v, v["seq_length"], size // heads)
+
+
+def _ring(v: Values, length: int | None, places: int) -> Iterator[str]:
+    """Yield what ring attention cannot do; --cp-comm-type a2a can."""
+    remedy = "use --cp-comm-type a2a"
+    if v["attention_backend"] in ("unfused", "local"):
+        yield f"--attention-backend {v['attention_backend']} stores all scores: {remedy}, or auto"
+    if v["qk_clip"]:
+        yield f"--qk-clip does not work with --cp-comm-type {v['cp_comm_type']}: {remedy}"
+    if not v["attention_dropout"]:
+        return
+    if v["reset_attention_mask"]:
+        yield (
+            f"--attention-dropout {v['attention_dropout']} with --reset-attention-mask does not work "
+            f"with --cp-comm-type {v['cp_comm_type']}: {remedy}, or --attention-dropout 0"
+        )
+    if length is not None and length % (2 * places * _TILE):
+        yield (
+            f"--seq-length {length} is not a multiple of {2 * places * _TILE}, which "
+            f"--attention-dropout {v['attention_dropout']} needs on a ring of {places} ranks: use "
+            f"{nearest_multiples(length, 2 * places * _TILE)}, or {remedy.removeprefix('use ')}"
         )
 
 

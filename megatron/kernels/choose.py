@@ -117,11 +117,13 @@ def choose_attention(
     drops: bool = False,
     windowed: bool = False,
     capped: bool = False,
+    ring: bool = False,
 ) -> str:
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
     "flash" is flash-attn, "torch" scaled_dot_product_attention. `windowed`: there is a sliding window;
-    `capped`: scores have a soft cap, which torch lacks.
+    `capped`: scores have a soft cap, which torch lacks. `ring`: keys and values rotate over
+    context-parallel ranks, for which attention in blocks merges parts of each softmax.
 
     `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, this is not
     an error, because torch's attention computes the same; the log names what runs (see report). If
@@ -131,7 +133,7 @@ def choose_attention(
     backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
     if backend in UNFUSED_BACKENDS:
         return "unfused"
-    if backend == "blocked":
+    if backend == "blocked" or ring:
         return "blocked"
     wishes = drops, windowed, capped
     if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name, *wishes).usable:
@@ -361,7 +363,10 @@ def report(config: Config, device: torch.device) -> list[str]:
     # a windowed layer, where there is one: it asks for more
     some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
     wishes = attention_wishes(model, next(some, 0))
-    attention = choose_attention(config.kernels, device, dtype_name, model.seq_length, **wishes)
+    ring = config.parallel.ring_places > 1
+    attention = choose_attention(
+        config.kernels, device, dtype_name, model.seq_length, **wishes, ring=ring
+    )
     lines = [found.line]
     if found.handle is not None:
         names: dict[str, list[str]] = {"": []}  # by the reason
@@ -383,7 +388,7 @@ def packages(
     flash, backend = flash_attention(device_type, dtype_name, **wishes), kernels.attention_backend
     if attention != "flash":
         reason = (
-            flash.reason
+            flash.reason or "ring attention works in blocks"
             if backend in FLASH_BACKENDS
             else f"ruled out by --attention-backend {backend}"
         )

@@ -349,7 +349,8 @@ class CoreAttention:
         attention: str = "torch",
     ) -> None:
         self.heads, self.layer, self.recompute = config.num_attention_heads, layer, recompute
-        self.dropout, self.tensor = config.attention_dropout, context.tensor
+        self.dropout, self.parts = config.attention_dropout, context.parts
+        self.part = context.heads_part
         self.attention, self.fusions = attention, context.fusions
         window = config.window(layer)
         self.scoring = Scoring(
@@ -371,14 +372,34 @@ class CoreAttention:
             q, k, v = tensors
             if (stored := call.cache.put(self.layer, k, v)) is not None:
                 return cached_attention(q, *stored, call.cache.padding, self.alibi, self.scoring)
+        if self.parts is not None:
+            assert self.parts.attend is not None, "the model sets it"
+            return self.parts.attend(self.parts, self, call, *tensors)
+        return self.within(call, None, *tensors)
+
+    def masks(self, call: CallContext, positions: int) -> tuple[int | None, Place]:
+        """Return seed and place of the masks of the weights [b, this rank's heads, positions, keys].
+
+        No seed if dropout is off.
+        """
+        if call.dropout is None:
+            return None, WHOLE
+        place = call.dropout.weights(positions, self.heads // self.part[1], *self.part)
+        return call.dropout.at(self.layer, Site.ATTENTION), place
+
+    def within(self, call: CallContext, heads: slice | None, *tensors: Tensor) -> Tensor:
+        """Return attention within the rows of the tensors, which are whole sequences.
+
+        heads  theirs of the tensor rank's; None: all of them
+        """
         if self.largest is not None and torch.is_grad_enabled():
-            update_largest(self.largest, tensors, call.documents, self.scoring)
-        seed, place = None, WHOLE
-        if call.dropout:
-            s, heads = tensors[0].shape[0], self.heads // self.tensor.size
-            seed = call.dropout.at(self.layer, Site.ATTENTION)
-            place = call.dropout.weights(s, heads, self.tensor.rank, self.tensor.size)
-        core = partial(self._core, call.documents, seed, place)
+            largest = self.largest if heads is None else self.largest[heads]
+            update_largest(largest, tensors, call.documents, self.scoring)
+        core = partial(self._core, call.documents, *self.masks(call, tensors[0].shape[0]))
+        return self.again(core, *tensors)
+
+    def again(self, core: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Return core(*tensors), which is recomputed in the backward pass if configured."""
         if self.recompute and torch.is_grad_enabled():
             out: Tensor = checkpoint(
                 core,
@@ -508,7 +529,7 @@ class SelfAttention(torch.nn.Module):
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
         plain = self.rotary is None and self.q_layernorm is None and call.cache is None
-        whole = plain and self.core.attention == "blocked"
+        whole = plain and self.core.attention == "blocked" and self.core.parts is None
         out = self.core(call, *((mixed,) if whole else self._apart(mixed, call)))
         result: tuple[Tensor, Tensor | None] = self.dense(out.reshape(s, b, -1))
         return result
@@ -526,7 +547,7 @@ class SelfAttention(torch.nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self._normed(self.q_layernorm, q), self._normed(self.k_layernorm, k)
         if self.rotary is not None:
-            angles = self.rotary.angles(s, call.position_ids, mixed.device)
+            angles = self.rotary.angles(s, call.position_ids, mixed.device, self.core.parts)
             return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v
         return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v
 

@@ -42,6 +42,7 @@ from megatron.parallel.topology import Group
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
+    from megatron.layers.context_parallel import ContextParallel
     from megatron.layers.experts import Experts
 
 BLOCK = 64
@@ -205,6 +206,7 @@ class LayerContext:
     """The distribution of a layer.
 
     tensor             the tensor-parallel group
+    parts              this rank's part of each sequence, with context parallelism
     parameters         makes this rank's shard of each parameter
     overlap            the input gradient of a column-parallel layer is reduced while its weight
                        gradient is computed
@@ -221,6 +223,7 @@ class LayerContext:
     sequence_parallel: bool = False
     overlap: bool = True
     chunks: int = 1
+    parts: ContextParallel | None = None
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     fusions: Fusions = NONE
     experts: Experts | None = None
@@ -229,9 +232,18 @@ class LayerContext:
         default_factory=dict
     )
 
+    @property
+    def heads_part(self) -> tuple[int, int]:
+        """Return which part of the heads this rank computes attention of, and of how many."""
+        rank, size = self.tensor.rank, self.tensor.size
+        if self.parts is None:
+            return rank, size
+        return rank * self.parts.heads + self.parts.head_rank, size * self.parts.heads
+
     def alibi(self, heads: int) -> Alibi:
         """Return ALiBi for this rank's part of `heads` heads: one object for all layers."""
-        slopes = alibi_slopes(heads).chunk(self.tensor.size)[self.tensor.rank]
+        part, parts = self.heads_part
+        slopes = alibi_slopes(heads).chunk(parts)[part]
         return self.alibis.setdefault(heads, Alibi(slopes.to(self.parameters.device)))
 
     def rotary(
@@ -272,12 +284,16 @@ class CallContext:
 
     def hidden_mask(
         self, x: Tensor, layer: int, site: Site, context: LayerContext
-    ) -> tuple[int | None, Place]:
+    ) -> tuple[int | None, Place | list[Place]]:
         """Return seed and place of the mask of the residual stream x [s(/tp), b, h].
 
-        No seed if dropout is off.
+        No seed if dropout is off. With context parallelism there may be a place for each half.
         """
         if self.dropout is None:
             return None, WHOLE
         part = (context.tensor.rank, context.tensor.size) if context.sequence_parallel else (0, 1)
-        return self.dropout.at(layer, site), self.dropout.hidden(x, *part)
+        seed = self.dropout.at(layer, site)
+        if context.parts is not None:
+            places = context.parts.hidden_places(self.dropout, x, *part)
+            return seed, places[0] if len(places) == 1 else places
+        return seed, self.dropout.hidden(x, *part)

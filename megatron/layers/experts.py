@@ -121,17 +121,22 @@ class _Whole(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Scores [s/tp, b, E] of all tensor ranks: [s, b, E]. Each has the gradients of all."""
+    """Scores [s/n, b, E] of all ranks: [s, b, E]. Each rank has the gradients of all.
+
+    tensor  whether these are the tensor ranks, for engine/gradients.py
+    """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.partial_gradient = group, True
+    def forward(ctx: Any, scores: Tensor, group: Group, tensor: bool) -> Tensor:
+        ctx.group = group
+        if tensor:
+            ctx.partial_gradient = True
         return gather_first(scores, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return split_first(gradient, ctx.group).contiguous(), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return split_first(gradient, ctx.group).contiguous(), None, None
 
 
 # -- routers ---------------------------------------------------------------------------------------
@@ -238,10 +243,13 @@ class Router(torch.nn.Module):
         if config.moe_input_jitter_eps and call.dropout is not None:
             seed, place = call.hidden_mask(x, self.layer, Site.ROUTER, context)
             assert seed is not None, "in training, masks have a key"
-            x = x * placed_noise(x, config.moe_input_jitter_eps, seed, place)
+            places = place if isinstance(place, list) else [place]
+            both = zip(x.chunk(len(places)), places, strict=True)
+            eps = config.moe_input_jitter_eps
+            x = x * torch.cat([placed_noise(part, eps, seed, at) for part, at in both])
         logits: Tensor = _Scores.apply(x, self.weight)  # type: ignore[no-untyped-call]
         if context.sequence_parallel:
-            logits = _Gather.apply(logits, context.tensor)  # type: ignore[no-untyped-call]
+            logits = _Gather.apply(logits, context.tensor, True)  # type: ignore[no-untyped-call]
         weights, experts = self.choose(logits.flatten(0, 1))
         # A recomputation runs within a backward pass.
         counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
@@ -311,6 +319,9 @@ class Router(torch.nn.Module):
     ) -> Tensor:
         """Return the weights, through whose gradient that of the losses of logits [s, b, E] flows."""
         losses, factors = list[Tensor](), list[float]()
+        if (parts := self.context.parts) is not None:  # losses are of whole sequences
+            logits = _Gather.apply(logits, parts.group, False)  # type: ignore[no-untyped-call]
+            experts = self.choose(logits.detach().flatten(0, 1))[1]
         shares = self.shares(logits) if self.balancing else logits
         if self.balancing and (
             self.expert_bias is not None or self.config.moe_router_num_groups is not None

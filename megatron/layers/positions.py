@@ -16,6 +16,7 @@ from megatron.kernels.ops import rotary as kernel
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
+    from megatron.layers.context_parallel import ContextParallel
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -136,22 +137,43 @@ class RotaryEmbedding:
             factor = model.yarn_attention_factor
             self.factor = factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
         self._table: Angles | None = None
+        self._part: tuple[int, Angles] | None = None
+
+    def _at(self, positions: Tensor, device: torch.device) -> Angles:
+        frequencies = rotary_frequencies(self.dimension, self.base, self.model)
+        angles = torch.outer(positions.double(), frequencies)
+        cos, sin = (self.factor * x for x in (angles.cos(), angles.sin()))
+        return cos.float().to(device), sin.float().to(device)
 
     def _grown(self, length: int, device: torch.device) -> Angles:
         table = self._table
         if table is None or table[0].shape[0] < length or table[0].device != device:
-            frequencies = rotary_frequencies(self.dimension, self.base, self.model)
-            angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
-            cos, sin = (self.factor * x for x in (angles.cos(), angles.sin()))
-            self._table = table = (cos.float().to(device), sin.float().to(device))
+            self._table = table = self._at(torch.arange(length), device)
         return table
 
-    def angles(self, length: int, position_ids: Tensor | None, device: torch.device) -> Angles:
-        """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2].
+    def _of_part(self, length: int, device: torch.device, parts: ContextParallel) -> Angles:
+        part = self._part
+        if part is None or part[0] != length or part[1][0].device != device:
+            positions = parts.positions(length, torch.device("cpu"))
+            self._part = part = length, self._at(positions, device)
+        return part[1]
 
-        The positions are 0 ... length-1 if there are no ids [b, s].
+    def angles(
+        self,
+        length: int,
+        position_ids: Tensor | None,
+        device: torch.device,
+        parts: ContextParallel | None = None,
+    ) -> Angles:
+        """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2], s being `length`.
+
+        If there are no ids [b, s], the positions are 0 ... length-1, or those of this rank's part.
         """
-        cos, sin = self._grown(length, device)
+        whole = length if parts is None else length * parts.size
+        if parts is not None and position_ids is None:
+            cos, sin = self._of_part(whole, device, parts)
+        else:
+            cos, sin = self._grown(whole, device)
         if position_ids is None:
             return cos[:length, None, None, :], sin[:length, None, None, :]
         ids = position_ids.t()

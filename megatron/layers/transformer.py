@@ -220,26 +220,30 @@ def bias_dropout_add(
     probability: float,
     seed: int | None,
     fused: bool = False,
-    place: Place = WHOLE,
+    place: Place | list[Place] = WHOLE,
 ) -> Tensor:
     """Return residual + dropout(x + bias), in the residual's dtype.
 
-    Without the kernel if x has another dtype.
+    Without the kernel if x has another dtype. `place`: of the mask, see keyed_dropout.
     """
     if seed is None:
         probability = 0.0
+    if probability == 0.0:
+        place = WHOLE
     if bias is not None:
         bias = wide(bias)
+    fused = fused and x.dtype == residual.dtype
     if (
         fused
-        and x.dtype == residual.dtype
+        and not isinstance(place, list)
         and probability < 1.0
         and (bias is not None or probability > 0.0)
     ):
         return elementwise.bias_dropout_add(x, bias, residual, probability, seed or 0, place)
     if bias is not None:
         x = x + bias
-    return (residual + elementwise.keyed_dropout(x, probability, seed, place=place)).to(
+    with_kernel = fused and isinstance(place, list)  # whose masks are not torch's
+    return (residual + elementwise.keyed_dropout(x, probability, seed, with_kernel, place)).to(
         residual.dtype
     )
 
@@ -303,6 +307,7 @@ class TransformerLayer(torch.nn.Module):
             config.precision.dtype_name,
             model.seq_length,
             **attention_wishes(model, index),
+            ring=config.parallel.ring_places > 1,
         )
         self.self_attention = SelfAttention(
             context,

@@ -111,23 +111,30 @@ class Vocabulary:
 
 
 def vocabulary_loss(
-    x: Tensor, labels: Tensor, mask: Tensor, vocabulary: Vocabulary, late: bool = False
+    x: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    vocabulary: Vocabulary,
+    late: bool = False,
+    count: Tensor | None = None,
 ) -> Tensor:
     """Return the mean cross entropy of the unmasked tokens: a scalar in fp32.
 
     It is the same on every rank of the tensor group.
 
     x [s(/tp), b, h] in the weight's format, labels int64 [s, b], mask [s, b] of ones and zeros; 0
-    where all is masked.
+    where all is masked. `count`: what the sum is divided by, if not the number of unmasked tokens.
 
     The logits are computed chunk by chunk: in the backward pass, and, without `late`, also in the
     forward pass. With `late` the result is NaN until its backward pass fills in the value; where
     nothing wants a gradient there is none, and `late` has no effect.
     """
     labels, mask = labels.reshape(-1), mask.reshape(-1).float()
+    if count is None:
+        count = mask.sum().clamp(min=1.0)
     weight = vocabulary.weight
     late = late and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _Loss.apply(x, weight, labels, mask, vocabulary, late)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Loss.apply(x, weight, labels, mask, count, vocabulary, late)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -152,8 +159,8 @@ def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
     return found
 
 
-def _mean(losses: Tensor, mask: Tensor) -> Tensor:
-    return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+def _mean(losses: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+    return (losses * mask).sum() / count
 
 
 @torch.no_grad()
@@ -205,14 +212,15 @@ class _Loss(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         mask: Tensor,
+        count: Tensor,
         v: Vocabulary,
         late: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, labels, mask)
+        ctx.save_for_backward(x, labels, mask, count)
         ctx.vocabulary, ctx.late = v, late
         ctx.partial_gradient = v.context.sequence_parallel  # of x, for engine/gradients.py
         if not late:
-            return _mean(_losses(x, labels, v), mask)
+            return _mean(_losses(x, labels, v), mask, count)
         loss = x.new_full((), float("nan"), dtype=torch.float32)
         # the same memory; a view would keep the output alive, which keeps this node
         ctx.loss = loss.detach()
@@ -221,9 +229,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, labels, mask = ctx.saved_tensors
+        x, labels, mask, count = ctx.saved_tensors
         v, (needs_x, needs_weight) = ctx.vocabulary, ctx.needs_input_grad[:2]
-        token_gradients = mask * (gradient / mask.sum().clamp(min=1.0))
+        token_gradients = mask * (gradient / count)
         whole = v.gather(x)
         dx = torch.empty_like(whole) if needs_x else None
         dw, sink, queue = None, sink_of(v.weight), v.context.weight_gradients
@@ -252,7 +260,7 @@ class _Loss(torch.autograd.Function):
                 else:  # Of several chunks the sum is taken in fp32 and rounded once.
                     dw = product.to(torch.promote_types(product.dtype, torch.float32))
         sent.wait()
-        loss = _mean(losses, mask)
+        loss = _mean(losses, mask, count)
         if ctx.late:
             ctx.loss.copy_(loss)
         if dx is not None:
@@ -260,7 +268,7 @@ class _Loss(torch.autograd.Function):
             # A loss may be infinite although its gradient is not. One value of the gradient passes
             # this on to the optimizer, which then skips the step; no other message is needed.
             dx[:1, :1, :1].add_(0.0 * loss)
-        return dx, None if dw is None else dw.to(v.weight.dtype), None, None, None, None
+        return dx, None if dw is None else dw.to(v.weight.dtype), *[None] * 5
 
 
 def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Vocabulary) -> Tensor:

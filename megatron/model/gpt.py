@@ -119,9 +119,12 @@ class GPTChunk(torch.nn.Module):
             return hidden
         assert batch.labels is not None and batch.loss_mask is not None
         x = self._outputs(hidden)
-        return vocabulary_loss(
-            x, batch.labels.t(), batch.loss_mask.t(), self._vocabulary(), late_loss
-        )
+        labels, mask, count = batch.labels, batch.loss_mask, None
+        if (parts := self.context.parts) is not None:
+            # So that the mean over the ranks is that over the tokens of the whole sequences.
+            count = mask.sum().clamp(min=1.0) / parts.size
+            labels, mask = parts.cut(labels), parts.cut(mask)
+        return vocabulary_loss(x, labels.t(), mask.t(), self._vocabulary(), late_loss, count)
 
     def token_losses(self, batch: MicroBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return, on the last stage, the loss of every label, [b, s], and whether it is greedy.
@@ -130,8 +133,10 @@ class GPTChunk(torch.nn.Module):
         """
         assert self.is_last, "labels are compared on the last stage"
         x = self._outputs(self._hidden(batch, hidden))
-        losses, greedy = token_losses(x, batch.labels.t(), self._vocabulary())
-        return losses.t(), greedy.t()
+        parts = self.context.parts
+        labels = batch.labels if parts is None else parts.cut(batch.labels)
+        losses, greedy = (y.t() for y in token_losses(x, labels.t(), self._vocabulary()))
+        return (losses, greedy) if parts is None else (parts.gather(losses), parts.gather(greedy))
 
     def weight_users(self) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
         """Return the modules that this chunk calls, in order, and the parameters of each call."""
@@ -191,18 +196,25 @@ class GPTChunk(torch.nn.Module):
         # Positions that cannot restart are those that the layers count themselves.
         restart = documents is not None or self.config.data.reset_position_ids
         given = restart if cache is None else cache.used > 0
-        return CallContext(batch.position_ids if given else None, documents, dropout, cache)
+        ids = batch.position_ids if given else None
+        if ids is not None and self.context.parts is not None:
+            ids = self.context.parts.cut(ids)
+        return CallContext(ids, documents, dropout, cache)
 
     def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
         assert batch.tokens is not None
-        model = self.config.model
-        hidden = self.word_embeddings(batch.tokens)  # [s(/tp), b, h]
+        model, tokens, ids = self.config.model, batch.tokens, call.position_ids
+        if (parts := self.context.parts) is not None:
+            tokens = parts.cut(tokens)
+            if ids is None:
+                ids = parts.positions(batch.tokens.shape[1], tokens.device).unsqueeze(0)
+        hidden = self.word_embeddings(tokens)  # [s(/tp), b, h]
         if model.embedding_scale is not None:
             hidden = hidden * model.embedding_scale
         if model.embedding_layernorm:
             hidden = self.embedding_layernorm(hidden)
         if model.position_embedding_type == "learned_absolute":
-            hidden = hidden + self.position_embeddings(batch.tokens.shape[1], call.position_ids)
+            hidden = hidden + self.position_embeddings(tokens.shape[1], ids)
         if model.mup_embedding_mult != 1.0:
             hidden = hidden * model.mup_embedding_mult
         if model.fp32_residual_connection:
@@ -266,8 +278,15 @@ def layer_context(
         from megatron.layers.experts import Experts  # no part of other models
 
         experts = Experts(topology.expert)
+    parts = None
+    if topology.context.size > 1:
+        from megatron.layers.context_parallel import ContextParallel
+        from megatron.layers.ring import attend
+
+        parts = ContextParallel(topology.context, config.parallel.head_ranks, attend)
     return LayerContext(
         tensor=topology.tensor,
+        parts=parts,
         parameters=ParameterFactory(
             config.training.seed,
             topology.tensor.rank,
@@ -328,11 +347,9 @@ def stages_of(
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:
-    """Return the shape of the messages between stages: [s(/tp), b, h]."""
+    """Return the shape of the messages between stages: [s(/tp), b, h], s being a rank's part."""
     parallel, model = config.parallel, config.model
-    s = model.seq_length // (
-        parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    )
+    s = model.seq_length // parallel.sequence_ranks
     return s, config.batch.micro_batch_size, model.hidden_size
 
 

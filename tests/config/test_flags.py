@@ -106,7 +106,11 @@ SETTINGS = """
 --tensor-model-parallel-size 2
 --pipeline-model-parallel-size 2
 --num-layers-per-virtual-pipeline-stage 2
---context-parallel-size 1
+--context-parallel-size 2
+--ds-sequence-parallel-size 2 => context_parallel_size 2
+--ds-sequence-parallel-size 4 => cp_comm_type a2a
+--cp-comm-type a2a
+--hierarchical-context-parallel-sizes 2 2 => hierarchical_context_parallel_sizes (2,2)
 --expert-model-parallel-size 1
 --moe-expert-parallel-size 1 => expert_model_parallel_size 1
 --expert-tensor-parallel-size 1
@@ -359,7 +363,6 @@ ACCEPTED = """
 --create-moe-param-group
 --disable-moe-token-dropping
 --no-pipeline-parallel
---ds-sequence-parallel-size 1
 --enable-zbh1-exact-semantics
 --DDP-impl local
 --no-scatter-gather-tensors-in-pipeline
@@ -440,7 +443,7 @@ ACCEPTED = """
 REFUSED = """
 --num-experts 1 8 => one value
 --mlp-type residual => standard
---ds-sequence-parallel-size 4 => --sequence-parallel
+--cp-comm-type allgather => p2p
 --DDP-impl FSDP => --zero-stage
 --distributed-backend ccl => gloo
 --distributed-backend hccl => gloo
@@ -486,9 +489,9 @@ REFUSED = """
 --glu-activation liglu => swiglu
 --use-z-loss => --logit-z-loss
 --apply-wd-to-qk-layernorm => remove
---ds-sequence-parallel-fpdt => --sequence-parallel
---ds-sequence-parallel-fpdt-chunk-size 4096 => --sequence-parallel
---ds-sequence-parallel-fpdt-offloading => --sequence-parallel
+--ds-sequence-parallel-fpdt => --context-parallel-size
+--ds-sequence-parallel-fpdt-chunk-size 4096 => --context-parallel-size
+--ds-sequence-parallel-fpdt-offloading => --context-parallel-size
 --skip-train-iteration-range 3-4 => data
 --train-weighted-split-paths p => WEIGHT
 --valid-weighted-split-paths p q => --valid-data-path
@@ -636,6 +639,13 @@ BESIDE: dict[str, dict[str, str | None]] = {
         ("--yarn-beta-fast", "--yarn-beta-slow", "--yarn-attention-factor"), SCALED["yarn"]
     ),
     "--sequence-parallel": {"--tensor-model-parallel-size": "2"},
+    "--context-parallel-size": {"--attention-dropout": "0"},
+    "--ds-sequence-parallel-size": {"--attention-dropout": "0"},
+    "--hierarchical-context-parallel-sizes": {
+        "--attention-dropout": "0",
+        "--context-parallel-size": "4",
+        "--cp-comm-type": "a2a+p2p",
+    },
     "--tp-comm-overlap": {"--tensor-model-parallel-size": "2"},
     "--tp-comm-overlap-chunks": {"--tensor-model-parallel-size": "2", "--tp-comm-overlap": ""},
     "--enable-zbh1-pipeline": {"--pipeline-model-parallel-size": "2"},

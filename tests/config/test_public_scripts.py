@@ -5,6 +5,7 @@ They resolve unchanged, or are refused for the listed reasons.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -108,11 +109,12 @@ def test_scripts_of_every_family():
         resolved.append(script)
         check_values(script, config)
         words = script["line"].replace("_", "-").split()
-        layout = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
+        sizes = ("tensor-model", "pipeline-model", "context")
+        layout = [f"--{name}-parallel-size" for name in sizes]
         model = [int(words[words.index(flag) + 1]) if flag in words else 1 for flag in layout]
-        assert config.parallel.data_parallel_size * model[0] * model[1] == script["processes"], (
-            script["follows"]
-        )
+        assert config.parallel.data_parallel_size * math.prod(model) == script["processes"], script[
+            "follows"
+        ]
     assert len(resolved) >= 0.8 * (len(resolved) + sum("needs" not in s for s in refused))
 
 

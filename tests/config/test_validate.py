@@ -15,6 +15,7 @@ from megatron.config.command_line import read_settings
 from megatron.config.settings import all_options, raise_problems
 from megatron.errors import ConfigError
 
+NO_DROPOUT = dict(attention_dropout=0.0)
 ROPE = dict(position_embedding_type="rope")
 SIZES = dict(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=64)
 
@@ -145,6 +146,78 @@ CASES = [
         dict(world_size=2, tensor_model_parallel_size=4),
         ["2 processes", "start 4"],
         dict(world_size=4),
+    ),
+    # context and expert parallelism
+    (
+        dict(world_size=6, context_parallel_size=4, **NO_DROPOUT),
+        ["6 processes", "--context-parallel-size 4", "4 or 8"],
+        dict(world_size=8),
+    ),
+    (
+        dict(context_parallel_size=4, seq_length=60, **NO_DROPOUT),
+        ["--seq-length 60", "8", "56 or 64"],
+        dict(seq_length=56),
+    ),
+    (
+        dict(
+            context_parallel_size=2,
+            tensor_model_parallel_size=8,
+            sequence_parallel=True,
+            seq_length=72,
+            **NO_DROPOUT,
+        ),
+        ["--seq-length 72", "16", "64 or 80"],
+        dict(seq_length=80),
+    ),
+    (
+        dict(
+            context_parallel_size=4,
+            tensor_model_parallel_size=4,
+            cp_comm_type="a2a",
+            **NO_DROPOUT,
+        ),
+        ["--num-attention-heads 8", "4 x 4", "p2p"],
+        dict(cp_comm_type="p2p"),
+    ),
+    (
+        dict(context_parallel_size=4, cp_comm_type="a2a+p2p", **NO_DROPOUT),
+        ["a2a+p2p", "--hierarchical-context-parallel-sizes A P", "= 4"],
+        dict(hierarchical_context_parallel_sizes=(2, 2)),
+    ),
+    (
+        dict(hierarchical_context_parallel_sizes=(2, 2), context_parallel_size=4, **NO_DROPOUT),
+        ["--hierarchical-context-parallel-sizes", "a2a+p2p"],
+        dict(cp_comm_type="a2a+p2p"),
+    ),
+    (
+        dict(context_parallel_size=2, attention_backend="unfused", **NO_DROPOUT),
+        ["--attention-backend unfused", "a2a"],
+        dict(cp_comm_type="a2a"),
+    ),
+    (
+        dict(context_parallel_size=2, qk_clip=True, optimizer="muon", **NO_DROPOUT),
+        ["--qk-clip", "p2p", "a2a"],
+        dict(cp_comm_type="a2a"),
+    ),
+    (
+        dict(context_parallel_size=2, attention_dropout=0.1, seq_length=192),
+        ["--seq-length 192", "128", "128 or 256"],
+        dict(seq_length=256),
+    ),
+    (
+        dict(
+            context_parallel_size=2,
+            attention_dropout=0.1,
+            seq_length=128,
+            reset_attention_mask=True,
+        ),
+        ["--attention-dropout 0.1", "--reset-attention-mask", "a2a"],
+        dict(cp_comm_type="a2a"),
+    ),
+    (
+        dict(world_size=4, expert_model_parallel_size=2),
+        ["--expert-model-parallel-size"],
+        dict(expert_model_parallel_size=1),
     ),
     (
         dict(world_size=2, micro_batch_size=2, global_batch_size=14),

@@ -53,6 +53,9 @@ messages.
 _NOT_OF_THE_MODEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
     "sequence_parallel",
     "expert_model_parallel_size",
     "moe_shared_expert_overlap",
@@ -139,9 +142,12 @@ def batches(
     return out
 
 
+_UNKNOWN = -2
+
+
 @contextlib.contextmanager
 def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
-    """Record the experts of each token, by router and first sample, while the context is open.
+    """Record the experts [s, b, k] of each token, by router and first sample, in this context.
 
     A recomputation must choose the same.
     """
@@ -153,8 +159,14 @@ def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
     def recorded(self: Any, x: Any, call: Any) -> Any:
         weights, experts = forward(self, x, call)
         key = self.name, call.dropout.sample
-        assert key not in found or np.array_equal(found[key], experts.numpy()), key
-        found[key] = experts.numpy().copy()
+        chosen = experts.numpy().reshape(-1, x.shape[1], experts.shape[1])
+        if (parts := self.context.parts) is not None:  # other ranks know the others
+            length = len(chosen) * parts.size
+            whole = np.full((length, *chosen.shape[1:]), _UNKNOWN)
+            whole[parts.positions(length, x.device).numpy()] = chosen
+            chosen = whole
+        assert key not in found or np.array_equal(found[key], chosen), key
+        found[key] = chosen.copy()
         return weights, experts
 
     with pytest.MonkeyPatch.context() as patch:
@@ -230,6 +242,7 @@ def train_in_process(
     topology = join(
         *sizes,
         order=parallel.rank_order or DEFAULT_ORDER,
+        context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
     )
     context = layer_context(config, topology)
@@ -249,11 +262,11 @@ def train_in_process(
     history = []
     for step in range(steps):
         losses = executor.train(
-            batches(config, step, topology.data.rank, packed), loss_scale=engine.loss_scale
+            batches(config, step, topology.replica, packed), loss_scale=engine.loss_scale
         )
         total = torch.zeros(1, dtype=torch.float64)
         if losses:
-            total += torch.stack(losses).double().mean() / parallel.data_parallel_size
+            total += torch.stack(losses).double().mean() / topology.data.size
         # Only last stages contribute; all tensor ranks of one have the same loss.
         dist.all_reduce(total)
         engine.wait_for_weights()

@@ -38,6 +38,7 @@ def layout(
     sp: bool = False,
     zero: int = 1,
     recompute: dict[str, Any] = NONE,
+    cp: int = 1,
     **more: Any,
 ) -> Case:
     """Return (name, world size, fields) of one case.
@@ -51,6 +52,7 @@ def layout(
         pipeline_model_parallel_size=pp,
         sequence_parallel=sp,
         zero_stage=zero,
+        context_parallel_size=cp,
         num_layers=layers,
         global_batch_size=4 * dp * more.get("micro_batch_size", 1) if pp <= 2 else 8,
         **recompute,
@@ -69,7 +71,9 @@ def layout(
     )
     extra = "".join(f"-{k}={v}" for k, v in more.items())
     name = f"tp{tp}{'sp' if sp else ''}-pp{pp}-dp{dp}-{schedule}-zero{zero}-recompute_{kind}{extra}"
-    return name, tp * pp * dp, fields
+    if cp > 1:
+        name = f"cp{cp}-{name}"
+    return name, tp * pp * dp * cp, fields
 
 
 def train(rank: int, runs: list[dict[str, Any]], steps: int = STEPS) -> list[dict[str, Any]]:
@@ -213,6 +217,9 @@ CHUNKS = dict(tp_comm_overlap=True, tp_comm_overlap_chunks=3)
 WINDOW = dict(window_size=(5, 0), window_attn_skip_freq=(2,), softmax_scale=0.5)
 CAP = dict(attention_logit_softcapping=0.5)
 MULTI_QUERY = dict(num_key_value_heads=1)
+ULYSSES = dict(cp_comm_type="a2a")
+BOTH = dict(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2))
+LONGER = dict(seq_length=128, max_position_embeddings=128)
 MUP: dict[str, Any] = dict(
     use_mup=True,
     mup_base_hidden_size=8,
@@ -351,6 +358,11 @@ TOGETHER = [
     layout(tp=2, pp=2, dp=2, sp=True, recompute=CHEAP, **MUP, **FAMILIES["gemma2"]),
     experts(2, tp=2, pp=2, dp=2, sp=True, schedule="interleaved", **BIASED),
     layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", **NESTEROV, **QK_CLIP, **LLAMA),
+    layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
+    layout(tp=2, cp=2, sp=True, recompute=CHEAP, fused=True, **WINDOW, **CAP, **LLAMA),
+    layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True),
+    layout(cp=2, pp=2, schedule="zb-h1", recompute=FULL, hidden_dropout=0.2, **BF16),
+    layout(tp=2, pp=2, cp=2, sp=True, schedule="interleaved", **ULYSSES, **DROPOUT),
     # The components of gpt-1t-frontier, with another order of the ranks.
     layout(
         tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
@@ -360,8 +372,54 @@ TOGETHER = [
 ALL = DOCUMENTS | dict(
     tp=2, pp=2, sp=True, schedule="interleaved", packed=True, recompute=SELECTIVE
 )
+CONTEXT = [
+    layout(cp=2),
+    layout(cp=4, recompute=FULL, **LLAMA),
+    layout(cp=3, seq_length=24, max_position_embeddings=24, micro_batch_size=2),
+    layout(cp=2, dp=2, zero=0),
+    layout(cp=2, dp=2, rank_order="dp-pp-tp", **FAMILIES["gemma2"]),
+    layout(tp=2, cp=2, **FAMILIES["neox"]),
+    layout(tp=2, cp=4, sp=True, packed=True, **WINDOW, **DOCUMENTS, **{**LLAMA, **MULTI_QUERY}),
+    layout(pp=2, cp=2, schedule="interleaved", recompute=BLOCK, **FAMILIES["bloom"]),
+    layout(pp=4, cp=2, schedule="zb-h1", packed=True, **DOCUMENTS, **LLAMA),
+    layout(tp=2, pp=2, cp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["olmo2"]),
+    layout(cp=4, fused=True, **BLOCKED, **WINDOW, **CAP, **MULTI_QUERY),
+    layout(cp=2, packed=True, position_embedding_type="alibi", **DOCUMENTS),
+    # the masks of dropout, and of rows that come from both chunks of a place
+    layout(cp=2, recompute=SELECTIVE, **LONGER, **DROPOUT),
+    layout(tp=2, cp=2, fused=True, **BLOCKED, **LONGER, **DROPOUT, **LLAMA),
+    layout(
+        tp=3,
+        cp=2,
+        sp=True,
+        hidden_size=48,
+        num_attention_heads=6,
+        seq_length=36,
+        max_position_embeddings=36,
+        hidden_dropout=0.2,
+    ),
+    # heads exchanged
+    layout(cp=2, fused=True, micro_batch_size=2, **ULYSSES, **BLOCKED, **DROPOUT),
+    layout(cp=4, packed=True, **ULYSSES, **DOCUMENTS, **LLAMA),
+    layout(tp=2, cp=2, sp=True, recompute=SELECTIVE, **ULYSSES, **{**LLAMA, **MULTI_QUERY}),
+    layout(cp=2, dp=2, **ULYSSES, **MUON, **QK_CLIP, **LLAMA),
+    layout(cp=4, **BOTH, **FAMILIES["bloom"]),
+    layout(tp=2, cp=4, sp=True, **BOTH, **WINDOW, **LLAMA, num_attention_heads=8),
+    # 16 bits
+    *[
+        layout(**shape, **precision)
+        for precision in (BF16, FP16)
+        for shape in (
+            dict(cp=2),
+            dict(tp=2, cp=2, sp=True, **ULYSSES),
+            dict(pp=2, cp=2, schedule="zb-h1", recompute=FULL, **LLAMA),
+        )
+    ],
+    layout(cp=2, dp=2, poison=(1, 2)),
+]
 CAMPAIGN = [
     *GRID,
+    *CONTEXT,
     *[
         layout(tp=2, pp=2, sp=True, schedule="interleaved", **mixture)
         for mixture in MIXTURES.values()

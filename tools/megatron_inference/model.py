@@ -51,6 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tensor-model-parallel-size", type=whole(), default=1, metavar="N")
     parser.add_argument("--pipeline-model-parallel-size", type=whole(), default=1, metavar="N")
+    parser.add_argument("--context-parallel-size", type=whole(), default=1, metavar="N")
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",
@@ -116,6 +117,7 @@ def _load(
         args.pipeline_model_parallel_size,
         device=device,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        context_parallel_size=args.context_parallel_size,
     )
     say: Callable[[str], object] = partial(print, file=sys.stderr, flush=True)
     if launch.rank == 0:

@@ -113,8 +113,8 @@ def _check(
     for what, start in (("first", first), ("key", key)):
         check(
             name,
-            start >= 0 and start % TILE == 0,
-            f"{what} is {start}; blocks start at multiples of {TILE}",
+            law.probability == 0.0 or (start >= 0 and start % TILE == 0),
+            f"{what} is {start}; with dropout blocks start at multiples of {TILE}",
         )
     row = first * share
     for what, x in rows.items():
@@ -144,6 +144,18 @@ def _check(
         check(name, not missing, f"probability is {law.probability}, but there are no origins")
 
 
+def _law_and_key(*rest: Any) -> tuple[Law, int | None]:
+    """Return the law and the position of the first key; torch leaves out defaults at the end."""
+    most = len(Law._fields)
+    return Law(*rest[:most]), rest[most] if len(rest) > most else None
+
+
+def _first_key(scores: Tensor, first: int, *rest: Any) -> tuple[Law, int]:
+    """Return the law and the position of the first key: if not given, the last is the queries'."""
+    law, key = _law_and_key(*rest)
+    return law, first + scores.shape[1] // law.share - scores.shape[2] if key is None else key
+
+
 def _check_weights(
     name: str,
     scores: Tensor,
@@ -151,11 +163,14 @@ def _check_weights(
     slopes: Tensor | None,
     sample: int,
     first: int,
-    *law: Any,
+    *rest: Any,
 ) -> None:
-    _check(name, scores, {"logarithms": logarithms}, slopes, sample, first, 0, *law)
-    keys, seen = scores.shape[-1], first + scores.shape[1] // law[0]
-    key, most = seen - keys, first_key(first, Law(*law).window)
+    law, given = _law_and_key(*rest)
+    _check(name, scores, {"logarithms": logarithms}, slopes, sample, first, given or 0, *law)
+    if given is not None:
+        return
+    keys, seen = scores.shape[-1], first + scores.shape[1] // law.share
+    key, most = seen - keys, first_key(first, law.window)
     fits = 0 <= key <= most and key % TILE == 0
     check(name, fits, f"there are {keys} keys; queries from {first} to {seen} need {seen - most}")
 
@@ -235,8 +250,7 @@ def weights_reference(
 
     Its masks differ from the kernel's.
     """
-    law = Law(*rest)
-    key = first + scores.shape[1] // law.share - scores.shape[2]
+    law, key = _first_key(scores, first, *rest)
     logits = _logits(scores, slopes, sample, first, key, law)
     sums = logits.logsumexp(-1)
     sums.masked_fill_(sums == float("-inf"), float("inf"))
@@ -324,9 +338,9 @@ def _launch(
 
 
 def _weights(
-    scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *law: Any
+    scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *rest: Any
 ) -> None:
-    key = first + scores.shape[1] // law[0] - scores.shape[2]
+    law, key = _first_key(scores, first, *rest)
     _launch(_WEIGHTS, (scores, logarithms), slopes, sample, (first, key), *law)
 
 
@@ -361,7 +375,7 @@ def _like_dots(a: Tensor, b: Tensor) -> Tensor:
 attention_weights_ = operator(
     "attention_weights_(Tensor(a!) scores, Tensor(b!) logarithms, Tensor? slopes, SymInt sample, "
     "SymInt first, int share, float scale, float probability, SymInt seed, Tensor? origins=None, "
-    f"SymInt positions=0, float cap=0.0, SymInt window={NO_WINDOW}) -> ()",
+    f"SymInt positions=0, float cap=0.0, SymInt window={NO_WINDOW}, SymInt? key=None) -> ()",
     _weights,
     weights_reference,
     check=_check_weights,
@@ -376,7 +390,8 @@ for scale * score, or cap * tanh(scale * score / cap) with a `cap` above 0, plus
 query) if there are `slopes`, fp32 [groups * share]; samples are [.., groups], from `sample` on. The
 logarithms of the sums of exponentials are written to their rows of `logarithms`, fp32 [all samples,
 all rows]; infinity for a row that is all -infinity, whose weights are 0. Weights are dropped with
-`probability` and scaled by 1 / (1 - p) otherwise. The rows of the whole job are [samples, heads,
+`probability` and scaled by 1 / (1 - p) otherwise. With `key`, the position of the first key, the keys
+may be any: weights and logarithms are then those of a part of each row. The rows of the whole job are [samples, heads,
 positions]: `origins`, int64, one for each sample, has the number of the first query of its first
 head; that of the next head is larger by `positions`. Has no gradient: see attention_gradient_.
 Raises KernelError for other types and shapes, and probabilities outside of [0, 1).

@@ -341,14 +341,21 @@ def bias_dropout_add(
 
 
 def keyed_dropout(
-    x: Tensor, probability: float, seed: int | None, fused: bool = False, place: Place = WHOLE
+    x: Tensor,
+    probability: float,
+    seed: int | None,
+    fused: bool = False,
+    place: Place | list[Place] = WHOLE,
 ) -> Tensor:
     """Zero entries of x with `probability` and scale the others by 1 / (1 - probability).
 
-    Without a seed, x itself.
+    Without a seed, x itself. `place`: of the mask; a list has those of equal parts of x.
     """
     if probability == 0.0 or seed is None:
         return x
+    if isinstance(place, list):
+        parts = zip(x.chunk(len(place)), place, strict=True)
+        return torch.cat([keyed_dropout(part, probability, seed, fused, at) for part, at in parts])
     if probability >= 1.0:
         return x * 0.0
     if fused:

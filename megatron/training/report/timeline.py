@@ -35,6 +35,7 @@ PHASES = (
     "backward",
     "recompute",
     "tensor-parallel",
+    "context-parallel",
     "pipeline-wait",
     "data-parallel",
     "optimizer",
@@ -42,6 +43,8 @@ PHASES = (
 )
 _OF_KIND = {
     "tensor": "tensor-parallel",
+    "context": "context-parallel",
+    "pipeline": "pipeline-wait",
     "data": "data-parallel",
     "expert_data": "data-parallel",
 }
@@ -64,7 +67,7 @@ class Activity(NamedTuple):
         if isinstance(self.what, Instruction):
             return "forward" if self.what.op is Op.FORWARD else "backward"
         if isinstance(self.what, Call):
-            return "pipeline-wait" if self.what.peer >= 0 else _OF_KIND.get(self.what.kind)
+            return _OF_KIND.get(self.what.kind)
         return self.what if self.what in PHASES else None
 
 

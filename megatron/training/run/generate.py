@@ -177,6 +177,11 @@ def prepare(
     cut: bool = False,
 ) -> list[Prompt]:
     """Return the token ids of prompts, cut if wished; see generate. Raises ConfigError."""
+    if (ranks := model.topology.context.size) > 1:
+        raise ConfigError(
+            f"text is not generated with --context-parallel-size {ranks}: use 1, on any other "
+            "layout; the checkpoint is the same"
+        )
     settings, tokenizer = model.config.model, model.tokenizer
     most = settings.max_position_embeddings
     learned = settings.position_embedding_type == "learned_absolute"

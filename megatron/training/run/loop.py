@@ -598,6 +598,7 @@ def mean_loss(
         weights = torch.ones_like(values)
         if per_token:
             weights = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).to(values)
+        weights /= topology.context.size  # the ranks have parts of the same sequences
         total += torch.stack([(values * weights).sum(), weights.sum()])
     sum_, weight = collectives.all_reduce(total, topology.world).tolist()
     return float(sum_ / max(weight, 1.0)), weight

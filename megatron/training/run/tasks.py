@@ -81,7 +81,8 @@ def score(
     from megatron.pipeline.executor import Executor
 
     config, topology = model.config, model.topology
-    multiple = topology.tensor.size if config.parallel.sequence_parallel else 1
+    ranks, context = config.parallel.sequence_ranks, topology.context
+    multiple = math.lcm(ranks, 2 * context.size) if context.size > 1 else ranks
     found = torch.zeros(len(requests), 2, dtype=torch.float64, device=topology.device)
     parts: dict[int, torch.Tensor] = {}  # of each micro-batch on ranks with the last stage
 
@@ -94,7 +95,7 @@ def score(
         return sums.sum()
 
     def shape(batch: MicroBatch) -> tuple[int, ...]:
-        return batch.tokens.shape[1] // multiple, len(batch.tokens), hidden_shape(config)[2]
+        return batch.tokens.shape[1] // ranks, len(batch.tokens), hidden_shape(config)[2]
 
     final, stages = config.parallel.num_stages - 1, dict[int, Any]()
     for name, chunk in model.chunks.items():
@@ -127,7 +128,8 @@ def score(
                 for i, row in enumerate(rows)
             ]
         )
-        if topology.tensor.rank == 0:  # every tensor rank has the same
+        # every tensor and context rank has the same
+        if topology.tensor.is_first and context.is_first:
             for i, part in parts.items():
                 found[rows[i]] = part[: len(rows[i])]
         on_progress(at + len(together))

@@ -135,6 +135,7 @@ def _config(
         "tensor_model_parallel_size": topology.tensor.size,
         "pipeline_model_parallel_size": topology.pipeline.size,
         "expert_model_parallel_size": topology.expert.size,
+        "context_parallel_size": topology.context.size,
         **{name: value for name, value in settings.items() if value is not None},
     }
     return Config.create(**{name: value for name, value in wanted.items() if value is not None})

@@ -65,6 +65,7 @@ def a_step(topology: Topology, advance: Callable[[float], object]) -> Recording:
     call("pipeline", 4.0, peer=1)
     advance(8.0)
     call("tensor", 0.5)
+    call("context", 0.03125, peer=1)
     call("data", 0.25)  # weights that have not arrived
     flight.computed()
     flight.instruction(b"SEND_FORWARD", 0, 0)
@@ -83,7 +84,7 @@ def a_step(topology: Topology, advance: Callable[[float], object]) -> Recording:
     call("data", 0.0625)
     call("model", 0.25)  # for the norm of the gradient
     meter.add("optimizer", begun)
-    advance(100.0 - 64.9375 - 0.25)
+    advance(100.0 - 64.9375 - 0.25 - 0.03125)
     recording.end()
     return recording
 
@@ -104,6 +105,7 @@ def test_time_counts_for_one_phase(clock: VirtualClock) -> None:
             "backward": 32.0,
             "recompute": 16.0,
             "tensor-parallel": 1.0,
+            "context-parallel": 0.03125,
             "pipeline-wait": 4.125,
             "data-parallel": 0.3125,
             "optimizer": 0.75,

@@ -1,0 +1,165 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention sees the whole.
+
+The c ranks of a context group are r rings of h neighbours, c = r h. A ring's place i holds chunks i
+and 2 r - 1 - i of the 2 r equal chunks of a sequence, so that causal attention is the same work
+everywhere; its h ranks divide these rows once more, in order. For attention the h ranks exchange
+rows for heads (all-to-all; Jacobs et al., arXiv 2309.14509, section 3), then the keys and values
+rotate over the r places (ring.py). With h = 1 there is only the ring ("p2p"), with h = c only the
+all-to-all ("a2a").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel import collectives
+from megatron.parallel.sharding import DropoutKey, Place
+from megatron.parallel.topology import Group
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """This rank's part of each sequence.
+
+    group   the context-parallel ranks
+    heads   how many neighbours of it exchange rows for heads (h above); they divide its size
+    attend  attention within whole sequences, which CoreAttention calls: ring.attend
+    """
+
+    group: Group
+    heads: int = 1
+    attend: Callable[..., Tensor] | None = None
+    _cached: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks that share a sequence."""
+        return self.group.size
+
+    @property
+    def places(self) -> int:
+        """Return the number of places of the ring (r above)."""
+        return self.group.size // self.heads
+
+    @property
+    def place(self) -> int:
+        """Return this rank's place in the ring."""
+        return self.group.rank // self.heads
+
+    @property
+    def head_rank(self) -> int:
+        """Return this rank's number among those that exchange rows for heads."""
+        return self.group.rank % self.heads
+
+    def starts(self, length: int, part: int = 0, parts: int = 1) -> list[int]:
+        """Return the first position of this rank's rows in a sequence of `length` tokens.
+
+        If they come from both chunks of the ring's place, of both halves of the rows. `part`: only
+        that of `parts` equal parts of the rows, in order.
+
+        >>> ContextParallel(Group(range(4), 1)).starts(16)
+        [2, 12]
+        >>> ContextParallel(Group(range(4), 3), heads=2).starts(16)
+        [8]
+        """
+        half = length // (2 * self.places)
+        rows = 2 * half // (self.heads * parts)
+        first = (self.head_rank * parts + part) * rows
+        second = length - (self.place + 1) * half  # the start of the later chunk
+        if first >= half:
+            return [second + first - half]
+        start = self.place * half + first
+        return [start] if first + rows <= half else [start, second]
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return this rank's part [b, s/c] of x [b, s]."""
+        starts = self.starts(x.shape[1])
+        rows = x.shape[1] // self.size // len(starts)
+        parts = [x[:, start : start + rows] for start in starts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the positions of this rank's rows in sequences of `length` tokens, int64 [s/c].
+
+        One tensor for all layers.
+        """
+        key = length, device
+        if key not in self._cached:
+            if len(self._cached) > 3:  # evaluations have sequences of many lengths
+                self._cached.clear()
+            self._cached[key] = self.cut(torch.arange(length, device=device).unsqueeze(0))[0]
+        return self._cached[key]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return x [b, s] of its parts [b, s/c] on all ranks; without gradients."""
+        length = x.shape[1] * self.size
+        every = collectives.gather_first(x.t().contiguous(), self.group)  # by rank, [s, b]
+        order = collectives.gather_first(self.positions(length, x.device), self.group)
+        whole = torch.empty_like(every)
+        whole[order] = every
+        return whole.t()
+
+    def hidden_places(self, key: DropoutKey, x: Tensor, part: int, parts: int) -> list[Place]:
+        """Return the places of x [s/c(/tp), b, h], part of this rank's rows, as one head."""
+        rows, samples = x.shape[:2]
+        length = rows * parts * self.size
+        return [
+            Place(key.sample * length + start, samples, 1, length, length)
+            for start in self.starts(length, part, parts)
+        ]
+
+    def rows_for_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Return all rows [h s/c, b, heads/h, d] of this rank's part of the heads.
+
+        If there are fewer keys and values, each is on as many ranks as need it.
+        """
+        n = self.heads
+        if (copies := n // math.gcd(n, k.shape[2])) > 1:
+            k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+        # [h, s/c, b, q, k and v heads/h, d], in one copy
+        together = torch.cat([x.unflatten(2, (n, -1)).movedim(2, 0) for x in (q, k, v)], dim=3)
+        received = self._exchanged(together).flatten(0, 1)
+        return tuple(received.split([q.shape[2] // n, k.shape[2] // n, v.shape[2] // n], dim=2))
+
+    def heads_for_rows(self, out: Tensor) -> Tensor:
+        """Return all heads [s/c, b, heads, d] of this rank's rows of `out` [h s/c, b, heads/h, d]."""
+        received = self._exchanged(out.unflatten(0, (self.heads, -1)))
+        return received.movedim(0, 2).flatten(2, 3)
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        """Send x[i] to rank i of those that exchange heads; return what came from each."""
+        found: Tensor = _AllToAll.apply(x, self)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _AllToAll(torch.autograd.Function):
+    """An exchange in which rank i's x[j] becomes rank j's x[i]: its gradient is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: ContextParallel) -> Tensor:
+        ctx.parts = parts
+        return _all_to_all(x, parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradient, ctx.parts), None
+
+
+def _all_to_all(x: Tensor, parts: ContextParallel) -> Tensor:
+    group, x = parts.group, x.contiguous()
+    received = torch.empty_like(x)
+    # Other ranks of the context group send and get nothing: no group of these ranks is needed.
+    own = [rank // parts.heads == parts.place for rank in range(group.size)]
+    counts = [] if all(own) else [[int(is_own) for is_own in own]] * 2
+    send = dist.all_to_all_single
+    collectives.start(b"all_to_all", group, x.nbytes, send, received, x, *counts).wait()
+    return received

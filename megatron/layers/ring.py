@@ -1,0 +1,369 @@
+"""Attention in which keys and values rotate over the places of a ring (context_parallel.py).
+
+Ring attention (Liu et al., arXiv 2310.01889) in the zig-zag order of chunks: at each step a rank
+sends the keys and values that it has to the next place, and computes with them while those of the
+place before arrive. The parts of the softmax are merged in fp32 by the logarithms of their sums of
+exponentials. In the backward pass keys and values rotate once more, and the gradients of each, in
+fp32, follow them one step behind and end at their owner.
+
+A step is a few rectangles of queries and keys, without those that nothing sees: later chunks, what
+is outside of a window, other documents. Bytes that a rank sends for n local rows of b samples, g
+key-value heads of d entries of e bytes, on a ring of r places: (r - 1) 2 n b g d e in the forward
+pass, and (r - 1) 2 n b g d (e + 4) in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.kernels.ops import attention as kernel
+from megatron.kernels.work import Attention, counts_as
+from megatron.layers.attention import (
+    CoreAttention,
+    _add_product,
+    _heads,
+    _parts,
+    _rows,
+    _transposed,
+    block_length,
+)
+from megatron.layers.context import CallContext
+from megatron.layers.context_parallel import ContextParallel
+from megatron.layers.positions import Documents
+from megatron.parallel.topology import Group
+
+_KEYS = 2048
+"""Most keys of a block: its scores are the largest tensor of a step."""
+_GPU_QUERIES = 512
+
+
+class Rectangle(NamedTuple):
+    """Queries and keys that see each other, but for causality and the window.
+
+    samples          which of the micro-batch
+    rows, keys       among the local queries, and among the keys of the step
+    query, key       positions in the sequence of the first of each
+    """
+
+    samples: slice
+    rows: slice
+    keys: slice
+    query: int
+    key: int
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One attention over the ring.
+
+    group, places, stride   the context-parallel ranks, and which are neighbours of the ring
+    law                     of the scores, for all rectangles; with dropout, its origins
+    documents               whose positions see each other; None: a sequence is one
+    """
+
+    group: Group
+    places: int
+    stride: int
+    law: kernel.Law
+    slopes: Tensor | None
+    fused: bool
+    documents: Documents | None
+
+    @property
+    def place(self) -> int:
+        return self.group.rank // self.stride
+
+    def source(self, step: int) -> int:
+        """Return the place whose keys are here at a step."""
+        return (self.place - step) % self.places
+
+    def rectangles(self, step: int, rows: int, samples: int) -> list[Rectangle]:
+        """Return what is computed at a step with `rows` local queries."""
+        half, last = rows // 2, 2 * self.places - 1
+        pairs = (
+            (at, chunk, k_at, k_chunk)
+            for at, chunk in ((0, self.place), (half, last - self.place))
+            for k_at, k_chunk in ((0, self.source(step)), (half, last - self.source(step)))
+            if k_chunk <= chunk
+        )
+        return [seen for pair in pairs for seen in self._seen(*pair, half, samples)]
+
+    def _seen(
+        self, row: int, chunk: int, column: int, key_chunk: int, half: int, samples: int
+    ) -> Iterator[Rectangle]:
+        """Yield the rectangles of a chunk of queries and one of keys, at local row and column."""
+        query, key, window = chunk * half, key_chunk * half, self.law.window
+        documents = [(slice(0, samples), 0, query + half)]
+        if self.documents is not None:
+            documents = self._documents(query, query + half)
+        for which, start, end in documents:
+            first = max(query, start)
+            stop = min(query + half, end, key + half + window)
+            low, high = max(key, start, kernel.first_key(first, window)), min(key + half, stop)
+            if low < high and first < stop:
+                rows = slice(row + first - query, row + stop - query)
+                keys = slice(column + low - key, column + high - key)
+                yield Rectangle(which, rows, keys, first, low)
+
+    def _documents(self, first: int, stop: int) -> list[tuple[slice, int, int]]:
+        """Return sample, start and end of each document that has positions in [first, stop)."""
+        found = []
+        for sample, ends in enumerate(self._ends):
+            begin, final = np.searchsorted(ends, (first, stop - 1), side="right").tolist()
+            start = int(ends[begin - 1]) if begin else 0
+            for end in ends[begin : final + 1].tolist():
+                found.append((slice(sample, sample + 1), start, end))
+                start = end
+        return found
+
+    @cached_property
+    def _ends(self) -> list[Any]:
+        """Return the ends of the documents of each sample."""
+        assert self.documents is not None, "there are no documents"
+        ends, samples = self.documents.lengths.cumsum(), self.documents.samples
+        length = int(ends[-1]) // samples
+        bounds = np.searchsorted(ends, length * np.arange(1, samples), side="right")
+        return [of - i * length for i, of in enumerate(np.split(ends, bounds))]
+
+    def blocks(self, step: int, q: Tensor) -> Iterator[Block]:
+        """Yield the blocks of a step's rectangles, for queries [n, b, groups, share, d]."""
+        n, samples, groups, share, _ = q.shape
+        size = block_length(n, q.dtype) if q.device.type == "cpu" else _GPU_QUERIES
+        for of in self.rectangles(step, n, samples):
+            for first in range(of.rows.start, of.rows.stop, size):
+                rows = slice(first, min(first + size, of.rows.stop))
+                query = of.query + first - of.rows.start
+                last = query + rows.stop - rows.start
+                low = max(of.key, kernel.first_key(query, self.law.window))
+                high = min(of.key + of.keys.stop - of.keys.start, last)
+                for key in range(low, high, _KEYS):
+                    at = of.keys.start + key - of.key
+                    keys = slice(at, at + min(_KEYS, high - key))
+                    scores = (rows.stop - rows.start) * share * (keys.stop - keys.start)
+                    for part in _parts((of.samples.stop - of.samples.start) * groups, scores):
+                        skipped = of.samples.start * groups
+                        which = slice(skipped + part.start, skipped + part.stop)
+                        of_rows = slice(rows.start * share, rows.stop * share)
+                        yield Block(which, of_rows, keys, *self._numbers(rows.start, query, key))
+
+    def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
+        """Return the positions that the kernels get of a block's first query and key.
+
+        Only their difference counts, so that queries are numbered by local rows, of which there are
+        fewer; but masks of dropout depend on the positions.
+        """
+        return (query, key) if self.law.probability else (row, key - (query - row))
+
+    def by_number(self, x: Tensor, rows: int) -> Tensor:
+        """Return x [b groups, local rows * share] with its rows at the numbers of their queries."""
+        if not self.law.probability:
+            return x
+        whole = x.new_zeros(len(x), x.shape[1] * self.places)
+        for i, part in enumerate(x.chunk(2, dim=1)):
+            chunk = self.place if i == 0 else 2 * self.places - 1 - self.place
+            whole[:, chunk * part.shape[1] :][:, : part.shape[1]] = part
+        return whole
+
+    def rotate(self, x: Tensor) -> Rotation:
+        """Start to send x to the next place and to receive that of the place before."""
+        ranks, size, stride = self.group.ranks, self.group.size, self.stride
+        to, source = ((self.group.rank + step) % size for step in (stride, -stride))
+        return Rotation(self.group, x, ranks[to], ranks[source])
+
+
+class Block(NamedTuple):
+    """One product of queries and keys.
+
+    part         which samples and groups
+    rows, keys   of the queries [.., rows * share, d] and of the keys [.., n, d]
+    first, key   positions of its first query and key, as the kernels get them
+    """
+
+    part: slice
+    rows: slice
+    keys: slice
+    first: int
+    key: int
+
+    def of_rows(self, share: int) -> tuple[slice, slice]:
+        """Return where its rows are in a tensor by number."""
+        return self.part, slice(
+            self.first * share, self.first * share + self.rows.stop - self.rows.start
+        )
+
+
+class Rotation:
+    """A message to the next place, and one from the place before, in progress."""
+
+    def __init__(self, group: Group, x: Tensor, to: int, source: int) -> None:
+        self._group, self._sent, self._source = group, x, source
+        self._received = torch.empty_like(x)
+        self._enter()
+        self._works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, to, group=group.handle),
+                dist.P2POp(dist.irecv, self._received, source, group=group.handle),
+            ]
+        )
+        group.flight.leave()
+
+    def _enter(self) -> None:
+        x, group = self._sent, self._group
+        group.flight.enter(b"exchange", group.kind, x.nbytes, x.is_cpu, peer=self._source)
+
+    def wait(self) -> Tensor:
+        """Return what the place before sent."""
+        self._enter()
+        for work in self._works:
+            work.wait()
+        self._group.flight.leave()
+        return self._received
+
+
+class _Ring(torch.autograd.Function):
+    """out [n, b, groups, share, d] of q, and k and v [n, b, groups, d]."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n, b, groups, share, d = q.shape
+        law, wide = ring.law, torch.promote_types(q.dtype, torch.float32)
+        weights = kernel.attention_weights_ if ring.fused else kernel.weights_reference
+        queries, pairs = _rows(q), torch.stack([_heads(k), _heads(v)])
+        total = queries.new_zeros(queries.shape, dtype=wide)
+        sums = total.new_full(queries.shape[:2], -math.inf)
+        new = ring.by_number(torch.zeros_like(sums), n)
+        keys_seen = min(n * ring.places, law.window + 1)
+        with counts_as(Attention(b, groups * share, n, d, keys=keys_seen)):
+            for step in range(ring.places):
+                coming = ring.rotate(pairs) if step + 1 < ring.places else None
+                for block in ring.blocks(step, q):
+                    part, rows, keys, first, key = block
+                    scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
+                    weights(scores, new, ring.slopes, part.start, first, *law, key)
+                    out = torch.bmm(scores, pairs[1, part, keys])
+                    _merge(total[part, rows], sums[part, rows], out, new[block.of_rows(share)])
+                if coming is not None:
+                    pairs = coming.wait()
+        out = _of_rows(total, q)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        n, b, groups, share, d = q.shape
+        law = ring.law
+        differentiate = kernel.attention_gradient_ if ring.fused else kernel.gradient_reference
+        row_dots = kernel.row_dots if ring.fused else kernel.dots_reference
+        dout = dout.contiguous()
+        dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+        dots, sums = ring.by_number(dots, n), ring.by_number(sums, n)
+        queries, douts, pairs = _rows(q), _rows(dout), torch.stack([_heads(k), _heads(v)])
+        to_queries = torch.zeros_like(queries, dtype=sums.dtype)
+        keys_seen = min(n * ring.places, law.window + 1)
+        own = following = sums  # gradients of this rank's pairs, and of those of the step before
+        with counts_as(Attention(b, groups * share, n, d, True, keys_seen)):
+            for step in range(ring.places):
+                coming = ring.rotate(pairs) if step + 1 < ring.places else None
+                behind = ring.rotate(following) if step > 1 else None
+                gradients = torch.zeros_like(pairs, dtype=sums.dtype)
+                for part, rows, keys, first, key in ring.blocks(step, q):
+                    scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
+                    dscores = torch.bmm(douts[part, rows], _transposed(pairs[1, part, keys]))
+                    position = part.start, first, key
+                    differentiate(scores, dscores, sums, dots, ring.slopes, *position, *law)
+                    turned, weights = dscores.transpose(1, 2), scores.transpose(1, 2)
+                    _add_product(gradients[0, part, keys], turned, queries[part, rows], False)
+                    _add_product(gradients[1, part, keys], weights, douts[part, rows], False)
+                    _add_product(to_queries[part, rows], dscores, pairs[0, part, keys], False)
+                if behind is not None:
+                    gradients += behind.wait()
+                if step:
+                    following = gradients
+                else:
+                    own = gradients
+                if coming is not None:
+                    pairs = coming.wait()
+            own += ring.rotate(following).wait()
+        to_keys, to_values = (_of_rows(x, k.unsqueeze(3)).squeeze(3) for x in own.unbind())
+        return None, _of_rows(to_queries, q), to_keys, to_values
+
+
+def _of_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """Reshape rows [b groups, n share, d] to those of `like` [n, b, groups, share, d]."""
+    n, b, groups, share, d = like.shape
+    found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    return found.copy_(rows.view(b, groups, n, share, d).permute(2, 0, 1, 3, 4))
+
+
+def _merge(total: Tensor, sums: Tensor, out: Tensor, new: Tensor) -> None:
+    """Add to the average `total` [.., d] and the logarithms `sums` [..] those of more keys.
+
+    A row that sees none of them has an infinite logarithm.
+    """
+    new = new.masked_fill(new == math.inf, -math.inf)
+    both = torch.logaddexp(sums, new)
+    shift = both.masked_fill(both == -math.inf, 0.0)
+    total.mul_((sums - shift).exp_().unsqueeze(-1))
+    total.addcmul_(out.to(total.dtype), (new - shift).exp_().unsqueeze(-1))
+    sums.copy_(both)
+
+
+def attend(
+    parts: ContextParallel, core: CoreAttention, call: CallContext, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Return attention within whole sequences, of which each rank has its rows.
+
+    q [s/c, b, heads, d], k and v [s/c, b, kv heads, d] -> [s/c, b, heads, d].
+    """
+    if parts.heads > 1:
+        q, k, v = parts.rows_for_heads(q, k, v)
+    if parts.places == 1:
+        own, first = q.shape[2], parts.head_rank * q.shape[2]
+        out = core.within(call, slice(first, first + own), q, k, v)
+    else:
+        out = _rotating(parts, core, call, q, k, v)
+    return out if parts.heads == 1 else parts.heads_for_rows(out)
+
+
+def _rotating(
+    parts: ContextParallel, core: CoreAttention, call: CallContext, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Return attention of tensors that are the two chunks of this place."""
+    n, b, heads, d = q.shape
+    share = heads // k.shape[2]
+    scoring = core.scoring
+    law = kernel.Law(share, scoring.factor(d), 0.0, 0, cap=scoring.cap, window=scoring.window)
+    length = n * parts.places
+    seed, place = core.masks(call, length)
+    if seed is not None and core.dropout > 0.0:
+        origins = place.start + torch.arange(b, device=q.device) * place.outer
+        law = law._replace(probability=core.dropout, seed=seed, origins=origins, positions=length)
+    ring = Ring(
+        parts.group,
+        parts.places,
+        parts.heads,
+        law,
+        None if core.alibi is None else core.alibi.slopes,
+        core.fusions.attention_block and q.dtype != torch.float64,
+        call.documents,
+    )
+
+    def rotate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = _Ring.apply(ring, q.unflatten(2, (-1, share)), k, v)  # type: ignore[no-untyped-call]
+        return out.flatten(2, 3)
+
+    return core.again(rotate, q, k, v)

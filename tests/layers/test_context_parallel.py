@@ -1,0 +1,250 @@
+"""Attention of parts of a sequence on several ranks, against the formula in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.kernels.choose import ALL
+from megatron.layers.context_parallel import ContextParallel
+from megatron.layers.ring import attend
+from megatron.parallel.flight import FlightRecorder
+from megatron.parallel.sharding import DropoutKey
+from megatron.parallel.topology import Group
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+S, B, D = 32, 2, 8
+LAYOUTS = (1, 2, 4)  # of four ranks, how many exchange heads
+# heads, key-value heads, and settings of the model
+MODELS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "plain": (4, 4, {}),
+    "grouped": (8, 2, {}),
+    "multi-query": (4, 1, {}),
+    "window": (4, 2, dict(window_size=(9, 0))),
+    "short window": (4, 4, dict(window_size=(1, 0))),
+    "cap": (4, 4, dict(attention_logit_softcapping=0.5)),
+    "alibi": (4, 4, dict(position_embedding_type="alibi")),
+    "documents": (4, 2, dict(documents=True)),
+    "documents, window, alibi": (
+        4,
+        4,
+        dict(documents=True, window_size=(5, 0), position_embedding_type="alibi"),
+    ),
+    "scale": (4, 4, dict(softmax_scale=0.7)),
+}
+LENGTHS = ((3, 1, 14, 2, 12), (20, 12))
+
+
+def formula(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: dict[str, Any]
+) -> torch.Tensor:
+    """Return softmax(q k^T) v of whole sequences in float64."""
+    heads, d = q.shape[2:]
+    k, v = (x.repeat_interleave(heads // k.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * kind.get("softmax_scale", 1 / math.sqrt(d))
+    if cap := kind.get("attention_logit_softcapping"):
+        scores = cap * torch.tanh(scores / cap)
+    behind = torch.arange(S)[:, None] - torch.arange(S)
+    if kind.get("position_embedding_type") == "alibi":
+        slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
+        scores = scores - slopes.double()[:, None, None] * behind
+    hidden = (behind < 0) | (behind > kind.get("window_size", (S,))[0])
+    hidden = hidden.expand(B, S, S).clone()
+    if kind.get("documents"):
+        for sample, lengths in enumerate(LENGTHS):
+            number = np.repeat(np.arange(len(lengths)), lengths)
+            hidden[sample] |= torch.from_numpy(number[:, None] != number)
+    scores = scores.masked_fill(hidden[:, None], -math.inf)
+    return torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), v)
+
+
+def core(
+    parts: Any, name: str, length: int = S, fused: bool = False, dropout: float = 0.0
+) -> tuple[Any, Any]:
+    """Return the attention of a model of MODELS, and the arguments of its calls."""
+    from megatron.config import Config
+    from megatron.layers.attention import CoreAttention
+    from megatron.layers.context import CallContext, LayerContext
+    from megatron.layers.positions import Documents
+
+    heads, groups, kind = MODELS[name]
+    model = Config.create(
+        num_layers=1,
+        hidden_size=heads * D,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        seq_length=length,
+        max_position_embeddings=length,
+        vocab_size=8,
+        micro_batch_size=B,
+        attention_dropout=dropout,
+        **{key: value for key, value in kind.items() if key != "documents"},
+    ).model
+    context = dataclasses.replace(LayerContext.single(), parts=parts)
+    if fused:
+        context = dataclasses.replace(context, fusions=ALL)
+    documents = None
+    if kind.get("documents"):
+        lengths = np.concatenate([np.array(row) for row in LENGTHS])
+        bounds = torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
+        documents = Documents(bounds, lengths, B)
+    key = DropoutKey(5, 6) if dropout else None
+    attention = CoreAttention(context, model, 0, False, "blocked")
+    return attention, CallContext(None, documents, key)
+
+
+def tensors(name: str, dtype: torch.dtype, length: int = S) -> list[torch.Tensor]:
+    """Return q, k, v and the gradient of the output, of whole sequences."""
+    heads, groups, _ = MODELS[name]
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(length, B, n, D) for n in (heads, groups, groups, heads)]
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return [x.to(dtype) for x in drawn]
+
+
+def run(
+    parts: Any, name: str, dtype: torch.dtype, length: int = S, **more: Any
+) -> list[torch.Tensor]:
+    """Return output and gradients of this rank's rows."""
+    attention, call = core(parts, name, length, **more)
+    whole = tensors(name, dtype, length)
+    rows = torch.arange(length) if parts is None else parts.positions(length, torch.device("cpu"))
+    q, k, v, dout = (x[rows] for x in whole)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = attention(call, q, k, v)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+
+
+def are_close(found: list[torch.Tensor], wanted: list[Any], tolerance: float, what: Any) -> None:
+    for name, x, exact in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        error = (x.double() - exact.double()).abs().max().item()
+        assert error < tolerance, (what, name, error)
+
+
+def all_models(rank: int) -> None:
+    """Compare each model with the formula: in float64, and in fp32 with and without kernels."""
+    topology = join(context=4)
+    for heads, name in itertools.product(LAYOUTS, MODELS):
+        parts = ContextParallel(topology.context, heads, attend)
+        rows = parts.positions(S, torch.device("cpu"))
+        q, k, v, dout = tensors(name, torch.float64)
+        for x in (q, k, v):
+            x.requires_grad_()
+        out = formula(q, k, v, MODELS[name][2])
+        out.backward(dout)
+        wanted = [x[rows] for x in (out.detach(), q.grad, k.grad, v.grad) if x is not None]
+        are_close(run(parts, name, torch.float64), wanted, 1e-12, (heads, name))
+        for fused in (False, True):
+            found = run(parts, name, torch.float32, fused=fused)
+            are_close(found, wanted, 5e-6, (heads, name, fused))
+
+
+@pytest.mark.slow
+def test_parts_of_attention_are_the_formula() -> None:
+    run_processes(4, all_models)
+
+
+def dropped(rank: int) -> None:
+    """Compare with one process under dropout, whose masks come from the same positions."""
+    topology, length = join(context=2), 128
+    for heads, fused in itertools.product((1, 2), (False, True)):
+        parts = ContextParallel(topology.context, heads, attend)
+        rows = parts.positions(length, torch.device("cpu"))
+        some, whole = (
+            run(of, "grouped", torch.float32, length, fused=fused, dropout=0.3)
+            for of in (parts, None)
+        )
+        are_close(some, [x[rows] for x in whole], 1e-5, (heads, fused))
+
+
+@pytest.mark.slow
+def test_masks_of_dropout_are_those_of_one_process() -> None:
+    run_processes(2, dropped)
+
+
+class Messages(FlightRecorder):
+    """Adds up the bytes of messages and of collectives by name, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def enter(self, name: bytes, kind: str, size_bytes: int, *rest: Any, **more: Any) -> int:
+        # A message is entered when it is posted and when it is waited for; a collective has a
+        # sequence number only then.
+        if not more.get("sequence"):
+            self.bytes[name.decode()] += size_bytes
+        return super().enter(name, kind, size_bytes, *rest, **more)
+
+
+def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int]]]:
+    """Return what attention keeps, and what is sent in the forward and in the backward pass.
+
+    The rows of a rank are 16 in all cases: the sequences grow with the ranks.
+    """
+    found = []
+    for context, heads in ((1, 1), (2, 1), (4, 1), (4, 4)):
+        messages, length = Messages(), 16 * context
+        group = dataclasses.replace(join(context=context).context, flight=messages)
+        parts = ContextParallel(group, heads, attend) if context > 1 else None
+        attention, call = core(parts, "plain", length)
+        rows = slice(0, 16) if parts is None else parts.positions(length, torch.device("cpu"))
+        q, k, v, dout = (x[rows].clone() for x in tensors("plain", torch.float32, length))
+        for x in (q, k, v):
+            x.requires_grad_()
+        kept: dict[int, int] = {}
+
+        def keep(x: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = attention(call, q, k, v)
+        forward = dict(messages.bytes)
+        messages.bytes.clear()
+        out.backward(dout)
+        found.append((sum(kept.values()), forward, dict(messages.bytes)))
+    return found
+
+
+@pytest.mark.slow
+def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula() -> None:
+    for (alone, *_), two, four, exchanged in run_processes(4, kept_and_sent):
+        assert two[0] == four[0] == alone
+        rows, heads = 16, MODELS["plain"][0]
+        pair = 2 * rows * B * heads * D  # elements of keys and values
+        for ranks, (_, forward, backward) in ((2, two), (4, four)):
+            # in fp32 e + 4 is twice e; a message is posted, and waited for
+            assert forward == {"exchange": 2 * (ranks - 1) * pair * 4}
+            assert backward == {"exchange": 2 * (ranks - 1) * pair * (4 + 4)}
+        # 2 H + 2 G elements of each row, of which a quarter stays
+        assert exchanged[1] == exchanged[2] == {"all_to_all": 2 * pair * 4}
+
+
+@pytest.mark.parametrize(("heads", "parts"), itertools.product((1, 2, 3, 6), (1, 2, 3)))
+def test_rows_of_all_ranks_are_the_sequence(heads: int, parts: int) -> None:
+    """Each position is on one rank, in chunks that make causal attention even."""
+    length, size = 6 * 6 * 4, 6
+    ranks = [ContextParallel(Group(range(size), rank), heads) for rank in range(size)]
+    rows = [of.positions(length, torch.device("cpu")) for of in ranks]
+    assert torch.equal(torch.cat(rows).sort()[0], torch.arange(length))
+    for place in range(size // heads):  # the ranks of a place together see as many keys as others
+        seen = sum(int((rows[place * heads + i] + 1).sum()) for i in range(heads))
+        assert seen == length * (length + 1) // 2 * heads // size
+    for of, own in zip(ranks, rows, strict=True):
+        found = [
+            torch.arange(start, start + length // size // parts // len(starts))
+            for starts in (of.starts(length, part, parts) for part in range(parts))
+            for start in starts
+        ]
+        assert torch.equal(torch.cat(found), own)
