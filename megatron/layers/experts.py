@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,8 +38,14 @@ from megatron.kernels.ops.experts import (
     unpermute_reference,
 )
 from megatron.kernels.work import once_and_again, recomputed
-from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw
-from megatron.layers.transformer import MLP
+from megatron.layers.context import (
+    CallContext,
+    Experts,
+    Fill,
+    LayerContext,
+    constant,
+    draw,
+)
 from megatron.parallel.collectives import (
     all_reduce,
     all_to_all,
@@ -65,19 +71,6 @@ class Operators(NamedTuple):
 
 KERNELS = Operators(permute, unpermute)
 REFERENCES = Operators(permute_reference, unpermute_reference)
-
-
-@dataclass
-class Experts:
-    """What the layers of experts of one rank share.
-
-    group       the ranks over which the experts of a layer are distributed
-    loss_scale  the factor of a micro-batch's balancing losses in the total loss; set before its
-                backward pass (Engine.begin)
-    """
-
-    group: Group = field(default_factory=lambda: Group((0,), 0))
-    loss_scale: float | Tensor = 1.0
 
 
 def shared_by(context: LayerContext) -> Experts:
@@ -460,6 +453,7 @@ class _Part(torch.autograd.Function):
 class ExpertMLP(torch.nn.Module):
     """Router, experts and shared expert: [s(/tp), b, h] -> [s(/tp), b, h].
 
+    mlp               makes the shared expert: the class MLP
     activation_again  recompute the output of the activation function in the backward pass
     again             recompute the whole layer, messages included
     summed            see RowParallelLinear
@@ -473,6 +467,7 @@ class ExpertMLP(torch.nn.Module):
         index: int,
         fill: Fill,
         output_fill: Fill,
+        mlp: Callable[..., torch.nn.Module],
         activation_again: bool = False,
         again: bool = False,
         summed: bool = True,
@@ -495,13 +490,13 @@ class ExpertMLP(torch.nn.Module):
         self.dense_4h_to_h = _Grouped(
             context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, output_fill, bias
         )
-        self.shared: MLP | None = None
+        self.shared: torch.nn.Module | None = None
         self.gate: torch.nn.Parameter | None = None
         if config.moe_shared_expert_intermediate_size is not None:
             of = f"{name}.shared_experts"
             width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
             # within the region that the experts enter: without messages of its own
-            self.shared = MLP(context.alone(), of, width, fill, output_fill, activation_again)
+            self.shared = mlp(context.alone(), of, width, fill, output_fill, activation_again)
             if config.moe_shared_expert_gate:
                 make = context.parameters.create
                 self.gate = make(f"{of}.gate.weight", (1, hidden), None, fill)
