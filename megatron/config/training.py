@@ -390,7 +390,6 @@ class KernelConfig:
         True,
         "Fuse the permutation of tokens to their experts, and the weighted sum on the way back.",
         flags=(),
-        shortcuts={"--moe-permute-fusion": True},
         off_flags=("--no-moe-permute-fusion",),
     )
     cross_entropy_chunk_tokens: int | None = option(

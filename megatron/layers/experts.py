@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,17 @@ from megatron.parallel.topology import Group, Topology
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
+
+
+class Operators(NamedTuple):
+    """The operators that move rows: kernels or torch's."""
+
+    permute: Callable[[Tensor, Tensor, Tensor], Tensor]
+    unpermute: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+KERNELS = Operators(permute, unpermute)
+REFERENCES = Operators(permute_reference, unpermute_reference)
 
 
 @dataclass
@@ -457,6 +468,7 @@ class ExpertMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.context, self.summed = context, summed
+        self.operators = KERNELS if context.fusions.permute else REFERENCES
         self.group, self.overlap = shared_by(context).group, config.moe_shared_expert_overlap
         self.activation, self.fused = config.activation, context.fusions.bias_activation
         self.activation_again, self.again = activation_again, again
@@ -507,8 +519,7 @@ class ExpertMLP(torch.nn.Module):
             out = self._experts(tokens, weights, experts).view_as(x)
             shared = self._shared(x)
         else:
-            each, fused = len(self.dense_h_to_4h.weight), context.fusions.permute
-            trip = Trip(experts, each, self.group, fused)
+            trip = Trip(experts, len(self.dense_h_to_4h.weight), self.group, self.operators)
             rows, arrival = trip.send(tokens)
             # Its place in the graph decides: in the backward pass, it is computed while the
             # gradients of the tokens return.
@@ -535,13 +546,12 @@ class ExpertMLP(torch.nn.Module):
     ) -> Tensor:
         """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h]."""
         order, places, counts = sorted_choices(experts, len(self.dense_h_to_4h.weight), counts)
-        fused = self.context.fusions.permute
-        rows = (permute if fused else permute_reference)(tokens, order, places)  # [n, h]
+        rows = self.operators.permute(tokens, order, places)  # [n, h]
         up = self.dense_h_to_4h(rows, counts)
         activated = self._activate(up)
         with self._recomputed(activated, up.detach()):
             y = self.dense_4h_to_h(activated, counts)
-        return (unpermute if fused else unpermute_reference)(y, places, weights)
+        return self.operators.unpermute(y, places, weights)
 
     def _activate(self, up: Tensor) -> Tensor:
         kind = self.activation
@@ -591,15 +601,15 @@ def sorted_choices(
 class Trip:
     """The way of tokens to the ranks of their experts, and of the results back.
 
-    experts  of this rank's tokens, -1: none  # [t, k]
-    each     experts on each rank
-    fused    whether rows are moved by the kernels
+    experts    of this rank's tokens, -1: none  # [t, k]
+    each       experts on each rank
+    operators  move the rows
 
-    counts   rows of each of this rank's experts, on the host  # [each]
+    counts     rows of each of this rank's experts, on the host  # [each]
     """
 
-    def __init__(self, experts: Tensor, each: int, group: Group, fused: bool) -> None:
-        self.group, self.each, self.fused = group, each, fused
+    def __init__(self, experts: Tensor, each: int, group: Group, operators: Operators) -> None:
+        self.group, self.each, self.operators = group, each, operators
         ranks, size = experts.div(each, rounding_mode="floor"), group.size
         of_rank = torch.arange(size, device=experts.device).view(size, 1, 1)
         chosen = (ranks == of_rank).any(-1).flatten()  # [ranks t], by rank, then by token
@@ -619,7 +629,7 @@ class Trip:
     def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
         """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""
         arrival = Arrival(self.group, self.received, self.sent)
-        rows = (permute if self.fused else permute_reference)(tokens, self.order, self.places)
+        rows = self.operators.permute(tokens, self.order, self.places)
         sent: Tensor = _Send.apply(rows, arrival)  # type: ignore[no-untyped-call]
         return sent, arrival
 
@@ -640,7 +650,7 @@ class Trip:
         arrival = Arrival(self.group, self.sent, self.received)
         arrived = arrival.wait(_Send.apply(rows, arrival))  # type: ignore[no-untyped-call]
         ones = torch.ones(self.places.shape, dtype=torch.float32, device=rows.device)
-        return (unpermute if self.fused else unpermute_reference)(arrived, self.places, ones)
+        return self.operators.unpermute(arrived, self.places, ones)
 
 
 class Arrival:

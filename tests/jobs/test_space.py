@@ -117,7 +117,7 @@ def test_the_digest_is_of_the_meaning(read: Write) -> None:
         ("[parameters]\norder = ['tp-pp']", ["[parameters] order", "tp-dp-pp"]),
         ("[parameters]\ntrain-iters = [10]", ["train-iters", "--iterations"]),
         ("[parameters]\nsave = ['x']", ["save"]),
-        ("[parameters]\nnum-experts = [2]", ["num-experts"]),
+        ("[parameters]\nuse-tutel = [true]", ["use-tutel"]),
         ("[parameters]\nhelp = [true]", ["help"]),
         ("[parameters]\ndp = [2]", ["dp", "processes"]),
         ("[parameters]\ntp = { from = 1, to = 4 }", ["[parameters] tp"]),

@@ -13,10 +13,16 @@ from torch.nn import functional as F
 
 from megatron.config import Config
 from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.experts import ExpertMLP, Experts, move_biases, sorted_choices
+from megatron.layers.experts import (
+    ExpertMLP,
+    Experts,
+    move_biases,
+    sorted_choices,
+    take_figures,
+)
 from megatron.layers.transformer import weight_fills
 from megatron.parallel.sharding import DropoutKey, sharding_of
-from megatron.parallel.topology import Group
+from megatron.parallel.topology import Group, Layout, Topology
 
 S, B, H, E, FFN, SCALE = 6, 2, 8, 4, 10, 0.7
 BASE: dict[str, Any] = dict(
@@ -185,7 +191,7 @@ def test_a_layer_is_that_of_a_loop_over_tokens(name: str, again: str) -> None:
     np.testing.assert_array_equal(layer.router.load, load)
     factors = [*layer.router.balancing.values(), config.model.moe_z_loss_coeff or 0.0]
     found = layer.router.losses[: len(losses)].double() * torch.tensor(factors)[: len(losses)]
-    np.testing.assert_allclose(found, [float(loss) for loss in losses], rtol=1e-5)
+    np.testing.assert_allclose(found, [float(loss.detach()) for loss in losses], rtol=1e-5)
 
 
 def test_biases_move_towards_an_even_load_where_the_step_counts() -> None:
@@ -209,6 +215,41 @@ def test_jitter_depends_on_the_sample_not_on_the_micro_batch() -> None:
     torch.testing.assert_close(weights.view(S, 3, -1)[:, 1], alone, rtol=0, atol=0)
     plain, _ = layer.router(x[:, 1:2], CallContext())
     assert not torch.equal(alone, plain)
+
+
+def test_figures_are_means_over_layers_and_shares_of_the_interval() -> None:
+    layer, config = made(
+        dict(
+            num_layers=3, moe_layer_freq=(0, 1, 0), moe_aux_loss_coeff=(0.5,), moe_z_loss_coeff=0.1
+        )
+        | dict(moe_expert_capacity_factor=0.5)
+    )
+    router, topology = layer.router, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    router.layer, router.measured = 1, True
+    xs = torch.randn(2, S, B, H, generator=torch.Generator().manual_seed(1))
+    chosen, dropped, logits = [], 0, []
+    for x in xs:
+        _, experts = router(x, CallContext())
+        dropped += int((experts < 0).sum())
+        logits.append((x.double() @ router.weight.detach().double().t()).view(-1, E))
+        chosen.append(logits[-1].topk(2).indices)
+    figures = take_figures([router], config.model, topology)
+    tokens = np.bincount(torch.cat(chosen).flatten(), minlength=E)
+    shares = [of.softmax(-1) for of in logits]
+    loads = [np.bincount(of.flatten(), minlength=E) / of.numel() for of in chosen]
+    both = zip(shares, loads, strict=True)
+    balance = [float(E * (of.mean(0) * torch.from_numpy(f)).sum()) for of, f in both]
+    z = [float(of.logsumexp(-1).square().mean()) for of in logits]
+    assert figures["balancing"] == pytest.approx(
+        {"load_balancing_loss": np.mean(balance), "z_loss": np.mean(z)}, rel=1e-5
+    )
+    (of,) = figures["experts"].values()
+    assert list(figures["experts"]) == ["1"] and of["tokens"] == tokens.tolist()
+    assert of["imbalance"] == pytest.approx(tokens.max() / tokens.mean())
+    assert of["dropped"] == pytest.approx(dropped / tokens.sum()) and dropped > 0
+    entropy = -torch.cat([(of * of.log()).sum(-1) for of in shares]).mean() / math.log(E)
+    assert of["entropy"] == pytest.approx(float(entropy), rel=1e-5)
+    assert take_figures([router], config.model, topology)["experts"] is None
 
 
 def test_rows_are_sorted_by_expert_and_then_by_token() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.parallel import flight as flight_module
 from megatron.parallel.flight import (
+    KINDS,
     RECORD_BYTES,
     Call,
     CallRecord,
@@ -100,12 +101,12 @@ def test_every_write_but_an_answer_is_progress() -> None:
         assert flight.progress() != before
     before = flight.progress()
     flight.answer(3, "x" * 2 * RECORD_BYTES)
-    flight.device_is(CallRecord(b"reduce", 0, -1, 8, 2), [1] * 7)
+    flight.device_is(CallRecord(b"reduce", 0, -1, 8, 2), [1] * len(KINDS))
     assert flight.progress() == before
     state = read(flight)
     assert state.inquiry == 3 and 2000 < len(state.stack) < RECORD_BYTES
     # The host's own comes first.
-    assert state.posted == [1] * 7 and state.call == Call("reduce", "world", -1, 1, 1)
+    assert state.posted == [1] * len(KINDS) and state.call == Call("reduce", "world", -1, 1, 1)
     flight.leave()
     assert read(flight).call == Call("reduce", "world", -1, 8, 2)
 

@@ -40,7 +40,11 @@ PHASES = (
     "optimizer",
     "save",
 )
-_OF_KIND = {"tensor": "tensor-parallel", "data": "data-parallel"}
+_OF_KIND = {
+    "tensor": "tensor-parallel",
+    "data": "data-parallel",
+    "expert_data": "data-parallel",
+}
 _ALL_RANKS = 64  # the largest job of which all ranks are gathered
 _MOST_EVENTS = 60_000  # in the file, about 9 MB
 _ROUND_TRIPS = 5

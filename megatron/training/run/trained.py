@@ -129,6 +129,7 @@ def _config(
         **{name: data[name] for name in _AS_TRAINED if name in data},
         "bf16": False,
         "fp16": False,
+        "moe_use_upcycling": False,  # which is done
         "preset": None,
         "world_size": topology.world.size,
         "tensor_model_parallel_size": topology.tensor.size,

@@ -298,19 +298,30 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     dict(tensor_model_parallel_size=4, sequence_parallel=True),
     dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
 )
+EXPERTS = dict(num_experts=4, moe_layer_freq=(0, 1, 1, 1), moe_router_topk=2)
+OF_EXPERTS: tuple[dict[str, Any], ...] = (
+    SPLIT,
+    dict(expert_model_parallel_size=4),
+    dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2),
+)
 
 
 def texts(topology: Topology, folder: str) -> Any:
-    """Generate greedily on each layout, and by sampling on the first."""
+    """Generate greedily on each layout, without and with experts, and by sampling on the first."""
     found = []
     for fields, sampling in (
         *((fields, Sampling(temperature=0)) for fields in LAYOUTS),
         (SPLIT, Sampling(seed=5)),
+        *(({**EXPERTS, **fields}, Sampling(temperature=0)) for fields in OF_EXPERTS),
     ):
         config = Config.create(**{**GPT, **fields}, world_size=RANKS)
         parallel = config.parallel
         sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        split = Topology.create(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
+        split = Topology.create(
+            *sizes,
+            order=parallel.rank_order or DEFAULT_ORDER,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+        )
         chunks = build_chunks(config, split)
         chunks.train()
         made = generate(
@@ -433,17 +444,17 @@ def test_processes_tell_each_other_their_cores(found: Found) -> None:
     assert found(bound_cores) == [(masks, rank > 0) for rank in range(RANKS)]
 
 
-def one_process() -> tuple[Config, torch.nn.ModuleDict]:
-    config = Config.create(**GPT)
+def one_process(**fields: Any) -> tuple[Config, torch.nn.ModuleDict]:
+    config = Config.create(**GPT, **fields)
     return config, build_chunks(config, SINGLE)
 
 
-def greedy_by_hand() -> list[list[int]]:
+def greedy_by_hand(**fields: Any) -> list[list[int]]:
     """Generate from one prompt at a time through the whole model, by the most probable token.
 
     There is no padding.
     """
-    _, chunks = one_process()
+    _, chunks = one_process(**fields)
     chunks.eval()
     out = []
     for prompt in PROMPTS:
@@ -460,7 +471,8 @@ def greedy_by_hand() -> list[list[int]]:
 
 
 def test_text_does_not_depend_on_the_layout(found: Found) -> None:
-    greedy = greedy_by_hand()
+    greedy, of_experts = greedy_by_hand(), greedy_by_hand(**EXPERTS)
+    assert len({token for text in of_experts for token in text}) > 5
     # The test can fail: the texts differ and do not repeat one token.
     assert (
         len({tuple(text) for text in greedy}) == 3
@@ -476,4 +488,5 @@ def test_text_does_not_depend_on_the_layout(found: Found) -> None:
         for seed in (5, 9)
     )
     assert drawn != other
-    assert found(texts) == [[greedy] * len(LAYOUTS) + [drawn]] * RANKS
+    expected = [greedy] * len(LAYOUTS) + [drawn] + [of_experts] * len(OF_EXPERTS)
+    assert found(texts) == [expected] * RANKS
