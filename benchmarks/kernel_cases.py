@@ -8,6 +8,7 @@ if memory is the bottleneck.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -559,31 +560,47 @@ def _unpermute_eager(shape: Shape, e: int) -> tuple[float, float]:
 # ---- optimizer, over (tensors, elements of each) -------------------------------------------------
 
 
-def _adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    """fp32 masters, moments and gradients, and a copy of `dtype` of the new weights; none where it
-    is fp32.
+def _adamw(
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    moments: torch.dtype = torch.float32,
+    share: float = 0.0,
+) -> Work:
+    """fp32 masters and gradients, and a copy of `dtype` of the new weights; none where it is fp32.
+
+    `share`: of the new weights in their average. With bf16 moments torch's side is what a run
+    without the kernel does.
     """
     count, size = shape
     drawn = _random((size,), device, torch.float32, 1e-3)
     parameters, gradients, first = ([drawn.clone() for _ in range(count)] for _ in range(3))
-    second = [x.square() for x in gradients]
+    second = [x.square().to(moments) for x in gradients]
+    first = [x.to(moments) for x in first]
+    averages = [p.clone() for p in parameters] if share else []
     copies = None if dtype == torch.float32 else [p.to(dtype) for p in parameters]
     settings = {"lr": 1e-4, "weight_decay": 0.1, "eps": 1e-8, "betas": (0.9, 0.95)}
 
-    def ours(*_: Any) -> None:
+    def update(*_: Any, kernel: bool = True) -> None:
         optimizer.adamw_(
             parameters,
             gradients,
             first,
             second,
             copies,
+            averages,
             lr=1e-4,
             beta1=0.9,
             beta2=0.95,
             eps=1e-8,
             weight_decay=0.1,
             step=10,
+            new_in_average=share,
+            kernel=kernel,
         )
+
+    if moments != torch.float32:
+        return Work((), update, lambda *_: update(kernel=False), comparable=False)
 
     def stepping(make: Callable[..., Any], **more: Any) -> Way:
         for p, g in zip(parameters, gradients, strict=True):
@@ -594,19 +611,22 @@ def _adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
             other.step()
             if copies is not None:
                 torch._foreach_copy_(copies, parameters)
+            if share:
+                torch._foreach_lerp_(averages, parameters, share)
 
         return step
 
     others = {"apex": lambda: stepping(_foreign("apex.optimizers", "FusedAdam"), adam_w_mode=True)}
-    return Work((), ours, stepping(torch.optim.AdamW, fused=True), [], others, comparable=False)
+    return Work((), update, stepping(torch.optim.AdamW, fused=True), [], others, comparable=False)
 
 
-def _adamw_bytes(shape: Shape, e: int) -> tuple[float, float]:
-    return (28 + (e if e < 4 else 0)) * elements(shape), 0
+def _adamw_bytes(more: int = 0) -> Callable[[Shape, int], tuple[float, float]]:
+    """So many bytes for each element beyond the kernel's 28, without the copy."""
+    return lambda shape, e: ((28 + more + (e if e < 4 else 0)) * elements(shape), 0)
 
 
-def _adamw_eager(shape: Shape, e: int) -> tuple[float, float]:
-    return (28 + (4 + e if e < 4 else 0)) * elements(shape), 0
+def _adamw_eager(more: int = 0) -> Callable[[Shape, int], tuple[float, float]]:
+    return lambda shape, e: ((28 + more + (4 + e if e < 4 else 0)) * elements(shape), 0)
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
@@ -656,6 +676,8 @@ _ROUTED = {"host": ((1024, 2, 768), (2048, 8, 2048)), "gpu": ((8192, 8, 4096),)}
 _SOFTMAX = {"host": ((1, 12, 1024, 1024), (1, 8, 2048, 2048)), "gpu": ((1, 48, 2048, 2048),)}
 _WIDE = {"host": ((1024, 3072), (1024, 16384)), "gpu": ((8192, 4096), (4096, 12288))}
 _MASTERS = {"host": ((148, 840_000), (1, 50_000_000)), "gpu": ((100, 1_000_000), (1, 100_000_000))}
+
+_FEWER = {"host": ((16, 840_000), (4, 4_000_000)), "gpu": _MASTERS["gpu"]}
 
 # Blocks as megatron/layers/attention.py cuts them, the last of each sequence.
 _BLOCK = {"host": ((12, 128, 1024), (16, 128, 2048)), "gpu": ((96, 128, 2048),)}
@@ -737,7 +759,22 @@ OPERATORS: dict[str, Operator] = {
     ),
     "permute": Operator("permute", _permute, _permute_bytes, _permute_eager, **_ROUTED),
     "unpermute": Operator("permute", _unpermute, _unpermute_bytes, _unpermute_eager, **_ROUTED),
-    "adamw": Operator("optimizer", _adamw, _adamw_bytes, _adamw_eager, **_MASTERS),
+    "adamw": Operator("optimizer", _adamw, _adamw_bytes(), _adamw_eager(), **_MASTERS),
+    # torch: scaling of gradients (8), and for each moment widening, an update in fp32, and rounding
+    "adamw_bf16_moments": Operator(
+        None,
+        functools.partial(_adamw, moments=torch.bfloat16),
+        _adamw_bytes(-8),
+        _adamw_eager(8 + 2 * (6 + 86)),
+        **_FEWER,
+    ),
+    "adamw_average": Operator(
+        None,
+        functools.partial(_adamw, share=0.1),
+        _adamw_bytes(8),
+        _adamw_eager(12),
+        **_FEWER,
+    ),
     "gradient_norm": Operator("optimizer", _norm_only, _times(1, 0), _times(1, 0), **_MASTERS),
     "scale_and_norm": Operator(
         "optimizer", _scale_and_norm, _times(2, 0), _times(3, 0), **_MASTERS

@@ -9,6 +9,7 @@ Use it on a new machine after `python setup.py build_kernels`. Takes seconds.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from megatron.config.option import Parser
 from megatron.kernels import choose, library
 from megatron.kernels.build import LIBRARIES, SOURCES, TARGETS, compiler, no_compiler, source_hash
 from megatron.kernels.ops.elementwise import bias_dropout_add
-from megatron.kernels.ops.optimizer import adamw_, adamw_reference_
+from megatron.kernels.ops.optimizer import adamw_
 from megatron.training.run.process import as_tool
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -75,31 +76,26 @@ def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
     yield found, residual.float() + (x.float() + bias.float()) * kept / (1 - rate)
 
 
-def adamw(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Compare three steps over tensors of odd sizes, with gradients and 16-bit copies in `dtype`."""
+def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch.float32) -> Pairs:
+    """Compare three steps over tensors of odd sizes, with gradients and 16-bit copies in `dtype`.
+
+    The average of the weights is updated as well. With bf16 moments it is one step: a number that
+    the sides have apart by a rounding may be rounded apart, and later steps differ.
+    """
     settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     weights = [torch.randn(n, device=device) for n in (1, 1000, 4099, 70000)]
     sides = []
     for _ in range(2):
-        moments = [[torch.zeros_like(w) for w in weights] for _ in range(2)]
+        both = [[torch.zeros_like(w, dtype=moments) for w in weights] for _ in range(2)]
         copies = [] if dtype == torch.float32 else [w.to(dtype) for w in weights]
-        sides.append(([w.clone() for w in weights], *moments, copies))
-    for step in (1, 2, 3):
+        averages = [torch.zeros_like(w) for w in weights]
+        sides.append(([w.clone() for w in weights], *both, copies, averages))
+    for step in (1, 2, 3) if moments == torch.float32 else (1,):
         gradients = [torch.randn_like(w).to(dtype) for w in weights]
-        for way, (values, first, second, copies) in zip(
-            (adamw_, adamw_reference_), sides, strict=True
-        ):
-            scale = torch.full((), 0.5, device=device)
-            way(
-                values,
-                gradients,
-                first,
-                second,
-                copies,
-                step=step,
-                gradient_scale=scale,
-                **settings,
-            )
+        more = {"step": step, "gradient_scale": 0.5, "new_in_average": 0.1}
+        for kernel, lists in zip((True, False), sides, strict=True):
+            values, *others = lists
+            adamw_(values, gradients, *others, **settings, **more, kernel=kernel)
     for found, expected in zip(*sides, strict=True):
         yield from zip(found, expected, strict=True)
 
@@ -111,8 +107,12 @@ CHECKS: dict[str, list[Check]] = {
         for odd in ((False, True) if len(operator.host[0]) == 2 else (False,))
     ]
     for name, operator in OPERATORS.items()
-    if name not in ("bias_dropout_add", "adamw")
-} | {"bias_dropout_add": [dropout], "adamw": [adamw]}
+} | {
+    "bias_dropout_add": [dropout],
+    "adamw": [adamw],
+    "adamw_bf16_moments": [functools.partial(adamw, moments=torch.bfloat16)],
+    "adamw_average": [adamw],
+}
 
 
 def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:

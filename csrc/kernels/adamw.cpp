@@ -2,12 +2,22 @@
 #include "api.h"
 #include "tensor_list.h"
 
-enum { WEIGHT, GRADIENT, AVERAGE, AVERAGE_SQUARE, COPY, ADAMW_ARRAYS };
+enum { WEIGHT, GRADIENT, AVERAGE, AVERAGE_SQUARE, COPY, WEIGHT_AVERAGE, ADAMW_ARRAYS };
 static constexpr int ADAMW_MOST = 64;
 typedef TensorList<ADAMW_ARRAYS, ADAMW_MOST> AdamWList;
 static_assert(sizeof(AdamWList) < 4096 - 64, "kernel arguments");
 
 struct NoCopy {};
+
+// Whether moments may be bf16 and an average of the weights may follow their update. Which of these are is decided at run
+// time, alike for all lanes, so that there are two kernels and not eight.
+struct Usual {
+    static constexpr bool MORE = false;
+};
+struct Extended {
+    // narrow: 26 (as AdamW's: bf16 moments in packs and one by one, an average one by one)
+    static constexpr bool MORE = true;
+};
 
 // Parameters of all elements of a group.
 struct AdamWStep {
@@ -17,6 +27,43 @@ struct AdamWStep {
     float root_scale;               // 1 / sqrt(1 - beta2^step)
     float eps;
     float decay;  // lr * weight decay
+    // Of Extended only:
+    int narrow;      // bits 0 and 1: whether the moments are bf16
+    uint32_t salt;   // of their rounding: it differs from step to step
+    float share;     // of the new weights in their average; 0: it stays as it is
+};
+
+// One of the two bf16 neighbours of x, as fp32: the upper one with the share of the way there. The random bits are a
+// hash of the number and the step, that of round_ in megatron/kernels/ops/optimizer.py.
+FN float stochastic(float x, uint32_t salt) {
+    const uint32_t u = as_uint(x);
+    uint32_t h = u * 0x61c88647u + salt;
+    h ^= (uint32_t)((int32_t)h >> 15);
+    h *= 0x2c1b3c6du;
+    return (u & 0x7fffffffu) > 0x7f800000u ? x : as_float((u + (h >> 16)) & 0xffff0000u);  // a NaN is kept
+}
+
+// Part of a moment: fp32, or of Extended perhaps bf16.
+template <class More> struct Moment {
+    void *p;
+    bool narrow;
+
+    MEMBER Moment(void *whole, int64_t from, bool is_narrow) : narrow(More::MORE && is_narrow) {
+        p = (char *)whole + from * (narrow ? 2 : 4);
+    }
+    template <int V> MEMBER bool packed() const { return narrow ? on_pack<V>((bf16 *)p) : on_pack<V>((float *)p); }
+    template <class At> MEMBER void load(const At &at, float *out) const {
+        if (narrow) at.load((const bf16 *)p, out);
+        else at.load((const float *)p, out);
+    }
+    template <class At> MEMBER void store(const At &at, float *in, uint32_t salt) const {
+        if (narrow) {
+            UNROLL_PACK for (int k = 0; k < At::WIDTH; ++k) in[k] = stochastic(in[k], salt);
+            at.store((bf16 *)p, in);
+        } else {
+            at.store((float *)p, in);
+        }
+    }
 };
 
 // m += (1 - beta1) (g - m);  v += (1 - beta2) (g^2 - v);  w -= decay w + rate m / (sqrt(v) root_scale + eps)
@@ -24,23 +71,26 @@ struct AdamWStep {
 // Root and quotient are rounded correctly; their time is hidden, as 28 bytes are moved per element. If the weights have
 // a 16-bit copy, its accesses are of 8 bytes, 2 of 30 bytes per element: with packs of 8 elements the lanes of a wave
 // would be 32 bytes apart in the four fp32 arrays.
-template <class T, class C> struct AdamW {
+//
+// bf16 moments are rounded after the weights' update; an average is a += share (w - a), of the new weights.
+template <class T, class C, class More> struct AdamW {
     static constexpr int WAVES = 8;
     // narrow: 36 (tensors that are not aligned, and ends: 4 for each array in and out; gradient and copy of 16 bit)
     AdamWStep s;
     float scale;
     float *w;
     const T *g;
-    float *m, *v;
+    Moment<More> m, v;
     C *copy;
+    float *mean;  // null: none
 
     template <class At> MEMBER void operator()(const At &at) const {
         constexpr int V = At::WIDTH;
         float weight[V], gradient[V], average[V], square[V];
         at.load(w, weight);
         at.load(g, gradient);
-        at.load(m, average);
-        at.load(v, square);
+        m.load(at, average);
+        v.load(at, square);
         UNROLL_PACK for (int k = 0; k < V; ++k) {
             const float x = gradient[k] * scale;
             average[k] += s.new_average * (x - average[k]);
@@ -49,42 +99,69 @@ template <class T, class C> struct AdamW {
             weight[k] -= s.decay * weight[k] + s.rate * quotient;
         }
         at.store(w, weight);
-        at.store(m, average);
-        at.store(v, square);
+        m.store(at, average, s.salt);
+        v.store(at, square, s.salt);
         if constexpr (sizeof(C) == 2) at.store(copy, weight);
+        if constexpr (More::MORE) {
+            if (!mean) return;
+            float old[V];
+            at.load(mean, old);
+            UNROLL_PACK for (int k = 0; k < V; ++k) {
+                const float way = weight[k] - old[k];  // the nearer end is exact, as in torch.lerp
+                old[k] = s.share < 0.5f ? old[k] + s.share * way : weight[k] - (1.0f - s.share) * way;
+            }
+            at.store(mean, old);
+        }
     }
 };
 
-template <class T, class C> MEMBER void adamw_chunk(const AdamWStep &step, const AdamWList &list, int at) {
+// On a GPU, puts a number that all lanes share into a vector register: Extended lacks scalar ones.
+FN float in_lane(float x) { return as_float((uint32_t)opaque_int((int)as_uint(x))); }
+
+template <class T, class C, class More> MEMBER void adamw_chunk(const AdamWStep &step, const AdamWList &list, int at) {
     constexpr int V = 4;
     const float scale = *step.gradient_scale;
     if ((as_uint(scale) & 0x7f800000u) == 0x7f800000u) return;  // infinite or NaN: the step is skipped
     const int t = list.tensor(at);
     const int64_t from = list.start(t, at);
-    AdamW<T, C> body{step, scale, (float *)list.pointer[WEIGHT][t] + from, (const T *)list.pointer[GRADIENT][t] + from,
-                     (float *)list.pointer[AVERAGE][t] + from, (float *)list.pointer[AVERAGE_SQUARE][t] + from,
-                     (C *)list.pointer[COPY][t]};
-    bool packed = on_pack<V>(body.w) && on_pack<V>(body.g) && on_pack<V>(body.m) && on_pack<V>(body.v);
+    AdamW<T, C, More> body{step,
+                           scale,
+                           (float *)list.pointer[WEIGHT][t] + from,
+                           (const T *)list.pointer[GRADIENT][t] + from,
+                           {list.pointer[AVERAGE][t], from, (step.narrow & 1) != 0},
+                           {list.pointer[AVERAGE_SQUARE][t], from, (step.narrow & 2) != 0},
+                           (C *)list.pointer[COPY][t],
+                           nullptr};
+    bool packed = on_pack<V>(body.w) && on_pack<V>(body.g) && body.m.template packed<V>() && body.v.template packed<V>();
     if constexpr (sizeof(C) == 2) {
         body.copy += from;
         packed = packed && on_pack<V>(body.copy);
+    }
+    if constexpr (More::MORE) {
+        body.s.salt = (uint32_t)opaque_int((int)step.salt);
+        body.s.share = in_lane(step.share);
+        body.s.rate = in_lane(step.rate);
+        body.s.eps = in_lane(step.eps);
+        body.s.decay = in_lane(step.decay);
+        if (step.share != 0.0f) body.mean = (float *)list.pointer[WEIGHT_AVERAGE][t] + from;
+        packed = packed && on_pack<V>(body.mean);
     }
     walk<V>(list.length(from, t), packed, body);
 }
 
 #if MK_DEVICE
-template <class T, class C>
-__global__ void MK_OCCUPANCY(BLOCK, (AdamW<T, C>::WAVES)) adamw_kernel(const AdamWStep step, const AdamWList list) {
-    adamw_chunk<T, C>(step, list, (int)blockIdx.x);
+template <class T, class C, class More>
+__global__ void MK_OCCUPANCY(BLOCK, (AdamW<T, C, More>::WAVES)) adamw_kernel(const AdamWStep step, const AdamWList list) {
+    adamw_chunk<T, C, More>(step, list, (int)blockIdx.x);
 }
-template <class T, class C> static int run_adamw(const AdamWStep &step, const AdamWList &list, mk_stream stream) {
-    MK_LAUNCH((adamw_kernel<T, C>), dim3((unsigned)list.chunks), dim3(BLOCK), stream, step, list);
+template <class T, class C, class More> static int run_adamw(const AdamWStep &step, const AdamWList &list, mk_stream stream) {
+    MK_LAUNCH((adamw_kernel<T, C, More>), dim3((unsigned)list.chunks), dim3(BLOCK), stream, step, list);
     return MK_LAST_ERROR();
 }
 #else
-template <class T, class C> static int run_adamw(const AdamWStep &step, const AdamWList &list, mk_stream) {
+template <class T, class C, class More> static int run_adamw(const AdamWStep &step, const AdamWList &list, mk_stream) {
 #pragma omp parallel for schedule(static) if (list.chunks > 4)
-    for (int at = 0; at < list.chunks; ++at) adamw_chunk<T, C>(step, list, at);
+    for (int at = 0; at < list.chunks; ++at) adamw_chunk<T, C, More>(step, list, at);
     return OK;
 }
 #endif
@@ -92,17 +169,30 @@ template <class T, class C> static int run_adamw(const AdamWStep &step, const Ad
 template <class T, class C>
 static int launch_adamw(const AdamWStep &step, void *const *pointers, const int64_t *sizes, int64_t count, int64_t chunk,
                         void *stream) {
+    const bool more = step.narrow != 0 || step.share != 0.0f;
     return for_lists<AdamWList, ADAMW_ARRAYS, ADAMW_MOST>(
-        pointers, sizes, count, chunk,
-        [&](const AdamWList &list, int64_t) { return run_adamw<T, C>(step, list, (mk_stream)stream); });
+        pointers, sizes, count, chunk, [&](const AdamWList &list, int64_t) {
+            return more ? run_adamw<T, C, Extended>(step, list, (mk_stream)stream)
+                        : run_adamw<T, C, Usual>(step, list, (mk_stream)stream);
+        });
 }
 
-// type: of the gradients. copy_type: -1 for none, 1 fp16, 2 bf16. pointers [5][count] in host memory: weights, gradients,
-// moments, copies. gradient_scale: one number on the device; where it is not finite nothing is written.
-MK_API mk_adamw(int type, int copy_type, void *const *pointers, const int64_t *sizes, int64_t count, int64_t chunk,
-                const float *gradient_scale, float new_average, float new_square, float rate, float root_scale, float eps,
-                float decay, void *stream) {
-    const AdamWStep step{gradient_scale, new_average, new_square, rate, root_scale, eps, decay};
+// type: of the gradients. copy_type: -1 for none, 1 fp16, 2 bf16. narrow: bits 0 and 1 for moments in bf16. pointers
+// [6][count] in host memory: weights, gradients, moments, copies, averages. gradient_scale: one number on the device;
+// where it is not finite nothing is written.
+MK_API mk_adamw(int type, int copy_type, int narrow, void *const *pointers, const int64_t *sizes, int64_t count,
+                int64_t chunk, const float *gradient_scale, float new_average, float new_square, float rate,
+                float root_scale, float eps, float decay, int step_number, float share, void *stream) {
+    const AdamWStep step{gradient_scale,
+                         new_average,
+                         new_square,
+                         rate,
+                         root_scale,
+                         eps,
+                         decay,
+                         narrow,
+                         (uint32_t)step_number * 0x2545f491u,
+                         share};
     switch (copy_type) {
     case -1: FOR_TYPE(type, launch_adamw<T, NoCopy>(step, pointers, sizes, count, chunk, stream));
     case 1: FOR_TYPE(type, launch_adamw<T, f16>(step, pointers, sizes, count, chunk, stream));

@@ -52,6 +52,7 @@ from megatron.engine.optimizer_state import (
 from megatron.engine.qk_clip import Part, QKClip
 from megatron.engine.whole import WholeParameters
 from megatron.errors import ConfigError
+from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.processes import release_free_memory
@@ -300,6 +301,12 @@ class Engine:
             if AVERAGE in state.tensors
         ]
         self.start_average()
+        # The optimizer that updates the average, too. None with QK-clip, which changes the weights
+        # after the update.
+        self._averaging: FusedAdamW | None = None
+        if self._averages and isinstance(self._basic, FusedAdamW) and not config.optimizer.qk_clip:
+            self._averaging = self._basic
+            self._basic.averages = dict(zip(self._zero.masters, self._averages, strict=True))
         self._qk_clip: QKClip | None = None
         if config.optimizer.qk_clip:
             if config.pieces.layer is not None:
@@ -400,6 +407,9 @@ class Engine:
         self._gradients.collect()
         self._gradients.reduce()
         self._weights.wait()  # of the previous step: some may not have been waited for
+        new = values.new_in_average
+        if self._averaging is not None:
+            self._averaging.new_in_average, new = new, 0.0
         zeros = [self._count_zeros()] if self._logging.log_num_zeros_in_grad else []
         norm = self._zero.step(scale)
         if self._qk_clip is not None:
@@ -410,7 +420,7 @@ class Engine:
         self._weights.start()
         squares = [self._params_squares()] if self._logging.log_params_norm else []
         figures = torch.stack([(norm / scale).double(), *zeros, *squares])
-        self._under_way = scale, values.new_in_average, _HostCopy(figures)
+        self._under_way = scale, new, _HostCopy(figures)
         if not self._gradients.counted:
             self._settle()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.engine.optimizer_state import OptimizerState, WantsWhole, has_16_bit_moments
-from megatron.engine.optimizers import SGD, AdamW, Lion, Muon, RoundedAdamW, update_scale
+from megatron.engine.optimizers import SGD, AdamW, Lion, Muon, update_scale
 from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions, fused_adam
 from megatron.kernels.ops.optimizer import FusedAdamW
@@ -135,7 +135,8 @@ def build_optimizer(
     """Make the optimizer of `config.optimizer`.
 
     AdamW is apex's where --optimizer-implementation asks for it and it runs on this device; our
-    kernel where megatron.kernels.choose says so; otherwise torch's fused one.
+    kernel where megatron.kernels.choose says so; otherwise torch's fused one. With bf16 moments the
+    two last are one class.
     """
     settings, kernels = config.optimizer, config.kernels
     for group in groups:
@@ -147,9 +148,8 @@ def build_optimizer(
     if settings.optimizer == "muon":
         return Muon(groups, config)
     betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
-    if has_16_bit_moments(config):
-        return RoundedAdamW(groups, lr=settings.lr, betas=betas, eps=eps, fused=True)
-    if kernels.optimizer_implementation == "apex" and fused_adam(device.type).usable:
+    narrow = has_16_bit_moments(config)
+    if not narrow and kernels.optimizer_implementation == "apex" and fused_adam(device.type).usable:
         apex: Any = importlib.import_module("apex.optimizers").FusedAdam
         made: torch.optim.Optimizer = apex(
             groups, lr=settings.lr, betas=betas, eps=eps, adam_w_mode=True
@@ -157,8 +157,9 @@ def build_optimizer(
         for group in made.param_groups:
             group["step"] = 0
         return made
-    if choose_fusions(kernels, device, config.precision.dtype_name).optimizer:
-        return FusedAdamW(groups, lr=settings.lr, betas=betas, eps=eps)
+    kernel = choose_fusions(kernels, device, config.precision.dtype_name).optimizer
+    if narrow or kernel:
+        return FusedAdamW(groups, lr=settings.lr, betas=betas, eps=eps, kernel=kernel)
     return AdamW(groups, lr=settings.lr, betas=betas, eps=eps, fused=True)
 
 

@@ -60,20 +60,27 @@ class OptimizerState(NamedTuple):
         """Return the bytes of the tensors for each weight."""
         return sum(self.tensors.values())
 
-    def traffic_bytes(self, gradient_bytes: float) -> float:
+    def traffic_bytes(self, gradient_bytes: float, kernel: bool, average_share: float) -> float:
         """Return the bytes read and written for each weight by an update.
 
-        Everything is read or written once: gradient in; master weight and state in and out. A bf16
-        tensor is widened before, and rounded after it. An average reads the new weights again.
+        Everything is read or written once: gradient in; master weight and state in and out. Without
+        our kernel, torch's operators scale gradients, widen bf16 tensors and round them where there
+        are some (adamw_reference_), and an average reads the new weights again.
+
+        average_share  of the updates, after which the average is updated too
         """
         narrow = sum(n_bytes == 2 for n_bytes in self.tensors.values())
-        update = gradient_bytes + 2.0 * (4 + self.bytes) + _ROUNDING_BYTES * narrow
-        return update + 4 * (AVERAGE in self.tensors)
+        average = 8.0 * (AVERAGE in self.tensors)
+        update = gradient_bytes + 2.0 * (4 + self.bytes) - average
+        if not kernel:
+            update += _ROUNDING_BYTES * narrow + _SCALING_BYTES * (narrow > 0)
+            average *= 1.5
+        return update + average * average_share
 
 
-_ROUNDING_BYTES = 96.0
-"""Of round_ and of widening (optimizers.py), for each element, by torch's operators: 6 of widening, 4
-more in the update, and 86 of ten passes over the bits."""
+_ROUNDING_BYTES, _SCALING_BYTES = 96.0, 8.0
+"""By torch's operators for each element of a bf16 tensor: 6 of widening, 4 more in the update, and 86
+of ten passes over the bits; for each gradient: 8 of scaling it before the update."""
 _MOMENTUM = OptimizerState({"momentum_buffer": 4})
 OPTIMIZERS = {
     "adam": OptimizerState({"exp_avg": 4, "exp_avg_sq": 4}),
@@ -130,11 +137,7 @@ def has_kernel(config: Config) -> bool:
 
     The kernel also writes the weights of forward and backward.
     """
-    return (
-        config.pieces.optimizer is None
-        and config.optimizer.optimizer == "adam"
-        and not has_16_bit_moments(config)
-    )
+    return config.pieces.optimizer is None and config.optimizer.optimizer == "adam"
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
-"""Optimizers of --optimizer: torch's AdamW and SGD, AdamW with bf16 moments, Lion and Muon.
+"""Optimizers of --optimizer: torch's AdamW and SGD, Lion and Muon.
 
-Our kernel's AdamW is in megatron/kernels/ops/optimizer.py.
+AdamW with our kernel, or with bf16 moments, is in megatron/kernels/ops/optimizer.py.
 """
 
 from __future__ import annotations
@@ -43,53 +43,6 @@ class AdamW(Untraced, torch.optim.AdamW):
             AdamW.step(self)
         finally:
             self.param_groups = every
-
-
-# -- bf16 moments ----------------------------------------------------------------------------------
-
-
-class RoundedAdamW(AdamW):
-    """AdamW with moments in fp32 or bf16, which computes in fp32, a group at a time.
-
-    New moments are rounded stochastically (round_). Rounded to nearest, a second moment would stay
-    where it was: with beta2 = 0.999 it falls by at most 0.1 % in a step, a quarter of half the
-    distance of two bf16 numbers.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            states = [self.state[p] for p in group["params"]]
-            narrow = [
-                {name: x for name, x in state.items() if x.dtype == torch.bfloat16}
-                for state in states
-            ]
-            for state, moments in zip(states, narrow, strict=True):
-                state.update({name: x.float() for name, x in moments.items()})
-            self.step_on([group])
-            for state, moments in zip(states, narrow, strict=True):
-                for name, x in moments.items():
-                    round_(x, state[name], state["step"])
-                state.update(moments)
-
-
-_ODDS = 0x61C88647, 0x2545F491, 0x2C1B3C6D  # multipliers of the hash, less than 2**31
-
-
-def round_(target: torch.Tensor, x: torch.Tensor, step: torch.Tensor) -> None:
-    """Round fp32 numbers to one of the two nearest in bf16: up with the share of the way there.
-
-    The random 16 bits that decide are a hash of the number and the step. So all ranks that hold the
-    same number round it alike, on any layout and after a resume, and no generator is kept. Numbers
-    that bf16 has stay.
-    """
-    bits = x.view(torch.int32)
-    random = (bits * _ODDS[0]).add_(step.to(torch.int32) * _ODDS[1])
-    # Without this the bits of following steps would be spread evenly, and a number near another one
-    # would reach it too soon.
-    random.bitwise_xor_(random >> 15).mul_(_ODDS[2])
-    random.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
-    target.copy_(random.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32))
 
 
 # -- Lion ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.history import tensors, tensors_that_differ
 from tests.helpers.launching import Outcome, launch
 
 WORDS = (
@@ -49,6 +50,22 @@ def test_muon_goes_on_on_another_layout_and_not_with_adam(tmp_path: Path) -> Non
         assert "--optimizer muon" in outcome.output and "--no-load-optim" in outcome.output
     fresh, ended = run(1, [*load, "--no-load-optim"], tmp_path / "fresh")
     assert good(ended) and len(fresh) == 2
+
+
+@pytest.mark.slow
+def test_moments_and_average_of_one_pass_go_on_to_the_bit(tmp_path: Path) -> None:
+    """With bf16 weights, so that one kernel updates weights, their copy, moments and average."""
+    words = [*ROUNDED, *"--bf16 --optimizer-implementation fused --ema-decay 0.7".split()]
+    words += ["--ema-interval", "2"]
+    straight, parts = (["--save", str(tmp_path / name)] for name in ("straight", "parts"))
+    whole, ended = run(1, [*words, *straight], tmp_path / "whole")
+    assert good(ended)
+    assert good(run(1, [*words, *parts, "--exit-interval", "2"], tmp_path / "first")[1])
+    load = ["--load", str(tmp_path / "parts")]
+    rest, ended = run(1, [*words, *load, *parts], tmp_path / "rest")
+    assert good(ended) and rest == whole[2:]
+    ours, theirs = (tmp_path / name / "iter_0000004" for name in ("parts", "straight"))
+    assert not tensors_that_differ(ours, theirs) and any("ema" in name for name in tensors(ours))
 
 
 @pytest.mark.slow

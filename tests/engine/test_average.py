@@ -5,6 +5,7 @@ Matrices of the toy model are of the kind "output", the others vectors.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.training import KernelConfig
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer_state import AVERAGE, StepValues
 from megatron.errors import ConfigError
+from megatron.kernels.ops.optimizer import FusedAdamW
 from tests.engine import cases, toy
 from tests.engine.test_engine import rounding
 from tests.helpers.groups import join
@@ -39,11 +42,17 @@ def values(step: int) -> StepValues:
     return StepValues(cases.lr(step), cases.weight_decay(step), (0.9 - 0.1 * step, 0.95), new)
 
 
-def train(rank: int, sizes: tuple[int, int], runs: list[tuple[str, int]]) -> dict[str, Any]:
+def train(rank: int, sizes: tuple[int, int], runs: list[str]) -> dict[str, Any]:
     """Take steps, one of them bad; return the state after each, and the weights that were used."""
     topology, out = join(*sizes), {}
-    for precision, stage in runs:
-        engine = Engine(toy.config(precision, stage, **FIELDS), topology, toy.build(topology))
+    for name in runs:
+        precision, stage, *narrow = name.split()
+        whole = toy.config(precision, int(stage), **FIELDS, exp_avg_dtype=(*narrow, "fp32")[0])
+        if narrow:  # with our kernel, or its equivalent
+            kernels = KernelConfig(optimizer_implementation="fused")
+            whole = dataclasses.replace(whole, kernels=kernels)
+        engine = Engine(whole, topology, toy.build(topology))
+        assert isinstance(engine._basic, FusedAdamW) == bool(narrow)
         results, states, weights = [], [toy.state_pieces(engine)], []
         for s in range(STEPS):
             toy.backward(engine, topology, s)
@@ -63,14 +72,15 @@ def train(rank: int, sizes: tuple[int, int], runs: list[tuple[str, int]]) -> dic
             weights.append(toy.weight_pieces(engine))
         engine.wait_for_weights()
         weights.append(toy.weight_pieces(engine))
-        out[f"{precision} {stage}"] = {"results": results, "states": states, "weights": weights}
+        out[name] = {"results": results, "states": states, "weights": weights}
     return out
 
 
 RUNS = {
-    (1, 1, 1): [("fp32", 1), ("bf16", 1), ("fp16", 1)],
-    (2, 2, 2): [("fp32", 1), ("bf16", 1), ("bf16sums", 0)],
+    (1, 1, 1): ["fp32 1", "bf16 1", "fp16 1", "fp32 1 bf16", "fp16 1 bf16"],
+    (2, 2, 2): ["fp32 1", "bf16 1", "bf16sums 0", "bf16sums 1 bf16"],
 }
+"""Precision, ZeRO stage, and where the average is updated in AdamW's pass, type of its first moment."""
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +93,7 @@ def runs() -> dict[tuple[int, int, int], list[dict[str, Any]]]:
     }
 
 
-CASES = [(sizes, f"{p} {z}") for sizes, some in RUNS.items() for p, z in some]
+CASES = [(sizes, name) for sizes, some in RUNS.items() for name in some]
 
 
 @pytest.mark.parametrize(("sizes", "name"), CASES)

@@ -5,7 +5,6 @@ Whole training runs with them: tests/parity.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from megatron.config import Config
 from megatron.engine.gradients import Bucket
-from megatron.engine.optimizers import Muon, RoundedAdamW, coefficients, newton_schulz, round_
+from megatron.engine.optimizers import Muon, coefficients, newton_schulz
 from megatron.engine.whole import WholeParameters, work_of
 from megatron.layers.attention import Scoring, update_largest
 from megatron.layers.positions import Documents
@@ -156,68 +155,6 @@ def test_each_matrix_is_whole_on_one_rank_and_work_is_shared() -> None:
     loads = [sum(seen.values()) for seen, _ in ranks]
     largest = max(work for seen, _ in ranks for work in seen.values())
     assert max(loads) <= largest + sum(loads) / 4
-
-
-# -- bf16 moments ----------------------------------------------------------------------------------
-
-
-def test_rounding_is_between_neighbours_and_right_on_average() -> None:
-    """Over many steps, the mean of a rounded number is the number.
-
-    The standard error of n rounding errors, each at most a distance d of bf16 numbers, is below
-    d / (2 sqrt(n)).
-    """
-    x = torch.cat([matrix(500), 1e-12 * matrix(500), torch.tensor([0.0, 1.5, -2.0])])
-    down, steps = (x.view(torch.int32) & -65536).view(torch.float32), 400
-    up = ((x.view(torch.int32) & -65536) + 65536).view(torch.float32)
-    total, out = torch.zeros_like(x, dtype=torch.float64), torch.empty_like(x, dtype=torch.bfloat16)
-    for step in range(steps):
-        round_(out, x, torch.tensor(float(step)))
-        assert ((out.float() == down) | ((out.float() == up) & (x != down))).all()
-        total += out.double()
-    errors = (total / steps - x.double()).abs() / (up - down).abs().double()
-    assert errors.max() < 5 / (2 * math.sqrt(steps))
-    assert (errors[-3:] == 0).all()
-
-
-def test_a_rounded_second_moment_falls() -> None:
-    """With beta2 = 0.999 it falls to a half in 693 steps of zero gradients, as in fp32."""
-    p = torch.nn.Parameter(torch.zeros(2000))
-    optimizer = RoundedAdamW(
-        [{"params": [p]}], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=True
-    )
-    state = optimizer.state[p]
-    state["step"] = torch.zeros(())
-    state["exp_avg"] = torch.zeros(2000)
-    state["exp_avg_sq"] = first = (1.0 + matrix(2000).sigmoid()).bfloat16()
-    before = first.float().sum()
-    p.grad = torch.zeros_like(p)
-    for _ in range(693):
-        optimizer.step()
-    assert state["exp_avg_sq"].dtype == torch.bfloat16
-    assert float(state["exp_avg_sq"].float().sum() / before) == pytest.approx(0.5, abs=0.01)
-
-
-def test_rounded_moments_stay_near_those_of_fp32() -> None:
-    """The weights move as with fp32 moments, up to a share of the steps that rounding turns."""
-    ours = torch.nn.Parameter(matrix(300))
-    theirs = copy.deepcopy(ours)
-    usual: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4, "fused": True}
-    rounded, plain = (
-        RoundedAdamW([{"params": [ours]}], **usual),
-        torch.optim.AdamW([{"params": [theirs]}], **usual),
-    )
-    for name, value in (("exp_avg", 0.0), ("exp_avg_sq", 0.0)):
-        rounded.state[ours][name] = torch.full_like(ours, value, dtype=torch.bfloat16)
-    rounded.state[ours]["step"] = torch.zeros(())
-    for step in range(30):
-        ours.grad = torch.randn(300, generator=torch.Generator().manual_seed(step))
-        theirs.grad = ours.grad.clone()
-        rounded.step()
-        plain.step()
-    # two moments of relative error 2^-7 at most in each of 30 steps of 1e-2, at random
-    apart = (ours - theirs).detach().abs()
-    assert 0 < apart.max() < 30 * 1e-2 * 2.0**-6
 
 
 # -- QK-clip ---------------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def state_pieces(engine: Engine) -> Pieces:
     out: Pieces = {}
     for f in engine.fragments():
         for kind, flat in {"master": f.master, **f.moments}.items():
-            pieces = [(offset, view.cpu().numpy().copy()) for offset, view in f.real(flat)]
+            pieces = [(offset, view.float().cpu().numpy().copy()) for offset, view in f.real(flat)]
             out.setdefault(f"{kind}.{f.sharding.name}", []).extend(pieces)
     return out
 

@@ -92,6 +92,7 @@ def step(rows: int) -> list[Any]:
         first,
         [t.square() for t in second],
         copies,
+        [p.clone() for p in weights],
         lr=1e-2,
         beta1=0.9,
         beta2=0.95,
@@ -99,6 +100,7 @@ def step(rows: int) -> list[Any]:
         weight_decay=0.1,
         step=3,
         gradient_scale=0.5,
+        new_in_average=0.1,
     )
     return [norm, weights, first, copies, scale_and_norm_(weights)]
 

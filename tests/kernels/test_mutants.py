@@ -740,6 +740,9 @@ TOPICS = {
                 "(as_uint(scale) & 0x7f800000u) == 0x7f800000u",
                 "(as_uint(scale) & 0x7f800000u) == 0xffffffffu",
             ),
+            Mutant("rounded alike in every step", "adamw.cpp", "u * 0x61c88647u + salt", "u * 1u"),
+            Mutant("moment of the next chunk", "adamw.cpp", "from * (narrow ? 2 : 4)", "from * 4"),
+            Mutant("average of other weights", "adamw.cpp", "(1.0f - s.share) * way", "way"),
             Mutant("decay of every weight alike", "adamw.cpp", "s.decay * weight[k]", "s.decay"),
             Mutant(
                 "eps before the scale",

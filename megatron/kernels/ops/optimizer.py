@@ -3,8 +3,9 @@
 AdamW exists alone and as a torch optimizer.
 
 Bytes moved for N elements. AdamW with gradients of g bytes: in 12 N (weights, both moments) + g N,
-out 12 N, and 2 N more where the weights have a 16-bit copy. Scaling of elements of e bytes: in N e,
-out N e; without a factor only in.
+out 12 N; 4 N less for each moment in bf16, 2 N more where the weights have a 16-bit copy, and 8 N
+more where their average is updated. Scaling of elements of e bytes: in N e, out N e; without a
+factor only in.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron.kernels.library import (
     operator,
 )
 
-_ADAMW = Function("mk_adamw", "ippllpffffff")
+_ADAMW = Function("mk_adamw", "iippllpffffffif")
 _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
 
 # Each block has a chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h wants a
@@ -73,6 +74,7 @@ def _check_adamw(
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     copies: Tensors,
+    averages: Tensors,
     lr: float,
     beta1: float,
     beta2: float,
@@ -80,14 +82,17 @@ def _check_adamw(
     weight_decay: float,
     step: int,
     gradient_scale: Tensor,
+    new_in_average: float,
 ) -> None:
     wide, scale = [torch.float32], gradient_scale
     _check_list(name, "parameters", parameters, parameters, wide)
     _check_list(name, "gradients", gradients, parameters, TYPES)
-    _check_list(name, "exp_avgs", exp_avgs, parameters, wide)
-    _check_list(name, "exp_avg_sqs", exp_avg_sqs, parameters, wide)
+    _check_list(name, "exp_avgs", exp_avgs, parameters, [*wide, torch.bfloat16])
+    _check_list(name, "exp_avg_sqs", exp_avg_sqs, parameters, [*wide, torch.bfloat16])
     if copies:
         _check_list(name, "copies", copies, parameters, [torch.float16, torch.bfloat16])
+    if averages:
+        _check_list(name, "averages", averages, parameters, wide)
     check(
         name,
         0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0,
@@ -100,6 +105,25 @@ def _check_adamw(
     check(name, fits, f"gradient_scale is {found}; it must be one fp32 number on {device}")
 
 
+_ODDS = 0x61C88647, 0x2545F491, 0x2C1B3C6D  # multipliers of the hash, less than 2**31
+
+
+def round_(target: Tensor, x: Tensor, step: int) -> None:
+    """Round fp32 numbers to one of the two nearest in bf16: up with the share of the way there.
+
+    The random 16 bits that decide are a hash of the number and the step. So all ranks that hold the
+    same number round it alike, on any layout and after a resume, and no generator is kept. Numbers
+    that bf16 has stay. The kernel has the same hash (`stochastic` in csrc/kernels/adamw.cpp).
+    """
+    bits = x.view(torch.int32)
+    random = (bits * _ODDS[0]).add_((step * _ODDS[1] + 2**31) % 2**32 - 2**31)
+    # Without this the bits of following steps would be spread evenly, and a number near another one
+    # would reach it too soon.
+    random.bitwise_xor_(random >> 15).mul_(_ODDS[2])
+    random.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    target.copy_(random.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32))
+
+
 @torch.no_grad()
 def adamw_reference_(
     parameters: Tensors,
@@ -107,6 +131,7 @@ def adamw_reference_(
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     copies: Tensors,
+    averages: Tensors,
     lr: float,
     beta1: float,
     beta2: float,
@@ -114,15 +139,18 @@ def adamw_reference_(
     weight_decay: float,
     step: int,
     gradient_scale: Tensor,
+    new_in_average: float,
 ) -> None:
     """Compute adamw_ with torch's fused AdamW."""
     wide = list(torch._foreach_mul([g.float() for g in gradients], gradient_scale))
+    first, second = ([x.float() for x in moments] for moments in (exp_avgs, exp_avg_sqs))
+    good = torch.isfinite(gradient_scale)
     steps = [torch.full((), float(step), device=p.device) for p in parameters]
     torch._fused_adamw_(
         list(parameters),
         wide,
-        list(exp_avgs),
-        list(exp_avg_sqs),
+        first,
+        second,
         [],
         steps,
         lr=lr,
@@ -132,10 +160,16 @@ def adamw_reference_(
         eps=eps,
         amsgrad=False,
         maximize=False,
-        found_inf=torch.isfinite(gradient_scale).logical_not().float(),
+        found_inf=good.logical_not().float(),
     )
+    for moment, x in zip((*exp_avgs, *exp_avg_sqs), (*first, *second), strict=True):
+        if moment is not x:
+            round_(moment, x, step)
     if copies:
         torch._foreach_copy_(list(copies), list(parameters))
+    share = new_in_average * good
+    for average, p in zip(averages, parameters, strict=False):  # there may be none
+        average.lerp_(p, share)
 
 
 def _run_adamw(
@@ -144,6 +178,7 @@ def _run_adamw(
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     copies: Tensors,
+    averages: Tensors,
     lr: float,
     beta1: float,
     beta2: float,
@@ -151,13 +186,16 @@ def _run_adamw(
     weight_decay: float,
     step: int,
     gradient_scale: Tensor,
+    new_in_average: float,
 ) -> None:
     sizes = [p.numel() for p in parameters]
-    # without copies that row is not read
-    lists = (parameters, gradients, exp_avgs, exp_avg_sqs, copies or parameters)
+    moments = exp_avgs, exp_avg_sqs
+    # without copies or averages these rows are not read
+    lists = (parameters, gradients, *moments, copies or parameters, averages or parameters)
     _ADAMW(
         parameters[0],
         TYPES[copies[0].dtype] if copies else -1,
+        sum((of[0].dtype == torch.bfloat16) << i for i, of in enumerate(moments)),
         _array([t.data_ptr() for tensors in lists for t in tensors]),
         _array(sizes),
         len(sizes),
@@ -169,14 +207,16 @@ def _run_adamw(
         1.0 / math.sqrt(1.0 - beta2**step),
         eps,
         lr * weight_decay,
+        step,
+        new_in_average if averages else 0.0,
         type_of=gradients[0],
     )
 
 
 _adamw_ = operator(
     "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] "
-    "exp_avg_sqs, Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, float "
-    "weight_decay, SymInt step, Tensor gradient_scale) -> ()",
+    "exp_avg_sqs, Tensor(d!)[] copies, Tensor(e!)[] averages, float lr, float beta1, float beta2, "
+    "float eps, float weight_decay, SymInt step, Tensor gradient_scale, float new_in_average) -> ()",
     _run_adamw,
     adamw_reference_,
     check=_check_adamw,
@@ -190,6 +230,7 @@ def adamw_(
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     copies: Tensors | None = None,
+    averages: Tensors = (),
     *,
     lr: float,
     beta1: float,
@@ -198,19 +239,28 @@ def adamw_(
     weight_decay: float,
     step: int,
     gradient_scale: float | Tensor = 1.0,
+    new_in_average: float = 0.0,
+    kernel: bool = True,
 ) -> None:
     """Take one step of AdamW on lists of tensors.
 
     Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, in the form of torch.optim.AdamW: the
     weight decay is multiplied by `lr`.
 
-    parameters, exp_avgs, exp_avg_sqs   fp32
+    parameters       fp32
+    exp_avgs, exp_avg_sqs   fp32 or bf16, all of one type. The step is computed in fp32, and new
+                     moments in bf16 are then rounded stochastically (round_). Rounded to nearest, a
+                     second moment would stay where it was: with beta2 = 0.999 it falls by at most
+                     0.1 % in a step, a quarter of half the distance of two bf16 numbers
     gradients        fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale` before use
     gradient_scale   a number, or one fp32 number on the device; where it is not finite the step is
                      skipped: nothing is written
     copies           fp16 or bf16 tensors that get the new weights, rounded; None where there are
                      none
+    averages         fp32 averages of the weights, which move to the new ones by the share
+                     `new_in_average`, as with torch.lerp; at 0 they are not read
     step             counts from 1: the bias correction is that of `step` steps
+    kernel           False: torch's operators even where there is a kernel
 
     Tensors at one place of the lists have one shape; all are contiguous and on one device. Empty
     lists and tensors are allowed. Raises KernelError.
@@ -223,12 +273,13 @@ def adamw_(
             gradient_scale = torch.full(
                 (), gradient_scale, dtype=torch.float32, device=parameters[0].device
             )
-        _adamw_(
+        (_adamw_ if kernel else adamw_reference_)(
             parameters,
             gradients,
             exp_avgs,
             exp_avg_sqs,
             copies or [],
+            averages if new_in_average else [],
             lr,
             beta1,
             beta2,
@@ -236,6 +287,7 @@ def adamw_(
             weight_decay,
             step,
             gradient_scale,
+            new_in_average,
         )
 
 
@@ -306,9 +358,13 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     params  as torch's optimizers take them; weight_decay is 0.01 in groups that have none
 
     Each group counts its steps in `group["step"]`, on the host. A parameter without a gradient is
-    left out. State: `exp_avg` and `exp_avg_sq`, fp32.
+    left out. State: `exp_avg` and `exp_avg_sq`, fp32 unless they are there in bf16.
+
+    kernel          False: torch's operators even where there is a kernel
 
     copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
+    averages        {parameter: fp32 average}: moves to the new weights in the same pass, by the
+                    share `new_in_average`
     gradients       {parameter: gradient}, instead of .grad, which has the parameter's format
     gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device,
                     which the host need not know. Where it is not finite the step changes nothing,
@@ -321,11 +377,15 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
+        kernel: bool = True,
     ) -> None:
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.01, "step": 0}
         )
+        self._kernel = kernel
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
+        self.averages: dict[torch.Tensor, torch.Tensor] = {}
+        self.new_in_average = 0.0
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.gradient_scale: float | torch.Tensor = 1.0
 
@@ -349,6 +409,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
                     [state["exp_avg"]],
                     [state["exp_avg_sq"]],
                     [self.copies[p]] if p in self.copies else [],
+                    [self.averages[p]] if p in self.averages else [],
                     lr=group["lr"],
                     beta1=beta1,
                     beta2=beta2,
@@ -356,6 +417,8 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
                     weight_decay=group["weight_decay"],
                     step=group["step"],
                     gradient_scale=self.gradient_scale,
+                    new_in_average=self.new_in_average,
+                    kernel=self._kernel,
                 )
 
     def uncount(self) -> None:

@@ -412,20 +412,23 @@ def bytes_per_element(config: Config, device: str, whole: bool = False) -> float
     whole  of parameters that the optimizer takes whole
     """
     norm = gradient = float(config.precision.gradient_bytes)
-    update = optimizer_state(config).of(whole).traffic_bytes(gradient)
-    update += _WHOLE_BYTES * whole
     kernels = config.kernels
     dtype_name = config.precision.dtype_name
-    if dtype_name == "float32":
-        return norm + update
     on_cpu = device == "cpu"
     fusions = (
         choose_fusions(kernels, None, dtype_name)
         if on_cpu
         else assumed_fusions(kernels, device, dtype_name)
     )
-    same_pass = fusions.optimizer and config.precision.bf16 and has_kernel(config)
-    return norm + update + (2.0 if same_pass else 6.0)
+    kernel = fusions.optimizer and has_kernel(config)
+    state, settings = optimizer_state(config).of(whole), config.optimizer
+    update = state.traffic_bytes(gradient, kernel, 1.0 / settings.ema_interval)
+    if kernel and settings.qk_clip and settings.ema_decay is not None:
+        update += 4.0 / settings.ema_interval  # the average reads the clipped weights again
+    update += _WHOLE_BYTES * whole
+    if dtype_name == "float32":
+        return norm + update
+    return norm + update + (2.0 if kernel and config.precision.bf16 else 6.0)
 
 
 def update_seconds(config: Config, device: str, rates: Rates) -> float:

@@ -13,7 +13,7 @@ import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
+from megatron.kernels.ops.optimizer import adamw_, round_, scale_and_norm_
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     SIMULATED,
@@ -296,9 +296,82 @@ def test_a_bad_gradient_shows(device: str, bad: float) -> None:
 def test_a_scale_that_is_not_finite_skips_the_step(device: str, scale: float) -> None:
     w, g, m, v = (torch.full((5000,), 2.0, device=device) for _ in range(4))
     c = torch.zeros(5000, dtype=torch.bfloat16, device=device)
-    on_device = torch.tensor(scale, device=device)
-    adamw_([w], [g], [m], [v], [c], **SETTINGS, weight_decay=0.1, step=1, gradient_scale=on_device)
-    assert all((x == 2.0).all() for x in (w, g, m, v)) and not c.any()
+    a, settings = torch.zeros_like(w), {**SETTINGS, "weight_decay": 0.1, "step": 1}
+    settings |= {"gradient_scale": torch.tensor(scale, device=device), "new_in_average": 0.5}
+    for kernel in (True, False):
+        for moments in ((m, v), (m.bfloat16(), v.bfloat16())):
+            adamw_([w], [g], *([x] for x in moments), [c], [a], **settings, kernel=kernel)
+            assert all((x == 2.0).all() for x in (w, g, *moments)) and not a.any()
+            assert not (kernel and c.any())  # torch's operators copy the same weights again
+
+
+# -- bf16 moments and the average of the weights ---------------------------------------------------
+
+NARROW = [(True, True), (True, False), (False, True), (False, False)]
+
+
+@devices
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("narrow", NARROW)
+@pytest.mark.parametrize("offset", [0, 2, 3])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
+def test_bf16_moments_are_rounded_from_those_in_fp32(
+    device: str, kernel: bool, narrow: tuple[bool, bool], offset: int, share: float
+) -> None:
+    """To the bit: an update with fp32 moments, and then round_, which leaves what bf16 has.
+
+    The average is within three roundings of float64: of difference, product and sum.
+    """
+    sizes = [1030, 64, 0, 5000]
+    dtypes = [torch.bfloat16 if is_narrow else torch.float32 for is_narrow in narrow]
+    w, *moments, c, a = (
+        Placed(sizes, offset, dtype, device, seed)
+        for seed, dtype in enumerate([torch.float32, *dtypes, torch.bfloat16, torch.float32])
+    )
+    for v in moments[1].views:
+        v.abs_()
+    for step in (1, 2, 70_000):
+        g = Placed(sizes, offset, torch.bfloat16, device, 10 + step)
+        weights, firsts, seconds = (
+            [x.float().clone() for x in placed.views] for placed in (w, *moments)
+        )
+        copies = [x.clone() for x in c.views]
+        before = [x.double() for x in a.views]
+        settings = {**SETTINGS, "weight_decay": 0.1, "step": step, "gradient_scale": 0.7}
+        adamw_(weights, g.views, firsts, seconds, copies, **settings, kernel=kernel)
+        lists = [x.views for x in (w, g, *moments, c, a)]
+        adamw_(*lists, **settings, new_in_average=share, kernel=kernel)
+        for ours, wide in zip((w, *moments, c), (weights, firsts, seconds, copies), strict=True):
+            for x, y in zip(ours.views, wide, strict=True):
+                if x.dtype != y.dtype:
+                    round_(rounded := torch.empty_like(x), y, step)
+                    assert (rounded != y.bfloat16()).any() or not len(y)  # not all to nearest
+                    y = rounded
+                assert torch.equal(x, y)
+        for x, old, new in zip(a.views, before, weights, strict=True):
+            room = 4 * U * (old.abs() + new.double().abs())
+            assert ((x.double() - (old + share * (new.double() - old))).abs() <= room).all()
+        assert all(placed.guarded() for placed in (w, *moments, c, a))
+
+
+def test_rounding_is_between_neighbours_and_right_on_average() -> None:
+    """Over many steps, the mean of a rounded number is the number.
+
+    The standard error of n rounding errors, each at most a distance d of bf16 numbers, is below
+    d / (2 sqrt(n)).
+    """
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([x, 1e-12 * x, torch.tensor([0.0, 1.5, -2.0])])
+    down, steps = (x.view(torch.int32) & -65536).view(torch.float32), 400
+    up = ((x.view(torch.int32) & -65536) + 65536).view(torch.float32)
+    total, out = torch.zeros_like(x, dtype=torch.float64), torch.empty_like(x, dtype=torch.bfloat16)
+    for step in range(steps):
+        round_(out, x, step)
+        assert ((out.float() == down) | ((out.float() == up) & (x != down))).all()
+        total += out.double()
+    errors = (total / steps - x.double()).abs() / (up - down).abs().double()
+    assert errors.max() < 5 / (2 * steps**0.5)
+    assert (errors[-3:] == 0).all()
 
 
 # -- scaling and norm ------------------------------------------------------------------------------

@@ -188,6 +188,29 @@ def test_memory_bandwidth_and_rates_go_into_their_parts():
     assert changed.seconds - found.seconds == pytest.approx(found.parts["optimizer"])
 
 
+def test_bf16_moments_and_an_average_count_in_the_update():
+    """Bytes of the gradient norm (4), AdamW (4 + 24) and the bf16 weights (2; torch reads fp32: 6).
+
+    An average has 8 in the kernel's pass, else 12; a bf16 moment 4 less in it, else 96 - 4 more, and
+    8 for scaled gradients.
+    """
+
+    def update_s(**fields: Any) -> float:
+        return estimate(run(bf16=True, **fields), FRONTIER).parts["optimizer"]
+
+    plain, narrow = update_s(), dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    for fields, n_bytes in (
+        (narrow, 34 - 8),
+        (dict(exp_avg_sq_dtype="bf16"), 34 - 4),
+        (dict(ema_decay=0.9), 34 + 8),
+        (dict(ema_decay=0.9, ema_interval=4), 34 + 2),
+        (dict(ema_decay=0.9, qk_clip=True), 34 + 12),
+        (dict(ema_decay=0.9, optimizer_implementation="torch"), 38 + 12),
+        ({**narrow, "optimizer_implementation": "torch"}, 38 - 8 + 2 * 96 + 8),
+    ):
+        assert update_s(**fields) == pytest.approx(plain * n_bytes / 34), fields
+
+
 def test_the_update_is_divided_over_replicas_by_zero_alone():
     def update_s(replicas: int, stage: int) -> float:
         config = run(world_size=replicas, global_batch_size=replicas, zero_stage=stage)
