@@ -71,7 +71,7 @@ def render_settings(config: Config) -> str:
             if value != used:
                 origin += f": {written(used)}"
             chosen = name in config.given or origin == "default"
-            again = value is None or not option.flags or name in _OF_A_LAUNCH or not chosen
+            again = value in (None, ()) or not option.flags or name in _OF_A_LAUNCH or not chosen
             lines.append(f"{'# ' * again}{name} = {written(value)}  # {origin}")
     return "\n".join(lines) + "\n"
 

@@ -295,7 +295,8 @@ class Router(torch.nn.Module):
         outside = torch.ones_like(best, dtype=torch.bool).scatter_(
             -1, best.topk(chosen, dim=-1).indices, False
         )
-        return cut.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
+        within: Tensor = cut.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
+        return within
 
     def shares(self, logits: Tensor) -> Tensor:
         """Return scores over all experts that add up to one, for losses [.., E]."""
@@ -544,7 +545,7 @@ class ExpertMLP(torch.nn.Module):
         """Return this tensor rank's term of the shared expert's output, if there is one."""
         if self.shared is None:
             return None
-        out, _ = self.shared(x)
+        out: Tensor = self.shared(x)[0]
         return out if self.gate is None else out * F.linear(x, self.gate).sigmoid()
 
     def _experts(

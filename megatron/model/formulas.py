@@ -188,8 +188,8 @@ def recompute_flops_per_token(
         return 0.0
     if granularity == "selective":
         scores = _mean_over_layers(model, attention_score_flops) if "core_attn" in modules else 0.0
-        layers = filter(model.has_experts, range(model.num_layers)) if "moe" in modules else ()
-        experts = sum(2.0 * model.hidden_size * _mlp_rows(model, i, active=True) for i in layers)
+        again = filter(model.has_experts, range(model.num_layers)) if "moe" in modules else ()
+        experts = sum(2.0 * model.hidden_size * _mlp_rows(model, i, active=True) for i in again)
         return model.num_layers * scores + experts
     assert granularity == "full", (
         f"recompute granularity {granularity!r} is neither 'full' nor 'selective'"

@@ -63,6 +63,8 @@ class ToyModel:
     vocab_size: int = 10
     use_mup: bool = False
     seq_length: int = 4
+    moe_use_upcycling: bool = False
+    num_experts: int | None = None
 
 
 @dataclass(frozen=True)
