@@ -149,7 +149,7 @@ def test_the_log_names_what_runs_and_why_not(monkeypatch: pytest.MonkeyPatch) ->
     used, reasons = report(
         CUDA, attention_backend="unfused", position_embedding_type="rope", bf16=True
     )
-    assert set(reasons) == {"attention_block", "rms_norm"}
+    assert set(reasons) == {"attention_block", "rms_norm", "permute"}
     reasons = report(CUDA, bf16=True, fp32_residual_connection=True, optimizer="sgd")[1]
     assert all(
         "--fp32-residual-connection" in reasons[name] for name in ("layer_norm", "bias_dropout")
