@@ -302,9 +302,7 @@ class _Behind(torch.autograd.Function):
 class _Piece:
     """Part of the model ("embedding", "layer" or "head") with gradient sums as in an engine."""
 
-    def __init__(
-        self, config: Config, topology: Topology, kind: str, recorder: _Recorder
-    ) -> None:
+    def __init__(self, config: Config, topology: Topology, kind: str, recorder: _Recorder) -> None:
         first = kind == "embedding"
         last = kind == "head"
         context = layer_context(config, topology, perform_initialization=False)
