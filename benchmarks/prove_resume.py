@@ -63,6 +63,7 @@ ONE = Layout("1 process", 1)
 DATA = Layout("DP2", 2)
 TENSOR2 = Layout("TP2", 2, ("--tensor-model-parallel-size", "2"))
 PIPELINE = Layout("PP2", 2, ("--pipeline-model-parallel-size", "2"))
+CONTEXT = Layout("CP2", 2, ("--context-parallel-size", "2"))
 INTERLEAVED = Layout(
     "PP2 interleaved",
     2,
@@ -134,7 +135,7 @@ CASES = (
     SCHEDULED,
     Case("fp32", ONE, (ONE, DATA, PIPELINE, INTERLEAVED)),
     Case("fp32", DATA, (DATA, ONE, ZERO_BUBBLE), asynchronous=True),
-    Case("fp32", PIPELINE, (PIPELINE, TENSOR2), asynchronous=True, flags=NO_HEAD_MASKS),
+    Case("fp32", PIPELINE, (PIPELINE, TENSOR2, CONTEXT), asynchronous=True, flags=NO_HEAD_MASKS),
     Case("bf16", ONE, (ONE, DATA), asynchronous=True),
     Case("bf16", TENSOR2, (TENSOR2, PIPELINE), flags=NO_HEAD_MASKS),
 )

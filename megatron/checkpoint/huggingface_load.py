@@ -20,7 +20,7 @@ from safetensors import safe_open
 from megatron.checkpoint.families import CONFIG, FAMILIES, Family, read_model
 from megatron.checkpoint.settings import check_architecture, plain
 from megatron.checkpoint.shards import named
-from megatron.checkpoint.tensors import MASTER, Shards, clear_padding, tensors_to_load
+from megatron.checkpoint.tensors import KEPT, MASTER, Shards, clear_padding, tensors_to_load
 from megatron.checkpoint.together import decided_by_first, together
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
@@ -285,6 +285,8 @@ def fill_shards(
     with together(topology, f"reading {folder}"):
         read = Reader(folder, places)
         for key, shards in tensors:
+            if key.startswith(f"{KEPT}."):
+                continue
             name = key.removeprefix(f"{MASTER}.")
             matrix = matrix_of(FAMILIES[kind], config.model, name, shards.shape)
             for offset, view in shards.pieces.items():

@@ -287,7 +287,7 @@ def _read(
         if problems := incomplete(stored):
             raise CheckpointError(f"the shard lists are wrong: {named(problems)}")
         names = read_index(checkpoint.manifest) if topology.world.is_first else {}
-    tensors = {n: t for n, t in tensors.items() if n in stored or n.partition(".")[0] != KEPT}
+    tensors = [(n, t) for n, t in tensors if n in stored or n.partition(".")[0] != KEPT]
     # The ranks of one pipeline hold every parameter.
     one_pipeline = topology.tensor.is_first and topology.data.is_first
     mine = [source(sharding_of(p).name) for p in unique_parameters(chunks)]

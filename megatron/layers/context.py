@@ -43,7 +43,6 @@ from megatron.parallel.topology import Group
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
     from megatron.layers.context_parallel import ContextParallel
-    from megatron.layers.experts import Experts
 
 BLOCK = 64
 _PIECE = 1 << 20
@@ -199,6 +198,19 @@ class ParameterFactory:
         else:
             values = draw(sharding, local_shape, fill, self.seed, self.device)
         return attach(torch.nn.Parameter(values), sharding, self.size)
+
+
+@dataclass
+class Experts:
+    """What the layers of experts of one rank share.
+
+    group       the ranks over which the experts of a layer are distributed
+    loss_scale  the factor of a micro-batch's balancing losses in the total loss; set before its
+                backward pass (Engine.begin)
+    """
+
+    group: Group = field(default_factory=lambda: Group((0,), 0))
+    loss_scale: float | Tensor = 1.0
 
 
 @dataclass(frozen=True)

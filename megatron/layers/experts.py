@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,8 +38,14 @@ from megatron.kernels.ops.experts import (
     unpermute_reference,
 )
 from megatron.kernels.work import once_and_again, recomputed
-from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw
-from megatron.layers.transformer import MLP
+from megatron.layers.context import (
+    CallContext,
+    Experts,
+    Fill,
+    LayerContext,
+    constant,
+    draw,
+)
 from megatron.parallel.collectives import (
     all_reduce,
     all_to_all,
@@ -65,19 +71,6 @@ class Operators(NamedTuple):
 
 KERNELS = Operators(permute, unpermute)
 REFERENCES = Operators(permute_reference, unpermute_reference)
-
-
-@dataclass
-class Experts:
-    """What the layers of experts of one rank share.
-
-    group       the ranks over which the experts of a layer are distributed
-    loss_scale  the factor of a micro-batch's balancing losses in the total loss; set before its
-                backward pass (Engine.begin)
-    """
-
-    group: Group = field(default_factory=lambda: Group((0,), 0))
-    loss_scale: float | Tensor = 1.0
 
 
 def shared_by(context: LayerContext) -> Experts:
@@ -121,17 +114,22 @@ class _Whole(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Scores [s/tp, b, E] of all tensor ranks: [s, b, E]. Each has the gradients of all."""
+    """Scores [s/n, b, E] of all ranks: [s, b, E]. Each rank has the gradients of all.
+
+    tensor  whether these are the tensor ranks, for engine/gradients.py
+    """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.partial_gradient = group, True
+    def forward(ctx: Any, scores: Tensor, group: Group, tensor: bool) -> Tensor:
+        ctx.group = group
+        if tensor:
+            ctx.partial_gradient = True
         return gather_first(scores, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return split_first(gradient, ctx.group).contiguous(), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return split_first(gradient, ctx.group).contiguous(), None, None
 
 
 # -- routers ---------------------------------------------------------------------------------------
@@ -238,10 +236,13 @@ class Router(torch.nn.Module):
         if config.moe_input_jitter_eps and call.dropout is not None:
             seed, place = call.hidden_mask(x, self.layer, Site.ROUTER, context)
             assert seed is not None, "in training, masks have a key"
-            x = x * placed_noise(x, config.moe_input_jitter_eps, seed, place)
+            places = place if isinstance(place, list) else [place]
+            both = zip(x.chunk(len(places)), places, strict=True)
+            eps = config.moe_input_jitter_eps
+            x = x * torch.cat([placed_noise(part, eps, seed, at) for part, at in both])
         logits: Tensor = _Scores.apply(x, self.weight)  # type: ignore[no-untyped-call]
         if context.sequence_parallel:
-            logits = _Gather.apply(logits, context.tensor)  # type: ignore[no-untyped-call]
+            logits = _Gather.apply(logits, context.tensor, True)  # type: ignore[no-untyped-call]
         weights, experts = self.choose(logits.flatten(0, 1))
         # A recomputation runs within a backward pass.
         counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
@@ -311,6 +312,9 @@ class Router(torch.nn.Module):
     ) -> Tensor:
         """Return the weights, through whose gradient that of the losses of logits [s, b, E] flows."""
         losses, factors = list[Tensor](), list[float]()
+        if (parts := self.context.parts) is not None:  # losses are of whole sequences
+            logits = _Gather.apply(logits, parts.group, False)  # type: ignore[no-untyped-call]
+            experts = self.choose(logits.detach().flatten(0, 1))[1]
         shares = self.shares(logits) if self.balancing else logits
         if self.balancing and (
             self.expert_bias is not None or self.config.moe_router_num_groups is not None
@@ -449,6 +453,7 @@ class _Part(torch.autograd.Function):
 class ExpertMLP(torch.nn.Module):
     """Router, experts and shared expert: [s(/tp), b, h] -> [s(/tp), b, h].
 
+    mlp               makes the shared expert: the class MLP
     activation_again  recompute the output of the activation function in the backward pass
     again             recompute the whole layer, messages included
     summed            see RowParallelLinear
@@ -462,6 +467,7 @@ class ExpertMLP(torch.nn.Module):
         index: int,
         fill: Fill,
         output_fill: Fill,
+        mlp: Callable[..., torch.nn.Module],
         activation_again: bool = False,
         again: bool = False,
         summed: bool = True,
@@ -484,13 +490,13 @@ class ExpertMLP(torch.nn.Module):
         self.dense_4h_to_h = _Grouped(
             context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, output_fill, bias
         )
-        self.shared: MLP | None = None
+        self.shared: torch.nn.Module | None = None
         self.gate: torch.nn.Parameter | None = None
         if config.moe_shared_expert_intermediate_size is not None:
             of = f"{name}.shared_experts"
             width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
             # within the region that the experts enter: without messages of its own
-            self.shared = MLP(context.alone(), of, width, fill, output_fill, activation_again)
+            self.shared = mlp(context.alone(), of, width, fill, output_fill, activation_again)
             if config.moe_shared_expert_gate:
                 make = context.parameters.create
                 self.gate = make(f"{of}.gate.weight", (1, hidden), None, fill)

@@ -340,6 +340,7 @@ class TransformerLayer(torch.nn.Module):
                 index,
                 fill,
                 output_fill,
+                MLP,
                 activation_again="moe_act" in again,
                 again="moe" in again,
                 summed=not self.parallel,

@@ -17,7 +17,7 @@ from megatron.kernels.choose import choose_fusions
 from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.kernels.work import once_and_again
 from megatron.layers.cache import KeyValueCache
-from megatron.layers.context import CallContext, LayerContext, ParameterFactory
+from megatron.layers.context import CallContext, Experts, LayerContext, ParameterFactory
 from megatron.layers.positions import Documents
 from megatron.layers.transformer import Norm, TransformerLayer, weight_fills
 from megatron.layers.vocabulary import (
@@ -273,11 +273,6 @@ def layer_context(
     model, base_shapes = config.model, dict[str, tuple[int, ...]]()
     if model.use_mup:
         base_shapes = global_shapes(dataclasses.replace(config, model=model.mup_base()))
-    experts = None
-    if model.num_experts is not None:
-        from megatron.layers.experts import Experts  # no part of other models
-
-        experts = Experts(topology.expert)
     parts = None
     if topology.context.size > 1:
         from megatron.layers.context_parallel import ContextParallel
@@ -299,7 +294,7 @@ def layer_context(
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
         chunks=config.parallel.tp_comm_overlap_chunks if config.parallel.tp_comm_overlap else 1,
         fusions=choose_fusions(config.kernels, topology.device, config.precision.dtype_name),
-        experts=experts,
+        experts=None if model.num_experts is None else Experts(topology.expert),
     )
 
 

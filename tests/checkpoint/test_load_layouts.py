@@ -70,12 +70,14 @@ TP2, SP2 = (
 TP4 = dict(tensor_model_parallel_size=4)
 PP2 = dict(pipeline_model_parallel_size=2)
 EP2, EP4 = dict(expert_model_parallel_size=2), dict(expert_model_parallel_size=4)
+CP2, CP4 = dict(context_parallel_size=2), dict(context_parallel_size=4)
 
 # Written checkpoints: (model, fields), all on 4 ranks.
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2sp-pp2": (MODEL, {**SP2, **PP2}),
     "multi-query, tp4": (MULTI_QUERY, TP4),
     "multi-query, dp4": (MULTI_QUERY, {}),
+    "tp2, cp2": (MODEL, {**TP2, **CP2}),
     "tied, interleaved, dp2": (TIED, INTERLEAVED),
     "experts, tp2, ep2": (EXPERTS, {**TP2, **EP2}),
     "fp16, zero 0, zb, dp2": (TIED, {**PP2, **FP16, "enable_zbh1_pipeline": True, "zero_stage": 0}),
@@ -98,6 +100,8 @@ SOME = [
     Case("tp2sp-pp2", {**SP2, **PP2}),
     Case("tp2sp-pp2", {"zero_stage": 0, "bf16": True}),
     Case("tp2sp-pp2", {**PP2, "pipeline_layout": "1,4", **TP2}),
+    Case("tp2sp-pp2", CP4),
+    Case("tp2, cp2", {**PP2, **CP2, "zero_stage": 0}),
     Case("multi-query, tp4", {}, 1),
     Case("multi-query, dp4", TP4),
     Case("multi-query, tp4", {**TP2, "zero_stage": 0, "bf16": True}),
@@ -130,12 +134,13 @@ State = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]]
 
 
 @functools.cache
-def topology_of(tensor: int, pipeline: int, expert: int) -> Topology:
+def topology_of(tensor: int, pipeline: int, expert: int, context: int) -> Topology:
     """Return the topology of a layout, which all its jobs share.
 
     A process cannot create dozens of groups.
     """
-    return Topology.create(tensor, pipeline, expert_model_parallel_size=expert)
+    sizes = dict(expert_model_parallel_size=expert, context_parallel_size=context)
+    return Topology.create(tensor, pipeline, **sizes)
 
 
 class Job:
@@ -150,6 +155,7 @@ class Job:
             parallel.tensor_model_parallel_size,
             parallel.pipeline_model_parallel_size,
             parallel.expert_model_parallel_size,
+            parallel.context_parallel_size,
         )
         self.chunks = build_chunks(self.config, self.topology)
         self.chunks.train()
@@ -166,7 +172,7 @@ class Job:
 
     def step(self, number: int) -> float:
         """Take one step and return the mean loss over all ranks."""
-        micro_batches = batches(self.config, number, self.topology.data.rank)
+        micro_batches = batches(self.config, number, self.topology.replica)
         losses = self.executor.train(micro_batches, loss_scale=self.engine.loss_scale)
         total = torch.zeros(1, dtype=torch.float64)
         if losses:

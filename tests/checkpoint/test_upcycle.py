@@ -42,7 +42,7 @@ def built(fields: dict[str, Any], topology: Topology) -> tuple[Config, Any, Engi
 def logits(config: Config, chunks: Any) -> np.ndarray:
     with torch.no_grad():
         found: torch.Tensor = chunks["0"].eval().logits(batches(config, 0)[0], None)
-    return found.numpy().copy()
+    return found[found.isfinite()].numpy()  # without the padding of the vocabulary
 
 
 def upcycled(rank: int, tensor: int, folders: dict[str, str]) -> dict[str, Any]:

@@ -142,9 +142,12 @@ def batches(
     return out
 
 
+_UNKNOWN = -2
+
+
 @contextlib.contextmanager
 def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
-    """Record the experts of each token, by router and first sample, while the context is open.
+    """Record the experts [s, b, k] of each token, by router and first sample, in this context.
 
     A recomputation must choose the same.
     """
@@ -156,8 +159,14 @@ def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
     def recorded(self: Any, x: Any, call: Any) -> Any:
         weights, experts = forward(self, x, call)
         key = self.name, call.dropout.sample
-        assert key not in found or np.array_equal(found[key], experts.numpy()), key
-        found[key] = experts.numpy().copy()
+        chosen = experts.numpy().reshape(-1, x.shape[1], experts.shape[1])
+        if (parts := self.context.parts) is not None:  # other ranks know the others
+            length = len(chosen) * parts.size
+            whole = np.full((length, *chosen.shape[1:]), _UNKNOWN)
+            whole[parts.positions(length, x.device).numpy()] = chosen
+            chosen = whole
+        assert key not in found or np.array_equal(found[key], chosen), key
+        found[key] = chosen.copy()
         return weights, experts
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.config import Config
-from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.experts import ExpertMLP, Experts
-from megatron.layers.transformer import weight_fills
+from megatron.layers.context import CallContext, Experts, LayerContext
+from megatron.layers.experts import ExpertMLP
+from megatron.layers.transformer import MLP, weight_fills
 from megatron.parallel import collectives
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -37,7 +37,7 @@ def messages_body(rank: int) -> dict[str, Any]:
     fill, output = weight_fills(config.model)
     context = LayerContext.single()
     context = LayerContext(context.tensor, context.parameters, experts=Experts(topology.expert))
-    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, fill, output)
+    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, fill, output, MLP)
     sent: list[tuple[int, int]] = []
     start = collectives.start
 

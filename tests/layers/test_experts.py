@@ -12,15 +12,14 @@ import torch
 from torch.nn import functional as F
 
 from megatron.config import Config
-from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.context import CallContext, Experts, LayerContext
 from megatron.layers.experts import (
     ExpertMLP,
-    Experts,
     move_biases,
     sorted_choices,
     take_figures,
 )
-from megatron.layers.transformer import weight_fills
+from megatron.layers.transformer import MLP, weight_fills
 from megatron.parallel.sharding import DropoutKey, sharding_of
 from megatron.parallel.topology import Group, Layout, Topology
 
@@ -69,7 +68,7 @@ def made(fields: dict[str, Any], **again: bool) -> tuple[ExpertMLP, Config]:
     config = Config.create(**{**BASE, **fields})
     context = dataclasses.replace(LayerContext.single(), experts=Experts(loss_scale=SCALE))
     fill, output = weight_fills(config.model)
-    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, fill, output, **again)
+    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, fill, output, MLP, **again)
     generator = torch.Generator().manual_seed(3)
     for name, p in layer.named_parameters():
         if name.endswith("bias"):

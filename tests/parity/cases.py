@@ -482,6 +482,10 @@ CAMPAIGN = [
             (2, dict(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1"), BIASED),
             (2, dict(tp=2, pp=2, dp=2, schedule="interleaved"), LATE_DROPS),
             (4, dict(tp=2, dp=4, sp=True, rank_order="dp-pp-tp"), EXPERTS),
+            (2, dict(cp=2), {**BIASED, "moe_input_jitter_eps": 0.1}),
+            (4, dict(cp=2, dp=2, zero=0), BY_SEQUENCE),
+            (2, dict(tp=2, cp=2, sp=True, micro_batch_size=2), BIASED),
+            (2, dict(pp=2, cp=2, schedule="zb-h1", recompute=MOE), EXPERTS),
             (2, dict(dp=2, fused=True, micro_batch_size=2, **DROPOUT), BY_SEQUENCE),
         )
     ],

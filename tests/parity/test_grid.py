@@ -104,7 +104,8 @@ def check(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
             assert loss == pytest.approx(loss_1, rel=of_loss)
             assert norm == pytest.approx(norm_1, rel=of_norm)
         for key, chosen in rank["routes"].items() if precision == "fp32" else ():
-            np.testing.assert_array_equal(chosen, expected["routes"][key], err_msg=str(key))
+            known = chosen > -2  # with context parallelism, a part
+            np.testing.assert_array_equal(chosen[known], expected["routes"][key][known], str(key))
     whole = assemble([r["parameters"] for r in ranks])
     assert whole.keys() == expected["parameters"].keys()
     for name, values in expected["parameters"].items() if precision == "fp32" else ():

@@ -86,6 +86,7 @@ def expected(context: int, stride: int) -> float:
         (2, ["--text", "text.jsonl", "--stride", "3", "--micro-batch-size", "3"], 3),
         (2, ["--data-path", "data", "--tensor-model-parallel-size", "2"], S // 2),
         (2, ["--text", "text.jsonl", "--pipeline-model-parallel-size", "2"], S // 2),
+        (2, ["--text", "text.jsonl", "--context-parallel-size", "2"], S // 2),
     ],
 )
 def test_loss_is_that_of_each_token_in_its_window(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megatron.errors import ConfigError
 from megatron.layers.context import CallContext
 from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks
+from megatron.parallel.topology import Layout, Topology
 from megatron.training.run.generate import Model, Sampling, choose, generate
 from tests.helpers.text import ByteTokenizer, TextModel, one_process
 from tests.model.test_huggingface import FAMILIES, hugging_face
@@ -256,6 +258,13 @@ def test_bad_prompts_are_refused(prompt: Any) -> None:
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         generate(one_process(**FIELDS), PROMPTS, **options)
+
+
+def test_context_parallelism_is_refused() -> None:
+    layout = Layout(data=2, context=2)
+    ranks = SimpleNamespace(topology=Topology.from_layout(layout, 0), config=None, tokenizer=None)
+    with pytest.raises(ConfigError, match="--context-parallel-size 2"):
+        generate(cast(Any, ranks), PROMPTS)
 
 
 def test_broken_weights_are_reported() -> None:

@@ -67,6 +67,7 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path: Path) -> N
         (1, {}),
         (2, interleaved),
         (2, split),
+        (2, dict(context_parallel_size=2)),
         (2, dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, micro_batch_size=1)),
     ]
     found = []
