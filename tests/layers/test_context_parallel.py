@@ -14,7 +14,7 @@ import torch
 
 from megatron.kernels.choose import ALL
 from megatron.layers.context_parallel import ContextParallel
-from megatron.layers.ring import attend
+from megatron.layers.ring import Ring, attend
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.sharding import DropoutKey
 from megatron.parallel.topology import Group
@@ -178,21 +178,25 @@ class Messages(FlightRecorder):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: Counter[str] = Counter()
+        self.order: list[str] = []
 
     def enter(self, name: bytes, kind: str, size_bytes: int, *rest: Any, **more: Any) -> int:
         # A message is entered when it is posted and when it is waited for; a collective has a
         # sequence number only then.
         if not more.get("sequence"):
+            self.order.append(name.decode())
             self.bytes[name.decode()] += size_bytes
         return super().enter(name, kind, size_bytes, *rest, **more)
 
 
-def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int]]]:
+def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int], list[str]]]:
     """Return what attention keeps, and what is sent in the forward and in the backward pass.
+
+    Also the order of messages and of the work of the steps in the forward pass.
 
     The rows of a rank are 16 in all cases: the sequences grow with the ranks.
     """
-    found = []
+    found, work = [], Ring.blocks
     for context, heads in ((1, 1), (2, 1), (4, 1), (4, 4)):
         messages, length = Messages(), 16 * context
         group = dataclasses.replace(join(context_parallel_size=context).context, flight=messages)
@@ -208,12 +212,20 @@ def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int]]]
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        def blocks(ring: Ring, *step: Any, messages: Messages = messages) -> Any:
+            messages.order.append("work")
+            return work(ring, *step)
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(Ring, "blocks", blocks)
             out = attention(call, q, k, v)
-        forward = dict(messages.bytes)
+        forward, order = dict(messages.bytes), list(messages.order)
         messages.bytes.clear()
         out.backward(dout)
-        found.append((sum(kept.values()), forward, dict(messages.bytes)))
+        found.append((sum(kept.values()), forward, dict(messages.bytes), order))
     return found
 
 
@@ -223,7 +235,9 @@ def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula() -> Non
         assert two[0] == four[0] == alone
         rows, heads = 16, MODELS["plain"][0]
         pair = 2 * rows * B * heads * D  # elements of keys and values
-        for ranks, (_, forward, backward) in ((2, two), (4, four)):
+        for ranks, (_, forward, backward, order) in ((2, two), (4, four)):
+            # posted before the work of a step, and waited for behind it
+            assert order == ["exchange", "work", "exchange"] * (ranks - 1) + ["work"]
             # in fp32 e + 4 is twice e; a message is posted, and waited for
             assert forward == {"exchange": 2 * (ranks - 1) * pair * 4}
             assert backward == {"exchange": 2 * (ranks - 1) * pair * (4 + 4)}

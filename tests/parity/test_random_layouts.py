@@ -78,10 +78,21 @@ def draw_model(draw: random.Random, tp: int) -> dict[str, Any]:
     )
 
 
+def draw_context(draw: random.Random, ranks: int, model: dict[str, Any]) -> dict[str, Any]:
+    """Draw the fields of context parallelism for a job of `ranks` processes without it."""
+    size = draw.choice([c for c in (1, 2, 4) if ranks * c <= 8])
+    # masks of attention need longer sequences on a ring
+    kind = "a2a" if model["attention_dropout"] else draw.choice(["p2p", "a2a"])
+    return dict(context_parallel_size=size, cp_comm_type=kind)
+
+
 @pytest.mark.campaign("parity")
 @pytest.mark.parametrize("seed", range(CASES))
 def test_drawn_layout_equals_one_process(seed: int) -> None:
     draw = random.Random(seed)
     world_size, fields = draw_layout(draw)
     fields |= draw_model(draw, fields["tensor_model_parallel_size"])
+    context = draw_context(draw, world_size, fields)
+    fields |= context
+    world_size *= context["context_parallel_size"]
     check(fields, [found for (found,) in run_processes(world_size, train, [fields], timeout_s=600)])
