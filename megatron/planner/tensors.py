@@ -227,6 +227,11 @@ def _first_block(self: ring.Ring, step: int, q: torch.Tensor) -> Iterator[ring.B
 _BLOCKS = ring.Ring.blocks
 
 
+def _one_by_one(operations: Iterable[dist.P2POp]) -> list[Any]:
+    """Replace dist.batch_isend_irecv, which wants the backend of a tensor's device."""
+    return [each.op(each.tensor, each.peer, each.group) for each in operations]
+
+
 def _even(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
@@ -271,6 +276,7 @@ def _shortened(follower: Follower) -> Iterator[None]:
         patch(experts.Trip, "_numbers", numbers),
         patch(experts, "count_rows", count_rows),
         patch(ring.Ring, "blocks", _first_block),
+        patch(dist, "batch_isend_irecv", _one_by_one),
     ):
         yield
 
