@@ -192,7 +192,10 @@ class _Recorder(Follower):
         kind = next((ours for theirs, ours in _MESSAGES.items() if theirs in name), name)
         size = max((t.nbytes for t in tensors), default=0)
         self._look()
-        self._note(Post(Message(kind, size, group_of(args).kind), self._sent))
+        group = group_of(args).kind
+        if (kind, group) == ("all_to_all", "context"):
+            group = "heads"
+        self._note(Post(Message(kind, size, group), self._sent))
 
     def arrived(self, work: Work) -> None:
         if work.number:

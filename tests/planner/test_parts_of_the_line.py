@@ -83,6 +83,11 @@ def test_all_to_alls_by_hand() -> None:
     assert both.seconds("all_to_all", 1e9, "expert") == pytest.approx(
         start + within + between + sent * 8 / 15 / 5e9
     )
+    # Heads are exchanged by neighbours, and rings have one rank of each pair.
+    sizes = dict(context_parallel_size=4, hierarchical_context_parallel_sizes=(2, 2))
+    mixed = channels_of(made(cp_comm_type="a2a+p2p", **sizes))
+    assert mixed.seconds("all_to_all", 1e9, "heads") == pytest.approx(start + within + 0.5 / 129)
+    assert mixed.lanes["context"][:3] == (2, 1, 2)
     # One step of a ring of pairs, and of one of 16 ranks that leaves each node once.
     two, all_ranks = (channels_of(made(context_parallel_size=size)) for size in (2, 16))
     assert two.seconds("ring", 1e9, "context") == pytest.approx(start + within + 1 / 129)
