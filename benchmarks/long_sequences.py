@@ -132,12 +132,14 @@ def beside(rank: int, args: argparse.Namespace) -> None:
         f"{kept(chunks, args.length // RANKS) / 2**20:.1f} MiB"
     )
     first = statistics.median(next(iter(times.values())))
+    fastest = min(next(iter(times.values())))
     for name, found in times.items():
         median = statistics.median(found)
         message = f", sends {sent[name] / 2**20:.1f} MiB for attention" if name in sent else ""
         print(
             f"{name}, {args.length} tokens: {1e3 * median:.0f} ms ({1e3 * min(found):.0f} to "
-            f"{1e3 * max(found):.0f}), {median / first:.2f} times the first, keeps "
+            f"{1e3 * max(found):.0f}), {median / first:.2f} times the first (fastest steps: "
+            f"{min(found) / fastest:.2f}), keeps "
             f"{bytes_kept[name] / 2**20:.1f} MiB{message}",
             flush=True,
         )

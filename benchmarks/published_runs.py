@@ -165,6 +165,8 @@ XMOE_RUNS: tuple[tuple[Run, float], ...] = (
         "--tensor-model-parallel-size 2",
         f"{_DROPS}; each tensor rank has half of the tokens",
     ),
+    # As theirs, each token is sent from one rank; without memory for the states.
+    _xmoe("X-MoE Large, its messages", 256, 24.1, _LARGE, (256, 8, 64), (1, 1024)),
     _xmoe(
         "X-MoE Super, 545.4B",
         1024,
@@ -175,6 +177,7 @@ XMOE_RUNS: tuple[tuple[Run, float], ...] = (
         "--tensor-model-parallel-size 2",
         f"{_DROPS}; layout not published but for the experts' 256 ranks",
     ),
+    _xmoe("X-MoE Super, its messages", 1024, 10.2, _SUPER, (256, 8, 256), (1, 1024)),
 )
 
 # -- MI250X, all on LUMI ---------------------------------------------------------------------------

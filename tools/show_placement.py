@@ -38,7 +38,10 @@ from megatron.untrusted import without_waiting
 
 
 class RankRow(NamedTuple):
-    """Row of a rank. `chunks` are the layers of each of its chunks, in the order of the model."""
+    """Row of a rank. `chunks` are the layers of each of its chunks, in the order of the model.
+
+    dp      place in its data line; cp, ep: in its groups of sequences and of experts, parts of it
+    """
 
     rank: int
     node: int
@@ -46,6 +49,8 @@ class RankRow(NamedTuple):
     nic: str
     tp: int
     dp: int
+    cp: int
+    ep: int
     pp: int
     chunks: tuple[range, ...]
 
@@ -60,10 +65,11 @@ def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
     ]
     for rank in range(parallel.world_size):
         node, device = placement.place(rank)
-        tp, dp, pp = placement.layout.coordinates(rank)
-        yield RankRow(
-            rank, node, device, cluster.nics[cluster.nic_of_device[device]], tp, dp, pp, chunks[pp]
-        )
+        layout = placement.layout
+        tp, dp, pp = layout.coordinates(rank)
+        nic = cluster.nics[cluster.nic_of_device[device]]
+        parts = dp % layout.context, dp % layout.expert
+        yield RankRow(rank, node, device, nic, tp, dp, *parts, pp, chunks[pp])
 
 
 COLUMNS = (*RankRow._fields[:-1], "layers")

@@ -23,6 +23,7 @@ from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser
+from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.placement import naive_placement
@@ -32,7 +33,7 @@ from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import as_tool
 
 _GIB = 2**30
-_PARTS = ("recompute", "bubble", "tensor messages", "pipeline messages", "data-parallel")
+_PARTS = ("recompute", "bubble", "layer messages", "pipeline messages", "data-parallel")
 _PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
 
@@ -105,6 +106,14 @@ def name_of(recipe: Recipe) -> str:
     return f"{recipe.model} {recipe.kind}" + (f" ({recipe.note})" if recipe.note else "")
 
 
+def _sizes(parallel: ParallelConfig) -> str:
+    """Return TP x PP, with context- and expert-parallel sizes if there are any."""
+    context, expert = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    sizes = f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}"
+    sizes += f", CP {context}" if context > 1 else ""
+    return sizes + (f", EP {expert}" if expert > 1 else "")
+
+
 def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Table]:
     """Tabulate layout, memory and time of configurations by name, on the placement of each.
 
@@ -120,7 +129,7 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
             (
                 name,
                 str(parallel.world_size),
-                f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}",
+                _sizes(parallel),
                 *map(
                     str,
                     (

@@ -112,7 +112,7 @@ def read_run(path: Path) -> Run:
 def messages_s(found: Estimate) -> float:
     """Return the seconds that a step spends on messages."""
     return sum(
-        found.parts[name] for name in ("tensor messages", "pipeline messages", "data-parallel")
+        found.parts[name] for name in ("layer messages", "pipeline messages", "data-parallel")
     )
 
 

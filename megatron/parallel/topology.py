@@ -118,10 +118,13 @@ class Layout:
     def __str__(self) -> str:
         """Return the sizes, such as tensor 2 x pipeline 1 x context 2 x data 4."""
         context = f" x context {self.context}" if self.context > 1 else ""
-        return f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.replicas}" + (
-            f", experts over {self.expert} of the {self.data} data-parallel ranks"
-            if self.expert > 1
-            else ""
+        return (
+            f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.replicas}"
+            + (
+                f", experts over {self.expert} of the {self.data} data-parallel ranks"
+                if self.expert > 1
+                else ""
+            )
         )
 
     @functools.cached_property

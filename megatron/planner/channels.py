@@ -127,7 +127,11 @@ class Channels:
         self.placement = placement
         self._cluster = cluster
         self.lanes, self.boundaries, self._message_rate = _lanes(
-            cluster, placement.layout, placement.device_order, config.parallel.num_chunks > 1
+            cluster,
+            placement.layout,
+            placement.device_order,
+            config.parallel.num_chunks > 1,
+            config.parallel.head_ranks,
         )
         self._used: dict[str, Used] = {}
         self._seconds: dict[tuple[str, str, float], float] = {}
@@ -445,33 +449,39 @@ node_links = functools.cache(NodeLinks)
 LANES = {
     "tensor": "tensor-parallel",
     "data": "data-parallel",
-    "context": "context-parallel",
+    "context": "context-parallel ring",
+    "heads": "context-parallel heads",
     "expert": "expert-parallel",
     "expert_data": "expert data-parallel",
     "ends": "tied embedding",
 }
-"""Groups that run collectives, as fields of Topology name them, and the stages of a tied embedding."""
-OF_PASSES = "tensor", "context", "expert"
-"""Groups whose messages belong to the passes of layers; the last two exchange."""
+"""Groups that run collectives: fields of Topology, of which context-parallel ranks divide into rings
+and into those that exchange heads, and the stages of a tied embedding."""
+OF_PASSES = "tensor", "context", "heads", "expert"
+"""Groups whose messages belong to the passes of layers; the last two run all-to-alls."""
 
 
 @functools.lru_cache(maxsize=8192)
 def _lanes(
-    cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool
+    cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool, heads: int
 ) -> tuple[dict[str, Group], list[dict[bool, float]], Rate]:
-    """Return the groups of LANES, the boundaries and their slowest rate."""
+    """Return the groups of LANES, the boundaries and their slowest rate.
+
+    heads  neighbouring context-parallel ranks that exchange heads
+    """
     devices = len(order)
     links = node_links(cluster)
     of_tensor, of_data, stride = layout.strides
     directions = {
         "tensor": (of_tensor, layout.tensor),
         "data": (of_data, layout.data),
-        "context": (of_data, layout.context),
+        "context": (of_data * heads, layout.context // heads),
+        "heads": (of_data, heads),
         "expert": (of_data, layout.expert),
         "expert_data": (of_data * layout.expert, layout.data // layout.expert),
     }
     lanes = {
-        name: _group(links, layout.world_size, order, *line, name in OF_PASSES[1:])
+        name: _group(links, layout.world_size, order, *line, name in OF_PASSES[2:])
         for name, line in directions.items()
     }
     size = layout.pipeline

@@ -28,8 +28,8 @@ Names of figures, columns, units:
     hop_within_s, hop_between_s          s of one step of a ring within a node and between nodes
     message_within_s, message_between_s  s from sending to arrival of an empty message
     collectives.KIND           ranks from one member to the next, members, nodes, bytes of the whole
-                               tensor, s. KIND is all_reduce, all_gather, reduce_scatter or reduce
-                               (to one member)
+                               tensor, s. KIND is all_reduce, all_gather, reduce_scatter, reduce
+                               (to one member) or all_to_all
     messages                   nodes (1 within, 2 between), bytes, s
 
 DTYPE is float16, bfloat16 or float32. Needs no torch.
@@ -48,7 +48,7 @@ BASES = (MEASURED, PUBLISHED, ASSUMED)
 """Bases of figures, from the most to the least reliable."""
 
 DTYPES = ("float32", "float16", "bfloat16")
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce", "all_to_all")
 
 SCALARS = (
     "kernel_s update_gb_per_s layer_overhead_s layer_forward_overhead_s layer_backward_overhead_s "

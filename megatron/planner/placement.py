@@ -38,6 +38,7 @@ from megatron.planner.trace import trace
 _DIRECTIONS = {
     "tp": "tensor",
     "cp": "context",
+    "heads": "heads",
     "ep": "expert",
     "dp": "data",
     "edp": "expert_data",
@@ -137,7 +138,7 @@ class PlacementCost:
         Every layer waits for messages of its tensor, context and expert groups, whereas other ones
         overlap with computation. Times are rounded so that equal costs compare equal.
         """
-        layers = sum(map(self.seconds_of, ("tp", "cp", "ep")))
+        layers = sum(map(self.seconds_of, ("tp", "cp", "heads", "ep")))
         return float(f"{layers:.9g}"), float(f"{self.seconds:.9g}")
 
 

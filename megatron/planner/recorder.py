@@ -192,7 +192,10 @@ class _Recorder(Follower):
         kind = next((ours for theirs, ours in _MESSAGES.items() if theirs in name), name)
         size = max((t.nbytes for t in tensors), default=0)
         self._look()
-        self._note(Post(Message(kind, size, group_of(args).kind), self._sent))
+        group = group_of(args).kind
+        if (kind, group) == ("all_to_all", "context"):
+            group = "heads"
+        self._note(Post(Message(kind, size, group), self._sent))
 
     def arrived(self, work: Work) -> None:
         if work.number:
@@ -302,9 +305,7 @@ class _Behind(torch.autograd.Function):
 class _Piece:
     """Part of the model ("embedding", "layer" or "head") with gradient sums as in an engine."""
 
-    def __init__(
-        self, config: Config, topology: Topology, kind: str, recorder: _Recorder
-    ) -> None:
+    def __init__(self, config: Config, topology: Topology, kind: str, recorder: _Recorder) -> None:
         first = kind == "embedding"
         last = kind == "head"
         context = layer_context(config, topology, perform_initialization=False)

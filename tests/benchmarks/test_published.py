@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import published_tables as table
-from benchmarks.published_runs import MI250X_RUNS, RUNS
+from benchmarks.published_runs import MI250X_RUNS, RUNS, XMOE_RUNS
 from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.pipeline.orders import Op
@@ -87,10 +87,12 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
 def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
     """No source and no number in the machine files is a published result."""
     papers = re.compile(
-        r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron|spyysalo|lumi-reframe", re.IGNORECASE
+        r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron|spyysalo|lumi-reframe|2508\.13337|x-moe",
+        re.IGNORECASE,
     )
     results = {model.tflops for model in MODELS} | {model.percent for model in MODELS}
     results |= {run.seconds for run in (*RUNS, *MI250X_RUNS)}
+    results |= {tflops for _, tflops in XMOE_RUNS}
     for path in CLUSTERS.glob("*.toml"):
         text = path.read_text()
         assert not papers.search(text), f"{path.name} cites a result that it is compared with"
@@ -157,8 +159,13 @@ def test_runs_are_laid_out_as_published() -> None:
         ("175B, 2023, ROCm 5.2", 2048): (32, 16, 175),
         ("6.7B, GPT-NeoX, 2023, ROCm 5.2", 8): (8, 4, 6.85),
         ("33B, 2023, ROCm 5.5", 64): (8, 64, 32.3),
+        # of 2^30 parameters
+        ("X-MoE Small, 10.1B", 256): (256, 8, 10.1 * 2**30 / 1e9),
+        ("X-MoE Medium, 55.2B", 256): (256, 4, 55.2 * 2**30 / 1e9),
+        ("X-MoE Large, 201.4B", 256): (128, 8, 201.4 * 2**30 / 1e9),
+        ("X-MoE Super, 545.4B", 1024): (512, 2, 545.4 * 2**30 / 1e9),
     }
-    for run in (*RUNS, *MI250X_RUNS):
+    for run in (*RUNS, *MI250X_RUNS, *(run for run, _ in XMOE_RUNS)):
         config = parse_plan(run.argv())
         if (run.name, run.devices) not in stated:
             continue
@@ -183,10 +190,11 @@ def rows_of(page: str, name: str) -> list[list[str]]:
     ("machine_name", "mark", "comparisons"),
     [
         ("frontier", "frontier", table.frontier_comparisons()),
+        ("frontier", "x-moe", table.xmoe_comparisons()),
         ("lumi", "mi250x", table.mi250x_comparisons()),
         ("dgx-h100", "dgx-h100", table.h100_comparisons()),
     ],
-    ids=["frontier", "mi250x", "dgx-h100"],
+    ids=["frontier", "x-moe", "mi250x", "dgx-h100"],
 )
 def test_the_page_has_these_predictions(
     machine_name: str, mark: str, comparisons: list[table.Comparison]

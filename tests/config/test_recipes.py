@@ -175,6 +175,28 @@ def test_the_planners_first_choices_are_what_the_document_says() -> None:
         assert told == f"{' | '.join(found)} | {saved:.1f} %"
 
 
+@pytest.mark.parametrize(
+    ("page", "preset"),
+    [("experts", "moe-55b-frontier"), ("long_sequences", "llama-8b-1m-frontier")],
+)
+def test_recipes_of_other_pages(page: str, preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipes on 32 nodes fit, and their pages have the tables that the tool prints."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    for table in printed(capsys, f"--preset {preset} --world-size 256 --markdown"):
+        assert table in text, f"docs/{page}.md: put this table in again"
+    config, capacity = plan(preset, 32), load_cluster("frontier").memory_gib * GIB
+    assert max(rank.total for rank in memory_of_ranks(config)) < 7 / 8 * capacity
+    first = next(iter(rank_rows(config, choose_placement(config, load_cluster("frontier")))))
+    assert (first.rank, first.cp, first.ep, first.node) == (0, 0, 0, 0)
+
+
+def test_the_published_layout_of_experts_is_slower_as_the_page_says() -> None:
+    found = estimate(plan("moe-55b", 32), load_cluster("frontier"))
+    messages = 100 * found.parts["layer messages"] / found.seconds
+    text = (ROOT / "docs/experts.md").read_text()
+    assert f"takes {found.seconds:.2f} s, {messages:.0f} % of it all-to-alls" in text
+
+
 def test_commands_of_the_document_print_what_stands_below_them(capsys):
     text = "".join(page.read_text() for page in DOCUMENTS)
     (command,) = re.findall(r"^python tools/show_recipe\.py ((?:.*\\\n)*.*)$", text, re.MULTILINE)

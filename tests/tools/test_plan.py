@@ -64,7 +64,7 @@ def test_tables_and_files(capsys, tmp_path: Path):
             "forward_s",
             "backward_s",
             "recompute_s",
-            "tensor_messages_s",
+            "layer_messages_s",
             "bubble_s",
             "pipeline_messages_s",
             "data_parallel_s",

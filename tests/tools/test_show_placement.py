@@ -46,8 +46,8 @@ def test_table_and_first_node(run: Run) -> None:
     code, output, _ = run(*RUN, "--world-size", 1024)
     lines = [line.split() for line in output.splitlines()]
     assert code == 0
-    assert ["2", "0", "6", "hsn3", "2", "0", "0", "0-5"] in lines, (
-        "rank, node, device, card, tp, dp, pp, layers"
+    assert ["2", "0", "6", "hsn3", "2", "0", "0", "0", "0", "0-5"] in lines, (
+        "rank, node, device, card, tp, dp, cp, ep, pp, layers"
     )
     assert not [line for line in lines if line and line[0] == "8"], "one node is shown"
 

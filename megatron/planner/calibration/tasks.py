@@ -247,6 +247,10 @@ def _collective(name: str, group: Group, size: int, device: torch.device) -> Mak
             return lambda: collectives.gather_first(next(wholes).chunk(group.size)[0], group)
         if name == "reduce_scatter":
             return lambda: collectives.reduce_scatter_first(next(wholes), group)
+        if name == "all_to_all":
+            one = [1] * group.size
+            rows = group.size, -1
+            return lambda: collectives.all_to_all(next(wholes).view(rows), group, one, one)
         return lambda: _reduce_to_all(next(wholes), group)
 
     return make

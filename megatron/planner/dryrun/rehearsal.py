@@ -82,8 +82,9 @@ def members_of(config: Config) -> list[Member]:
     micro-batches in flight; under zb-h1 also the last, because later ranks keep more tensors for
     deferred weight gradients. Tensor-parallel ranks hold tensors of the same shape, padding
     included, and data-parallel ranks equal parts of each bucket. Therefore only the last tensor
-    rank of the first and of the last stage, and the last data rank of the first stage, are
-    compared.
+    rank of the first and of the last stage, and of the first stage the last data rank and the
+    last one of the first context and expert groups, are compared. Experts get equally many rows
+    (planner/tensors.py).
     """
     layout, stages = layout_of(config), stages_of(config)
     size = layout.pipeline
@@ -102,7 +103,8 @@ def members_of(config: Config) -> list[Member]:
         Member(layout.rank(tensor=0, data=0, pipeline=p), p, alike) for p, alike in sorted(found)
     ]
     compared = [(last_t, 0, p) for p in sorted({0, size - 1}) if last_t]
-    compared += [(0, last_d, 0)] if last_d else []
+    others = {layout.context - 1, layout.expert - 1, last_d} - {0}
+    compared += [(0, d, 0) for d in sorted(others)]
     return members + [Member(layout.rank(tensor=t, data=d, pipeline=p), p) for t, d, p in compared]
 
 

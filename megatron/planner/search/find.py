@@ -435,11 +435,8 @@ def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[floa
     for size in _SIZES:
         for kind in ("all_reduce", "reduce_scatter"):
             found += (channels.seconds(kind, size, name) for name in list(LANES)[:-1])
-        found += (
-            channels.seconds(kind, size, name)
-            for kind in ("all_to_all", "ring")
-            for name in OF_PASSES[1:]
-        )
+        found += (channels.seconds("all_to_all", size, name) for name in OF_PASSES[2:])
+        found.append(channels.seconds("ring", size, "context"))
         found.append(channels.tied_s(size))
         if placement.layout.pipeline > 1:
             boundaries = [channels.boundary(rank, True, size) for rank in ranks]

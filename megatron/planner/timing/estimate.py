@@ -51,7 +51,7 @@ PARTS = (
     "forward",
     "backward",
     "recompute",
-    "tensor messages",
+    "layer messages",
     "bubble",
     "pipeline messages",
     "data-parallel",
@@ -60,7 +60,7 @@ PARTS = (
 )
 """forward, backward    computations of the passes
 recompute            recomputation within backward passes
-tensor messages      waiting for tensor-parallel collectives in all passes
+layer messages       waiting for messages of tensor, context and expert groups in all passes
 bubble               neither computing nor waiting for a message that is being sent
 pipeline messages    waiting for messages between stages whose content has been computed
 data-parallel        gradients and weights that no pass hides, and the tied embedding
@@ -248,7 +248,7 @@ def _parts_of_passes(
         "forward": sum(s.forward.compute for s in own),
         "backward": sum(s.backward.compute + s.weight.compute for s in own),
         "recompute": sum(s.backward.again for s in own),
-        "tensor messages": sum(s.forward.waited + s.backward.waited + s.weight.waited for s in own),
+        "layer messages": sum(s.forward.waited + s.backward.waited + s.weight.waited for s in own),
         "host": sum(sum(s.overhead) for s in own),
     }
     # If ranks share cores, passes take longer on the clock than by themselves.
@@ -323,7 +323,7 @@ def exchange(
         others = sum(parameters_of(traced, stages[i]) for i in own) - sum(
             weight.elements for weight in weights
         )
-        in_order = sorted(weights[::-1], key=lambda weight: weight.experts)
+        in_order = [w for kind in (False, True) for w in weights[::-1] if w.experts == kind]
         buckets = [*buckets_of(in_order, limit), Weight(others, first, end)]
         free = arrived = 0.0
         for bucket in buckets:
@@ -370,11 +370,7 @@ def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
     found: list[Weight] = []
     for weight in weights:
         last = found[-1] if found else None
-        if (
-            last
-            and last.experts == weight.experts
-            and last.elements + weight.elements <= limit
-        ):
+        if last and last.experts == weight.experts and last.elements + weight.elements <= limit:
             found.pop()
             weight = Weight(
                 last.elements + weight.elements,
@@ -603,7 +599,9 @@ def _exchanged(
     up = down = 0.0
     for group, count in counts.items():
         n_bytes = config.precision.gradient_bytes * count
-        up += reduction_seconds(channels, n_bytes, group, owned=owned, hides=hides) if count else 0.0
+        up += (
+            reduction_seconds(channels, n_bytes, group, owned=owned, hides=hides) if count else 0.0
+        )
         if owned and count:
             n_bytes = config.precision.weight_bytes * count
             down += channels.seconds("all_gather", n_bytes, group)

@@ -28,7 +28,9 @@ def explain(found: Estimate) -> list[Table]:
     parts = {
         **{
             f"one {name}layer{of}": part
-            for kind, parts in zip(kinds_of_layers(found.config.model)[0], traced.kinds, strict=True)
+            for kind, parts in zip(
+                kinds_of_layers(found.config.model)[0], traced.kinds, strict=True
+            )
             for name, part in zip(("", "recomputed "), parts, strict=True)
             for of in (_kind(kind, len(traced.kinds)),)
         },

@@ -12,7 +12,6 @@ import torch
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import Engine, build_executor
-from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks, global_shapes, layer_context
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.pipeline.executor import SENDS_IN_FLIGHT, Exchange
@@ -420,8 +419,3 @@ def test_what_does_not_fit_is_named_with_what_to_do(
 )
 def test_every_kind_of_model_runs(device: str, fields: dict[str, Any]) -> None:
     assert rehearse(make(**{**PP2, "global_batch_size": 4, **fields}), None, device).findings == ()
-
-
-def test_a_layout_that_is_not_known_yet_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--context-parallel-size 2"):
-        rehearsal.rehearse(make(context_parallel_size=2, world_size=2))

@@ -117,7 +117,7 @@ def test_time_counts_for_one_phase(clock: VirtualClock) -> None:
     assert sum(found.values()) <= step.end - step.start
     # A pass begins when its message has arrived.
     forward = next(one for one in activities if one.phase == "forward")
-    assert (forward.start, forward.end) == (1000.0 + 1 + 2 + 4, 1000.0 + 7 + 8.75)
+    assert (forward.start, forward.end) == (1000.0 + 1 + 2 + 4, 1000.0 + 7 + 8.78125)
 
 
 def test_times_of_a_device_are_moved_to_the_clock_of_its_host() -> None:

@@ -1,0 +1,216 @@
+"""Expert and context parallelism in the planner: links, messages, parameters, FLOPs, search."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megatron.config import Config
+from megatron.errors import ConfigError
+from megatron.model.formulas import total_parameters
+from megatron.parallel.topology import Layout
+from megatron.planner.channels import Channels, groups_on_nodes
+from megatron.planner.cluster import load_cluster
+from megatron.planner.events import Message
+from megatron.planner.memory import memory_of_ranks, parameters_of_rank
+from megatron.planner.placement import choose_placement, naive_placement, step_messages
+from megatron.planner.search.space import Rejections, Space
+from megatron.planner.tensors import rows_to_ranks
+from megatron.planner.timing import estimate
+from megatron.planner.trace import trace
+
+FRONTIER = load_cluster("frontier")
+FIELDS: dict[str, Any] = dict(
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=8,
+    seq_length=64,
+    vocab_size=128,
+    make_vocab_size_divisible_by=8,
+    micro_batch_size=2,
+    bf16=True,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    world_size=16,
+    global_batch_size=32,
+)
+EXPERTS: dict[str, Any] = dict(num_experts=8, moe_router_topk=3, moe_ffn_hidden_size=32)
+
+
+def made(**fields: Any) -> Config:
+    return Config.create(**{**FIELDS, **fields})
+
+
+def channels_of(config: Config) -> Channels:
+    return Channels(config, FRONTIER, naive_placement(config, FRONTIER))
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+def test_groups_of_a_data_line_are_where_the_layout_says() -> None:
+    layout = Layout(tensor=2, pipeline=2, data=8, context=2, expert=4)
+    stride = layout.strides[1]
+    for ranks_of, step, size in (
+        (layout.context_ranks, stride, 2),
+        (layout.expert_ranks, stride, 4),
+        (layout.expert_data_ranks, 4 * stride, 2),
+    ):
+        groups = {tuple(ranks_of(rank)) for rank in range(layout.world_size)}
+        nodes: dict[int, set[tuple[int, ...]]] = {}
+        for group in groups:
+            for node in {rank // 8 for rank in group}:
+                here = tuple(rank % 8 for rank in group if rank // 8 == node)
+                nodes.setdefault(node, set()).add(here)
+        found = groups_on_nodes(layout.world_size, 8, step, size)
+        assert found == set(map(frozenset, nodes.values()))
+
+
+def test_all_to_alls_by_hand() -> None:
+    """A pair has its link; ranks of two nodes share cards, two of each, at 0.4 of 25 GB/s.
+
+    Of 16 ranks, 8 of the 15 others are on the other node. Messages begin eight at a time.
+    """
+    config = made(**EXPERTS, expert_model_parallel_size=2)
+    pair = channels_of(config)
+    start, within, between = 10e-6, 3.6e-6, 19.8e-6
+    assert pair.seconds("all_to_all", 1e9, "expert") == pytest.approx(start + within + 0.5 / 129)
+    both = channels_of(made(**{**EXPERTS, "num_experts": 16}, expert_model_parallel_size=16))
+    sent = 1e9 * 15 / 16
+    assert both.seconds("all_to_all", 1e9, "expert") == pytest.approx(
+        start + within + between + sent * 8 / 15 / 5e9
+    )
+    # Heads are exchanged by neighbours, and rings have one rank of each pair.
+    sizes = dict(context_parallel_size=4, hierarchical_context_parallel_sizes=(2, 2))
+    mixed = channels_of(made(cp_comm_type="a2a+p2p", **sizes))
+    assert mixed.seconds("all_to_all", 1e9, "heads") == pytest.approx(start + within + 0.5 / 129)
+    assert mixed.lanes["context"][:3] == (2, 1, 2)
+    # One step of a ring of pairs, and of one of 16 ranks that leaves each node once.
+    two, all_ranks = (channels_of(made(context_parallel_size=size)) for size in (2, 16))
+    assert two.seconds("ring", 1e9, "context") == pytest.approx(start + within + 1 / 129)
+    assert all_ranks.seconds("ring", 1e9, "context") == pytest.approx(start + between + 1 / 40)
+
+
+def test_experts_of_a_node_stay_on_it() -> None:
+    """Of the orders of ranks, one is chosen that keeps each group of experts on a node."""
+    sizes = dict(expert_model_parallel_size=4, pipeline_model_parallel_size=4)
+    for order, nodes in ((None, {1}), ("pp-tp-dp", {2})):
+        config = made(**EXPERTS, **sizes, rank_order=order)
+        chosen = choose_placement(config, FRONTIER)
+        ranks = range(chosen.layout.world_size)
+        groups = [{chosen.place(r)[0] for r in chosen.layout.expert_ranks(rank)} for rank in ranks]
+        assert set(map(len, groups)) == nodes
+
+
+# -- messages, parameters, FLOPs -------------------------------------------------------------------
+
+
+def test_tokens_go_once_to_each_rank_of_their_experts() -> None:
+    """Draw choices: the expected number of pairs. X-MoE measured 54.8 % of redundancy for 8 of 256
+    experts on 4 nodes (arXiv 2508.13337, section 5.4.2).
+    """
+    draw, (tokens, topk, ranks, each) = random.Random(0), (4000, 3, 4, 2)
+    pairs = sum(
+        len({expert // each for expert in draw.sample(range(ranks * each), topk)})
+        for _ in range(tokens)
+    )
+    assert rows_to_ranks(tokens, topk, ranks, each) == pytest.approx(pairs, rel=0.02)
+    assert rows_to_ranks(tokens, 1, ranks, each) == tokens
+    assert 1 - rows_to_ranks(10**6, 8, 4, 64) / (8 * 10**6) == pytest.approx(0.548, abs=5e-4)
+
+
+def test_messages_of_experts() -> None:
+    """Tokens go and return in both passes: [pairs, h] in bf16, 4 times for each layer."""
+    config = made(**EXPERTS, expert_model_parallel_size=4)
+    sent = step_messages(config, "cuda").collectives
+    rows = rows_to_ranks(128, 3, 4, 2)
+    assert (
+        sent[Message("all_to_all", rows * 64 * 2, "expert")] == 4 * 4 * config.num_micro_batches()
+    )
+    experts = 4 * 2 * (2 * 64 * 32 + 64 + 32)  # layers, experts of a rank, matrices and biases
+    assert sent[Message("reduce_scatter", 4 * experts, "expert_data")] == 1
+    others = parameters_of_rank(config, 0) - experts
+    assert sent[Message("all_gather", 2 * others, "data")] == 1
+
+
+def test_states_of_experts_are_divided_over_those_who_hold_them() -> None:
+    """All ranks of an expert group together hold the model, and their ZeRO parts add up to it."""
+    for size in (1, 2, 8):
+        config = made(**EXPERTS, expert_model_parallel_size=size, moe_layer_freq=(0, 1, 1, 1))
+        (memory,) = memory_of_ranks(config)
+        of_one = 3 * (2 * 64 * 32 + 64 + 32)
+        total = total_parameters(config.model)
+        count = total - 8 * of_one + 8 // size * of_one
+        assert parameters_of_rank(config, 0) == count
+        assert memory.gradients == 4 * count
+        assert memory.master == pytest.approx(4 * total / 16)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        dict(context_parallel_size=4),
+        dict(context_parallel_size=4, cp_comm_type="a2a"),
+        dict(
+            context_parallel_size=4,
+            cp_comm_type="a2a+p2p",
+            hierarchical_context_parallel_sizes=(2, 2),
+        ),
+        dict(context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True),
+        dict(expert_model_parallel_size=4, **EXPERTS),
+        dict(expert_model_parallel_size=2, context_parallel_size=4, **EXPERTS),
+    ],
+    ids=["ring", "exchange", "both", "ring, TP", "experts", "experts, ring"],
+)
+def test_a_step_is_the_same_work_on_any_layout(parts: dict[str, Any]) -> None:
+    alone = {name: parts[name] for name in EXPERTS if name in parts}
+    whole, divided = (estimate(made(**fields), FRONTIER) for fields in (alone, parts))
+    assert divided.model_flops == pytest.approx(whole.model_flops)
+
+
+def test_a_ring_is_hidden_by_attention() -> None:
+    """Each message of a ring is under way during attention, but for the last one of gradients."""
+    layer = trace(made(context_parallel_size=4), "cuda").layer
+    names = [type(step).__name__ for step in layer.forward.steps]
+    kept = [name for name in names if name in ("Post", "Attention", "Wait")]
+    assert kept == ["Post", "Attention", "Wait"] * 3 + ["Attention"]
+    sizes = [m.bytes for m in layer.backward.messages()]
+    rows = 2 * 16 * 2 * 64  # keys and values of 16 rows of 2 samples
+    assert Counter(sizes) == {2 * rows: 3, 4 * rows: 3}  # and their gradients, in fp32
+
+
+def test_kept_activations_are_divided() -> None:
+    def kept(**fields: Any) -> float:
+        (memory,) = memory_of_ranks(made(**fields, seq_length=256))
+        return memory.activations
+
+    assert kept(context_parallel_size=4) < 0.3 * kept()
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+def test_the_search_divides_experts_and_long_sequences() -> None:
+    def sizes(config: Config, **wanted: tuple[Any, ...]) -> set[tuple[int, int]]:
+        space = Space(
+            config, "m", FRONTIER, (16,), {"gbs": (32,), "tp": (1,), "pp": (1,), **wanted}
+        )
+        found = set()
+        for layout in space.sizes(Rejections()):
+            try:
+                space.config(layout)
+            except ConfigError:
+                continue
+            found.add((layout.cp, layout.ep))
+        return found
+
+    dense, experts = (made(world_size=1, global_batch_size=32, **f) for f in ({}, EXPERTS))
+    assert sizes(dense) == {(1, 1)}
+    assert sizes(experts) == {(1, ep) for ep in (1, 2, 4, 8)}
+    assert sizes(dense, cp=(1, 2, 4)) == {(cp, 1) for cp in (1, 2, 4)}
+    assert sizes(made(world_size=1, global_batch_size=32, seq_length=2**16)) == {
+        (2**k, 1) for k in range(5)
+    }
