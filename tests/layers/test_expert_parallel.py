@@ -16,7 +16,7 @@ from megatron.parallel import collectives
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
-S, B, H, E, K = 6, 2, 8, 8, 3
+S, B, H, E, K = 6, 2, 16, 8, 4
 
 
 def messages_body(rank: int) -> dict[str, Any]:
