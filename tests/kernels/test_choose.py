@@ -144,12 +144,13 @@ def test_the_log_names_what_runs_and_why_not(monkeypatch: pytest.MonkeyPatch) ->
         ("layer_norm", "--no-persist-layer-norm"),
         ("rms_norm", "--normalization layernorm"),
         ("rotary", "--position-embedding-type learned_absolute"),
+        ("permute", "--num-experts"),
     ):
         assert flag in reasons[name]
     used, reasons = report(
         CUDA, attention_backend="unfused", position_embedding_type="rope", bf16=True
     )
-    assert set(reasons) == {"attention_block", "rms_norm"}
+    assert set(reasons) == {"attention_block", "rms_norm", "permute"}
     reasons = report(CUDA, bf16=True, fp32_residual_connection=True, optimizer="sgd")[1]
     assert all(
         "--fp32-residual-connection" in reasons[name] for name in ("layer_norm", "bias_dropout")
