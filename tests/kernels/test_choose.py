@@ -144,6 +144,7 @@ def test_the_log_names_what_runs_and_why_not(monkeypatch: pytest.MonkeyPatch) ->
         ("layer_norm", "--no-persist-layer-norm"),
         ("rms_norm", "--normalization layernorm"),
         ("rotary", "--position-embedding-type learned_absolute"),
+        ("permute", "--num-experts"),
     ):
         assert flag in reasons[name]
     used, reasons = report(
