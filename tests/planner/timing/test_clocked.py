@@ -29,7 +29,7 @@ def test_a_message_behind_a_computation(first, second):
         ("",) * 6,
     )
 
-    def seconds(_: str, size: float) -> float:
+    def seconds(_: str, size: float, __: str) -> float:
         return size * ONE
 
     found = pass_seconds(steps, RATES, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,8 +61,9 @@ class Links:
 
     def __init__(self, per_byte: float) -> None:
         self.per_byte = per_byte
+        self.lanes = {"data": SimpleNamespace(ranks=4)}
 
-    def data_s(self, kind: str, n_bytes: float) -> float:
+    def seconds(self, kind: str, n_bytes: float, group: str) -> float:
         return n_bytes * self.per_byte * (2 if kind == "all_reduce" else 1)
 
 
