@@ -20,20 +20,22 @@ ONE = seconds_of(WORK, RATES)
 
 @given(st.floats(0, 3), st.floats(0, 3))
 def test_a_message_behind_a_computation(first, second):
-    """Messages posted at once follow each other.
+    """Messages of a group that are posted at once follow each other, those of two do not.
 
     The device waits for the part that its work does not cover.
     """
-    steps = Pass(
-        (Post(Message("a", first), 1), Post(Message("b", second), 2), WORK, Wait(1), WORK, Wait(2)),
-        ("",) * 6,
-    )
 
-    def seconds(_: str, size: float, __: str) -> float:
+    def steps_with(group: str) -> Pass:
+        posts = Post(Message("a", first), 1), Post(Message("b", second, group), 2)
+        return Pass((*posts, WORK, Wait(1), WORK, Wait(2)), ("",) * 6)
+
+    def seconds(_: str, size: float, group: str) -> float:
         return size * ONE
 
+    steps, one = steps_with("tensor"), max(1.0, first)
+    apart = pass_seconds(steps_with("expert"), RATES, seconds)
+    assert apart.total == pytest.approx(ONE * max(one + 1, second))
     found = pass_seconds(steps, RATES, seconds)
-    one = max(1.0, first)
     assert found.total == pytest.approx(ONE * max(one + 1, first + second))
     assert found.compute == pytest.approx(2 * ONE)
     assert found.waited == pytest.approx(found.total - 2 * ONE, abs=1e-12)
