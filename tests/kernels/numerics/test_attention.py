@@ -371,7 +371,11 @@ def test_what_is_refused() -> None:
         (("float64",), dict(scores=scores.double())),
         (("scores", "strides"), dict(scores=torch.zeros(2, 35, 6).transpose(1, 2))),
         ((35, 3), dict(first=0)),
-        (("first", 33, TILE), dict(first=33, p=0.5)),
+        # where masks of dropout would begin within a tile
+        (
+            ("first", 33, TILE),
+            dict(first=33, p=0.5, origins=torch.zeros(2, dtype=torch.int64)),
+        ),
         (("logarithms", "float16"), dict(rows=rows.half())),
         (("logarithms", 2, 1), dict(sample=1)),
         (("slopes", [3]), dict(slopes=torch.zeros(3))),
