@@ -70,6 +70,8 @@ TINY: dict[str, Shape] = {
     "causal_softmax": (1, 1, 16, 16),
     "masked_softmax": (1, 1, 16, 16),
     "rotate": (2, 1, 2, 16),
+    "permute": (2, 2, 64),
+    "unpermute": (2, 2, 64),
 }
 
 

@@ -690,13 +690,11 @@ TOPICS = {
             Mutant(
                 "the first choice's weight", "experts.cpp", "weights[first + at]", "weights[first]"
             ),
-            Mutant("a dropped choice counts", "experts.cpp", "held[a] = P{};", ""),
             Mutant(
-                "the last choices twice",
+                "the last choice again",
                 "experts.cpp",
-                "i + a < choices &&",
-                "",
-                after="const bool counts =",
+                "i + a < choices && (uint64_t)place < (uint64_t)rows",
+                "(uint64_t)place < (uint64_t)rows",
             ),
             Mutant("choices are left out", "experts.cpp", "i += AHEAD", "i += AHEAD + 1"),
             Mutant("gradient without weight", "experts.cpp", "u[k] *= weight;", ""),
