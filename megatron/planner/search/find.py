@@ -299,8 +299,8 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
     # layouts that share traces go to one process
     tasks: dict[tuple[int, ...], list[Layout]] = {}
     for size in given.space.sizes(found.rejections):
-        key = (size.micro, size.world, size.tp, size.cp, size.ep)
-        tasks.setdefault(key, []).append(size)
+        shared = (size.micro, size.world, size.tp, size.cp, size.ep)
+        tasks.setdefault(shared, []).append(size)
     found.sizes = sum(map(len, tasks.values()))
     ranked = list[Ranked]()
     fit = list[Ranked]()
