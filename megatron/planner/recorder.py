@@ -411,7 +411,7 @@ class _Handle(torch.distributed.ProcessGroup):
 
     def __init__(self, kind: str, size: int) -> None:
         # without a store, which its stubs want
-        super().__init__(0, size)  # type: ignore[call-arg, arg-type]
+        super().__init__(0, size)  # type: ignore[call-arg]
         self.kind = kind
 
 
