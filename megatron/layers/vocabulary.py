@@ -130,8 +130,6 @@ def vocabulary_loss(
     nothing wants a gradient there is none, and `late` has no effect.
     """
     labels, mask = labels.reshape(-1), mask.reshape(-1).float()
-    if count is None:
-        count = mask.sum().clamp(min=1.0)
     weight = vocabulary.weight
     late = late and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     loss: Tensor = _Loss.apply(x, weight, labels, mask, count, vocabulary, late)  # type: ignore[no-untyped-call]
@@ -159,8 +157,12 @@ def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
     return found
 
 
-def _mean(losses: Tensor, mask: Tensor, count: Tensor) -> Tensor:
-    return (losses * mask).sum() / count
+def _count(mask: Tensor, given: Tensor | None) -> Tensor:
+    return mask.sum().clamp(min=1.0) if given is None else given
+
+
+def _mean(losses: Tensor, mask: Tensor, count: Tensor | None) -> Tensor:
+    return (losses * mask).sum() / _count(mask, count)
 
 
 @torch.no_grad()
@@ -212,7 +214,7 @@ class _Loss(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         mask: Tensor,
-        count: Tensor,
+        count: Tensor | None,
         v: Vocabulary,
         late: bool,
     ) -> Tensor:
@@ -231,7 +233,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, mask, count = ctx.saved_tensors
         v, (needs_x, needs_weight) = ctx.vocabulary, ctx.needs_input_grad[:2]
-        token_gradients = mask * (gradient / count)
+        token_gradients = mask * (gradient / _count(mask, count))
         whole = v.gather(x)
         dx = torch.empty_like(whole) if needs_x else None
         dw, sink, queue = None, sink_of(v.weight), v.context.weight_gradients
