@@ -295,7 +295,8 @@ def start_engine(
     zero_init = zero.DeepSpeedZeroOptimizer.__init__
     engines = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
 
-    apart = arguments["mpu"].of_experts != arguments["mpu"].partition
+    groups = arguments.get("mpu")
+    apart = groups is not None and groups.of_experts != groups.partition
 
     def init_with_sums(self: Any, *args: Any, **options: Any) -> None:
         more = {"grad_acc_dtype": sums, "has_moe_layers": apart}
