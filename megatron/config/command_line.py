@@ -313,6 +313,7 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
         option, chosen = all_options()[name], settings.given.get(name)
         if value is None or name in settings.bad:
             continue
+        value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         if chosen is None:
             settings.give(name, value, f"checkpoint {place}")
         elif name in fixed and chosen != value:

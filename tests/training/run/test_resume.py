@@ -201,7 +201,7 @@ def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path: Path) -> 
     tensor = ["--tensor-model-parallel-size", "2"]
     settings = ["--config", str(tmp_path / "settings.toml"), "--train-iters", "6"]
     for processes, flags in (
-        (1, [*TINY, *rest]),
+        (1, [*TINY, "--window-size", "7", "0", *rest]),
         (2, [*rest, *tensor, "--use-checkpoint-args", "--train-iters", "5"]),
         (2, settings),
     ):
