@@ -9,6 +9,7 @@ import pytest
 from megatron.config import PRESETS, Config, parse_args
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
+from megatron.model.formulas import total_parameters
 
 SIZES = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
 
@@ -145,16 +146,18 @@ def test_each_preset_resolves_prints_has_its_size_and_yields_to_flags(name, caps
         billions, tolerance = BILLIONS[model]
         parameters = 12 * m.num_layers * m.hidden_size**2 + (50257 + m.seq_length) * m.hidden_size
         assert parameters / 1e9 == pytest.approx(billions, rel=tolerance)
-    elif model == "llama-8b":  # 8,030,261,248 parameters, as in the published weights
+    elif model in ("llama-8b", "llama-8b-1m"):  # 8,030,261,248 parameters, as in the published weights
         head = m.hidden_size // m.num_attention_heads
         attention = m.hidden_size * head * (2 * m.num_attention_heads + 2 * m.num_key_value_heads)
         layers = m.num_layers * (
             attention + 3 * m.hidden_size * m.ffn_hidden_size + 2 * m.hidden_size
         )
         assert layers + 2 * m.vocab_size * m.hidden_size + m.hidden_size == 8_030_261_248
+    elif model == "moe-55b":  # X-MoE, arXiv 2508.13337, table 3, says 55.2; its sizes give more
+        assert total_parameters(m) / 1e9 == pytest.approx(55.2, rel=0.1)
     else:
         assert model == "tiny"
-    if name != model:
+    if model in PRESETS and name != model:
         paper = Config.create(model)
         assert (m, config.optimizer, config.precision) == (
             paper.model,
@@ -176,7 +179,8 @@ def test_each_preset_resolves_prints_has_its_size_and_yields_to_flags(name, caps
     run = ["--mock-data", "--train-iters", "3"]
     before = parse_args([*change, "--preset", name, *run])
     assert before == parse_args(["--preset", name, *change, *run])
-    assert before.parallel.world_size == 4 and before.model.num_layers == 16
+    inner = config.parallel.context_parallel_size, config.parallel.expert_model_parallel_size
+    assert before.parallel.world_size == 4 * max(inner) and before.model.num_layers == 16
 
 
 def test_a_preset_leaves_the_vocabulary_to_a_tokenizer():

@@ -26,6 +26,7 @@ from megatron.kernels.ops.attention import (
     row_dots,
 )
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
+from megatron.kernels.ops.experts import permute, unpermute
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
 from megatron.kernels.ops.vocabulary import add_rows_, gradient_, local_pass
@@ -144,6 +145,13 @@ def block_arguments(rows: int = ROWS, seed: int = SEED) -> tuple[Any, ...]:
 
 # Calls of every operator and their arguments: fresh tensors each time, with the requested number of
 # rows.
+def experts(tokens: Tensor, weights: Tensor) -> Tensor:
+    """Send each token to two experts and back."""
+    rows = len(tokens)
+    places = torch.arange(2 * rows).view(rows, 2)
+    return unpermute(permute(tokens, places.flatten() // 2, places), places, weights)
+
+
 PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
     "attention": (lambda rows: attention(rows.shape[0], True), lambda rows: (torch.empty(rows),)),
     "attention without slopes": (
@@ -167,6 +175,7 @@ PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
     "table": (lambda rows: table(rows.shape[0]), lambda rows: (torch.empty(rows),)),
     "step": (lambda rows: step(rows.shape[0]), lambda rows: (torch.empty(rows),)),
     "block": (block, block_arguments),
+    "experts": (experts, lambda rows: (draw(rows, H), draw(rows, 2, seed=5))),
 }
 COMPILED = ["softmax", "norms", "rotate", "block"]  # the others draw their tensors themselves
 
