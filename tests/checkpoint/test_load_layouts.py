@@ -26,7 +26,7 @@ from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from tests.checkpoint.saver_cases import save
 from tests.helpers.groups import join
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import SETUP_LIMIT_S, run_processes
 from tests.helpers.training import BASE, batches
 
 MODEL: dict[str, Any] = dict(
@@ -275,18 +275,19 @@ def assembled(ranks: list[dict[str, Any]], what: str) -> dict[str, np.ndarray]:
         pytest.param(OTHERS, id="others", marks=pytest.mark.campaign("kills")),
     ],
 )
+@pytest.mark.timeout(SETUP_LIMIT_S)
 def test_every_number_comes_back_and_the_next_step_is_the_same(
     tmp_path: Path, cases: list[Case]
 ) -> None:
     four = [case for case in cases if case.ranks == 4]
     one = [case for case in cases if case.ranks == 1]
     # of each case, by rank
-    results = list(zip(*run_processes(4, on_four, str(tmp_path), four), strict=True))
+    results = list(zip(*run_processes(4, on_four, str(tmp_path), four, timeout_s=SETUP_LIMIT_S), strict=True))
     written = dict(zip(WRITTEN, results, strict=False))
     assert written["fp16, zero 0, zb, dp2"][0]["scalars"]["loss_scale"]["scale"] == 2.0**8, (
         "it doubled after two good steps, so that it is not what any run starts with"
     )
-    alone = list(zip(*run_processes(1, on_one, str(tmp_path), one), strict=True))
+    alone = list(zip(*run_processes(1, on_one, str(tmp_path), one, timeout_s=SETUP_LIMIT_S), strict=True))
     for case, ranks in zip([*four, *one], [*results[len(WRITTEN) :], *alone], strict=True):
         check(case, list(ranks), list(written[case.written]))
 

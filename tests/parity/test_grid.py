@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.fusions import force
-from tests.helpers.processes import run_processes
+from tests.helpers.processes import SETUP_LIMIT_S, run_processes
 from tests.helpers.training import STEPS, assemble, model_fields, routes, train_plainly
 from tests.parity.cases import (
     BF16,
@@ -73,9 +73,8 @@ def reference_of(fields: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def together(world_size: int) -> list[list[dict[str, Any]]] | Exception:
     try:
-        return run_processes(
-            world_size, train, [fields for _, size, fields in TOGETHER if size == world_size]
-        )
+        cases = [fields for _, size, fields in TOGETHER if size == world_size]
+        return run_processes(world_size, train, cases, timeout_s=SETUP_LIMIT_S)
     except Exception as error:  # of all their tests, without another try
         return error
 
@@ -134,6 +133,7 @@ def parameters(cases: list[Case], mark: pytest.MarkDecorator) -> list[Any]:
     "case",
     parameters(TOGETHER, pytest.mark.slow) + parameters(CAMPAIGN, pytest.mark.campaign("parity")),
 )
+@pytest.mark.timeout(SETUP_LIMIT_S)  # the first of them runs all that have as many ranks
 def test_a_run_is_that_of_one_process(case: Case) -> None:
     fields, ranks = case[2], runs_of(case)
     if "poison" in fields:
