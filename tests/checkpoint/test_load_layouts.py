@@ -282,12 +282,16 @@ def test_every_number_comes_back_and_the_next_step_is_the_same(
     four = [case for case in cases if case.ranks == 4]
     one = [case for case in cases if case.ranks == 1]
     # of each case, by rank
-    results = list(zip(*run_processes(4, on_four, str(tmp_path), four, timeout_s=SETUP_LIMIT_S), strict=True))
+    results = list(
+        zip(*run_processes(4, on_four, str(tmp_path), four, timeout_s=SETUP_LIMIT_S), strict=True)
+    )
     written = dict(zip(WRITTEN, results, strict=False))
     assert written["fp16, zero 0, zb, dp2"][0]["scalars"]["loss_scale"]["scale"] == 2.0**8, (
         "it doubled after two good steps, so that it is not what any run starts with"
     )
-    alone = list(zip(*run_processes(1, on_one, str(tmp_path), one, timeout_s=SETUP_LIMIT_S), strict=True))
+    alone = list(
+        zip(*run_processes(1, on_one, str(tmp_path), one, timeout_s=SETUP_LIMIT_S), strict=True)
+    )
     for case, ranks in zip([*four, *one], [*results[len(WRITTEN) :], *alone], strict=True):
         check(case, list(ranks), list(written[case.written]))
 

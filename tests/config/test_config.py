@@ -146,7 +146,10 @@ def test_each_preset_resolves_prints_has_its_size_and_yields_to_flags(name, caps
         billions, tolerance = BILLIONS[model]
         parameters = 12 * m.num_layers * m.hidden_size**2 + (50257 + m.seq_length) * m.hidden_size
         assert parameters / 1e9 == pytest.approx(billions, rel=tolerance)
-    elif model in ("llama-8b", "llama-8b-1m"):  # 8,030,261,248 parameters, as in the published weights
+    elif model in (
+        "llama-8b",
+        "llama-8b-1m",
+    ):  # 8,030,261,248 parameters, as in the published weights
         head = m.hidden_size // m.num_attention_heads
         attention = m.hidden_size * head * (2 * m.num_attention_heads + 2 * m.num_key_value_heads)
         layers = m.num_layers * (

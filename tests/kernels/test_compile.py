@@ -143,15 +143,15 @@ def block_arguments(rows: int = ROWS, seed: int = SEED) -> tuple[Any, ...]:
     return draw(rows, H), draw(rows, H, seed=2), *weights, seed
 
 
-# Calls of every operator and their arguments: fresh tensors each time, with the requested number of
-# rows.
-def experts(tokens: Tensor, weights: Tensor) -> Tensor:
+def experts(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Send each token to two experts and back."""
     rows = len(tokens)
     places = torch.arange(2 * rows).view(rows, 2)
     return unpermute(permute(tokens, places.flatten() // 2, places), places, weights)
 
 
+# Calls of every operator and their arguments: fresh tensors each time, with the requested number of
+# rows.
 PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
     "attention": (lambda rows: attention(rows.shape[0], True), lambda rows: (torch.empty(rows),)),
     "attention without slopes": (
