@@ -72,8 +72,8 @@ class OptimizerState(NamedTuple):
 
 
 _ROUNDING_BYTES = 96.0
-"""Of round_ and of widening (optimizers.py), for each element, by torch's operators: 6 of widening, 4
-more in the update, and 86 of ten passes over the bits."""
+"""Bytes of round_ and of widening (optimizers.py), for each element, by torch's operators: 6 of
+widening, 4 more in the update, and 86 of ten passes over the bits."""
 _MOMENTUM = OptimizerState({"momentum_buffer": 4})
 OPTIMIZERS = {
     "adam": OptimizerState({"exp_avg": 4, "exp_avg_sq": 4}),
