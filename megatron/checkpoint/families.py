@@ -21,7 +21,7 @@ CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 _CONFIG_LIMIT_BYTES = 1 << 24
 
 Fields = Mapping[str, Any]
-"""Of a config.json."""
+"""Fields of a config.json."""
 
 
 class Rule(NamedTuple):
@@ -37,7 +37,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Theirs:
-    """Where the rows of one of our matrices are: in some of their modules, one after the other.
+    """Modules of theirs that hold the rows of one of our matrices, one after the other.
 
     by_head      their rows are all queries, all keys, all values; ours are [group][queries, key,
                  value] (SelfAttention)

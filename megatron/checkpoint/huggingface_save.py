@@ -189,7 +189,7 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Companions:
-    """What belongs to a model besides its tensors.
+    """Files and fields that belong to a model besides its tensors.
 
     files   of the tokenizer, and generation_config.json, by name
     ids     fields of config.json that name special tokens

@@ -79,8 +79,8 @@ class OptimizerState(NamedTuple):
 
 
 _ROUNDING_BYTES, _SCALING_BYTES = 96.0, 8.0
-"""By torch's operators for each element of a bf16 tensor: 6 of widening, 4 more in the update, and 86
-of ten passes over the bits; for each gradient: 8 of scaling it before the update."""
+"""Bytes of torch's operators for each element of a bf16 tensor: 6 of widening, 4 more in the update,
+and 86 of ten passes over the bits; for each gradient: 8 of scaling it before the update."""
 _MOMENTUM = OptimizerState({"momentum_buffer": 4})
 OPTIMIZERS = {
     "adam": OptimizerState({"exp_avg": 4, "exp_avg_sq": 4}),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Scoring(NamedTuple):
-    """From products q k^T to the arguments of the softmax.
+    """Steps from products q k^T to the arguments of the softmax.
 
     scale   factor of the products; None: 1 / sqrt(d)
     cap     scores x become cap tanh(x / cap); 0: they do not

@@ -28,7 +28,7 @@ OnText = Callable[[int, str, bool], object]
 
 
 class Model(Protocol):
-    """What generates: a TrainedModel of load_model, or the Run of a training."""
+    """A model that generates: a TrainedModel of load_model, or the Run of a training."""
 
     @property
     def config(self) -> Config: ...
