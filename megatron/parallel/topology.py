@@ -352,6 +352,10 @@ class Topology:
         if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
             ends = (pipeline.ranks[0], pipeline.ranks[-1])
             embedding = pipeline if layout.pipeline == 2 else group("embedding", ends)
+        elif tied_embeddings and layout.pipeline > 2 and new_group is not None:
+            # torch names a group by its ranks and the number of groups that this one knows. Members
+            # of the next group, perhaps of another topology, must know as many.
+            new_group((rank,))
         context = group("context", layout.context_ranks(rank))
         expert = group("expert", layout.expert_ranks(rank))
         same_experts = data if layout.expert == 1 else None

@@ -351,9 +351,7 @@ TOGETHER = [
     experts(2, tp=2, dp=2, sp=True, recompute=MOE_ACT, **BIASED),
     experts(2, pp=2, dp=2, schedule="zb-h1", **DROPS),
     layout(tp=4, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
-    # Uneven, with fewer micro-batches than stages. It is the last of its processes: ranks within
-    # the pipeline are members of fewer groups than those at its ends, and torch counts them to name
-    # the next.
+    # Uneven, with fewer micro-batches than stages.
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
     layout(tp=2, pp=2, dp=2, sp=True, recompute=CHEAP, **MUP, **FAMILIES["gemma2"]),
     experts(2, tp=2, pp=2, dp=2, sp=True, schedule="interleaved", **BIASED),
