@@ -12,6 +12,7 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 SOURCES = {"docs": "docs/*.md", "code": "megatron/training/*/*.py"}
 _END = 256  # of a document: what NullTokenizer makes of --vocab-size
 _KILOBYTES = 40  # of each
+_OF_A_FILE = 4000  # bytes at most: a tenth of the documents is for validation
 
 
 def make_corpus(folder: Path) -> list[str]:
@@ -27,7 +28,7 @@ def make_corpus(folder: Path) -> list[str]:
         if not prefix.with_suffix(".idx").exists():
             with IndexedDatasetWriter(prefix, np.uint16) as writer:
                 for file in sorted(ROOT.glob(pattern)):
-                    content = file.read_bytes()[:left]
+                    content = file.read_bytes()[: min(left, _OF_A_FILE)]
                     left -= len(content)
                     if content:
                         writer.add_document([*content, _END])
