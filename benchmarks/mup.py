@@ -62,10 +62,12 @@ def configured(width: int, **fields: Any) -> Config:
     )
 
 
-def synthetic_text(tokens: int = 1 << 18, kinds: int = 64) -> torch.Tensor:
+def synthetic_text(tokens: int = 1 << 18, kinds: int = 16) -> torch.Tensor:
     """Return tokens of which each depends on the one before: int64 [tokens].
 
-    A token has eight possible successors, of unequal probability.
+    A token has eight possible successors, of unequal probability. muP is about widths far above the
+    number of different inputs of a layer; the first layer has one for each kind of token, and their
+    embeddings overlap by 1 / sqrt(width).
     """
     draw = torch.Generator().manual_seed(0)
     successors = torch.randint(0, kinds, (kinds, 8), generator=draw)
@@ -230,13 +232,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--samples", type=int, default=4, help="in a batch")
     parser.add_argument("--standard", action="store_true", help="without muP")
+    parser.add_argument("--kinds", type=int, default=16, help="of tokens in the text made up")
     parser.add_argument("--text", type=Path, help="a text whose bytes are the tokens, below 128")
     parser.add_argument(
         "--exponents", type=float, nargs="+", default=[x / 2 for x in range(-18, -5)]
     )
     parser.add_argument("--fields", nargs="*", default=[], metavar="NAME=VALUE", help="settings")
     a = parser.parse_args(argv)
-    text = synthetic_text()
+    text = synthetic_text(kinds=a.kinds)
     if a.text:
         text = torch.frombuffer(bytearray(a.text.read_bytes()), dtype=torch.uint8).long() % 128
     if a.what == "rates":
