@@ -135,9 +135,8 @@ def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
                     off = float(
                         (found.double() - expected.double()).abs().nan_to_num(math.inf).max()
                     )
-                    limit = (16 * _ROUNDING[dtype] + 2.0**-16) * float(
-                        expected.abs().max()
-                    ) or 1e-30
+                    rounding = max(_ROUNDING[dtype], _ROUNDING.get(found.dtype, 0.0))
+                    limit = (16 * rounding + 2.0**-16) * float(expected.abs().max()) or 1e-30
                     if off / limit > worst:
                         worst, detail = (
                             off / limit,
