@@ -280,13 +280,26 @@ class EngineConfig:
     zero_stage: int = option(
         1,
         "ZeRO stage. 0: each data-parallel rank holds the whole optimizer state. 1: the state is "
-        "sharded over the data-parallel ranks.",
-        choices=(0, 1),
+        "sharded over the data-parallel ranks; 2: gradients, too; 3: weights, too, without "
+        "pipeline stages.",
+        choices=(0, 1, 2, 3),
         shortcuts=dict.fromkeys(
             ("--use-distributed-optimizer", "--overlapped-distributed-optimizer"), 1
         ),
-        hint="stages 2 and 3 do not support pipelines; use --zero-stage 1 with larger tensor or "
-        "pipeline sizes",
+    )
+    zero_shard_size: int = option(
+        0,
+        "Number of neighbouring data-parallel ranks over which ZeRO shards; beyond them everything "
+        "is replicated. 0: all.",
+        at_least=0,
+        at_most=MOST_PROCESSES,
+    )
+    zero_state_shard_size: int = option(
+        0,
+        "Number of neighbouring data-parallel ranks over which ZeRO shards the optimizer state, a "
+        "multiple of --zero-shard-size. 0: as --zero-shard-size.",
+        at_least=0,
+        at_most=MOST_PROCESSES,
     )
     overlap_grad_reduce: bool = option(
         True,

@@ -7,7 +7,7 @@ differs stays different, and nothing else would show it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,18 +68,19 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def check_copies(
     parameters: Sequence[torch.nn.Parameter],
+    arrived: Iterable[torch.nn.Parameter],
     topology: Topology,
     when: str,
     first: FirstGradients | None = None,
 ) -> None:
-    """Compare all copies of `parameters`, whose values have arrived.
+    """Compare all copies of `parameters`; `arrived` yields them when their values have arrived.
 
     With `first`, also compare the gradients of the first step. All ranks call it. Raises
     TrainingError on every rank where copies differ, ConfigError where gradients are not of the
     assumed kind. `when` is part of the message.
     """
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
-    found = torch.stack([digest(p) for p in parameters])
+    found = torch.stack([digest(p) for p in arrived])
     shardings = [sharding_of(p) for p in parameters]
     numbered = list(enumerate(shardings))
     for group, copies, cause, which in (

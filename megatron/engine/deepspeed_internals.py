@@ -23,7 +23,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from megatron.kernels.ops.optimizer import FusedAdamW, scale_and_norm_
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.environment import changed
 from megatron.parallel.sharding import kind_of, sharding_of
-from megatron.parallel.topology import Group, Topology
+from megatron.parallel.topology import Group, Shards, Topology
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -116,6 +116,9 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         "fp32_groups_gradients_flat": "read: the gradient sums, flat",
         "fp32_groups_gradient_flat_partition": "emptied where FusedAdamW reads bf16 sums: "
         "DeepSpeed would copy them",
+        "fp32_groups_gradients": "emptied where buckets are divided already",
+        "fp32_groups_actual_gradients_flat": "the same",
+        "fp32_groups_gradient_dict": "the same",
         "fp32_groups_has_gradients": "all true: a gradient of zeros counts, too",
         "grad_acc_dtype": "read: the format of the gradient sums",
         "get_grads_for_norm": "returns our flat gradients",
@@ -150,21 +153,23 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
 class ModelParallelUnit:
     """DeepSpeed's `mpu`: it describes the model parallelism of a Topology to DeepSpeed.
 
-    "Model parallel" is tensor times pipeline. `zero_stage` 1 partitions the optimizer over the
-    data-parallel ranks, and that of experts over those that hold the same ones (`of_experts`); 0
-    gives DeepSpeed a data group of this rank alone, so that every rank keeps the whole optimizer
-    and the Engine reduces gradients itself.
+    "Model parallel" is tensor times pipeline. `shards` are those of ZeRO, `of_experts` those of
+    experts. DeepSpeed partitions where stage 1 is asked of it; `divided` buckets are its ranks'
+    parts already, and DeepSpeed gets a data group of this rank alone, as in stage 0.
 
     There are no methods with DeepSpeed's names of sequence parallelism (get_sequence_parallel_...,
     initialize_sequence_parallel): they mean another technique, and change its groups.
     """
 
-    def __init__(self, topology: Topology, zero_stage: int) -> None:
+    def __init__(
+        self, topology: Topology, shards: Shards, of_experts: Shards, divided: bool = False
+    ) -> None:
         self._topology = topology
         self._alone: Any = None
+        self.shards, self.shards_of_experts = shards, of_experts
         alone = Group((topology.rank,), 0)
-        self.partition = topology.data if zero_stage == 1 else alone
-        self.of_experts = topology.expert_data if zero_stage == 1 else alone
+        self.partition = alone if divided else shards.states
+        self.of_experts = alone if divided else of_experts.states
         for kind, group in (
             ("model_parallel", topology.model),
             ("tensor_model_parallel", topology.tensor),
@@ -443,6 +448,9 @@ class ZeroStep:
     limits     largest norm of the gradients of a kind of parameters (kind_of), by kind. These are
                clipped first, and the limit of the global norm holds for the result
 
+    divided    buckets of which DeepSpeed has this rank's parts as parameters; without them, its
+               parameters are those of the model
+
     buckets    one for each parameter group, in their order
     masters    this rank's part of the fp32 weights of each bucket  # [n / ranks]
 
@@ -458,6 +466,7 @@ class ZeroStep:
         mpu: ModelParallelUnit,
         kernels: bool,
         limits: Mapping[str, float] = MappingProxyType({}),
+        divided: Sequence[Bucket] = (),
     ) -> None:
         version = importlib.import_module("deepspeed").__version__
         _check_object(engine, version)
@@ -484,16 +493,24 @@ class ZeroStep:
         else:
             groups, weights = outer.bit16_groups, outer.bit16_groups_flat
             self.masters = outer.single_partition_of_fp32_groups
-            sums = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        self.buckets = []
-        for of_group, group, gradients, w in zip(
-            inner.param_groups, groups, sums, weights, strict=True
-        ):
+            sums = [] if divided else [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        self._deepspeeds = [p for group in groups for p in group]
+        self.buckets = list(divided)
+        for i, bucket in enumerate(divided):  # instead of DeepSpeed's copies
+            self._deepspeeds[i].data = weights[i] = bucket.own_weights
+            self._deepspeeds[i]._hp_mapping = None
+            if self._bf16:
+                sums[i] = outer.fp32_groups_gradient_flat_partition[i] = bucket.own_gradients
+        if divided and self._bf16:
+            for name in ("fp32_groups_gradients", "fp32_groups_actual_gradients_flat"):
+                getattr(outer, name).clear()
+            outer.fp32_groups_gradient_dict.clear()
+        rows = () if divided else zip(inner.param_groups, groups, sums, weights, strict=True)
+        for of_group, group, gradients, w in rows:
             experts, fp32 = of_group.get("experts"), of_group.get("fp32")
-            part = mpu.of_experts if experts else mpu.partition
-            summed = topology.expert_data if experts else topology.data
+            shards = mpu.shards_of_experts if experts else mpu.shards
             flat = w.float() if fp32 else w
-            bucket = Bucket(list(group), gradients, flat, part.rank, part.size, summed)
+            bucket = Bucket(list(group), gradients, flat, shards)
             for p in group if fp32 and flat is not w else ():
                 p.data = bucket.weights.narrow(0, bucket.starts[p], p.numel()).view(p.shape)
             self.buckets.append(bucket)
@@ -531,13 +548,14 @@ class ZeroStep:
 
         self._parts = lists(self._parameters)
         # with the ranks over which their squares are summed
-        self._summed: list[tuple[Parts, Group | None]]
-        if mpu.partition.size > 1 or topology.expert.size == 1:
-            self._summed = [(self._parts, mpu.partition)]
-        else:  # without ZeRO, ranks with other experts have other gradients
+        self._summed: list[tuple[Parts, Group]]
+        states, experts_ranks = mpu.shards.states, topology.expert
+        if states.size % experts_ranks.size == 0:
+            self._summed = [(self._parts, states)]
+        else:  # these ranks do not have all experts among them
             of_experts = [p for p in self._parameters if sharding_of(p).experts]
             others = [p for p in self._parameters if not sharding_of(p).experts]
-            self._summed = [(lists(others), None), (lists(of_experts), topology.expert)]
+            self._summed = [(lists(others), states), (lists(of_experts), experts_ranks)]
         self._limits = (
             torch.tensor([math.inf, *limits.values()], device=topology.device).double()
             if limits
@@ -548,9 +566,9 @@ class ZeroStep:
         """Use this rank's part of the fp32 weights as the master weights, without a copy."""
         for bucket, master in zip(self.buckets, self.masters, strict=True):
             master.data = bucket.own_weights
-        for p in self._parameters:
+        for p in self._deepspeeds:
             _check_names(p, "Parameter", OF_OBJECTS["Parameter"], version)
-            p._hp_mapping = None  # type: ignore[attr-defined]
+            p._hp_mapping = None
 
     def _prepare_bf16(self) -> None:
         outer = self._outer
@@ -663,7 +681,7 @@ class ZeroStep:
                     total = total + 0.0 * self._squares(copies)
                 totals.append(total)
             total = torch.stack(totals) if len(totals) > 1 else totals[0]
-            sums.append(total if group is None else all_reduce(total, group))
+            sums.append(all_reduce(total, group))
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
     def _clip_kinds(

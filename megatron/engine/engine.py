@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch
 from megatron.config.phases import norm_limits
 from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_internals import (
+    ALIGNMENT,
     ModelParallelUnit,
     ZeroStep,
     deepspeed_json,
@@ -27,7 +28,7 @@ from megatron.engine.deepspeed_internals import (
     import_deepspeed,
     start_engine,
 )
-from megatron.engine.gradients import Gradients, Terms, WeightGather
+from megatron.engine.gradients import Bucket, Gradients, Terms, WeightGather
 from megatron.engine.optimizer import (
     Fragment,
     build_optimizer,
@@ -57,7 +58,7 @@ from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Group, Topology
+from megatron.parallel.topology import Shards, Topology
 from megatron.pipeline.executor import Executor
 
 if TYPE_CHECKING:
@@ -190,8 +191,12 @@ class Engine:
         self.skipped_steps = 0
         self._dtype = getattr(torch, config.precision.dtype_name)
         state, stage = optimizer_state(config), config.engine.zero_stage
-        alone = Group((topology.rank,), 0)
-        self.copies = (topology.data, topology.expert_data) if stage == 0 else (alone, alone)
+        self._shards = topology.shards, topology.expert_shards
+        if stage == 0:
+            lines = topology.data, topology.expert_data
+            self._shards = Shards.undivided(lines[0]), Shards.undivided(lines[1])
+        self.copies = self._shards[0].copies, self._shards[1].copies
+        self._divided = stage > 1
         self.kept = kept_tensors(chunks)
         self._logging = config.logging
         contexts = (getattr(chunk, "context", None) for chunk in chunks.children())
@@ -209,10 +214,15 @@ class Engine:
             assert p.dtype == torch.float32, (
                 f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
             )
-        mpu = ModelParallelUnit(topology, stage)
+        mpu = ModelParallelUnit(topology, *self._shards, divided=stage > 1)
         limit = math.inf
         if topology.data.size > 1 or has_16_bit_moments(config):  # which are widened by bucket
             limit = bucket_elements(config.engine.zero_reduce_bucket_size, topology.data.size)
+        unit: Callable[[torch.nn.Parameter], int] = lambda p: 0
+        if stage > 1:
+            from megatron.engine.sharded import divide, units  # no part of other stages
+
+            unit = units(dict(chunks.named_children()), stage)
         own = config.pieces.optimizer
         groups = parameter_groups(
             parameters,
@@ -220,15 +230,24 @@ class Engine:
             limit,
             wants_whole(config),
             mup_scales(config),
+            unit,
         )
         ensure_process_group(topology.device)
         check_groups(groups, topology)
+        sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
+        divided: list[tuple[Bucket, torch.Tensor]] = []
+        if stage > 1:
+            for group in groups:
+                shards = self._shards[bool(group["experts"])]
+                made = divide(group["params"], shards, self._dtype, sums, stage, ALIGNMENT)
+                divided.append(made)
+                group["params"] = [torch.nn.Parameter(torch.zeros_like(made[0].own_weights))]
 
         # DeepSpeed would round the weights before it copies them to the master weights. The exact
         # ones are kept in host memory, since device memory is scarce.
         exact = (
             {}
-            if self._dtype == torch.float32
+            if self._dtype == torch.float32 or stage > 1
             else {p: p.detach().cpu().contiguous() for p in parameters}
         )
         deepspeed = import_deepspeed(topology.device)
@@ -240,8 +259,10 @@ class Engine:
         engine = start_engine(
             deepspeed,
             topology,
-            sums=torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32,
-            model=chunks,
+            sums=sums,
+            model=torch.nn.ParameterList(p for group in groups for p in group["params"])
+            if stage > 1
+            else chunks,
             optimizer=self._basic,
             config=deepspeed_json(config, mpu.partition.size),
             mpu=mpu,
@@ -254,6 +275,7 @@ class Engine:
             mpu,
             kernels=config.kernels.optimizer_implementation != "torch",
             limits=norm_limits(config.optimizer.clip_grad_by_kind),
+            divided=[bucket for bucket, _ in divided],
         )
         wanted = [bool(group.get("whole")) for group in self._basic.param_groups]
         of_wholes = [b for b, whole in zip(self._zero.buckets, wanted, strict=True) if whole]
@@ -276,6 +298,9 @@ class Engine:
             if p in exact:
                 master.detach()[place].copy_(exact.pop(p).view(-1)[first : first + count])
         exact.clear()
+        for master, (_, values) in zip(self._zero.masters, divided, strict=False):
+            master.detach().copy_(values)
+        divided.clear()
         # the moments do not fit into any gap left by the initial weights
         release_free_memory()
         create_state(self._basic, state)
@@ -327,19 +352,27 @@ class Engine:
             self._zero.buckets, key=lambda bucket: -min(place[p] for p in bucket.parameters)
         )
         watched = self.chunks.children() if self.topology.tensor.size > 1 else ()
-        self._gradients = Gradients(
-            buckets,
-            self.topology,
-            Terms(watched, config.parallel.sequence_parallel),
+        terms = Terms(watched, config.parallel.sequence_parallel)
+        overlap, direct = (
             config.engine.overlap_grad_reduce,
             config.kernels.gradient_accumulation_fusion,
         )
-        self._weights = WeightGather(
-            reversed(buckets),
-            self.topology.data,
-            self.chunks.children(),
-            config.engine.overlap_param_gather,
+        ahead = config.engine.overlap_param_gather
+        self._gradients: Gradients
+        self._weights: WeightGather
+        if config.engine.zero_stage < 2:
+            self._gradients = Gradients(buckets, self.topology, terms, overlap, direct)
+            self._weights = WeightGather(reversed(buckets), self.chunks.children(), ahead)
+            return
+        from megatron.engine.sharded import ShardedGradients, ShardedWeights
+
+        chunks = reversed(list(self.chunks.named_children()))
+        stage_of = {p: int(stage) for stage, chunk in chunks for p in chunk.parameters()}
+        stages = {bucket: stage_of[bucket.parameters[0]] for bucket in buckets}
+        self._gradients = ShardedGradients(
+            buckets, self.topology, terms, overlap, direct, stages
         )
+        self._weights = ShardedWeights(reversed(buckets), self.chunks.children(), ahead)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -366,11 +399,18 @@ class Engine:
                 micro_batches * self.topology.layout.replicas
             )
 
+    def pass_ends(self, stage: int) -> None:
+        """Announce that a backward pass of a pipeline stage has ended; needed by ZeRO 2 and 3."""
+        if self._divided:
+            self._gradients.pass_ends(stage)
+            self._weights.pass_ends()
+
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the gradient sum of a parameter since the last step, before any reduction.
 
         It includes the loss scale. With overlap_grad_reduce the reduction begins during the
-        backward passes, and the value is undefined after them.
+        backward passes, and the value is undefined after them. With ZeRO stages 2 and 3 it is what
+        is added to the sum, zero after a pass; all data-parallel ranks call this.
         """
         return self._gradients.of(p)
 
@@ -406,7 +446,7 @@ class Engine:
         scale = self._scale.scale
         self._gradients.collect()
         self._gradients.reduce()
-        self._weights.wait()  # of the previous step: some may not have been waited for
+        self._weights.settle()  # of the previous step: some may not have been waited for
         new = values.new_in_average
         if self._averaging is not None:
             self._averaging.new_in_average, new = new, 0.0
@@ -481,9 +521,10 @@ class Engine:
         the message.
         """
         self._settle()
-        self._weights.wait()
         first, self._gradients.first = self._gradients.first, None
-        check_copies(unique_parameters(self.chunks), self.topology, when, first)
+        parameters = unique_parameters(self.chunks)
+        arrived = self._weights.each(parameters)
+        check_copies(parameters, arrived, self.topology, when, first)
 
     # -- the average of the weights ----------------------------------------------------------------
 
@@ -501,7 +542,7 @@ class Engine:
         the weights are undefined: to restore them takes messages of all ranks.
         """
         self._settle()
-        self._weights.wait()
+        self._weights.settle()
         weights = [bucket.own_weights for bucket in self._zero.buckets]
         kept = [part.clone() for part in weights]
         self._use(weights, self._averages)
@@ -511,7 +552,7 @@ class Engine:
     @torch.no_grad()
     def _use(self, weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         """Put values into this rank's part of the weights, and send it to the other ranks."""
-        self._weights.wait()
+        self._weights.settle()
         torch._foreach_copy_(weights, values)
         self._weights.start()
 
@@ -524,12 +565,13 @@ class Engine:
         def total(some: list[torch.Tensor]) -> torch.Tensor:
             return torch.stack([zero, *(t.to(zero) for t in some)]).sum()
 
-        if self.copies[0].size == 1:  # sharded, or a single replica
-            value = all_reduce(total([t for _, t in terms]), self.topology.data)
-        else:
-            value = total([t for f, t in terms if not f.sharding.experts])
+        states, experts = self._shards[0].states, self.topology.expert
+        if states.size % experts.size == 0:
+            value = all_reduce(total([t for _, t in terms]), states)
+        else:  # these ranks do not have all experts among them
+            value = all_reduce(total([t for f, t in terms if not f.sharding.experts]), states)
             others = total([t for f, t in terms if f.sharding.experts])
-            value += all_reduce(others, self.topology.expert)
+            value += all_reduce(others, experts)
         return all_reduce(value, self.topology.model)
 
     @torch.no_grad()
@@ -560,7 +602,7 @@ class Engine:
         They are views through which the state can be written.
         """
         self._settle()
-        self._weights.wait()  # in fp32 the master weights are part of what is being sent
+        self._weights.settle()  # in fp32 the master weights are part of what is being sent
         return self._fragments
 
     def scalars(self) -> dict[str, Any]:
@@ -585,7 +627,7 @@ class Engine:
 
         This happens on all data-parallel ranks.
         """
-        self._weights.wait()
+        self._weights.settle()
         self._zero.update_working_weights()
         self._weights.start()
 
@@ -607,4 +649,5 @@ def build_executor(
         hidden_dtype(config),
         some.context.weight_gradients,
         before_training=engine.begin,
+        after_backward=engine.pass_ends,
     )

@@ -34,6 +34,7 @@ def parameter_groups(
     bucket_elements: float = math.inf,
     whole: WantsWhole | None = None,
     scales: Callable[[Sharding], tuple[float, float]] = lambda sharding: (1.0, 1.0),
+    unit: Callable[[torch.nn.Parameter], int] = lambda p: 0,
 ) -> list[dict[str, Any]]:
     """Return parameter groups: first those with weight decay, then those without, cut into buckets.
 
@@ -42,7 +43,8 @@ def parameter_groups(
     The tied embedding is a separate group, so that the first and the last stage divide it alike
     over their data-parallel ranks. So are parameters that the optimizer wants `whole`, by global
     name and shape, those with other `scales` of learning rate and epsilon (mup_scales), experts
-    (key `experts`), and those that stay in fp32 beside 16-bit weights (key `fp32`).
+    (key `experts`), those that stay in fp32 beside 16-bit weights (key `fp32`), and those of
+    another `unit`.
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
     whether it consists of whole parameters. Its learning rate is that of the schedule times its key
@@ -58,7 +60,7 @@ def parameter_groups(
                 f"the optimizer takes {s.name} whole, which is of experts: use an optimizer that "
                 "takes flat weights, or --num-experts 1"
             )
-        kind = not s.decay, wanted, s.tied, scales(s), s.experts, s.fp32
+        kind = not s.decay, wanted, s.tied, scales(s), s.experts, s.fp32, unit(p)
         buckets = kinds.setdefault(kind, [[]])
         elements = sum(q.numel() for q in buckets[-1])
         if elements and elements + p.numel() > bucket_elements and not s.tied:
@@ -75,7 +77,8 @@ def parameter_groups(
             "experts": experts,
             "fp32": fp32,
         }
-        for (spared, wanted, _, (scale, eps_scale), experts, fp32), buckets in sorted(kinds.items())
+        for key, buckets in sorted(kinds.items())
+        for spared, wanted, _, (scale, eps_scale), experts, fp32, _ in [key]
         for bucket in buckets
     ]
 

@@ -50,7 +50,7 @@ class _Place(NamedTuple):
     number: int
 
     def part(self, rank: int, size: int) -> slice:
-        """Return the elements that data-parallel rank `rank` owns, with parts of `size`."""
+        """Return the elements of part `rank`, of parts of `size`."""
         low = max(self.elements.start, rank * size)
         return slice(low, max(low, min(self.elements.stop, (rank + 1) * size)))
 
@@ -81,10 +81,11 @@ class WholeParameters:
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
         self._buckets, self._tensor = buckets, topology.tensor
-        self._data = topology.data if buckets[0].ranks > 1 else Group((topology.rank,), 0)
+        self._shards = buckets[0].shards
+        self._data = self._shards.states
         self._parameters = [p for bucket in buckets for p in bucket.parameters]
         mine = _Shards(tuple(map(sharding_of, self._parameters)))
-        self._shards = [shards.of for shards in gather_objects(mine, self._tensor)]
+        self._shardings = [shards.of for shards in gather_objects(mine, self._tensor)]
         places: dict[str, list[_Place]] = {}
         for b, bucket in enumerate(buckets):
             for p, first in bucket.starts.items():
@@ -153,19 +154,21 @@ class WholeParameters:
         wholes = {m.name: none.new_empty(m.shape) for m in row[t]}
 
         def in_flats(place: _Place) -> torch.Tensor:
-            part, first = place.part(d, size[place.bucket]), d * size[place.bucket]
+            own = self._shards.part
+            part, first = place.part(own, size[place.bucket]), own * size[place.bucket]
             return flats[place.bucket][part.start - first : part.stop - first]
 
         def in_shard(place: _Place, rank: int) -> torch.Tensor:
-            part, first = place.part(rank, size[place.bucket]), place.elements.start
+            part = place.part(self._shards.part_of(rank), size[place.bucket])
+            first = place.elements.start
             return shards[place.number][part.start - first : part.stop - first]
 
         def real(place: _Place) -> torch.Tensor:
-            p, sharding = self._parameters[place.number], self._shards[t][place.number]
+            p, sharding = self._parameters[place.number], self._shardings[t][place.number]
             return shards[place.number].view(p.shape)[tuple(slice(n) for n in sharding.extent)]
 
         def in_whole(m: _Matrix, place: _Place, rank: int) -> torch.Tensor:
-            s = self._shards[rank][place.number]
+            s = self._shardings[rank][place.number]
             ends = zip(s.offset, s.extent, strict=True)
             return wholes[m.name][tuple(slice(first, first + n) for first, n in ends)]
 

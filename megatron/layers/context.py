@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,7 +150,9 @@ class ParameterFactory:
     """Factory of fp32 parameters with their Sharding, for one of `size` tensor-parallel ranks.
 
     `perform_initialization=False` leaves zeros, for a model that is loaded from a checkpoint
-    immediately. `base_shapes` are the global shapes of muP's base model.
+    immediately. `late` leaves parameters without memory: their attribute `late` returns the values,
+    which the engine asks for one bucket after another. `base_shapes` are the global shapes of muP's
+    base model.
     """
 
     seed: int
@@ -157,6 +160,7 @@ class ParameterFactory:
     size: int
     device: torch.device
     perform_initialization: bool = True
+    late: bool = False
     base_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def create(
@@ -193,11 +197,25 @@ class ParameterFactory:
             if dim is not None:
                 local_shape[dim] = (padded or global_shape[dim]) // self.size
         sharding = replace(sharding, base_shape=self.base_shapes.get(name))
+        return self.make(
+            sharding,
+            local_shape,
+            lambda: draw(sharding, local_shape, fill, self.seed, self.device),
+        )
+
+    def make(
+        self, sharding: Sharding, local_shape: Sequence[int], values: Callable[[], Tensor]
+    ) -> torch.nn.Parameter:
+        """Create a parameter of this rank with these values, or with zeros."""
         if self.device.type == "meta" or not self.perform_initialization:
-            values = torch.zeros(local_shape, device=self.device)
-        else:
-            values = draw(sharding, local_shape, fill, self.seed, self.device)
-        return attach(torch.nn.Parameter(values), sharding, self.size)
+            values = partial(torch.zeros, local_shape, device=self.device)
+        if not self.late:
+            return attach(torch.nn.Parameter(values()), sharding, self.size)
+        empty = torch.empty(local_shape, device=self.device)
+        empty.untyped_storage().resize_(0)
+        p = attach(torch.nn.Parameter(empty), sharding, self.size)
+        p.late = values  # type: ignore[attr-defined]
+        return p
 
 
 @dataclass

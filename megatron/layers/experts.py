@@ -406,10 +406,9 @@ class _Grouped(torch.nn.Module):
         sharding = replace(
             sharding, offset=(first, *sharding.offset[1:]), extent=local, experts=True
         )
-        if factory.device.type == "meta" or not factory.perform_initialization:
-            values = torch.zeros(local, device=factory.device)
-        else:
-            values = torch.stack(
+
+        def values() -> Tensor:
+            return torch.stack(
                 [
                     draw(
                         shard(f"{name}.{e}", shape, dim, factory.rank, factory.size),
@@ -421,7 +420,8 @@ class _Grouped(torch.nn.Module):
                     for e in range(first, first + local[0])
                 ]
             )
-        return attach(torch.nn.Parameter(values), sharding, factory.size)
+
+        return factory.make(sharding, local, values)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Return each expert's rows [n, in], `counts` of them, times its matrix: [n, out]."""

@@ -267,9 +267,9 @@ class GPTChunk(torch.nn.Module):
 
 
 def layer_context(
-    config: Config, topology: Topology, perform_initialization: bool = True
+    config: Config, topology: Topology, perform_initialization: bool = True, late: bool = False
 ) -> LayerContext:
-    """Return how the layers of this rank are distributed."""
+    """Return how the layers of this rank are distributed, see ParameterFactory."""
     model, base_shapes = config.model, dict[str, tuple[int, ...]]()
     if model.use_mup:
         base_shapes = global_shapes(dataclasses.replace(config, model=model.mup_base()))
@@ -288,6 +288,7 @@ def layer_context(
             topology.tensor.size,
             topology.device,
             perform_initialization,
+            late,
             base_shapes,
         ),
         sequence_parallel=config.parallel.sequence_parallel and topology.tensor.size > 1,

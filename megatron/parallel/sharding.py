@@ -219,6 +219,8 @@ class GradientSink:
     direct  whether layers may add here; False leaves it to autograd
             (--no-gradient-accumulation-fusion)
 
+    before_use  called before the sum is read or written, where its memory is not always there
+
     The first contribution after `renew()` overwrites `total`, so it need not be filled with zeros;
     if there was none, `complete()` fills it.
     """
@@ -233,8 +235,16 @@ class GradientSink:
         assert total.dtype in (torch.float32, torch.bfloat16) and total.shape == parameter.shape, (
             "a sum is in fp32 or bf16, and in the weight's shape"
         )
-        self.parameter, self.total, self.added, self.direct = parameter, total, added, direct
+        self.parameter, self._total, self.added, self.direct = parameter, total, added, direct
+        self.before_use: Callable[[], None] | None = None
         self.fresh = True
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Return the tensor of the sum."""
+        if self.before_use is not None:
+            self.before_use()
+        return self._total
 
     def renew(self) -> None:
         """Discard the sum: the next contribution begins a new one."""

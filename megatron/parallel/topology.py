@@ -40,7 +40,7 @@ def compress_ranks(ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the three directions; pure arithmetic on rank numbers.
+    """Sizes of the directions; pure arithmetic on rank numbers.
 
     >>> Layout(tensor=2, pipeline=2, data=2).coordinates(5)
     (1, 0, 1)
@@ -57,6 +57,9 @@ class Layout:
     >>> list(Layout(data=8, context=2, expert=4).expert_data_ranks(5))
     [1, 5]
 
+    ZeRO divides gradients, and with stage 3 weights, over `shard` neighbours of the data line, and
+    the optimizer's state over `states` of them; 0 means all.
+
     `order` names the directions from the one that varies fastest over the ranks to the slowest: any
     of RANK_ORDERS.
 
@@ -72,10 +75,20 @@ class Layout:
     order: str = DEFAULT_ORDER
     context: int = 1
     expert: int = 1
+    shard: int = 0
+    states: int = 0
 
     def __post_init__(self) -> None:
         if self.order not in RANK_ORDERS:
             raise ConfigError(f"rank order '{self.order}' is not one of {', '.join(RANK_ORDERS)}")
+        shard, states = self.shard_sizes
+        if states % shard or self.data % states or (shard % self.expert and self.expert % shard):
+            experts = f", and {self.expert} ranks of experts" if self.expert > 1 else ""
+            raise ConfigError(
+                f"ZeRO over {shard} ranks, and its optimizer states over {states}, do not divide "
+                f"the {self.data} ranks that share each part of the model{experts}: change "
+                "--zero-shard-size or --zero-state-shard-size"
+            )
         for name in ("context", "expert"):
             if self.data % getattr(self, name):
                 raise ConfigError(
@@ -92,6 +105,8 @@ class Layout:
         order: str = DEFAULT_ORDER,
         context: int = 1,
         expert: int = 1,
+        shard: int = 0,
+        states: int = 0,
     ) -> Layout:
         """Return the layout of `world_size` processes; the length of the data line is what remains.
 
@@ -104,7 +119,13 @@ class Layout:
                 f"x pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
                 f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
-        return cls(tensor, pipeline, data, order, context, expert)
+        return cls(tensor, pipeline, data, order, context, expert, shard, states)
+
+    @property
+    def shard_sizes(self) -> tuple[int, int]:
+        """Return over how many ranks ZeRO divides gradients or weights, and optimizer states."""
+        shard = self.shard or self.data
+        return shard, self.states or shard
 
     @property
     def world_size(self) -> int:
@@ -222,12 +243,50 @@ GroupFactory = Callable[[Sequence[int]], Any]
 
 
 @dataclass(frozen=True)
+class Shards:
+    """The ranks over which ZeRO divides what all of a line would hold.
+
+    inner   neighbours that hold gradients, and with stage 3 weights, once
+    outer   ranks with the same part of these, each with another part of its optimizer states
+    states  the ranks that hold the optimizer's state once: inner times outer
+    copies  ranks with the same part of the optimizer's state
+    """
+
+    inner: Group
+    outer: Group
+    states: Group
+    copies: Group
+
+    @classmethod
+    def undivided(cls, line: Group) -> Shards:
+        """Return what ZeRO stage 0 has: all ranks of the line hold everything."""
+        alone = Group((line.ranks[line.rank],), 0)
+        return cls(alone, alone, alone, line)
+
+    @property
+    def part(self) -> int:
+        """Return which of `states.size` equal parts the optimizer of this rank has."""
+        return self.part_of(self.states.rank)
+
+    def part_of(self, member: int) -> int:
+        """Return which part a member of `states` has."""
+        outer, inner = divmod(member, self.inner.size)
+        return inner * self.outer.size + outer
+
+    @property
+    def hops(self) -> int:
+        """Return the number of messages, one after another, that sum a gradient."""
+        return sum(group.size > 1 for group in (self.inner, self.outer, self.copies))
+
+
+@dataclass(frozen=True)
 class Topology:
     """This process's place, its groups and its device, passed to everything that communicates.
 
     `data` is the whole line over which gradients are summed and ZeRO shards: all replicas of the
     samples, and all context ranks of each. `context`, `expert` and `expert_data` are parts of it
-    (Layout). `embedding` joins the first and last pipeline stages where both hold a tied embedding;
+    (Layout). `shards` divides it for ZeRO, `expert_shards` the ranks with the same experts.
+    `embedding` joins the first and last pipeline stages where both hold a tied embedding;
     None elsewhere.
     """
 
@@ -243,6 +302,8 @@ class Topology:
     context: Group
     expert: Group
     expert_data: Group
+    shards: Shards
+    expert_shards: Shards
 
     @property
     def flight(self) -> FlightRecorder:
@@ -267,6 +328,8 @@ class Topology:
         order: str = DEFAULT_ORDER,
         context_parallel_size: int = 1,
         expert_model_parallel_size: int = 1,
+        zero_shard_size: int = 0,
+        zero_state_shard_size: int = 0,
     ) -> Topology:
         """Build the groups of this process over the initialised default process group.
 
@@ -289,6 +352,8 @@ class Topology:
             order,
             context_parallel_size,
             expert_model_parallel_size,
+            zero_shard_size,
+            zero_state_shard_size,
         )
         device = torch.device("cpu") if device is None else torch.device(device)
         # While gloo connects, it waits five times `timeout` for a member that died, and cannot be
@@ -339,6 +404,25 @@ class Topology:
             handle = new_group(ranks) if new_group is not None and len(ranks) > 1 else None
             return Group(ranks, ranks.index(rank), handle, kind, recorder)
 
+        def shards(name: str, line: Group, each: int) -> Shards:
+            """Divide a line, of which a member stands for `each` of the data line."""
+            of = [max(1, size // each) for size in layout.shard_sizes]
+            made = [line]
+
+            def part(kind: str, size: int, stride: int) -> Group:
+                block = line.rank - line.rank % (size * stride)
+                ranks = line.ranks[block + line.rank % stride : block + size * stride : stride]
+                for known in made:
+                    if known.ranks == ranks:
+                        return known
+                made.append(group(f"{name}.{kind}", ranks))
+                return made[-1]
+
+            inner, outer = part("inner", of[0], 1), part("outer", of[1] // of[0], of[0])
+            return Shards(
+                inner, outer, part("states", of[1], 1), part("copies", line.size // of[1], of[1])
+            )
+
         # All members create their groups in this order, so that overlapping groups form without
         # deadlock.
         world = group("world", range(layout.world_size))
@@ -360,6 +444,10 @@ class Topology:
         expert = group("expert", layout.expert_ranks(rank))
         same_experts = data if layout.expert == 1 else None
         expert_data = same_experts or group("expert_data", layout.expert_data_ranks(rank))
+        of_data = shards("shards", data, 1)
+        of_experts = of_data
+        if layout.expert > 1:
+            of_experts = shards("expert_shards", expert_data, layout.expert)
         return cls(
             layout,
             rank,
@@ -373,6 +461,8 @@ class Topology:
             context,
             expert,
             expert_data,
+            of_data,
+            of_experts,
         )
 
     def describe(self, places: Sequence[str] = ()) -> str:

@@ -49,6 +49,8 @@ class Executor:
                       'zb-h1' only, and by other orders that split backward passes.
     before_training   called by `train` with the number of micro-batches, before the first pass: the
                       Engine needs it to find which gradient of a parameter is the last.
+    after_backward    called with the global stage after each backward pass that leaves no weight
+                      gradients for later.
 
     Every rank of the pipeline must call `train` and `evaluate` in the same order with as many
     micro-batches. Gradients are added to the parameters' `.grad`; nothing is reduced and no
@@ -65,6 +67,7 @@ class Executor:
         message_dtype: torch.dtype,
         weight_gradients: WeightGradients | None = None,
         before_training: Callable[[int], None] | None = None,
+        after_backward: Callable[[int], None] | None = None,
     ) -> None:
         size, rank = topology.pipeline.size, topology.pipeline.rank
         wanted = [chunk * size + rank for chunk in range(num_chunks)]
@@ -88,6 +91,7 @@ class Executor:
         self.message_dtype = message_dtype
         self.weight_gradients = weight_gradients
         self.before_training = before_training
+        self.after_backward = after_backward
         self._instructions: dict[tuple[int, bool], tuple[Instruction, ...]] = {}
 
     @property
@@ -216,10 +220,12 @@ class _Pass:
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
         }
-        flight = self._executor.topology.flight
+        flight, ends = self._executor.topology.flight, self._executor.after_backward
         for instruction in instructions:
             flight.instruction(_NAMES[instruction.op], instruction.stage, instruction.micro_batch)
             handlers[instruction.op](instruction)
+            if ends is not None and instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                ends(instruction.stage)
             if instruction.op in COMPUTE:
                 flight.computed()
         self._exchange.finish()

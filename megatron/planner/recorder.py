@@ -26,7 +26,7 @@ from megatron.kernels.library import WORK
 from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
 from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
 from megatron.parallel.sharding import GradientSink, sharding_of
-from megatron.parallel.topology import Group, Layout, Topology
+from megatron.parallel.topology import Group, Layout, Shards, Topology
 from megatron.planner.events import (
     Again,
     Give,
@@ -403,7 +403,10 @@ def _topology(config: Config, device: str) -> Topology:
     sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
     tensor, context, expert = (_group(kind, size) for kind, size in sizes.items())
     groups = tensor, tensor, alone, alone, tensor, None
-    return Topology(layout, 0, *groups, torch.device(device), context, expert, alone)
+    shards = Shards.undivided(alone)
+    return Topology(
+        layout, 0, *groups, torch.device(device), context, expert, alone, shards, shards
+    )
 
 
 class _Handle(torch.distributed.ProcessGroup):

@@ -244,8 +244,10 @@ def train_in_process(
         order=parallel.rank_order or DEFAULT_ORDER,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        zero_shard_size=config.engine.zero_shard_size,
+        zero_state_shard_size=config.engine.zero_state_shard_size,
     )
-    context = layer_context(config, topology)
+    context = layer_context(config, topology, late=config.engine.zero_stage == 3)
     chunks = build_chunks(config, topology, context)
     chunks.train()
     engine = Engine(config, topology, chunks)
@@ -258,6 +260,7 @@ def train_in_process(
         hidden_dtype(config),
         context.weight_gradients,
         before_training=engine.begin,
+        after_backward=engine.pass_ends,
     )
     history = []
     for step in range(steps):
@@ -271,8 +274,10 @@ def train_in_process(
         dist.all_reduce(total)
         engine.wait_for_weights()
         before = pieces(chunks.parameters()) if poison else None
-        if poison == (step, rank):
-            engine.gradient(next(chunks.parameters())).view(-1)[3] = float("inf")
+        if poison and poison[0] == step:
+            gradient = engine.gradient(next(chunks.parameters()))
+            if poison[1] == rank:
+                gradient.view(-1)[3] = float("inf")
         scale = engine.loss_scale
         result = engine.step(config.optimizer.lr)
         if before is not None and result.skipped:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -407,7 +408,8 @@ def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, 
     def awaited(rank: int, call: Call) -> list[int]:
         if call.peer >= 0:
             return [call.peer]
-        group = getattr(Topology.from_layout(layout, rank, flight=unused), call.kind, None)
+        topology = Topology.from_layout(layout, rank, flight=unused)
+        group = None if call.kind == "other" else attrgetter(call.kind)(topology)
         if group is None:
             return []
         key = (call.kind, call.sequence, group.ranks[0])

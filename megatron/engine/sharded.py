@@ -1,0 +1,437 @@
+"""ZeRO stages 2 and 3: gradients, and with stage 3 weights, of which each rank keeps a part.
+
+Rajbhandari et al., arXiv 1910.02054, sections 5.2 and 5.3, with shards of two sizes (Wang et al.,
+arXiv 2306.10209; Zhang et al., arXiv 2205.00119): gradients and weights are divided over
+neighbours, the optimizer's state over as many or more ranks.
+
+The gradients of a bucket have memory from the first to the last contribution of a backward pass.
+Then they are summed over the inner ranks, each of which adds its part to its sums. The weights of a
+bucket have memory while modules use them, in the forward and in the backward pass; before, they
+are gathered from the inner ranks, while the module before them computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.engine.copies import digest
+from megatron.engine.gradients import (
+    Bucket,
+    Gradients,
+    Messages,
+    Terms,
+    WeightGather,
+    gather_into,
+    reduce_beyond,
+    reduce_to_inner,
+)
+from megatron.parallel.sharding import kind_of, sharding_of
+from megatron.parallel.topology import Shards, Topology
+
+_IN_FLIGHT = 2  # gradients of buckets whose messages are under way
+
+
+def units(chunks: Mapping[str, torch.nn.Module], stage: int) -> Callable[[torch.nn.Parameter], int]:
+    """Return the function from a parameter to the number of what its bucket may not go beyond.
+
+    A bucket is of one pipeline stage, so that it is complete after a backward pass. With ZeRO stage
+    3 a matrix of a layer is in a bucket with others of that layer.
+    """
+    number: dict[tuple[str, str], int] = {}
+    found: dict[torch.nn.Parameter, int] = {}
+    for of_stage, chunk in chunks.items():
+        for p in chunk.parameters():
+            s = sharding_of(p)
+            layer = ""
+            if stage == 3 and kind_of(s.name, s.global_shape) != "vector":
+                layer = ".".join(s.name.split(".")[:2])
+            found.setdefault(p, number.setdefault((of_stage, layer), len(number)))
+    return found.__getitem__
+
+
+@torch.no_grad()
+def divide(
+    parameters: Sequence[torch.nn.Parameter],
+    shards: Shards,
+    dtype: torch.dtype,
+    sums: torch.dtype,
+    stage: int,
+    alignment: int,
+) -> tuple[Bucket, torch.Tensor]:
+    """Put the parameters of a group into a bucket; return also this rank's part, exact, in fp32.
+
+    Values that are not there yet (ParameterFactory.late) are drawn. Parts are multiples of
+    `alignment` elements.
+    """
+    device, inner = parameters[0].device, shards.inner
+    each = alignment * shards.states.size
+    n = -(-sum(p.numel() for p in parameters) // each) * each
+    exact = torch.zeros(n, device=device)
+    at = 0
+    for p in parameters:
+        late = getattr(p, "late", None)
+        values = p if late is None else late()
+        exact[at : at + p.numel()] = values.reshape(-1)
+        at += p.numel()
+    fp32 = sharding_of(parameters[0]).fp32
+    weights = exact.to(torch.float32 if fp32 else dtype, copy=True)
+    held = None
+    kinds = {kind_of(sharding_of(p).name, sharding_of(p).global_shape) for p in parameters}
+    # those of vectors are few, and messages for each layer would be small
+    if stage == 3 and kinds != {"vector"} and inner.size > 1:
+        held = weights.chunk(inner.size)[inner.rank].clone()
+    bucket = Bucket(
+        parameters,
+        torch.empty(n, dtype=sums, device=device),
+        weights,
+        shards,
+        torch.zeros(n // inner.size, dtype=sums, device=device),
+        held,
+    )
+    at = 0
+    for p in parameters:
+        p.data = weights[at : at + p.numel()].view(p.shape)
+        at += p.numel()
+    return bucket, exact.chunk(shards.states.size)[shards.part].clone()
+
+
+def free(flat: torch.Tensor) -> None:
+    """Give up the memory of a flat tensor; its views stay what they are."""
+    flat.untyped_storage().resize_(0)
+
+
+def has_memory(flat: torch.Tensor) -> bool:
+    return flat.untyped_storage().size() > 0
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+class ShardedGradients(Gradients):
+    """Gradient sums of which this rank keeps parts.
+
+    stage_of  the pipeline stage of each bucket
+
+    The buckets of a stage are sent once after each of its backward passes, in their order, so that
+    all ranks post the same messages: with overlap as soon as they are complete, which is known from
+    the first pass on, otherwise when the pass ends.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        topology: Topology,
+        terms: Terms,
+        overlap: bool,
+        direct: bool,
+        stage_of: Mapping[Bucket, int],
+    ) -> None:
+        super().__init__(buckets, topology, terms, True, direct)
+        self._early = overlap
+        self._of_stage: dict[int, list[int]] = {}
+        for number, bucket in enumerate(self.buckets):
+            self._of_stage.setdefault(stage_of[bucket], []).append(number)
+        self._stage_of = {n: stage for stage, some in self._of_stage.items() for n in some}
+        # buckets of each stage that were sent in the current pass
+        self._sent_of = dict.fromkeys(self._of_stage, 0)
+        # contributions of the current pass, and of each: empty until a first pass is over
+        self._new = dict.fromkeys(self._sinks, 0)
+        self._per_pass: dict[torch.nn.Parameter, int] = {}
+        self._incomplete = [len(bucket.parameters) for bucket in self.buckets]
+        self._flying = set[int]()
+        self._empty = set(range(len(self.buckets)))  # without sums
+        self._used = set[torch.nn.Parameter]()
+        for p, sink in self._sinks.items():
+            sink.before_use = partial(self._take, self._bucket_of[p])
+        for bucket in self.buckets:
+            free(bucket.gradients)
+
+    def begin(self, micro_batches: int) -> None:
+        """Do nothing: each pass counts by itself."""
+
+    def _take(self, number: int) -> None:
+        """Give the gradients of a bucket memory, once its last message has arrived."""
+        while number in self._flying:
+            self._advance(1)
+        flat = self.buckets[number].gradients
+        if not has_memory(flat):
+            flat.untyped_storage().resize_(flat.nbytes)
+
+    def _added(self, p: torch.nn.Parameter) -> None:
+        self._new[p] += 1
+        if not self._early or self._new[p] != self._per_pass.get(p):
+            return
+        number = self._bucket_of[p]
+        self._incomplete[number] -= 1
+        stage = self._stage_of[number]
+        of_stage = self._of_stage[stage]
+        while (at := self._sent_of[stage]) < len(of_stage) and not self._incomplete[of_stage[at]]:
+            self._send_bucket(of_stage[at])
+            self._sent_of[stage] += 1
+
+    def pass_ends(self, stage: int) -> None:
+        """Send what a backward pass of a pipeline stage has left."""
+        if stage not in self._of_stage:
+            return
+        of_stage = self._of_stage[stage]
+        counts = {p: self._new[p] for n in of_stage for p in self.buckets[n].parameters}
+        for number in of_stage[self._sent_of[stage] :]:
+            self._send_bucket(number)
+        self._sent_of[stage] = 0
+        if not self._per_pass.keys() >= counts.keys():
+            self._per_pass |= {p: n or -1 for p, n in counts.items()}
+        for number in of_stage:
+            self._incomplete[number] = len(self.buckets[number].parameters)
+        for p in counts:
+            self._new[p] = 0
+
+    @torch.no_grad()
+    def _send_bucket(self, number: int) -> None:
+        bucket = self.buckets[number]
+        for p in bucket.parameters:
+            if not self._sinks[p].fresh:
+                self._used.add(p)
+            self._sinks[p].complete()  # a parameter without any gradient counts as zero
+            self._sinks[p].renew()
+        while len(self._begun) >= _IN_FLIGHT:
+            self._advance(1)
+        self._flying.add(number)
+        self._begin(self._to_sums(number))
+
+    def _to_sums(self, number: int) -> Messages:
+        bucket = self.buckets[number]
+        yield from reduce_to_inner(bucket)
+        assert bucket.sums is not None, "made by divide()"
+        part = bucket.inner_part(bucket.gradients)
+        if number in self._empty:
+            bucket.sums.copy_(part)
+        else:
+            bucket.sums.add_(part)
+        self._empty.discard(number)
+        free(bucket.gradients)
+        self._flying.discard(number)
+
+    def of(self, p: torch.nn.Parameter) -> torch.Tensor:
+        """Return a gradient of `p` that counts in the step, in its shape.
+
+        It is zero unless a pass has not ended. All data-parallel ranks call it.
+        """
+        self._new[p] += 1
+        return self._sinks[p].complete()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the terms of all ranks; each rank then has the sum of the parts that it owns."""
+        for number, bucket in enumerate(self.buckets):  # gradients that were put there by hand
+            if any(self._new[p] for p in bucket.parameters):
+                self._send_bucket(number)
+        self._drain()
+        for number in self._empty:
+            sums = self.buckets[number].sums
+            assert sums is not None, "made by divide()"
+            sums.zero_()
+        for bucket in self.buckets:
+            assert bucket.sums is not None, "made by divide()"
+            self._begin(reduce_beyond(bucket, bucket.sums))
+        self._drain()
+        if not self.counted:
+            self._look()
+        self._over_model()
+
+    def _digests(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+        """Return digests of this rank's parts: the same elements on all tensor ranks."""
+        parts = {p: b.own_gradients[place] for b in self.buckets for p, _, place in b.owned()}
+        none = torch.zeros((), dtype=torch.int64, device=self._topology.device)
+        found = [digest(parts[p]) * parts[p].any() if p in parts else none for p in parameters]
+        return torch.stack(found)
+
+    def _was_used(self, p: torch.nn.Parameter) -> bool:
+        return p in self._used
+
+    def renew(self) -> None:
+        """Begin new sums, after the messages in flight have arrived."""
+        self._drain()
+        self._empty = set(range(len(self.buckets)))
+        self._sent_of = dict.fromkeys(self._of_stage, 0)
+        self._incomplete = [len(bucket.parameters) for bucket in self.buckets]
+        for bucket in self.buckets:
+            free(bucket.gradients)
+        for p, sink in self._sinks.items():
+            p.grad = None
+            sink.renew()
+            self._new[p] = 0
+        self._used.clear()
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Use:
+    """A call of a module, and the buckets whose weights it needs.
+
+    last  whether the weights are used after the call: they stay until the backward pass
+    """
+
+    buckets: list[Bucket]
+    last: bool = False
+    backward: bool = True
+
+
+class ShardedWeights(WeightGather):
+    """Weights that are gathered for each use, and given up after it.
+
+    Which use follows another is known from the passes before: its weights are gathered meanwhile,
+    so that at most those of two uses have memory.
+    """
+
+    def __init__(
+        self, buckets: Iterable[Bucket], chunks: Iterable[torch.nn.Module], overlap: bool
+    ) -> None:
+        chunks = list(chunks)
+        super().__init__(buckets, chunks, overlap)
+        self._ahead = overlap
+        self._of = {p: b for b in self._buckets if b.held is not None for p in b.parameters}
+        self._works: dict[Bucket, Any] = {}
+        # uses by the two before: what a forward pass needs next differs from a backward pass
+        self._after: dict[tuple[_Use | None, _Use], _Use] = {}
+        self._before: tuple[_Use | None, _Use | None] = None, None
+        self._kept = False  # all weights stay gathered
+        for chunk in chunks:
+            given = getattr(chunk, "weight_users", None)
+            users = given() if given else [(chunk, list(chunk.parameters()))]
+            for module, parameters in users:
+                self._watch(module, parameters)
+            for module in chunk.modules():
+                module.register_state_dict_pre_hook(lambda *_: self.wait())
+        for bucket in self._of.values():
+            free(bucket.weights)
+
+    def _watch(self, module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
+        needed = list(dict.fromkeys(self._of[p] for p in parameters if p in self._of))
+        if not needed:
+            return
+        own = set(module.parameters())
+        use = _Use(needed, last=any(p not in own for p in parameters))
+        tables = all(
+            kind_of(sharding_of(p).name, sharding_of(p).global_shape) == "embedding" for p in own
+        )
+
+        def before(_: Any, args: Any) -> None:
+            self._need(use)
+            if torch.is_grad_enabled() and not _in_backward():
+                given = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+                for x in given[:1]:  # its gradient is the last that the module computes
+                    x.register_hook(lambda _: self._give_up(use))
+                # the backward pass of a look-up needs no weights
+                use.backward = bool(given) or not tables
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            if _in_backward():  # recomputed: its backward pass follows
+                return
+            if not torch.is_grad_enabled():
+                if not use.last:
+                    self._give_up(use)
+                return
+            if use.backward:
+                outputs = output if isinstance(output, tuple) else (output,)
+                for x in outputs:
+                    if isinstance(x, torch.Tensor) and x.requires_grad:
+                        x.register_hook(lambda _: self._need(use))
+            if not use.last:
+                self._give_up(use)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    @torch.no_grad()
+    def _need(self, use: _Use) -> None:
+        """Wait for the weights of a use, and begin to gather those of the next."""
+        if self._kept:
+            return
+        missing = [b for b in use.buckets if b in self._works or not has_memory(b.weights)]
+        if not missing:
+            return
+        self._gather(use)
+        for bucket in missing:
+            self._works.pop(bucket).wait()
+        first, second = self._before
+        if second is not None:
+            self._after[first, second] = use
+        self._before = second, use
+        following = self._after.get((second, use)) if self._ahead else None
+        for bucket in list(self._works):  # of another use than was expected
+            if following is None or bucket not in following.buckets:
+                self._works.pop(bucket).wait()
+                free(bucket.weights)
+        if following is not None:
+            self._gather(following)
+
+    def _gather(self, use: _Use) -> None:
+        for bucket in use.buckets:
+            if bucket.held is None or bucket in self._works or has_memory(bucket.weights):
+                continue
+            self._wait([bucket])  # for the new weights that this rank holds
+            bucket.weights.untyped_storage().resize_(bucket.weights.nbytes)
+            self._works[bucket] = gather_into(bucket.weights, bucket.held, bucket.shards.inner)
+
+    def _give_up(self, use: _Use) -> None:
+        if self._kept:
+            return
+        for bucket in use.buckets:
+            if bucket not in self._works:
+                free(bucket.weights)
+
+    def pass_ends(self) -> None:
+        """Give up the weights of uses whose end no gradient has shown."""
+        if self._kept:
+            return
+        for bucket in self._of.values():
+            if bucket not in self._works:
+                free(bucket.weights)
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Gather the new weights, of those that are held only what each rank holds."""
+        self._kept = False
+        for work in self._works.values():
+            work.wait()
+        self._works.clear()
+        for bucket in self._of.values():
+            free(bucket.weights)
+        super().start()
+
+    def wait(self) -> None:
+        """Gather all weights. They keep their memory until the next step."""
+        self.settle()
+        for bucket in dict.fromkeys(self._of.values()):
+            self._gather(_Use([bucket]))
+        for work in self._works.values():
+            work.wait()
+        self._works.clear()
+        self._kept = True
+
+    def each(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+        """Yield parameters whose weights have arrived, one after another."""
+        self.settle()
+        for p in parameters:
+            bucket = self._of.get(p)
+            if bucket is None or self._kept:
+                yield p
+                continue
+            use = _Use([bucket])
+            self._gather(use)
+            if bucket in self._works:
+                self._works.pop(bucket).wait()
+            yield p
+            self._give_up(use)
+
+
+def _in_backward() -> bool:
+    """Return whether autograd runs a backward pass now: what is called is recomputed."""
+    return bool(torch._C._current_graph_task_id() != -1)
