@@ -281,6 +281,7 @@ def train_in_process(
         scale = engine.loss_scale
         result = engine.step(config.optimizer.lr)
         if before is not None and result.skipped:
+            engine.wait_for_weights()
             after = pieces(chunks.parameters())
             assert all(np.array_equal(before[n][1], after[n][1]) for n in before), (
                 "a skipped step moved a weight"
