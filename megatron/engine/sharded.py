@@ -101,8 +101,12 @@ def divide(
 
 
 def free(flat: torch.Tensor) -> None:
-    """Give up the memory of a flat tensor; its views stay what they are."""
-    flat.untyped_storage().resize_(0)
+    """Give up the memory of a flat tensor; its views stay what they are.
+
+    Memory of which there has been a NumPy view cannot be given up.
+    """
+    if flat.untyped_storage().resizable():
+        flat.untyped_storage().resize_(0)
 
 
 def has_memory(flat: torch.Tensor) -> bool:
@@ -298,6 +302,7 @@ class ShardedWeights(WeightGather):
         self._ahead = overlap
         self._of = {p: b for b in self._buckets if b.held is not None for p in b.parameters}
         self._works: dict[Bucket, Any] = {}
+        self._here = set[Bucket]()
         # uses by the two before: what a forward pass needs next differs from a backward pass
         self._after: dict[tuple[_Use | None, _Use], _Use] = {}
         self._before: tuple[_Use | None, _Use | None] = None, None
@@ -354,12 +359,10 @@ class ShardedWeights(WeightGather):
         """Wait for the weights of a use, and begin to gather those of the next."""
         if self._kept:
             return
-        missing = [b for b in use.buckets if b in self._works or not has_memory(b.weights)]
-        if not missing:
+        if self._here.issuperset(use.buckets):
             return
         self._gather(use)
-        for bucket in missing:
-            self._works.pop(bucket).wait()
+        self._arrive(use.buckets)
         first, second = self._before
         if second is not None:
             self._after[first, second] = use
@@ -367,43 +370,48 @@ class ShardedWeights(WeightGather):
         following = self._after.get((second, use)) if self._ahead else None
         for bucket in list(self._works):  # of another use than was expected
             if following is None or bucket not in following.buckets:
-                self._works.pop(bucket).wait()
-                free(bucket.weights)
+                self._arrive([bucket])
+                self._free([bucket])
         if following is not None:
             self._gather(following)
 
     def _gather(self, use: _Use) -> None:
         for bucket in use.buckets:
-            if bucket.held is None or bucket in self._works or has_memory(bucket.weights):
+            if bucket.held is None or bucket in self._works or bucket in self._here:
                 continue
             self._wait([bucket])  # for the new weights that this rank holds
-            bucket.weights.untyped_storage().resize_(bucket.weights.nbytes)
+            if not has_memory(bucket.weights):
+                bucket.weights.untyped_storage().resize_(bucket.weights.nbytes)
             self._works[bucket] = gather_into(bucket.weights, bucket.held, bucket.shards.inner)
 
-    def _give_up(self, use: _Use) -> None:
-        if self._kept:
-            return
-        for bucket in use.buckets:
-            if bucket not in self._works:
+    def _arrive(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket in self._works:
+                self._works.pop(bucket).wait()
+                self._here.add(bucket)
+
+    def _free(self, buckets: Iterable[Bucket]) -> None:
+        """Give up weights, other than those under way."""
+        for bucket in buckets:
+            if bucket in self._here:
+                self._here.discard(bucket)
                 free(bucket.weights)
+
+    def _give_up(self, use: _Use) -> None:
+        if not self._kept:
+            self._free(use.buckets)
 
     def pass_ends(self) -> None:
         """Give up the weights of uses whose end no gradient has shown."""
-        if self._kept:
-            return
-        for bucket in self._of.values():
-            if bucket not in self._works:
-                free(bucket.weights)
+        if not self._kept:
+            self._free(list(self._here))
 
     @torch.no_grad()
     def start(self) -> None:
         """Gather the new weights, of those that are held only what each rank holds."""
         self._kept = False
-        for work in self._works.values():
-            work.wait()
-        self._works.clear()
-        for bucket in self._of.values():
-            free(bucket.weights)
+        self._arrive(list(self._works))
+        self._free(list(self._here))
         super().start()
 
     def wait(self) -> None:
@@ -411,9 +419,7 @@ class ShardedWeights(WeightGather):
         self.settle()
         for bucket in dict.fromkeys(self._of.values()):
             self._gather(_Use([bucket]))
-        for work in self._works.values():
-            work.wait()
-        self._works.clear()
+        self._arrive(list(self._works))
         self._kept = True
 
     def each(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
@@ -424,12 +430,10 @@ class ShardedWeights(WeightGather):
             if bucket is None or self._kept:
                 yield p
                 continue
-            use = _Use([bucket])
-            self._gather(use)
-            if bucket in self._works:
-                self._works.pop(bucket).wait()
+            self._gather(_Use([bucket]))
+            self._arrive([bucket])
             yield p
-            self._give_up(use)
+            self._free([bucket])
 
 
 def _in_backward() -> bool:

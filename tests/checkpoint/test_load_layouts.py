@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.checkpoint.load import load
 from megatron.config import Config
 from megatron.engine.engine import Engine, build_executor
-from megatron.model.gpt import build_chunks
+from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from tests.checkpoint.saver_cases import save
@@ -71,6 +71,8 @@ TP4 = dict(tensor_model_parallel_size=4)
 PP2 = dict(pipeline_model_parallel_size=2)
 EP2, EP4 = dict(expert_model_parallel_size=2), dict(expert_model_parallel_size=4)
 CP2, CP4 = dict(context_parallel_size=2), dict(context_parallel_size=4)
+ZERO2, ZERO3 = dict(zero_stage=2, zero_shard_size=2), dict(zero_stage=3)
+HALVES = {**ZERO3, "zero_shard_size": 2, "zero_state_shard_size": 4}
 
 # Written checkpoints: (model, fields), all on 4 ranks.
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -80,6 +82,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2, cp2": (MODEL, {**TP2, **CP2}),
     "tied, interleaved, dp2": (TIED, INTERLEAVED),
     "experts, tp2, ep2": (EXPERTS, {**TP2, **EP2}),
+    "experts, zero 3": (EXPERTS, {**HALVES, **EP2}),
     "fp16, zero 0, zb, dp2": (TIED, {**PP2, **FP16, "enable_zbh1_pipeline": True, "zero_stage": 0}),
 }
 
@@ -110,6 +113,10 @@ SOME = [
     Case("experts, tp2, ep2", EP4),
     Case("experts, tp2, ep2", {**PP2, **EP2, "zero_stage": 0, "bf16": True}),
     Case("experts, tp2, ep2", {}, 1),
+    Case("experts, zero 3", {**TP2, **EP2}),
+    Case("experts, zero 3", {**ZERO2, "bf16": True}),
+    Case("tp2sp-pp2", {**ZERO3, **TP2}),
+    Case("fp16, zero 0, zb, dp2", {**ZERO2, **FP16}),
     Case("fp16, zero 0, zb, dp2", {**FP16, "initial_loss_scale": 2.0**9}),
     Case("fp16, zero 0, zb, dp2", {}, 1),
 ]
@@ -121,6 +128,11 @@ OTHERS = [
     Case("experts, tp2, ep2", {**TP2, **EP2}),
     Case("experts, tp2, ep2", {**SP2, **PP2}),
     Case("experts, tp2, ep2", {**EP2, "zero_stage": 0}),
+    Case("experts, tp2, ep2", {**ZERO3, **EP4}),
+    Case("experts, zero 3", {**HALVES, **EP2}),
+    Case("experts, zero 3", {**ZERO3, **SP2, **FP16}),
+    Case("tied, interleaved, dp2", HALVES),
+    Case("tied, interleaved, dp2", {**INTERLEAVED, **ZERO2}),
     Case("tied, interleaved, dp2", INTERLEAVED),
     Case("tied, interleaved, dp2", {**INTERLEAVED, **SP2}),
     Case("tied, interleaved, dp2", TP4),
@@ -134,12 +146,15 @@ State = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], np.ndarray]]]
 
 
 @functools.cache
-def topology_of(tensor: int, pipeline: int, expert: int, context: int) -> Topology:
+def topology_of(
+    tensor: int, pipeline: int, expert: int, context: int, shard: int, states: int
+) -> Topology:
     """Return the topology of a layout, which all its jobs share.
 
     A process cannot create dozens of groups.
     """
     sizes = dict(expert_model_parallel_size=expert, context_parallel_size=context)
+    sizes |= dict(zero_shard_size=shard, zero_state_shard_size=states)
     return Topology.create(tensor, pipeline, **sizes)
 
 
@@ -156,8 +171,12 @@ class Job:
             parallel.pipeline_model_parallel_size,
             parallel.expert_model_parallel_size,
             parallel.context_parallel_size,
+            self.config.engine.zero_shard_size,
+            self.config.engine.zero_state_shard_size,
         )
-        self.chunks = build_chunks(self.config, self.topology)
+        late = self.config.engine.zero_stage == 3
+        context = layer_context(self.config, self.topology, late=late)
+        self.chunks = build_chunks(self.config, self.topology, context)
         self.chunks.train()
         self.engine = Engine(self.config, self.topology, self.chunks)
         self.executor = build_executor(self.config, self.topology, self.chunks, self.engine)

@@ -29,7 +29,7 @@ from megatron.engine.engine import Engine, build_executor
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
 from megatron.kernels import choose
 from megatron.model import formulas
-from megatron.model.gpt import build_chunks
+from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
 from megatron.parallel.launch import Launch
@@ -218,6 +218,8 @@ def connect_groups(
         order=rank_order,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        zero_shard_size=config.engine.zero_shard_size,
+        zero_state_shard_size=config.engine.zero_state_shard_size,
     )
     with topology.flight.phase("groups"):
         # Before torch gives up, whose message says less, or RCCL, which does not give up.
@@ -277,7 +279,8 @@ def assemble(
     tuned = device.type == "cpu" and config.training.allocator_tuning
     mapped = mapped_blocks() if tuned else contextlib.nullcontext()
     with mapped, reporter.console.doing("building the model and the engine"):
-        chunks = build_chunks(config, topology)
+        late = config.engine.zero_stage == 3
+        chunks = build_chunks(config, topology, layer_context(config, topology, late=late))
         engine = Engine(config, topology, chunks)
     chunks.train()
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
