@@ -283,21 +283,23 @@ class EngineConfig:
         "sharded over the data-parallel ranks; 2: gradients, too; 3: weights, too, without "
         "pipeline stages.",
         choices=(0, 1, 2, 3),
-        shortcuts=dict.fromkeys(
-            ("--use-distributed-optimizer", "--overlapped-distributed-optimizer"), 1
-        ),
+        shortcuts={
+            "--use-distributed-optimizer": 1,
+            "--overlapped-distributed-optimizer": 1,
+            "--use-torch-fsdp2": 3,
+        },
     )
     zero_shard_size: int = option(
         0,
-        "Number of neighbouring data-parallel ranks over which ZeRO shards; beyond them everything "
-        "is replicated. 0: all.",
+        "Number of neighbouring data-parallel ranks over which ZeRO stages 2 and 3 shard gradients "
+        "and weights, such as those of a node; other such groups have the same. 0: all.",
         at_least=0,
         at_most=MOST_PROCESSES,
     )
     zero_state_shard_size: int = option(
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO shards the optimizer state, a "
-        "multiple of --zero-shard-size. 0: as --zero-shard-size.",
+        "multiple of --zero-shard-size. 0: all.",
         at_least=0,
         at_most=MOST_PROCESSES,
     )

@@ -155,6 +155,11 @@ def _blend_of_file(setting: str, words: list[str]) -> dict[str, Any]:
     return _blend(setting, groups)
 
 
+def _sharding(words: list[str]) -> dict[str, Any]:
+    strategies = "no_shard", "optim", "optim_grads", "optim_grads_params"
+    return {"zero_stage": strategies.index(_text(words))}
+
+
 def _text(words: list[str]) -> str:
     return read_text(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
 
@@ -198,6 +203,7 @@ DIRECT: Mapping[str, Direct] = {
     "--moe-layer-recompute": Direct(
         ("recompute_granularity", "recompute_modules"), _recomputed_experts
     ),
+    "--data-parallel-sharding-strategy": Direct(("zero_stage",), _sharding),
     "--distributed-timeout": Direct(("distributed_timeout_minutes",), _timeout),
     **_weighted_paths(),
     "--data-args-path": Direct(("data_path",), _words_of_file),

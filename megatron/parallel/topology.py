@@ -124,8 +124,7 @@ class Layout:
     @property
     def shard_sizes(self) -> tuple[int, int]:
         """Return over how many ranks ZeRO divides gradients or weights, and optimizer states."""
-        shard = self.shard or self.data
-        return shard, self.states or shard
+        return self.shard or self.data, self.states or self.data
 
     @property
     def world_size(self) -> int:

@@ -71,8 +71,8 @@ TP4 = dict(tensor_model_parallel_size=4)
 PP2 = dict(pipeline_model_parallel_size=2)
 EP2, EP4 = dict(expert_model_parallel_size=2), dict(expert_model_parallel_size=4)
 CP2, CP4 = dict(context_parallel_size=2), dict(context_parallel_size=4)
-ZERO2, ZERO3 = dict(zero_stage=2, zero_shard_size=2), dict(zero_stage=3)
-HALVES = {**ZERO3, "zero_shard_size": 2, "zero_state_shard_size": 4}
+ZERO2, ZERO3 = dict(zero_stage=2, zero_shard_size=2, zero_state_shard_size=2), dict(zero_stage=3)
+HALVES = {**ZERO3, "zero_shard_size": 2}
 
 # Written checkpoints: (model, fields), all on 4 ranks.
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
