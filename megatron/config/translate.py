@@ -108,6 +108,12 @@ def _profiled_steps(words: list[str]) -> dict[str, Any]:
     }
 
 
+def _sharding(words: list[str]) -> dict[str, Any]:
+    strategies = "no_shard", "optim", "optim_grads", "optim_grads_params"
+    kinds = Option(choices=strategies, hint="use --zero-stage")
+    return {"zero_stage": strategies.index(kinds.parse(words))}
+
+
 def _timeout(words: list[str]) -> dict[str, Any]:
     minutes = "distributed_timeout_minutes"
     return {minutes: all_options()[minutes].parse(words) / 60}
@@ -153,11 +159,6 @@ def _blend_of_file(setting: str, words: list[str]) -> dict[str, Any]:
     if not groups:
         raise ValueError(f'{words[0]} does not hold "{_WEIGHTED[1:-1]}" in double quotes')
     return _blend(setting, groups)
-
-
-def _sharding(words: list[str]) -> dict[str, Any]:
-    strategies = "no_shard", "optim", "optim_grads", "optim_grads_params"
-    return {"zero_stage": strategies.index(_text(words))}
 
 
 def _text(words: list[str]) -> str:

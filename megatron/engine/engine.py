@@ -369,9 +369,7 @@ class Engine:
         chunks = reversed(list(self.chunks.named_children()))
         stage_of = {p: int(stage) for stage, chunk in chunks for p in chunk.parameters()}
         stages = {bucket: stage_of[bucket.parameters[0]] for bucket in buckets}
-        self._gradients = ShardedGradients(
-            buckets, self.topology, terms, overlap, direct, stages
-        )
+        self._gradients = ShardedGradients(buckets, self.topology, terms, overlap, direct, stages)
         self._weights = ShardedWeights(reversed(buckets), self.chunks.children(), ahead)
 
     # -- training ----------------------------------------------------------------------------------

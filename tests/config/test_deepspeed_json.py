@@ -268,7 +268,8 @@ def test_unknown_entries_are_passed_on_with_a_notice(merge):
 
 
 IMPOSSIBLE = [
-    ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage", "3", "--zero-stage 1"]),
+    ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage", "4"]),
+    ({"zero_optimization": {"mics_shard_size": 8}}, ["mics_shard_size", "--zero-shard-size"]),
     (
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
         ["offload_optimizer.device", "remove"],

@@ -162,6 +162,10 @@ SETTINGS = """
 --deepspeed
 --zero-stage 0
 --zero-stage 1.0 => zero_stage 1
+--zero-stage 3
+--zero-shard-size 1
+--zero-state-shard-size 1
+--use-torch-fsdp2 => zero_stage 3
 --zero-reduce-bucket-size 500000000
 --zero-allgather-bucket-size 1000000
 --checkpoint-activations => recompute_granularity full
@@ -449,8 +453,6 @@ REFUSED = """
 --distributed-backend hccl => gloo
 --remote-device cpu => --zero-stage
 --remote-device nvme => none
---zero-stage 2 => --zero-stage 1
---zero-stage 3 => --zero-stage 1
 --cpu-optimizer => --zero-stage
 --data-parallel-random-init => remove
 --embedding-weights-in-fp32 => fp32
@@ -483,7 +485,6 @@ REFUSED = """
 --train-data webtext => --data-path
 --lazy-loader => --data-path
 --cache-dir cache => --data-cache-path
---use-torch-fsdp2 => --zero-stage
 --use-bnb-optimizer => adam
 --fp8-format hybrid => --bf16
 --glu-activation liglu => swiglu
@@ -515,7 +516,6 @@ REFUSED = """
 --full-validation => --eval-iters
 --multiple-validation-sets => --valid-data-path
 --optimizer-cpu-offload => --zero-stage
---use-megatron-fsdp => --zero-stage
 --pretrained-checkpoint p => --finetune
 --retro-add-retriever => remove
 --perform-rl-step => remove
@@ -535,7 +535,7 @@ REFUSED = """
 --train-iters-to-skip 3 4 => data
 --lr_constant_plus_cooldown => WSD
 --lr_constant_plus_cooldown_frac 0.2 => WSD
---use-mics => --zero-stage
+--use-mics => --zero-shard-size
 --optimizer sophiag => adam
 """
 # Flags of the upstream frameworks, 215 in all. Each must be in one of the lists above.

@@ -313,6 +313,7 @@ def test_single_values():
         ),
         "--profile_steps 2,3": ("profile_step_start", 1),  # the second step, counted from 0
         "--profile-steps 2,3": ("profile_step_end", 3),  # before the fourth
+        "--data-parallel-sharding-strategy optim_grads": ("zero_stage", 2),
         "--distributed-timeout 1800": ("distributed_timeout_minutes", 30.0),
         "--eval-iters -1": ("eval_iters", 0),
         "--activations-checkpoint-method uniform": ("recompute_granularity", "full"),

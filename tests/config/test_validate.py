@@ -475,7 +475,7 @@ CASES = [
     ),
     (dict(tokenizer_type="NullTokenizer"), ["--vocab-size"], dict(vocab_size=10)),
     (dict(tiktoken_pattern="p50k"), ["gpt2", "o200k"], dict(tiktoken_pattern="gpt2")),
-    (dict(zero_stage=3), ["'3'", "--zero-stage 1"], dict(zero_stage=1)),
+    (dict(zero_stage=4), ["'4'"], dict(zero_stage=1)),
     (dict(num_layers="8"), ["--num-layers", "'8'"], dict(num_layers=8)),
     (dict(num_layers=8.5), ["8.5"], dict(num_layers=8.0)),
     (dict(lr=float("nan")), ["nan"], dict(lr=1.0)),
