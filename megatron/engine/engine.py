@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -218,11 +218,11 @@ class Engine:
         limit = math.inf
         if topology.data.size > 1 or has_16_bit_moments(config):  # which are widened by bucket
             limit = bucket_elements(config.engine.zero_reduce_bucket_size, topology.data.size)
-        unit: Callable[[torch.nn.Parameter], int] = lambda p: 0
+        cut: dict[str, Any] = {}
         if stage > 1:
             from megatron.engine.sharded import divide, units  # no part of other stages
 
-            unit = units(dict(chunks.named_children()), stage)
+            cut["unit"] = units(dict(chunks.named_children()), stage)
         own = config.pieces.optimizer
         groups = parameter_groups(
             parameters,
@@ -230,7 +230,7 @@ class Engine:
             limit,
             wants_whole(config),
             mup_scales(config),
-            unit,
+            **cut,
         )
         ensure_process_group(topology.device)
         check_groups(groups, topology)

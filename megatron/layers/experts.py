@@ -55,7 +55,7 @@ from megatron.parallel.collectives import (
     reduce_scatter_first,
     split_first,
 )
-from megatron.parallel.sharding import Site, attach, placed_noise, shard, wide
+from megatron.parallel.sharding import Site, placed_noise, shard, wide
 from megatron.parallel.topology import Group, Topology
 
 if TYPE_CHECKING:

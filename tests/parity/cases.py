@@ -347,9 +347,13 @@ TOGETHER = [
     layout(tp=2, pp=2, fused=True, **FAMILIES["neox"]),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["qwen3"]),
     layout(dp=2, **LION),
+    layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False),
     experts(2, dp=2, recompute=MOE, **EXPERTS),
     experts(2, tp=2, dp=2, sp=True, recompute=MOE_ACT, **BIASED),
     experts(2, pp=2, dp=2, schedule="zb-h1", **DROPS),
+    layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
+    layout(tp=2, dp=2, sp=True, zero=3, fused=True, recompute=CHEAP, **FAMILIES["gemma2"]),
+    experts(2, dp=4, zero=3, zero_shard_size=2, recompute=MOE, **BIASED),
     layout(tp=4, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
     # Uneven, with fewer micro-batches than stages.
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
@@ -415,8 +419,44 @@ CONTEXT = [
     ],
     layout(cp=2, dp=2, poison=(1, 2)),
 ]
+SHARDED = [
+    *[
+        layout(
+            dp=4, zero=stage, zero_shard_size=inner, zero_state_shard_size=states, steps=5, **LLAMA
+        )
+        for stage in (1, 2, 3)
+        for inner, states in ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4))
+    ],
+    *[
+        layout(dp=2, zero=3, recompute=again, steps=5, **precision)
+        for again in (NONE, FULL, BLOCK, SELECTIVE)
+        for precision in ({}, BF16, FP16)
+    ],
+    *[
+        layout(pp=2, dp=2, zero=2, schedule=schedule, **precision)
+        for schedule in ("1f1b", "interleaved", "zb-h1")
+        for precision in ({}, BF16, FP16)
+    ],
+    layout(zero=3),
+    layout(zero=2, **BF16),
+    layout(tp=2, zero=3, sp=True, packed=True, **DOCUMENTS, **LLAMA),
+    layout(tp=2, dp=2, zero=3, steps=5, **DROPOUT),
+    layout(tp=2, dp=2, zero=2, sp=True, fused=True, **FP16, poison=(1, 2)),
+    layout(dp=4, zero=3, zero_shard_size=2, **FP16, poison=(1, 2)),
+    layout(dp=2, zero=3, overlap_grad_reduce=False, overlap_param_gather=False),
+    layout(cp=2, dp=2, zero=3, **LLAMA),
+    layout(dp=4, zero=3, zero_shard_size=2, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
+    layout(tp=2, dp=2, zero=2, **MUON, **MUP, **FAMILIES["qwen3"]),
+    layout(dp=2, zero=3, clip_grad_by_kind=("embedding=0.05", "vector=0.02")),
+    experts(2, dp=2, zero=3, steps=5, **DROPS),
+    experts(4, dp=4, zero=3, zero_shard_size=2, **EXPERTS),
+    experts(2, tp=2, dp=2, sp=True, zero=3, steps=5, **BIASED),
+    experts(2, pp=2, dp=2, schedule="interleaved", zero=2, **BY_GLOBAL_BATCH),
+    experts(2, dp=2, zero=3, **FP16, **EXPERTS, poison=(1, 1)),
+]
 CAMPAIGN = [
     *GRID,
+    *SHARDED,
     *CONTEXT,
     *[
         layout(tp=2, pp=2, sp=True, schedule="interleaved", **mixture)
