@@ -112,6 +112,7 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         **_BOTH,
         "bf16_groups": "read: the parameters of each bucket",
         "bf16_groups_flat": "read: their weights, flat",
+        "bf16_partitioned_groups": "set to this rank's part of buckets that are divided already",
         "fp32_groups_flat_partition": "read: this rank's master weights",
         "fp32_groups_gradients_flat": "read: the gradient sums, flat",
         "fp32_groups_gradient_flat_partition": "emptied where FusedAdamW reads bf16 sums: "
@@ -129,6 +130,8 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         **_BOTH,
         "bit16_groups": "read: the parameters of each bucket",
         "bit16_groups_flat": "read: their weights, flat",
+        "parallel_partitioned_bit16_groups": "set to this rank's part of buckets that are divided "
+        "already",
         "single_partition_of_fp32_groups": "read: this rank's master weights",
         "averaged_gradients": "holds our flat gradients, which the step takes as its own",
         "check_grad_overflow": "off: the norm shows an overflow, without another pass over the "
@@ -499,6 +502,8 @@ class ZeroStep:
         for i, bucket in enumerate(divided):  # instead of DeepSpeed's copies
             self._deepspeeds[i].data = weights[i] = bucket.own_weights
             self._deepspeeds[i]._hp_mapping = None
+            parts = outer.bf16_partitioned_groups if self._bf16 else None
+            (parts or outer.parallel_partitioned_bit16_groups)[i] = [bucket.own_weights]
             if self._bf16:
                 sums[i] = outer.fp32_groups_gradient_flat_partition[i] = bucket.own_gradients
         if divided and self._bf16:
