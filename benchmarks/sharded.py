@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import resource
 import socket
 import statistics
@@ -143,6 +144,7 @@ def with_fsdp(args: argparse.Namespace, rank: int) -> Step:
 
 def with_deepspeed(args: argparse.Namespace, rank: int) -> Step:
     """Return the function that takes a step with DeepSpeed's ZeRO-3."""
+    os.environ |= {"LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     deepspeed = import_deepspeed()
     chunk, config = one_chunk(args)
     settings = {

@@ -396,6 +396,7 @@ class Bucket:
     starts: dict[torch.nn.Parameter, int] = field(init=False)
     own_gradients: torch.Tensor = field(init=False)
     own_weights: torch.Tensor = field(init=False)
+    _gradients: dict[torch.nn.Parameter, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.gradients.shape == self.weights.shape, (
@@ -410,9 +411,10 @@ class Bucket:
 
         self.own_gradients = own(self.gradients, self.sums)
         self.own_weights = own(self.weights, self.held)
-        self.starts, at = {}, 0
+        self.starts, self._gradients, at = {}, {}, 0
         for p in self.parameters:
             self.starts[p] = at
+            self._gradients[p] = self.gradients.narrow(0, at, p.numel()).view(p.shape)
             at += p.numel()
 
     @property
@@ -427,7 +429,7 @@ class Bucket:
 
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the whole gradient sum of a parameter, in its shape."""
-        return self.gradients.narrow(0, self.starts[p], p.numel()).view(p.shape)
+        return self._gradients[p]
 
     def owned(self) -> Iterator[tuple[torch.nn.Parameter, int, slice]]:
         """Yield each parameter of which this rank owns elements.

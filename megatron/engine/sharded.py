@@ -97,6 +97,9 @@ def divide(
     for p in parameters:
         p.data = weights[at : at + p.numel()].view(p.shape)
         at += p.numel()
+    free(bucket.gradients)
+    if held is not None:
+        free(weights)
     return bucket, exact.chunk(shards.states.size)[shards.part].clone()
 
 
@@ -152,8 +155,6 @@ class ShardedGradients(Gradients):
         self._used = set[torch.nn.Parameter]()
         for p, sink in self._sinks.items():
             sink.before_use = partial(self._take, self._bucket_of[p])
-        for bucket in self.buckets:
-            free(bucket.gradients)
 
     def begin(self, micro_batches: int) -> None:
         """Do nothing: each pass counts by itself."""
@@ -314,8 +315,6 @@ class ShardedWeights(WeightGather):
                 self._watch(module, parameters)
             for module in chunk.modules():
                 module.register_state_dict_pre_hook(lambda *_: self.wait())
-        for bucket in self._of.values():
-            free(bucket.weights)
 
     def _watch(self, module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
         needed = list(dict.fromkeys(self._of[p] for p in parameters if p in self._of))
