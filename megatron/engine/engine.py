@@ -492,6 +492,21 @@ class Engine:
             params_norm=math.sqrt(others[0]) if others else None,
         )
 
+    @contextlib.contextmanager
+    def local_gradients(self) -> Iterator[None]:
+        """Let the gradients of the passes within stay on this rank, whole, until they are cleared.
+
+        With ZeRO stages 2 and 3 that takes more memory than training.
+        """
+        if not self._divided:
+            yield
+            return
+        self._gradients.local = True
+        try:
+            yield
+        finally:
+            self._gradients.local = False
+
     def clear_gradients(self) -> None:
         """Discard the gradients accumulated since the last step.
 

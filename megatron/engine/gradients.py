@@ -47,6 +47,7 @@ class Gradients:
     sent in their order, so that all ranks post the same messages, even if a parameter gets no
     gradient: its bucket and the later ones wait for `reduce`.
 
+    local    see Engine.local_gradients
     counted  whether a step has counted
     first    of the first step that counted; None without tensor parallelism
     """
@@ -60,7 +61,7 @@ class Gradients:
         direct: bool,
     ) -> None:
         self.buckets = list(buckets)
-        self.counted = False
+        self.local, self.counted = False, False
         self.first: FirstGradients | None = None
         self._looked: FirstGradients | None = None
         self._topology, self._terms = topology, terms

@@ -169,7 +169,7 @@ class ShardedGradients(Gradients):
 
     def _added(self, p: torch.nn.Parameter) -> None:
         self._new[p] += 1
-        if not self._early or self._new[p] != self._per_pass.get(p):
+        if not self._early or self.local or self._new[p] != self._per_pass.get(p):
             return
         number = self._bucket_of[p]
         self._incomplete[number] -= 1
@@ -181,7 +181,7 @@ class ShardedGradients(Gradients):
 
     def pass_ends(self, stage: int) -> None:
         """Send what a backward pass of a pipeline stage has left."""
-        if stage not in self._of_stage:
+        if stage not in self._of_stage or self.local:
             return
         of_stage = self._of_stage[stage]
         counts = {p: self._new[p] for n in of_stage for p in self.buckets[n].parameters}
@@ -222,9 +222,9 @@ class ShardedGradients(Gradients):
         self._flying.discard(number)
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return a gradient of `p` that counts in the step, in its shape.
+        """Return what `p` adds to the sum, in its shape: zero after a pass, unless it is `local`.
 
-        It is zero unless a pass has not ended. All data-parallel ranks call it.
+        All data-parallel ranks call it.
         """
         self._new[p] += 1
         return self._sinks[p].complete()

@@ -56,8 +56,10 @@ def train(rank: int, sizes: tuple[int, int], runs: list[str]) -> dict[str, Any]:
         results, states, weights = [], [toy.state_pieces(engine)], []
         for s in range(STEPS):
             toy.backward(engine, topology, s)
-            if s == BAD and rank == topology.world.size - 1:
-                engine.gradient(next(engine.chunks.parameters())).view(-1)[0] = float("inf")
+            if s == BAD:
+                gradient = engine.gradient(next(engine.chunks.parameters()))
+                if rank == topology.world.size - 1:
+                    gradient.view(-1)[0] = float("inf")
             engine.start_step(values(s))
             if s == BAD + 1:  # before anyone has asked for the result of the step
                 with engine.averaged_weights():
@@ -78,7 +80,8 @@ def train(rank: int, sizes: tuple[int, int], runs: list[str]) -> dict[str, Any]:
 
 RUNS = {
     (1, 1, 1): ["fp32 1", "bf16 1", "fp16 1", "fp32 1 bf16", "fp16 1 bf16"],
-    (2, 2, 2): ["fp32 1", "bf16 1", "bf16sums 0", "bf16sums 1 bf16"],
+    (2, 2, 2): ["fp32 1", "bf16 1", "bf16sums 0", "bf16sums 1 bf16", "fp32 2", "bf16 3"],
+    (1, 1, 2): ["fp32 3", "fp16 3", "bf16sums 2 bf16"],
 }
 """Precision, ZeRO stage, and where the average is updated in AdamW's pass, type of its first moment."""
 

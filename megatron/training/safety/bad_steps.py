@@ -296,7 +296,7 @@ def diagnose(
     ]
     for stage, p in parameters:
         tracer.check(p, tracer.WEIGHT, 0, stage, f"weight {sharding_of(p).name}")
-    with tracer.installed(run):
+    with tracer.installed(run), run.engine.local_gradients():
         losses = run.executor.train(micro_batches, loss_scale=loss_scale, loss_weights=loss_weights)
     for index, loss in enumerate(losses):
         what = "the loss, behind the output layer"
