@@ -406,6 +406,7 @@ def write_model(
     *,
     companions: Companions | None = None,
     alive: Alive = nothing,
+    passes: Callable[[str], None] | None = None,
 ) -> int:
     """Write a model in the format of Hugging Face; return the bytes of its tensors.
 
@@ -416,6 +417,8 @@ def write_model(
     dtype        of the tensors in the files
     companions   by default those of `config`
     alive        called after every parameter
+    passes       called in place of `whole` for the parameters that other data-parallel ranks write,
+                 where it takes all of them to have one
 
     All ranks call it. Raises CheckpointError on every rank; then the folder is as before.
     """
@@ -439,6 +442,9 @@ def write_model(
                 values = _each(whole, part.parameters, alive, model)
                 writes = path if writer else None
                 failures.append(_write_part(writes, part, matrices, values, dtype))
+            elif passes is not None:
+                for name in part.parameters:
+                    passes(name)
         with together(topology, what):
             for failure in failures:
                 if failure is not None:
@@ -527,13 +533,18 @@ def export(
     topology: Topology,
     chunks: torch.nn.Module,
     alive: Alive = nothing,
+    arriving: Callable[[Iterable[torch.nn.Parameter]], Iterator[torch.nn.Parameter]] = iter,
+    on_all: bool = False,
 ) -> int:
     """Write the model of a run, in the precision of its training; return the bytes of its tensors.
+
+    `arriving` yields parameters when their values are there (Engine.arriving); `on_all`: all
+    data-parallel ranks have to call it for the same ones.
 
     All ranks call it. In addition to the model, a rank needs memory for a parameter that it gathers
     from its tensor-parallel and its expert-parallel group. Errors are those of `write_model`.
     """
-    own: dict[str, list[torch.Tensor]] = {}
+    own: dict[str, list[torch.nn.Parameter]] = {}
     for p in unique_parameters(chunks):
         copy = topology.embedding is not None and topology.pipeline.is_last
         if not (sharding_of(p).tied and copy):
@@ -542,12 +553,17 @@ def export(
     dtype = getattr(torch, config.precision.dtype_name)
 
     def whole(name: str) -> torch.Tensor | None:
-        return _gathered(own[name], topology)
+        return _gathered(arriving(own[name]), topology)
 
-    return write_model(folder, config, topology, shapes, whole, dtype, alive=alive)
+    def passes(name: str) -> None:
+        for _ in arriving(own[name]):
+            pass
+
+    beside = passes if on_all else None
+    return write_model(folder, config, topology, shapes, whole, dtype, alive=alive, passes=beside)
 
 
-def _gathered(parameters: list[torch.Tensor], topology: Topology) -> torch.Tensor | None:
+def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.Tensor | None:
     """Return a whole parameter in host memory on the first of the ranks that hold it together.
 
     None on the others. A rank may hold several parts of it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -521,6 +521,14 @@ class Engine:
         """
         self._weights.wait()
 
+    def arriving(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+        """Yield parameters whose weights are there, until the next is asked for.
+
+        With ZeRO stage 3 all data-parallel ranks ask for the same ones, in the same order. It takes
+        less memory than `wait_for_weights`.
+        """
+        return self._weights.each(parameters)
+
     def check_copies(self, when: str = "now") -> None:
         """Compare, bit for bit, the weights that several ranks hold.
 
@@ -536,8 +544,7 @@ class Engine:
         self._settle()
         first, self._gradients.first = self._gradients.first, None
         parameters = unique_parameters(self.chunks)
-        arrived = self._weights.each(parameters)
-        check_copies(parameters, arrived, self.topology, when, first)
+        check_copies(parameters, self.arriving(parameters), self.topology, when, first)
 
     # -- the average of the weights ----------------------------------------------------------------
 

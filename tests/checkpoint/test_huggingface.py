@@ -22,7 +22,7 @@ from tests.helpers.training import assemble, pieces
 
 LAYOUTS = {
     1: {},
-    2: dict(expert_model_parallel_size=2),
+    2: dict(expert_model_parallel_size=2, zero_stage=3),
     4: dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
 }
 WITH_EXPERTS = [case for case, (kind, _) in CASES.items() if FAMILIES[kind].experts]
@@ -67,7 +67,8 @@ def one(source: Path, target: Path, world: int) -> dict[str, Any]:
         parallel.pipeline_model_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
     )
-    context = layer_context(config, topology)
+    divided = config.engine.zero_stage == 3
+    context = layer_context(config, topology, late=divided)
     chunks = build_chunks(config, topology, context)
     engine = Engine(config, topology, chunks)
     load_engine(source, engine, topology, config)
@@ -98,7 +99,8 @@ def one(source: Path, target: Path, world: int) -> dict[str, Any]:
         return whole.transpose(0, 1).contiguous().numpy()
 
     first = logits()
-    export(target / "before", config, topology, chunks)
+    writing = dict(arriving=engine.arriving, on_all=divided)
+    export(target / "before", config, topology, chunks, **writing)
     executor = Executor(
         topology,
         stages_of(chunks),
@@ -108,13 +110,14 @@ def one(source: Path, target: Path, world: int) -> dict[str, Any]:
         hidden_dtype(config),
         context.weight_gradients,
         before_training=engine.begin,
+        after_backward=engine.pass_ends,
     )
     chunks.train()
     losses = executor.train([batch], loss_scale=engine.loss_scale)
     loss = float(losses[0]) if losses else None
     engine.step(RATE)
+    export(target / "after", config, topology, chunks, **writing)
     engine.wait_for_weights()
-    export(target / "after", config, topology, chunks)
     return {
         "logits": first,
         "later": logits(),

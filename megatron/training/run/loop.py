@@ -647,8 +647,15 @@ def export(run: Run, folder: Path, stop: Stop | None) -> None:
         start = time.perf_counter()
         average = run.config.checkpoint.save_hf_ema
         with run.engine.averaged_weights() if average else nullcontext():
-            run.engine.wait_for_weights()
-            size = write(folder, run.config, run.topology, run.chunks, run.topology.flight.alive)
+            size = write(
+                folder,
+                run.config,
+                run.topology,
+                run.chunks,
+                run.topology.flight.alive,
+                run.engine.arriving,
+                on_all=run.config.engine.zero_stage == 3,
+            )
     run.reporter.say(
         f" wrote the model to {folder}: {size / 1e9:.3f} GB in {time.perf_counter() - start:.2f} s"
     )
