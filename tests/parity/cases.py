@@ -487,10 +487,16 @@ CAMPAIGN = [
             (2, dict(dp=2, fused=True, micro_batch_size=2, **DROPOUT), BY_SEQUENCE),
         )
     ],
+    # With four of eight experts for each token, bf16 soon chooses others than fp32, on one process,
+    # too: the gradient norm of its second step is 3 % off.
     *[
         experts(2, **shape, **kind, **precision)
-        for kind in (EXPERTS, BIASED)
-        for precision in (BF16, FP16)
+        for kind, precision in (
+            (EXPERTS, BF16),
+            (EXPERTS, FP16),
+            (BIASED, {**BF16, "steps": 1}),
+            (BIASED, FP16),
+        )
         for shape in (dict(dp=2), dict(tp=2, pp=2, dp=2, sp=True))
     ],
     experts(2, dp=2, poison=(1, 1), **FP16, **BIASED),
