@@ -197,7 +197,7 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
         torch.cuda.set_device(x.device)  # the current device is per thread
     world, line = topology.world, topology.pipeline
     groups: dict[Any, Group] = {}
-    parts = topology.context, topology.expert, topology.expert_data
+    parts = topology.context, topology.expert_data, *topology.expert_hops
     for group in (topology.tensor, topology.data, topology.model, topology.embedding, *parts):
         if group is not None and group.handle not in (None, world.handle):
             groups.setdefault(group.handle, group)

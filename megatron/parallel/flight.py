@@ -32,7 +32,7 @@ from megatron.parallel.processes import DEAD, GONE, STOPPED, process_state
 
 KINDS = (
     *("world", "tensor", "data", "pipeline", "model", "embedding"),
-    *("context", "expert", "expert_data", "other"),
+    *("context", "expert", "expert_data", "expert_between", "expert_within", "other"),
 )
 RECORD_BYTES = 4096
 _TEXT_BYTES = 3000

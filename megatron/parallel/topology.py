@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config.parallel import RANK_ORDERS
@@ -57,6 +57,13 @@ class Layout:
     >>> list(Layout(data=8, context=2, expert=4).expert_data_ranks(5))
     [1, 5]
 
+    Lines of experts over several nodes, with `expert_node` neighbours on each, divide into these
+    and into lines between the nodes. 1: tokens do not go over nodes (for_world).
+
+    >>> layout = Layout(data=8, expert=8, expert_node=4)
+    >>> list(layout.expert_within_ranks(6)), list(layout.expert_between_ranks(6))
+    ([4, 5, 6, 7], [2, 6])
+
     `order` names the directions from the one that varies fastest over the ranks to the slowest: any
     of RANK_ORDERS.
 
@@ -72,6 +79,7 @@ class Layout:
     order: str = DEFAULT_ORDER
     context: int = 1
     expert: int = 1
+    expert_node: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in RANK_ORDERS:
@@ -92,8 +100,13 @@ class Layout:
         order: str = DEFAULT_ORDER,
         context: int = 1,
         expert: int = 1,
+        expert_node: int | None = None,
+        per_node: int = 1,
     ) -> Layout:
         """Return the layout of `world_size` processes; the length of the data line is what remains.
+
+        expert_node  None: as many as there are on nodes of `per_node` ranks, or 1 if lines of
+                     experts divide them unevenly
 
         Raises ConfigError when the processes do not divide into whole replicas.
         """
@@ -104,7 +117,11 @@ class Layout:
                 f"x pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
                 f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
-        return cls(tensor, pipeline, data, order, context, expert)
+        layout = cls(tensor, pipeline, data, order, context, expert)
+        each, rest = divmod(per_node, layout.strides[1])
+        each = (0 if rest else each) if expert_node is None else expert_node
+        over_nodes = 1 < each < expert and expert % each == 0
+        return replace(layout, expert_node=each) if over_nodes else layout
 
     @property
     def world_size(self) -> int:
@@ -125,6 +142,7 @@ class Layout:
                 if self.expert > 1
                 else ""
             )
+            + (f", {self.expert_node} on each node" if self.expert_node > 1 else "")
         )
 
     @functools.cached_property
@@ -163,6 +181,15 @@ class Layout:
     def expert_ranks(self, rank: int) -> range:
         """Return the ranks that together hold the experts of which `rank` holds some."""
         return self._neighbours(rank, self.expert)
+
+    def expert_within_ranks(self, rank: int) -> range:
+        """Return those of the expert ranks that are on the node of `rank`."""
+        return self._neighbours(rank, self.expert_node)
+
+    def expert_between_ranks(self, rank: int) -> range:
+        """Return those that have the place of `rank` on their nodes; `rank` if there is one hop."""
+        place = self.coordinates(rank)[1] % self.expert_node
+        return self.expert_ranks(rank)[place :: self.expert_node]
 
     def expert_data_ranks(self, rank: int) -> range:
         """Return the ranks that hold the same experts as `rank`."""
@@ -226,7 +253,7 @@ class Topology:
     """This process's place, its groups and its device, passed to everything that communicates.
 
     `data` is the whole line over which gradients are summed and ZeRO shards: all replicas of the
-    samples, and all context ranks of each. `context`, `expert` and `expert_data` are parts of it
+    samples, and all context ranks of each. `context` and the groups of experts are parts of it
     (Layout). `embedding` joins the first and last pipeline stages where both hold a tied embedding;
     None elsewhere.
     """
@@ -243,6 +270,14 @@ class Topology:
     context: Group
     expert: Group
     expert_data: Group
+    expert_between: Group
+    expert_within: Group
+
+    @property
+    def expert_hops(self) -> tuple[Group, ...]:
+        """The groups in which a token goes to its experts, one after the other."""
+        two = self.layout.expert_node > 1
+        return (self.expert_between, self.expert_within) if two else (self.expert,)
 
     @property
     def flight(self) -> FlightRecorder:
@@ -267,12 +302,15 @@ class Topology:
         order: str = DEFAULT_ORDER,
         context_parallel_size: int = 1,
         expert_model_parallel_size: int = 1,
+        expert_ranks_per_node: int | None = None,
+        ranks_per_node: int = 1,
     ) -> Topology:
         """Build the groups of this process over the initialised default process group.
 
         Without one there is a single process. `tied_embeddings` False saves the group that only a
         tied embedding needs. `flight` records what this rank waits in (Rendezvous.flight); by
-        default the record is not read. `order` is Layout's, the same on all ranks.
+        default the record is not read. `order` is Layout's, the same on all ranks, as are
+        `expert_ranks_per_node` and `ranks_per_node` (Layout.for_world).
 
         Raises ConfigError when the world does not divide, and LaunchError when ranks do not form a
         group in time.
@@ -289,6 +327,8 @@ class Topology:
             order,
             context_parallel_size,
             expert_model_parallel_size,
+            expert_ranks_per_node,
+            ranks_per_node,
         )
         device = torch.device("cpu") if device is None else torch.device(device)
         # While gloo connects, it waits five times `timeout` for a member that died, and cannot be
@@ -360,6 +400,12 @@ class Topology:
         expert = group("expert", layout.expert_ranks(rank))
         same_experts = data if layout.expert == 1 else None
         expert_data = same_experts or group("expert_data", layout.expert_data_ranks(rank))
+        two = layout.expert_node > 1
+        between = layout.expert_between_ranks(rank) if two else (rank,)
+        hops = (
+            group("expert_between", between),
+            group("expert_within", layout.expert_within_ranks(rank)),
+        )
         return cls(
             layout,
             rank,
@@ -373,6 +419,7 @@ class Topology:
             context,
             expert,
             expert_data,
+            *hops,
         )
 
     def describe(self, places: Sequence[str] = ()) -> str:

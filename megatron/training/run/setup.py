@@ -218,6 +218,8 @@ def connect_groups(
         order=rank_order,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_ranks_per_node=parallel.expert_ranks_per_node,
+        ranks_per_node=rendezvous.ranks_per_node,
     )
     with topology.flight.phase("groups"):
         # Before torch gives up, whose message says less, or RCCL, which does not give up.
