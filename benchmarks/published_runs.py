@@ -130,8 +130,8 @@ def _xmoe(
     experts  number, those of a token, expert-parallel size
     batch    sequences of a micro-batch, and of a step
 
-    Its FLOPs are those that its log line counts: attention with all pairs, chosen experts of two
-    matrices, logits; three times the forward pass.
+    Its scripts send tokens directly to ranks. Its FLOPs are those that its log line counts:
+    attention with all pairs, chosen experts of two matrices, logits; three times the forward pass.
     """
     (layers, h, ffn, heads, s), (number, topk, size), (micro, total) = sizes, experts, batch
     layer = 4 * h * h + 2 * h * s + 2 * topk * ffn * h
@@ -140,8 +140,8 @@ def _xmoe(
         f"--num-layers {layers} --hidden-size {h} --ffn-hidden-size {ffn} --num-attention-heads "
         f"{heads} --seq-length {s} --max-position-embeddings {s} --num-experts {number} "
         f"--moe-router-topk {topk} --moe-router-pre-softmax --moe-aux-loss-coeff 0.01 "
-        f"--expert-model-parallel-size {size} --micro-batch-size {micro} --global-batch-size "
-        f"{total} --vocab-size 50257 --position-embedding-type rope --fp16 --use-flash-attn "
+        f"--expert-model-parallel-size {size} --expert-ranks-per-node 1 --micro-batch-size {micro} "
+        f"--global-batch-size {total} --vocab-size 50257 --position-embedding-type rope --fp16 --use-flash-attn "
         f"--zero-stage 1 {flags}"
     )
     return Run(name, devices, flags, seconds, _XMOE, unlike), tflops

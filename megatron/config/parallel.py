@@ -63,6 +63,14 @@ class ParallelConfig:
         at_most=MOST_PROCESSES,
         flags=("--expert-model-parallel-size", "--moe-expert-parallel-size"),
     )
+    expert_ranks_per_node: int | None = option(
+        None,
+        "Expert-parallel ranks on each node. A token is sent once to each node of its experts, and "
+        "there to their ranks. 1: directly to their ranks.",
+        at_least=1,
+        at_most=MOST_PROCESSES,
+        derived="those of the launcher's nodes, 1 where groups of experts divide them unevenly",
+    )
     expert_tensor_parallel_size: int = option(
         None,
         "Ranks over which each expert is divided; only the tensor-parallel size.",

@@ -514,6 +514,8 @@ def _world(v: Values) -> Iterator[str]:
 @check("expert_model_parallel_size")
 def _expert_parallel(v: Values) -> Iterator[str]:
     size, experts = v["expert_model_parallel_size"], v["num_experts"]
+    if size % (each := v["expert_ranks_per_node"] or 1):
+        yield f"--expert-ranks-per-node {each} does not divide --expert-model-parallel-size {size}"
     if size > 1 and experts is None:
         yield "--expert-model-parallel-size needs experts: give --num-experts, or use 1"
     elif size > 1 and experts % size:

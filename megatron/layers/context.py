@@ -223,11 +223,13 @@ class Experts:
     """What the layers of experts of one rank share.
 
     group       the ranks over which the experts of a layer are distributed
+    hops        the groups in which a token goes there, one after the other; by default that one
     loss_scale  the factor of a micro-batch's balancing losses in the total loss; set before its
                 backward pass (Engine.begin)
     """
 
     group: Group = field(default_factory=lambda: Group((0,), 0))
+    hops: tuple[Group, ...] = ()
     loss_scale: float | Tensor = 1.0
 
 

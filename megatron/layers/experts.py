@@ -5,9 +5,10 @@ are added with weights (Shazeer et al., arXiv 1701.06538). Nothing is padded: an
 many rows as it gets.
 
 With expert parallelism, a layer's experts are distributed over some of the data-parallel ranks. A
-token is sent once to each rank with experts of its choice (an idea of X-MoE, arXiv 2508.13337),
-multiplied there by all of these, and the sum of their weighted outputs returns: messages have as
-many rows as there are such pairs, and two small ones before them have their numbers and choices.
+token is sent once to each rank with experts of its choice, multiplied there by all of these, and
+the sum of their weighted outputs returns: messages have as many rows as there are such pairs, and
+two small ones before them have their numbers and choices. Over several nodes, it is sent once to
+each node, and there to the ranks; results are summed on the node (X-MoE, arXiv 2508.13337).
 
 A token's weights and choices are the same on any layout: routers compute in fp32, and with sequence
 parallelism each tensor rank scores its own tokens and gets the scores of all, so that losses and
@@ -477,6 +478,7 @@ class ExpertMLP(torch.nn.Module):
         self.context, self.summed = context, summed
         self.operators = KERNELS if context.fusions.permute else REFERENCES
         self.group, self.overlap = shared_by(context).group, config.moe_shared_expert_overlap
+        self.hops = shared_by(context).hops or (self.group,)
         self.activation, self.fused = config.activation, context.fusions.bias_activation
         self.activation_again, self.again = activation_again, again
         self.router = Router(context, f"{name}.router", config, index, fill)
@@ -526,14 +528,23 @@ class ExpertMLP(torch.nn.Module):
             out = self._experts(tokens, weights, experts).view_as(x)
             shared = self._shared(x)
         else:
-            trip = Trip(experts, len(self.dense_h_to_4h.weight), self.group, self.operators)
-            rows, arrival = trip.send(tokens)
-            # Its place in the graph decides: in the backward pass, it is computed while the
-            # gradients of the tokens return.
-            shared = self._shared(x) if self.overlap else None
-            theirs = trip.send_choices(weights, experts)
-            rows = self._experts(arrival.wait(rows), *theirs, counts=trip.counts)
-            out = trip.back(rows).view_as(x)
+            trips, choices = list[Trip](), (weights, experts)
+            each, shared = len(self.dense_h_to_4h.weight) * self.group.size, None
+            for hop in self.hops:  # first numbers, for which the host waits
+                each //= hop.size
+                trips.append(Trip(choices[1], each, hop, self.operators))
+                choices = trips[-1].send_choices(*choices)
+            for trip in trips:
+                tokens, arrival = trip.send(tokens)
+                if self.overlap and trip is trips[0]:
+                    # Its place in the graph decides: in the backward pass, it is computed while
+                    # the gradients of the tokens return.
+                    shared = self._shared(x)
+                tokens = arrival.wait(tokens)
+            rows = self._experts(tokens, *choices, counts=trips[-1].counts)
+            for trip in reversed(trips):
+                rows = trip.back(rows)
+            out = rows.view_as(x)
             shared = self._shared(x) if shared is None else shared
         if shared is not None:
             out = out + shared
@@ -614,10 +625,13 @@ def count_rows(experts: Tensor, count: int) -> Tensor:
 
 
 class Trip:
-    """The way of tokens to the ranks of their experts, and of the results back.
+    """The way of tokens to the members of a group with their experts, and of the results back.
+
+    Over several nodes, one trip brings tokens to nodes, and the next to ranks: the group of the
+    first has the rank with the same place on each node.
 
     experts    of this rank's tokens, -1: none  # [t, k]
-    each       experts on each rank
+    each       experts of each member, the others of its node included
     operators  move the rows
 
     counts     rows of each of this rank's experts, on the host  # [each]
@@ -627,12 +641,11 @@ class Trip:
         self.group, self.each, self.operators = group, each, operators
         ranks, size = experts.div(each, rounding_mode="floor"), group.size
         of_rank = torch.arange(size, device=experts.device).view(size, 1, 1)
-        chosen = (ranks == of_rank).any(-1).flatten()  # [ranks t], by rank, then by token
-        where = chosen.cumsum(0) - 1
-        self.places = where.masked_fill(~chosen, -1).view(size, -1).t().contiguous()  # [t, ranks]
-        self.sent, self.received, self.counts = self._numbers(chosen.view(size, -1), experts)
-        pairs = chosen.nonzero().squeeze(1)
-        self.rank_of, self.order = pairs // len(experts), pairs % len(experts)
+        chosen = (ranks == of_rank).any(-1)  # [ranks, t]
+        where = (chosen.flatten().cumsum(0) - 1).view_as(chosen)  # by rank, then by token
+        self.places = where.masked_fill(~chosen, -1).t().contiguous()  # [t, ranks]
+        self.sent, self.received, self.counts = self._numbers(chosen, experts)
+        self.rank_of, self.order = chosen.nonzero().t().contiguous()
 
     def _numbers(self, chosen: Tensor, experts: Tensor) -> tuple[list[int], list[int], Tensor]:
         """Return the rows sent to each rank and received from it, and those of each expert.
@@ -669,8 +682,8 @@ class Trip:
         """Return results [n, h] to the ranks of their tokens, and their sum in fp32, [t, h]."""
         arrival = Arrival(self.group, self.sent, self.received)
         arrived = arrival.wait(_Send.apply(rows, arrival))  # type: ignore[no-untyped-call]
-        ones = torch.ones(self.places.shape, dtype=torch.float32, device=rows.device)
-        return self.operators.unpermute(arrived, self.places, ones)
+        total: Tensor = _Sum.apply(arrived, self)  # type: ignore[no-untyped-call]
+        return total
 
 
 class Arrival:
@@ -720,6 +733,22 @@ class _Arrive(torch.autograd.Function):
         found = all_to_all_async(gradient.contiguous(), way.group, way.received, way.sent)
         way.gradient, way.work = found
         return gradient, None  # of the shape that autograd expects; _Send has the other one
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of each token's rows. Its gradient needs no rows, as that of a weighted sum does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
+        ctx.trip = trip
+        ones = torch.ones(trip.places.shape, dtype=torch.float32, device=rows.device)
+        return trip.operators.unpermute(rows, trip.places, ones)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        trip = ctx.trip
+        return trip.operators.permute(gradient, trip.order, trip.places), None
 
 
 class _SendChoices(torch.autograd.Function):

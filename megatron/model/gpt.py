@@ -295,7 +295,9 @@ def layer_context(
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
         chunks=config.parallel.tp_comm_overlap_chunks if config.parallel.tp_comm_overlap else 1,
         fusions=choose_fusions(config.kernels, topology.device, config.precision.dtype_name),
-        experts=None if model.num_experts is None else Experts(topology.expert),
+        experts=None
+        if model.num_experts is None
+        else Experts(topology.expert, topology.expert_hops),
     )
 
 

@@ -197,7 +197,7 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
         torch.cuda.set_device(x.device)  # the current device is per thread
     world, line = topology.world, topology.pipeline
     groups: dict[Any, Group] = {}
-    parts = [topology.context, topology.expert, topology.expert_data]
+    parts = [topology.context, topology.expert_data, *topology.expert_hops]
     for of in (topology.shards, topology.expert_shards):
         parts += of.inner, of.outer, of.states, of.copies
     for group in (topology.tensor, topology.data, topology.model, topology.embedding, *parts):

@@ -33,8 +33,8 @@ from megatron.parallel.processes import DEAD, GONE, STOPPED, process_state
 _PARTS = "inner", "outer", "states", "copies"
 KINDS = (
     *("world", "tensor", "data", "pipeline", "model", "embedding"),
-    *("context", "expert", "expert_data", "other"),
     *(f"{of}.{part}" for of in ("shards", "expert_shards") for part in _PARTS),
+    *("context", "expert", "expert_data", "expert_between", "expert_within", "other"),
 )
 RECORD_BYTES = 4096
 _TEXT_BYTES = 3000

@@ -237,6 +237,15 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
     return Assignment(ranks, found, notices)
 
 
+def ranks_per_node(nodes: Sequence[str]) -> int:
+    """Return how many consecutive ranks each node has, by the node of each rank.
+
+    1 where nodes have different numbers, or ranks that do not follow each other.
+    """
+    runs = [len(list(run)) for _, run in itertools.groupby(nodes)]
+    return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(nodes)) else 1
+
+
 def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[int] | str:
     """Return the device of each of a node's tasks, or why it does not matter or is not known."""
     if len(tasks) != count:

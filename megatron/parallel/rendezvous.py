@@ -46,7 +46,7 @@ from megatron.parallel.participants import (
     describe_process,
     difference,
 )
-from megatron.parallel.placing import Placing, Task, assign, check_devices
+from megatron.parallel.placing import Placing, Task, assign, check_devices, ranks_per_node
 from megatron.parallel.processes import bounded, process_start
 from megatron.parallel.store import (
     ANSWER_S,
@@ -84,6 +84,7 @@ class Rendezvous(StoreConnection):
     placing              which ranks the processes of a node take; by default those of the launcher
     alike                what must be the same on all ranks
     notices              what the log should say about launch and placement; the same on all ranks
+    ranks_per_node       see placing.py
     flight, flight_file  this rank's flight recorder, and its node's file of them
     on_inquiry           called in a separate thread with the number of an inquiry
     judged               cleared while a watchdog finds out whether the job hangs
@@ -113,6 +114,7 @@ class Rendezvous(StoreConnection):
         self.device, self.placing, self.alike = device, placing, alike or {}
         self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self.notices: list[str] = []
+        self.ranks_per_node = 1
         self.flight = FlightRecorder()
         self.flight_file: FlightFile
         self.on_inquiry: Callable[[int], None] | None = None
@@ -218,6 +220,7 @@ class Rendezvous(StoreConnection):
             raise LaunchError(verdict["error"])
         # From here on this process uses the rank that it was given.
         self.server, self.notices = verdict["server"], verdict["notices"]
+        self.ranks_per_node = verdict["ranks_per_node"]
         self.launch = dataclasses.replace(self.launch, rank=int(store.get(f"rank/{task}")))
 
     def _digests(self) -> dict[str, str]:
@@ -298,7 +301,8 @@ class Rendezvous(StoreConnection):
             self.store.multi_set(
                 [f"rank/{task}" for task in some], [str(ranks[task]) for task in some]
             )
-        return {"server": ranks[0], "notices": notices}
+        per_node = ranks_per_node([tasks[task].node for task in of_rank])
+        return {"server": ranks[0], "notices": notices, "ranks_per_node": per_node}
 
     def _initialise(self) -> None:
         """Start torch.distributed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.config.parallel import RANK_ORDERS
@@ -59,6 +59,12 @@ class Layout:
 
     ZeRO divides gradients, and with stage 3 weights, over `shard` neighbours of the data line, and
     the optimizer's state over `states` of them; 0 means all.
+    Lines of experts over several nodes, with `expert_node` neighbours on each, divide into these
+    and into lines between the nodes. 1: tokens do not go over nodes (for_world).
+
+    >>> layout = Layout(data=8, expert=8, expert_node=4)
+    >>> list(layout.expert_within_ranks(6)), list(layout.expert_between_ranks(6))
+    ([4, 5, 6, 7], [2, 6])
 
     `order` names the directions from the one that varies fastest over the ranks to the slowest: any
     of RANK_ORDERS.
@@ -77,10 +83,17 @@ class Layout:
     expert: int = 1
     shard: int = 0
     states: int = 0
+    expert_node: int = 1
 
     def __post_init__(self) -> None:
         if self.order not in RANK_ORDERS:
             raise ConfigError(f"rank order '{self.order}' is not one of {', '.join(RANK_ORDERS)}")
+        for name in ("context", "expert"):
+            if self.data % getattr(self, name):
+                raise ConfigError(
+                    f"{name}-parallel size {getattr(self, name)} does not divide the {self.data} "
+                    "ranks that share each part of the model: start more processes, or change it"
+                )
         shard, states = self.shard_sizes
         if states % shard or self.data % states or (shard % self.expert and self.expert % shard):
             experts = f", and {self.expert} ranks of experts" if self.expert > 1 else ""
@@ -89,12 +102,6 @@ class Layout:
                 f"the {self.data} ranks that share each part of the model{experts}: change "
                 "--zero-shard-size or --zero-state-shard-size"
             )
-        for name in ("context", "expert"):
-            if self.data % getattr(self, name):
-                raise ConfigError(
-                    f"{name}-parallel size {getattr(self, name)} does not divide the {self.data} "
-                    "ranks that share each part of the model: start more processes, or change it"
-                )
 
     @classmethod
     def for_world(
@@ -105,10 +112,15 @@ class Layout:
         order: str = DEFAULT_ORDER,
         context: int = 1,
         expert: int = 1,
+        expert_node: int | None = None,
+        per_node: int = 1,
         shard: int = 0,
         states: int = 0,
     ) -> Layout:
         """Return the layout of `world_size` processes; the length of the data line is what remains.
+
+        expert_node  None: as many as there are on nodes of `per_node` ranks, or 1 if lines of
+                     experts divide them unevenly
 
         Raises ConfigError when the processes do not divide into whole replicas.
         """
@@ -119,7 +131,12 @@ class Layout:
                 f"x pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
                 f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
-        return cls(tensor, pipeline, data, order, context, expert, shard, states)
+        sizes = dict(shard=shard, states=states)
+        layout = cls(tensor, pipeline, data, order, context, expert, **sizes)
+        each, rest = divmod(per_node, layout.strides[1])
+        each = (0 if rest else each) if expert_node is None else expert_node
+        over_nodes = 1 < each < expert and expert % each == 0
+        return replace(layout, expert_node=each) if over_nodes else layout
 
     @property
     def shard_sizes(self) -> tuple[int, int]:
@@ -145,6 +162,7 @@ class Layout:
                 if self.expert > 1
                 else ""
             )
+            + (f", {self.expert_node} on each node" if self.expert_node > 1 else "")
         )
 
     @functools.cached_property
@@ -183,6 +201,15 @@ class Layout:
     def expert_ranks(self, rank: int) -> range:
         """Return the ranks that together hold the experts of which `rank` holds some."""
         return self._neighbours(rank, self.expert)
+
+    def expert_within_ranks(self, rank: int) -> range:
+        """Return those of the expert ranks that are on the node of `rank`."""
+        return self._neighbours(rank, self.expert_node)
+
+    def expert_between_ranks(self, rank: int) -> range:
+        """Return those that have the place of `rank` on their nodes; `rank` if there is one hop."""
+        place = self.coordinates(rank)[1] % self.expert_node
+        return self.expert_ranks(rank)[place :: self.expert_node]
 
     def expert_data_ranks(self, rank: int) -> range:
         """Return the ranks that hold the same experts as `rank`."""
@@ -283,7 +310,7 @@ class Topology:
     """This process's place, its groups and its device, passed to everything that communicates.
 
     `data` is the whole line over which gradients are summed and ZeRO shards: all replicas of the
-    samples, and all context ranks of each. `context`, `expert` and `expert_data` are parts of it
+    samples, and all context ranks of each. `context` and the groups of experts are parts of it
     (Layout). `shards` divides it for ZeRO, `expert_shards` the ranks with the same experts.
     `embedding` joins the first and last pipeline stages where both hold a tied embedding;
     None elsewhere.
@@ -301,8 +328,16 @@ class Topology:
     context: Group
     expert: Group
     expert_data: Group
+    expert_between: Group
+    expert_within: Group
     shards: Shards
     expert_shards: Shards
+
+    @property
+    def expert_hops(self) -> tuple[Group, ...]:
+        """The groups in which a token goes to its experts, one after the other."""
+        two = self.layout.expert_node > 1
+        return (self.expert_between, self.expert_within) if two else (self.expert,)
 
     @property
     def flight(self) -> FlightRecorder:
@@ -329,12 +364,15 @@ class Topology:
         expert_model_parallel_size: int = 1,
         zero_shard_size: int = 0,
         zero_state_shard_size: int = 0,
+        expert_ranks_per_node: int | None = None,
+        ranks_per_node: int = 1,
     ) -> Topology:
         """Build the groups of this process over the initialised default process group.
 
         Without one there is a single process. `tied_embeddings` False saves the group that only a
         tied embedding needs. `flight` records what this rank waits in (Rendezvous.flight); by
-        default the record is not read. `order` is Layout's, the same on all ranks.
+        default the record is not read. `order` is Layout's, the same on all ranks, as are
+        `expert_ranks_per_node` and `ranks_per_node` (Layout.for_world).
 
         Raises ConfigError when the world does not divide, and LaunchError when ranks do not form a
         group in time.
@@ -351,6 +389,8 @@ class Topology:
             order,
             context_parallel_size,
             expert_model_parallel_size,
+            expert_ranks_per_node,
+            ranks_per_node,
             zero_shard_size,
             zero_state_shard_size,
         )
@@ -447,6 +487,12 @@ class Topology:
         of_experts = of_data
         if layout.expert > 1:
             of_experts = shards("expert_shards", expert_data, layout.expert)
+        two = layout.expert_node > 1
+        between = layout.expert_between_ranks(rank) if two else (rank,)
+        hops = (
+            group("expert_between", between),
+            group("expert_within", layout.expert_within_ranks(rank)),
+        )
         return cls(
             layout,
             rank,
@@ -460,6 +506,7 @@ class Topology:
             context,
             expert,
             expert_data,
+            *hops,
             of_data,
             of_experts,
         )

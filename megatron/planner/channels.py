@@ -453,12 +453,14 @@ LANES = {
     "heads": "context-parallel heads",
     "expert": "expert-parallel",
     "expert_data": "expert data-parallel",
+    "expert_between": "expert-parallel between nodes",
+    "expert_within": "expert-parallel within nodes",
     "ends": "tied embedding",
 }
 """Groups that run collectives: fields of Topology, of which context-parallel ranks divide into rings
 and into those that exchange heads, and the stages of a tied embedding."""
-OF_PASSES = "tensor", "context", "heads", "expert"
-"""Groups whose messages belong to the passes of layers; the last two run all-to-alls."""
+OF_PASSES = "tensor", "context", "heads", "expert", "expert_between", "expert_within"
+"""Groups whose messages belong to the passes of layers; all but the first two run all-to-alls."""
 
 
 @functools.lru_cache(maxsize=8192)
@@ -472,6 +474,7 @@ def _lanes(
     devices = len(order)
     links = node_links(cluster)
     of_tensor, of_data, stride = layout.strides
+    each = layout.expert_node
     directions = {
         "tensor": (of_tensor, layout.tensor),
         "data": (of_data, layout.data),
@@ -479,6 +482,8 @@ def _lanes(
         "heads": (of_data, heads),
         "expert": (of_data, layout.expert),
         "expert_data": (of_data * layout.expert, layout.data // layout.expert),
+        "expert_between": (of_data * each, layout.expert // each if each > 1 else 1),
+        "expert_within": (of_data, each),
     }
     lanes = {
         name: _group(links, layout.world_size, order, *line, name in OF_PASSES[2:])

@@ -10,7 +10,7 @@ description. Frontier's are the best of all 40,320 for the layouts in tests/plan
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.config import Config
@@ -40,6 +40,8 @@ _DIRECTIONS = {
     "cp": "context",
     "heads": "heads",
     "ep": "expert",
+    "ep nodes": "expert_between",
+    "ep node": "expert_within",
     "dp": "data",
     "edp": "expert_data",
     "pp": "pipeline",
@@ -138,12 +140,13 @@ class PlacementCost:
         Every layer waits for messages of its tensor, context and expert groups, whereas other ones
         overlap with computation. Times are rounded so that equal costs compare equal.
         """
-        layers = sum(map(self.seconds_of, ("tp", "cp", "heads", "ep")))
+        layers = sum(map(self.seconds_of, ("tp", "cp", "heads", "ep", "ep nodes", "ep node")))
         return float(f"{layers:.9g}"), float(f"{self.seconds:.9g}")
 
 
 def placement_cost(config: Config, placement: Placement) -> PlacementCost:
     """Return the cost of a step's messages on a placement."""
+    config = over_nodes(config, placement.layout)
     return _cost(config, placement, step_messages(config, placement.cluster.device_type))
 
 
@@ -221,34 +224,52 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     elif given.device_order is not None:
         check_device_order(given.device_order, cluster)
         device_orders = (given.device_order,)
-    sent = step_messages(config, cluster.device_type)
     rank_orders = [given.rank_order] if given.rank_order else RANK_ORDERS
     places = (
-        Placement(cluster, layout_of(config, order), own)
+        Placement(cluster, layout_of(config, order, devices), own)
         for order in rank_orders
         for own in device_orders
     )
-    return min(places, key=lambda place: _cost(config, place, sent).order)
+    sent: dict[int, StepMessages] = {}  # by the experts' ranks on a node, which the order decides
+
+    def cost(place: Placement) -> tuple[float, float]:
+        each = place.layout.expert_node
+        if each not in sent:
+            sent[each] = step_messages(over_nodes(config, place.layout), cluster.device_type)
+        return _cost(config, place, sent[each]).order
+
+    return min(places, key=cost)
 
 
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
     """Return the placement with Megatron's rank order, and device i for local rank i."""
-    return Placement(
-        cluster, layout_of(config, DEFAULT_ORDER), tuple(range(_devices_used(config, cluster)))
-    )
+    devices = _devices_used(config, cluster)
+    return Placement(cluster, layout_of(config, DEFAULT_ORDER, devices), tuple(range(devices)))
 
 
 def place_with(
     config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]
 ) -> Placement:
     """Return the placement with these orders. Raises ConfigError as choose_placement does."""
-    if len(device_order) != _devices_used(config, cluster):
+    devices = _devices_used(config, cluster)
+    if len(device_order) != devices:
         check_device_order(device_order, cluster)
-    return Placement(cluster, layout_of(config, rank_order), device_order)
+    return Placement(cluster, layout_of(config, rank_order, devices), device_order)
 
 
-def layout_of(config: Config, order: str | None = None) -> Layout:
-    """Return the job's parallel sizes, with this rank order or the job's own."""
+def over_nodes(config: Config, layout: Layout) -> Config:
+    """Return the configuration with the layout's number of expert-parallel ranks on a node."""
+    each = layout.expert_node
+    if each == 1:
+        return config
+    return replace(config, parallel=replace(config.parallel, expert_ranks_per_node=each))
+
+
+def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Layout:
+    """Return the job's parallel sizes, with this rank order or the job's own.
+
+    devices  used ones of each node
+    """
     parallel = config.parallel
     return Layout.for_world(
         parallel.world_size,
@@ -257,6 +278,8 @@ def layout_of(config: Config, order: str | None = None) -> Layout:
         order or parallel.rank_order or DEFAULT_ORDER,
         parallel.context_parallel_size,
         parallel.expert_model_parallel_size,
+        parallel.expert_ranks_per_node,
+        devices,
     )
 
 
@@ -341,7 +364,8 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
     cost = placement_cost(config, placement)
     other = placement_cost(config, naive)
     rows = list[tuple[str, ...]]()
-    for part, plain in zip(cost.parts, other.parts, strict=True):
+    there = {(part.direction, part.name): f"{part.seconds:.3g}" for part in other.parts}
+    for part in cost.parts:
         rate = f"{'' if part.basis == PUBLISHED else '~'}{part.bytes / part.seconds / 1e9:.3g}"
         rows.append(
             (
@@ -350,7 +374,7 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
                 f"{part.bytes / 1e9:.3g}",
                 rate,
                 f"{part.seconds:.3g}",
-                f"{plain.seconds:.3g}",
+                there.get((part.direction, part.name), ""),  # experts' hops may differ
                 part.limit,
             )
         )

@@ -393,20 +393,24 @@ class _Piece:
 def _topology(config: Config, device: str) -> Topology:
     """Create one rank of the groups of a layer, whose messages are dropped."""
     parallel = config.parallel
-    layout = Layout(
+    layout = Layout.for_world(
+        parallel.tensor_model_parallel_size * parallel.gradient_ranks,
         parallel.tensor_model_parallel_size,
-        data=parallel.gradient_ranks,
+        pipeline=1,
         context=parallel.context_parallel_size,
         expert=parallel.expert_model_parallel_size,
+        expert_node=parallel.expert_ranks_per_node or 1,
     )
     alone = Group((0,), 0)
     sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
-    tensor, context, expert = (_group(kind, size) for kind, size in sizes.items())
+    sizes["expert_between"] = layout.expert // layout.expert_node
+    sizes["expert_within"] = layout.expert_node
+    tensor, context, expert, *hops = (_group(kind, size) for kind, size in sizes.items())
     groups = tensor, tensor, alone, alone, tensor, None
     shards = Shards.undivided(alone)
-    return Topology(
-        layout, 0, *groups, torch.device(device), context, expert, alone, shards, shards
-    )
+    between, within = hops
+    experts = context, expert, alone, between, within
+    return Topology(layout, 0, *groups, torch.device(device), *experts, shards, shards)
 
 
 class _Handle(torch.distributed.ProcessGroup):
@@ -433,7 +437,7 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
         ranks = torch.distributed.distributed_c10d._world.pg_group_ranks
         of_groups = {
             group.handle: {rank: rank for rank in group.ranks}
-            for group in (topology.tensor, topology.context, topology.expert)
+            for group in (topology.tensor, topology.context, *topology.expert_hops)
             if group.handle is not None
         }
         # where torch looks for the ranks of messages

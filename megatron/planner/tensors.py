@@ -245,7 +245,7 @@ def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
     """Return the expected number of (token, rank) pairs, if tokens choose their experts at random.
 
     A token goes once to each of `ranks` ranks with `each` experts that has at least one of its
-    `topk` choices.
+    `topk` choices. The same holds of nodes and their experts.
 
     >>> rows_to_ranks(1000, 8, 4, 64)
     3614
@@ -257,14 +257,17 @@ def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
 @contextlib.contextmanager
 def _shortened(follower: Follower) -> Iterator[None]:
     """Let experts get equally many rows, whose tokens choose at random; shorten rings."""
+    before = [0, 1]  # tokens of a layer, and the nodes that they have gone to
 
     def numbers(
         trip: experts.Trip, chosen: torch.Tensor, choices: torch.Tensor
     ) -> tuple[list[int], list[int], torch.Tensor]:
-        (tokens, topk), size, each = choices.shape, trip.group.size, trip.each
+        topk, size, each = choices.shape[1], trip.group.size, trip.each
         one = [1] * size
         all_to_all(choices.new_empty(size, each + 1), trip.group, one, one)
-        rows = _even(rows_to_ranks(tokens, topk, size, each), size)
+        tokens, nodes = before if trip.group.kind == "expert_within" else (len(choices), 1)
+        before[:] = tokens, nodes * size
+        rows = _even(rows_to_ranks(tokens, topk, nodes * size, each), size)
         follower.rows = sum(rows)
         return rows, rows, _on_host(_even(tokens * topk, each))
 

@@ -220,6 +220,11 @@ CASES = [
         dict(expert_model_parallel_size=1),
     ),
     (
+        dict(world_size=4, num_experts=4, expert_model_parallel_size=4, expert_ranks_per_node=3),
+        ["--expert-ranks-per-node 3", "4"],
+        dict(expert_ranks_per_node=2),
+    ),
+    (
         dict(world_size=2, micro_batch_size=2, global_batch_size=14),
         ["--global-batch-size 14", "12 or 16"],
         dict(global_batch_size=16),

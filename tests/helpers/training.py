@@ -58,6 +58,7 @@ _NOT_OF_THE_MODEL = (
     "hierarchical_context_parallel_sizes",
     "sequence_parallel",
     "expert_model_parallel_size",
+    "expert_ranks_per_node",
     "moe_shared_expert_overlap",
     "tp_comm_overlap",
     "num_layers_per_virtual_pipeline_stage",
@@ -246,6 +247,7 @@ def train_in_process(
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         zero_shard_size=config.engine.zero_shard_size,
         zero_state_shard_size=config.engine.zero_state_shard_size,
+        expert_ranks_per_node=parallel.expert_ranks_per_node or 1,
     )
     context = layer_context(config, topology, late=config.engine.zero_stage == 3)
     chunks = build_chunks(config, topology, context)

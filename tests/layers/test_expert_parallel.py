@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,16 +15,31 @@ from megatron.config import Config
 from megatron.layers.context import CallContext, Experts, LayerContext
 from megatron.layers.experts import ExpertMLP
 from megatron.layers.transformer import MLP, weight_fills
+from megatron.metrics_file import read_records
 from megatron.parallel import collectives
 from tests.helpers.groups import join
+from tests.helpers.launching import TINY, launch
 from tests.helpers.processes import run_processes
 
 S, B, H, E, K = 6, 2, 16, 8, 4
+NODES = 2
 
 
-def messages_body(rank: int) -> dict[str, Any]:
-    """Return the experts of this rank's tokens, and the bytes of each message, by its shape."""
-    topology = join(expert_model_parallel_size=4)
+def messages_body(rank: int) -> list[dict[str, Any]]:
+    """Return results of a layer with ranks as one node, as two, and without tokens for the second.
+
+    experts   of this rank's tokens
+    sent      group, width of a row and bytes of each message
+    results   output and gradient of the input; alone: those of one process with all experts
+    """
+    sent: list[tuple[str, int, int]] = []
+    start = collectives.start
+
+    def recorded(call: bytes, group: Any, size: int, function: Any, x: Any, *rest: Any) -> Any:
+        if call == b"all_to_all":
+            sent.append((group.kind, x.shape[-1], size))
+        return start(call, group, size, function, x, *rest)
+
     config = Config.create(
         num_layers=1,
         hidden_size=H,
@@ -31,45 +49,97 @@ def messages_body(rank: int) -> dict[str, Any]:
         moe_router_topk=K,
         add_bias_linear=False,
         init_method_std=0.5,
-        world_size=4,
-        expert_model_parallel_size=4,
+        moe_shared_expert_intermediate_size=H,
+        moe_shared_expert_overlap=True,
     )
-    fill, output = weight_fills(config.model)
-    context = LayerContext.single()
-    context = LayerContext(context.tensor, context.parameters, experts=Experts(topology.expert))
-    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, fill, output, MLP)
-    sent: list[tuple[int, int]] = []
-    start = collectives.start
 
-    def recorded(call: bytes, group: Any, size: int, function: Any, x: Any, *rest: Any) -> Any:
-        if call == b"all_to_all":
-            sent.append((x.shape[-1], size))
-        return start(call, group, size, function, x, *rest)
+    def run(experts: Experts, empty: bool) -> tuple[ExpertMLP, torch.Tensor, list[Any]]:
+        fill, output = weight_fills(config.model)
+        one = LayerContext.single()
+        context = LayerContext(one.tensor, one.parameters, experts=experts)
+        layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, fill, output, MLP)
+        x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(rank))
+        if empty:
+            x = x.abs()
+            layer.router.weight.data[E // NODES :] = -9.0
+        y = layer(x.requires_grad_(), CallContext())
+        y.square().sum().backward()
+        return layer, x, [y.detach().numpy(), x.grad.numpy()]
 
-    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(rank))
-    _, experts = layer.router(x, CallContext())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "start", recorded)
-        layer(x.requires_grad_(), CallContext()).sum().backward()
-    return {"experts": experts.numpy().copy(), "sent": sent}
+    found = []
+    for each, empty in ((1, False), (2, False), (2, True)):
+        topology = join(expert_model_parallel_size=4, expert_ranks_per_node=each)
+        sent.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "start", recorded)
+            layer, x, results = run(Experts(topology.expert, topology.expert_hops), empty)
+        experts = layer.router(x, CallContext())[1].numpy().copy()
+        alone = run(Experts(), empty)[2]
+        found.append(dict(experts=experts, sent=[*sent], results=results, alone=alone))
+    return found
 
 
 @pytest.mark.slow
-def test_a_token_is_sent_once_to_each_rank_of_its_experts() -> None:
+def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts() -> None:
     """Rows of tokens and of results are those of the routing, in the forward and backward pass."""
-    ranks = run_processes(4, messages_body)
-    pairs = np.zeros((4, 4), dtype=int)  # tokens of one rank with experts on another
-    for source, found in enumerate(ranks):
-        for chosen in found["experts"] // (E // 4):
-            for target in set(chosen) - {source}:
-                pairs[source, target] += 1
-    assert 0 < pairs.sum() < sum(found["experts"].size for found in ranks)
-    for rank, found in enumerate(ranks):
-        out, back = pairs[rank].sum(), pairs[:, rank].sum()
-        assert len(found["sent"]) == 7
-        sent = found["sent"][1:]  # after one message of numbers
-        rows = [size for width, size in sent if width == H]
-        assert rows == [4 * H * n for n in (out, back, out, back)]
-        # weights and experts of the choices, and the gradients of the weights
-        assert [size for width, size in sent if width == 2 * K] == [4 * 2 * K * out]
-        assert [size for width, size in sent if width == K] == [4 * K * back]
+    one, two, empty = zip(*run_processes(4, messages_body), strict=True)
+    for found in (*one, *two, *empty):
+        for mine, alone in zip(found["results"], found["alone"], strict=True):
+            np.testing.assert_allclose(mine, alone, rtol=1e-4, atol=1e-5)
+
+    def check(ranks: Any, kind: str, width: int, pairs: np.ndarray) -> None:
+        """Compare messages with the rows [4, 4] from each rank to each."""
+        np.fill_diagonal(pairs, 0)
+        for rank, found in enumerate(ranks):
+            sent = [
+                size for group, *shape, size in found["sent"] if group == kind and shape == [width]
+            ]
+            out, back = 4 * width * pairs[rank].sum(), 4 * width * pairs[:, rank].sum()
+            if width == H:  # tokens, results and the gradients of both
+                assert sorted(sent) == sorted([out, back, out, back])
+            elif width == 2 * K:  # weights and experts of the choices
+                assert sent == [out]
+            else:  # the gradients of the weights
+                assert sent == [back]
+
+    for ranks, over_nodes in ((one, False), (two, True), (empty, True)):
+        direct, between, within = np.zeros((3, 4, 4), dtype=int)
+        for source, found in enumerate(ranks):
+            for chosen in found["experts"] // (E // 4):
+                for target in set(chosen):
+                    direct[source, target] += 1
+                    # From the rank with this rank's place on the node of the target.
+                    within[target // 2 * 2 + source % 2, target] += 1
+                for node in set(chosen // 2):
+                    between[source, node * 2 + source % 2] += 1
+        assert len(ranks[0]["sent"]) == (14 if over_nodes else 7)  # with one or two of numbers
+        hops = {"expert_between": between, "expert_within": within} if over_nodes else {}
+        for (kind, pairs), width in product((hops or {"expert": direct}).items(), (H, 2 * K, K)):
+            check(ranks, kind, width, pairs)
+        if over_nodes:
+            assert 0 < between.sum() < direct.sum(), (
+                "some tokens have experts on two ranks of a node"
+            )
+    assert not any(found["experts"].max() >= E // 2 for found in empty)
+
+
+def name_node(name: str) -> None:
+    os.environ["SLURMD_NODENAME"] = name
+
+
+@pytest.mark.slow
+def test_tokens_go_over_the_nodes_that_a_run_is_on(tmp_path: Path) -> None:
+    """The launcher's processes are on two nodes; those of the second run are on them in turn."""
+    flags = "--num-experts 4 --expert-model-parallel-size 4 --moe-aux-loss-coeff 0.01".split()
+    records = []
+    for nodes in ("aabb", "abab"):
+        file = tmp_path / f"{nodes}.jsonl"
+        arguments = [*TINY, *flags, "--disable-bias-linear", "--metrics-file", str(file)]
+        arm = {rank: (name_node, node) for rank, node in enumerate(nodes)}
+        for done in launch(4, arguments, arm=arm):
+            assert done is not None and done.code == 0, done
+        records.append(read_records(file))
+    two, one = (next(r["layout"] for r in run if r["event"] == "start") for run in records)
+    assert two == one | {"expert_ranks_per_node": 2}
+    losses = [[r["lm_loss"] for r in run if r["event"] == "iteration"] for run in records]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 4

@@ -22,6 +22,7 @@ from megatron.parallel.placing import (
     device_number,
     near_devices,
     near_index,
+    ranks_per_node,
     visible_devices,
 )
 
@@ -250,6 +251,13 @@ def test_processes_on_cores_of_another_device() -> None:
         assign([Task("n", device, near=(1, device)) for device in LOCAL], PAIRS_OF_PAIRS).notices
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"), [("aabb", 2), ("aaaa", 4), ("aab", 1), ("abab", 1), ("abba", 1), ("abc", 1)]
+)
+def test_ranks_of_a_node(nodes: str, each: int) -> None:
+    assert ranks_per_node(nodes) == each
 
 
 def test_orders_that_name_no_device_once() -> None:

@@ -16,10 +16,10 @@ from megatron.parallel.topology import Layout, Topology
 
 LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDERS))
 PARTS = st.builds(
-    lambda t, p, r, context, expert, order: Layout(
-        t, p, r * math.lcm(context, expert), order, context, expert
+    lambda t, p, r, context, nodes, each, order: Layout.for_world(
+        t * p * r * math.lcm(context, nodes * each), t, p, order, context, nodes * each, each
     ),
-    *[st.integers(1, 3)] * 5,
+    *[st.integers(1, 3)] * 6,
     st.sampled_from(RANK_ORDERS),
 )
 
@@ -78,6 +78,11 @@ def test_context_and_expert_ranks_divide_the_data_line(layout: Layout) -> None:
         for group, size in ((topology.context, layout.context), (topology.expert, layout.expert)):
             assert tuple(group.ranks) == tuple(line.reshape(-1, size)[d // size])
             assert group.rank == d % size
+        if len(topology.expert_hops) > 1:
+            between, within = topology.expert_hops
+            square = line.reshape(-1, between.size, within.size)[d // layout.expert]
+            assert tuple(within.ranks) == tuple(square[between.rank])
+            assert tuple(between.ranks) == tuple(square[:, within.rank])
         assert tuple(topology.expert_data.ranks) == tuple(line[d % layout.expert :: layout.expert])
         assert topology.expert_data.rank == d // layout.expert
         assert topology.replica == d // layout.context < layout.replicas
@@ -88,7 +93,7 @@ def test_every_member_makes_the_same_groups_in_the_same_order(layout: Layout) ->
     """Every member creates the same groups in the same order.
 
     Creation involves only the members, so two ranks that share two groups must create them in one
-    order.
+    order. Their names have the number of groups before, so all ranks create as many.
     """
     made: list[list[tuple[int, ...]]] = []
     for rank in range(layout.world_size):
@@ -106,16 +111,19 @@ def test_every_member_makes_the_same_groups_in_the_same_order(layout: Layout) ->
             topology.context,
             topology.expert,
             topology.expert_data,
+            *topology.expert_hops,
         ):
             assert group.ranks[group.rank] == rank
-        assert all(rank in ranks and len(ranks) > 1 for ranks in calls)
+        assert all(rank in ranks for ranks in calls)
         # No group twice, except that one may cover the whole world, and that context and expert
         # groups, whose messages overlap with the others', are their own.
         parts = sum(group.size > 1 for group in (topology.context, topology.expert))
+        parts += 2 * (layout.expert_node > 1)
         parts += topology.expert_data.size > 1 and topology.expert_data is not topology.data
         calls = calls[: len(calls) - parts]
         small = [ranks for ranks in calls if len(ranks) < layout.world_size]
         assert len(small) == len(set(small))
+    assert len(set(map(len, made))) == 1
     for one in range(layout.world_size):
         for other in range(one):
             shared = [ranks for ranks in made[one] if other in ranks]

@@ -10,13 +10,20 @@ import pytest
 
 from megatron.config import Config
 from megatron.errors import ConfigError
+from megatron.kernels.work import Product
 from megatron.model.formulas import total_parameters
 from megatron.parallel.topology import Layout
 from megatron.planner.channels import Channels, groups_on_nodes
 from megatron.planner.cluster import load_cluster
-from megatron.planner.events import Message
+from megatron.planner.events import Message, Post, Wait
 from megatron.planner.memory import memory_of_ranks, parameters_of_rank
-from megatron.planner.placement import choose_placement, naive_placement, step_messages
+from megatron.planner.placement import (
+    choose_placement,
+    naive_placement,
+    place_with,
+    render_placement,
+    step_messages,
+)
 from megatron.planner.search.space import Rejections, Space
 from megatron.planner.tensors import rows_to_ranks
 from megatron.planner.timing import estimate
@@ -52,12 +59,14 @@ def channels_of(config: Config) -> Channels:
 
 
 def test_groups_of_a_data_line_are_where_the_layout_says() -> None:
-    layout = Layout(tensor=2, pipeline=2, data=8, context=2, expert=4)
+    layout = Layout(tensor=2, pipeline=2, data=8, context=2, expert=4, expert_node=2)
     stride = layout.strides[1]
     for ranks_of, step, size in (
         (layout.context_ranks, stride, 2),
         (layout.expert_ranks, stride, 4),
         (layout.expert_data_ranks, 4 * stride, 2),
+        (layout.expert_within_ranks, stride, 2),
+        (layout.expert_between_ranks, 2 * stride, 2),
     ):
         groups = {tuple(ranks_of(rank)) for rank in range(layout.world_size)}
         nodes: dict[int, set[tuple[int, ...]]] = {}
@@ -83,6 +92,11 @@ def test_all_to_alls_by_hand() -> None:
     assert both.seconds("all_to_all", 1e9, "expert") == pytest.approx(
         start + within + between + sent * 8 / 15 / 5e9
     )
+    # Over nodes: a pair of ranks on two nodes, whose cards others share, and the ranks of a node.
+    assert both.seconds("all_to_all", 1e9, "expert_between") == pytest.approx(
+        start + between + 0.5 / 5
+    )
+    assert both.lanes["expert_within"][:3] == (8, 1, 1)
     # Heads are exchanged by neighbours, and rings have one rank of each pair.
     sizes = dict(context_parallel_size=4, hierarchical_context_parallel_sizes=(2, 2))
     mixed = channels_of(made(cp_comm_type="a2a+p2p", **sizes))
@@ -130,10 +144,57 @@ def test_messages_of_experts() -> None:
     assert (
         sent[Message("all_to_all", rows * 64 * 2, "expert")] == 4 * 4 * config.num_micro_batches()
     )
+    of_nodes = made(**EXPERTS, expert_model_parallel_size=4, expert_ranks_per_node=2)
+    hops = step_messages(of_nodes, "cuda").collectives
+    for group, pairs in (("expert_between", rows_to_ranks(128, 3, 2, 4)), ("expert_within", rows)):
+        times = 4 * 4 * config.num_micro_batches()
+        assert hops[Message("all_to_all", pairs * 64 * 2, group)] == times
     experts = 4 * 2 * (2 * 64 * 32 + 64 + 32)  # layers, experts of a rank, matrices and biases
     assert sent[Message("reduce_scatter", 4 * experts, "expert_data")] == 1
     others = parameters_of_rank(config, 0) - experts
     assert sent[Message("all_gather", 2 * others, "data")] == 1
+
+
+def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly() -> None:
+    """The order of ranks decides how many of a group are on a node; a flag comes first."""
+    sizes = dict(EXPERTS, num_experts=16, expert_model_parallel_size=16)
+    found = estimate(made(**sizes), FRONTIER)
+    assert found.placement.layout.expert_node == 8
+    assert {m.group for m in step_messages(found.config, "cuda").collectives} >= {"expert_between"}
+    assert naive_placement(made(**sizes, expert_ranks_per_node=1), FRONTIER).layout.expert_node == 1
+    pairs = dict(sizes, expert_model_parallel_size=8, tensor_model_parallel_size=2)
+    for order, each in (("tp-dp-pp", 4), ("dp-tp-pp", 1)):
+        placed = place_with(made(**pairs), FRONTIER, order, tuple(range(8)))
+        assert placed.layout.expert_node == each
+    other = made(**sizes, tensor_model_parallel_size=8, world_size=128, rank_order="dp-tp-pp")
+    placed = choose_placement(other, FRONTIER)
+    assert naive_placement(other, FRONTIER).layout.expert_node == 1 < placed.layout.expert_node
+    assert "expert between" in render_placement(other, placed)
+    assert Layout.for_world(18, 1, 1, expert=18, per_node=8).expert_node == 1
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_the_shared_expert_is_computed_while_tokens_are_under_way(each: int) -> None:
+    """Products lie between the start of the first hop and its end, in both passes."""
+    config = made(
+        **EXPERTS,
+        expert_model_parallel_size=4,
+        expert_ranks_per_node=each,
+        moe_shared_expert_intermediate_size=32,
+        moe_shared_expert_overlap=True,
+        add_bias_linear=False,
+    )
+    layer = trace(config, "cuda").layer
+    for run, shared in ((layer.forward, 2), (layer.backward, 4)):
+        beside, under_way = list[int](), dict[int, int]()
+        for step in run.steps:
+            if isinstance(step, Post) and step.message.group in ("expert", "expert_between"):
+                under_way[step.number] = 0
+            elif isinstance(step, Wait) and step.number in under_way:
+                beside.append(under_way.pop(step.number))
+            elif isinstance(step, Product):
+                under_way = {number: count + 1 for number, count in under_way.items()}
+        assert sorted(beside)[-1] == sum(beside) == shared
 
 
 def test_states_of_experts_are_divided_over_those_who_hold_them() -> None:

@@ -355,6 +355,7 @@ def member(
             order=parallel.rank_order or DEFAULT_ORDER,
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_ranks_per_node=parallel.expert_ranks_per_node,
         )
 
 

@@ -31,7 +31,7 @@ from megatron.planner.dryrun.rank import (
     run_rank,
 )
 from megatron.planner.memory import CATEGORIES, sized_model
-from megatron.planner.placement import choose_placement, layout_of
+from megatron.planner.placement import choose_placement, layout_of, over_nodes
 from megatron.planner.stage import stages_of
 from megatron.planner.table import Table
 from megatron.planner.timing import estimate
@@ -193,14 +193,15 @@ def rehearse(
 
 
 def settled(config: Config, cluster: Cluster | None) -> Config:
-    """Fill in the vocabulary (GPT-2's if it depends on tokenizer files) and the rank order.
+    """Fill in the vocabulary (GPT-2's if it depends on tokenizer files) and the cluster's choices.
 
     Raises ConfigError for a job that does not fit on the cluster.
     """
     config = config.replace(vocab_size=sized_model(config).vocab_size)
     if cluster is None or config.parallel.world_size == 1:
         return config
-    return config.replace(rank_order=choose_placement(config, cluster).layout.order)
+    layout = choose_placement(config, cluster).layout
+    return over_nodes(config.replace(rank_order=layout.order), layout)
 
 
 def device_of(cluster: Cluster | None) -> str:

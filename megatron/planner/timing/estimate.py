@@ -27,7 +27,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, Confidence
 from megatron.planner.events import Pass, Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
-from megatron.planner.placement import Placement, choose_placement
+from megatron.planner.placement import Placement, choose_placement, over_nodes
 from megatron.planner.rates import Rates
 from megatron.planner.stage import (
     Stage,
@@ -161,6 +161,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     rates in its file.
     """
     placement = placement or choose_placement(config, cluster)
+    config = over_nodes(config, placement.layout)
     rates = rates_of(cluster, config.precision.dtype_name)
     channels = Channels(config, cluster, placement)
     traced = trace(config, cluster.device_type)
@@ -504,6 +505,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     and weights that are not hidden by the last and the first micro-batch of the first rank. Raises
     ConfigError as estimate does for a dtype without rates.
     """
+    config = over_nodes(config, channels.placement.layout)
     rates = rates_of(cluster, config.precision.dtype_name)
     traced = trace(config, cluster.device_type)
     hides = cluster.device_type != "cpu"

@@ -157,6 +157,7 @@ def layout_record(config: Config, topology: Topology) -> dict[str, Any]:
         "data": layout.replicas,
         **({"context": layout.context} if layout.context > 1 else {}),
         **({"expert": layout.expert} if layout.expert > 1 else {}),
+        **({"expert_ranks_per_node": layout.expert_node} if layout.expert_node > 1 else {}),
         "chunks": config.parallel.num_chunks,
         "sequence_parallel": config.parallel.sequence_parallel,
         "zero_stage": config.engine.zero_stage,

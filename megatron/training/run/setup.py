@@ -220,6 +220,8 @@ def connect_groups(
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         zero_shard_size=config.engine.zero_shard_size,
         zero_state_shard_size=config.engine.zero_state_shard_size,
+        expert_ranks_per_node=parallel.expert_ranks_per_node,
+        ranks_per_node=rendezvous.ranks_per_node,
     )
     with topology.flight.phase("groups"):
         # Before torch gives up, whose message says less, or RCCL, which does not give up.

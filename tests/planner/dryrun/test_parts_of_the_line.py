@@ -18,7 +18,7 @@ BASE: dict[str, Any] = dict(
     hidden_size=64,
     num_attention_heads=4,
     seq_length=64,
-    vocab_size=250,
+    vocab_size=500,
     micro_batch_size=2,
     global_batch_size=16,
     hidden_dropout=0.0,
@@ -35,6 +35,7 @@ EXPERTS: dict[str, Any] = dict(
     "fields",
     [
         dict(**EXPERTS, expert_model_parallel_size=4),
+        dict(**EXPERTS, expert_model_parallel_size=4, expert_ranks_per_node=2),
         dict(
             **EXPERTS,
             expert_model_parallel_size=2,
@@ -46,7 +47,7 @@ EXPERTS: dict[str, Any] = dict(
         dict(context_parallel_size=4),
         dict(context_parallel_size=2, pipeline_model_parallel_size=2, zero_stage=0),
     ],
-    ids=["experts", "experts, TP, PP", "ring", "ring, PP"],
+    ids=["experts", "experts over nodes", "experts, TP, PP", "ring", "ring, PP"],
 )
 def test_it_runs_and_needs_what_the_planner_says(fields: dict[str, Any]) -> None:
     config = Config.create(**{**BASE, **fields})
