@@ -300,16 +300,18 @@ class EngineConfig:
     zero_shard_size: int = option(
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO stages 2 and 3 shard gradients "
-        "and weights, such as those of a node; other such groups have the same. 0: all.",
-        at_least=0,
+        "and weights; other such groups have the same. world, 0: all; node, -1: those of a node.",
+        at_least=-1,
         at_most=MOST_PROCESSES,
+        value_names={"world": 0, "node": -1},
     )
     zero_state_shard_size: int = option(
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO shards the optimizer state, a "
-        "multiple of --zero-shard-size. 0: all.",
-        at_least=0,
+        "multiple of --zero-shard-size. world, 0: all; node, -1: those of a node.",
+        at_least=-1,
         at_most=MOST_PROCESSES,
+        value_names={"world": 0, "node": -1},
     )
     overlap_grad_reduce: bool = option(
         True,

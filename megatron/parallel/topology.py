@@ -131,10 +131,17 @@ class Layout:
                 f"x pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
                 f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
-        sizes = dict(shard=shard, states=states)
-        layout = cls(tensor, pipeline, data, order, context, expert, **sizes)
+        layout = cls(tensor, pipeline, data, order, context, expert)
         each, rest = divmod(per_node, layout.strides[1])
-        each = (0 if rest else each) if expert_node is None else expert_node
+        each = 0 if rest else min(each, data)
+        if -1 in (shard, states) and not each:
+            raise ConfigError(
+                f"the nodes have no neighbouring data-parallel ranks of their own in rank order "
+                f"{order}: give --zero-shard-size and --zero-state-shard-size as numbers"
+            )
+        shard, states = (each if size == -1 else size for size in (shard, states))
+        layout = replace(layout, shard=shard, states=states)
+        each = each if expert_node is None else expert_node
         over_nodes = 1 < each < expert and expert % each == 0
         return replace(layout, expert_node=each) if over_nodes else layout
 
