@@ -102,6 +102,11 @@ _BOTH = {
     "_grad_acc_hooks": "removed: hooks guess when a backward pass ends, which is wrong in a "
     "pipeline",
 }
+_GRADIENTS = (
+    *("fp32_groups_gradients", "fp32_groups_actual_gradients_flat", "fp32_groups_gradient_dict"),
+    "non_expert_gradients",
+)
+
 OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
     "DeepSpeedEngine": {
         "optimizer": "read: one of the two below",
@@ -117,9 +122,7 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         "fp32_groups_gradients_flat": "read: the gradient sums, flat",
         "fp32_groups_gradient_flat_partition": "emptied where FusedAdamW reads bf16 sums: "
         "DeepSpeed would copy them",
-        "fp32_groups_gradients": "emptied where buckets are divided already",
-        "fp32_groups_actual_gradients_flat": "the same",
-        "fp32_groups_gradient_dict": "the same",
+        **dict.fromkeys(_GRADIENTS, "emptied where buckets are divided already"),
         "fp32_groups_has_gradients": "all true: a gradient of zeros counts, too",
         "grad_acc_dtype": "read: the format of the gradient sums",
         "get_grads_for_norm": "returns our flat gradients",
@@ -507,9 +510,9 @@ class ZeroStep:
             if self._bf16:
                 sums[i] = outer.fp32_groups_gradient_flat_partition[i] = bucket.own_gradients
         if divided and self._bf16:
-            for name in ("fp32_groups_gradients", "fp32_groups_actual_gradients_flat"):
+            for name in _GRADIENTS:
                 getattr(outer, name).clear()
-            outer.fp32_groups_gradient_dict.clear()
+            getattr(outer, "expert_gradients", {}).clear()  # where there are experts
         rows = () if divided else zip(inner.param_groups, groups, sums, weights, strict=True)
         for of_group, group, gradients, w in rows:
             experts, fp32 = of_group.get("experts"), of_group.get("fp32")

@@ -384,6 +384,11 @@ class Engine:
             self._settle()
         return self._scale.scale
 
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Return the parameter groups as flat tensors."""
+        return self._zero.buckets
+
     def begin(self, micro_batches: int) -> None:
         """Announce the backward passes of `micro_batches`.
 
@@ -392,6 +397,7 @@ class Engine:
         second call before `step`.
         """
         self._gradients.begin(micro_batches)
+        self._weights.begin(micro_batches)
         if self._experts is not None:
             self._experts.loss_scale = self.loss_scale / (
                 micro_batches * self.topology.layout.replicas

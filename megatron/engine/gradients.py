@@ -580,7 +580,10 @@ class WeightGather:
                     work.wait()
                 self._continue(bucket, messages)
         if not self._overlap:
-            self.wait()
+            self.settle()
+
+    def begin(self, micro_batches: int) -> None:
+        """Note that forward and backward passes of so many micro-batches follow."""
 
     def pass_ends(self) -> None:
         """Note that a backward pass has ended."""

@@ -125,8 +125,8 @@ class ShardedGradients(Gradients):
     stage_of  the pipeline stage of each bucket
 
     The buckets of a stage are sent once after each of its backward passes, in their order, so that
-    all ranks post the same messages: with overlap as soon as they are complete, which is known from
-    the first pass on, otherwise when the pass ends.
+    all ranks post the same messages: with overlap as soon as they are complete, otherwise when the
+    pass ends. The first pass shows how many contributions a parameter gets; it assumes one.
     """
 
     def __init__(
@@ -167,9 +167,12 @@ class ShardedGradients(Gradients):
         if not has_memory(flat):
             flat.untyped_storage().resize_(flat.nbytes)
 
+    def _parameters(self, number: int) -> Sequence[torch.nn.Parameter]:
+        return self.buckets[number].parameters
+
     def _added(self, p: torch.nn.Parameter) -> None:
         self._new[p] += 1
-        if not self._early or self.local or self._new[p] != self._per_pass.get(p):
+        if not self._early or self.local or self._new[p] != self._per_pass.get(p, 1):
             return
         number = self._bucket_of[p]
         self._incomplete[number] -= 1
@@ -185,7 +188,10 @@ class ShardedGradients(Gradients):
             return
         of_stage = self._of_stage[stage]
         counts = {p: self._new[p] for n in of_stage for p in self.buckets[n].parameters}
-        for number in of_stage[self._sent_of[stage] :]:
+        left = of_stage[self._sent_of[stage] :]
+        # in the first pass also those with more contributions than one
+        again = (n for n in of_stage if any(not self._sinks[p].fresh for p in self._parameters(n)))
+        for number in [*left, *(n for n in again if n not in left)]:
             self._send_bucket(number)
         self._sent_of[stage] = 0
         if not self._per_pass.keys() >= counts.keys():
@@ -308,6 +314,8 @@ class ShardedWeights(WeightGather):
         self._after: dict[tuple[_Use | None, _Use], _Use] = {}
         self._before: tuple[_Use | None, _Use | None] = None, None
         self._kept = False  # all weights stay gathered
+        self._next: _Use | None = None  # is gathered as soon as the use before it ends
+        self._passes = 0  # backward passes that follow in this step
         for chunk in chunks:
             given = getattr(chunk, "weight_users", None)
             users = given() if given else [(chunk, list(chunk.parameters()))]
@@ -346,7 +354,7 @@ class ShardedWeights(WeightGather):
                 outputs = output if isinstance(output, tuple) else (output,)
                 for x in outputs:
                     if isinstance(x, torch.Tensor) and x.requires_grad:
-                        x.register_hook(lambda _: self._need(use))
+                        x.register_hook(lambda _: self._need(use, ends=True))
             if not use.last:
                 self._give_up(use)
 
@@ -354,8 +362,11 @@ class ShardedWeights(WeightGather):
         module.register_forward_hook(after)
 
     @torch.no_grad()
-    def _need(self, use: _Use) -> None:
-        """Wait for the weights of a use, and begin to gather those of the next."""
+    def _need(self, use: _Use, ends: bool = False) -> None:
+        """Wait for the weights of a use, and begin to gather those of the next.
+
+        ends  whether the use before gives up its weights right after
+        """
         if self._kept:
             return
         if self._here.issuperset(use.buckets):
@@ -371,7 +382,12 @@ class ShardedWeights(WeightGather):
             if following is None or bucket not in following.buckets:
                 self._arrive([bucket])
                 self._free([bucket])
-        if following is not None:
+        self._next = None
+        if following is None or (self._passes == 1 and not following.backward and _in_backward()):
+            return  # no forward pass follows
+        if ends and second is not None and self._here.issuperset(second.buckets):
+            self._next = following
+        else:
             self._gather(following)
 
     def _gather(self, use: _Use) -> None:
@@ -397,11 +413,19 @@ class ShardedWeights(WeightGather):
                 free(bucket.weights)
 
     def _give_up(self, use: _Use) -> None:
-        if not self._kept:
-            self._free(use.buckets)
+        if self._kept:
+            return
+        self._free(use.buckets)
+        if self._next is not None:
+            self._gather(self._next)
+            self._next = None
+
+    def begin(self, micro_batches: int) -> None:
+        self._passes += micro_batches
 
     def pass_ends(self) -> None:
         """Give up the weights of uses whose end no gradient has shown."""
+        self._passes -= 1
         if not self._kept:
             self._free(list(self._here))
 

@@ -65,7 +65,7 @@ _NOT_OF_THE_MODEL = (
     "enable_zbh1_pipeline",
     "pipeline_layout",
     "rank_order",
-    "zero_stage",
+    "zero_",  # stage and sizes
     "recompute",
     "gradient_accumulation_fusion",
     "bf16",
