@@ -531,6 +531,35 @@ def _expert_parallel(v: Values) -> Iterator[str]:
         )
 
 
+@check("zero_stage", "data_parallel_size", "context_parallel_size")
+def _zero(v: Values) -> Iterator[str]:
+    stage, line = v["zero_stage"], v["data_parallel_size"] * v["context_parallel_size"]
+    if stage == 3 and (pp := v["pipeline_model_parallel_size"] or 1) > 1:
+        yield (
+            f"--zero-stage 3 gathers weights for one stage, but --pipeline-model-parallel-size is "
+            f"{pp}: use --zero-stage 2, or 1 pipeline stage"
+        )
+    if not stage and (v["zero_shard_size"] or v["zero_state_shard_size"]):
+        yield (
+            "--zero-shard-size and --zero-state-shard-size divide nothing with --zero-stage 0: "
+            "leave them out, or use stage 1, 2 or 3"
+        )
+        return
+    of, each = "data-parallel ranks, context-parallel ones included", line
+    for name in ("zero_state_shard_size", "zero_shard_size"):
+        if (size := v[name]) > 0 and each % size:
+            sizes = ", ".join(str(n) for n in range(1, each + 1) if each % n == 0)
+            yield f"{all_options()[name].flag} {size} does not divide {of}: use one of {sizes}"
+        elif size > 0:
+            of, each = f"--zero-state-shard-size {size}", size
+    size, experts = max(0, v["zero_shard_size"]) or line, v["expert_model_parallel_size"] or 1
+    if size % experts and experts % size:
+        yield (
+            f"--zero-shard-size {size} is neither a multiple nor a divisor of "
+            f"--expert-model-parallel-size {experts}: change one of them"
+        )
+
+
 @check("context_parallel_size", "cp_comm_type")
 def _context_parallel(v: Values) -> Iterator[str]:
     size, kind = v["context_parallel_size"], v["cp_comm_type"]

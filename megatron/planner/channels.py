@@ -126,6 +126,7 @@ class Channels:
     def __init__(self, config: Config, cluster: Cluster, placement: Placement) -> None:
         self.placement = placement
         self._cluster = cluster
+        self._reduces = cluster.device_type == "cpu"
         self.lanes, self.boundaries, self._message_rate = _lanes(
             cluster,
             placement.layout,
@@ -139,8 +140,12 @@ class Channels:
     def seconds(self, kind: str, n_bytes: float, group: str = "tensor") -> float:
         """Time a collective (events.Message) of all groups of one direction.
 
-        `kind` "reduce" goes to one member, along a chain of all.
+        `kind` "reduce" goes to one member, along a chain of all. The engine sums gradients in this
+        way on a CPU, for one owner after another.
         """
+        if kind == "reduce_scatter" and self._reduces and group not in OF_PASSES:
+            ranks = self.lanes[group].ranks
+            return ranks * self.seconds("reduce", n_bytes / ranks, group)
         key = group, kind, n_bytes
         if key not in self._seconds:
             self._seconds[key] = self._timed(LANES[group], kind, n_bytes, self.lanes[group])
@@ -455,10 +460,20 @@ LANES = {
     "expert_data": "expert data-parallel",
     "expert_between": "expert-parallel between nodes",
     "expert_within": "expert-parallel within nodes",
+    **{
+        f"{line}.{part}": f"{name}data-parallel, {what}"
+        for line, name in (("data", ""), ("expert_data", "expert "))
+        for part, what in (
+            ("inner", "within a shard"),
+            ("outer", "shards of states"),
+            ("copies", "copies"),
+        )
+    },
     "ends": "tied embedding",
 }
 """Groups that run collectives: fields of Topology, of which context-parallel ranks divide into rings
-and into those that exchange heads, and the stages of a tied embedding."""
+and into those that exchange heads; parts of them (topology.Shards); and the stages of a tied
+embedding."""
 OF_PASSES = "tensor", "context", "heads", "expert", "expert_between", "expert_within"
 """Groups whose messages belong to the passes of layers; all but the first two run all-to-alls."""
 
@@ -485,6 +500,13 @@ def _lanes(
         "expert_between": (of_data * each, layout.expert // each if each > 1 else 1),
         "expert_within": (of_data, each),
     }
+    for line in ("data", "expert_data"):
+        of_line, ranks = directions[line]
+        each = layout.data // ranks
+        inner, states = (max(1, size // each) for size in layout.shard_sizes)
+        parts = {"inner": (1, inner), "outer": (inner, states // inner)}
+        for part, (apart, size) in {**parts, "copies": (states, ranks // states)}.items():
+            directions[f"{line}.{part}"] = of_line * apart, size if size < ranks else 1
     lanes = {
         name: _group(links, layout.world_size, order, *line, name in OF_PASSES[2:])
         for name, line in directions.items()

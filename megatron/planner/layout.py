@@ -22,6 +22,7 @@ class Layout(NamedTuple):
     micro         samples per micro-batch
     recompute     none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS
     rank_order, device_order   "" and (): chosen by the machine
+    shard, states  ranks over which ZeRO divides (EngineConfig.zero_shard_size, ..._state_...); 0: all
     """
 
     world: int
@@ -39,6 +40,8 @@ class Layout(NamedTuple):
     device_order: tuple[int, ...] = ()
     cp: int = 1
     ep: int = 1
+    shard: int = 0
+    states: int = 0
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -79,7 +82,7 @@ class Layout(NamedTuple):
         return ",".join(
             f"{name}={write_value(value)}"
             for name, value in values.items()
-            if value not in ("", ())
+            if value not in ("", ()) and (value or name not in ("shard", "states"))
         )
 
     def has_choice(self, name: str) -> bool:
@@ -94,6 +97,7 @@ class Layout(NamedTuple):
             "zero": self.gradient_ranks,
             "cp": self.cp,
             "ep": self.ep,
+            **dict.fromkeys(("shard", "states"), self.gradient_ranks if self.zero else 1),
         }
         return ranks.get(name, 2) > 1
 
@@ -171,6 +175,8 @@ class Dimension(NamedTuple):
             return self.values[word]
         if self.values or not re.fullmatch(self.pattern, word):
             raise ValueError(f"{self.name} is {', '.join(self.values) or self.words}, not '{word}'")
+        if word in ("node", "world"):
+            return -1 if word == "node" else 0
         if self.field == "recompute":
             kind, _, modules = word.partition(":")
             return (
@@ -189,6 +195,7 @@ def _names(values: Iterable[Any]) -> dict[str, Any]:
     return {str(value): value for value in values}
 
 
+_RANKS, _RANKS_PATTERN = "a number, node or world", r"node|world|0*[1-9]\d{,8}"
 _SWITCH = {"on": True, "off": False}
 _ONE = f"(?:{'|'.join(MODULES)})"
 _RECOMPUTE = rf"none|selective(:{_ONE}(\+{_ONE})*)?|full(:(uniform|block)(:[1-9]\d{{,8}})?)?"
@@ -205,7 +212,9 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("mbs", "micro", "micro_batch_size"),
     Dimension("sp", "sp", "sequence_parallel", _SWITCH),
     Dimension("overlap", "overlap", "tp_comm_overlap", _SWITCH),
-    Dimension("zero", "zero", "zero_stage", _names((0, 1))),
+    Dimension("zero", "zero", "zero_stage", _names((0, 1, 2, 3))),
+    Dimension("shard", "shard", "zero_shard_size", words=_RANKS, pattern=_RANKS_PATTERN),
+    Dimension("states", "states", "zero_state_shard_size", words=_RANKS, pattern=_RANKS_PATTERN),
     Dimension(
         "recompute",
         "recompute",

@@ -27,9 +27,11 @@ from megatron.planner.stage import (
     owners,
     parameters_of,
     stages_of,
+    vectors_of,
     whole_parameters,
 )
 from megatron.planner.trace import GPT2_VOCABULARY, trace
+from megatron.planner.zero import Zero, zero_of
 
 GPU_BLOCK, CPU_BLOCK = 512, 64
 """Allocation granularity in bytes: of the caching allocator of CUDA and ROCm (kMinBlockSize in
@@ -40,10 +42,12 @@ CUDACachingAllocator), and of torch's allocator of host memory."""
 class RankMemory:
     """Bytes on each device of one pipeline rank, at the peak of a step.
 
-    weights      in the training dtype, including embedding and output layer
-    master       fp32 weights of the optimizer, under ZeRO-1 this replica's partition; none in fp32
+    weights      in the training dtype, including embedding and output layer; under ZeRO-3 this
+                 rank's part, and those of the layers that are gathered
+    master       fp32 weights of the optimizer, under ZeRO this rank's part; none in fp32
     moments      of the optimizer, partitioned likewise
-    gradients    sums in fp32 or bf16
+    gradients    sums in fp32 or bf16; under ZeRO-2 and 3 this rank's part, and those of the buckets
+                 that are filled or under way
     activations  made by forward passes and kept for backward passes
     logits       of a chunk of tokens, and their gradient
     buffers      messages to and from neighbouring stages, and the micro-batches
@@ -80,6 +84,7 @@ Bytes = np.ndarray[Any, np.dtype[np.float64]]
 """Bytes by category, or one such row for each step."""
 NOTHING = np.zeros((1, len(CATEGORIES)))
 _ACTIVATIONS, _BUFFERS, _TEMPORARY = map(CATEGORIES.index, ("activations", "buffers", "temporary"))
+_WEIGHTS, _GRADIENTS = map(CATEGORIES.index, ("weights", "gradients"))
 
 
 # -- passes ----------------------------------------------------------------------------------------
@@ -149,14 +154,17 @@ class ChunkMemory(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMemory:
+def chunk_memory(
+    traced: Trace, stage: Stage, group: int, block: int, shared: Shared | None = None
+) -> ChunkMemory:
     """Simulate the memory of a stage.
 
     A part's output is freed at the end of its forward pass, and counts as the input of the next
     part; on another stage it arrives as a message.
 
-    group  most layers that are recomputed together
-    block  granularity to which a tensor's size is rounded up
+    group   most layers that are recomputed together
+    block   granularity to which a tensor's size is rounded up
+    shared  what ZeRO stages 2 and 3 divide
     """
     embedding, head = (_passes(part, block) for part in (traced.embedding, traced.head))
     kinds = [traced.layer_of(kind) for kind in stage.layer_kinds]
@@ -168,9 +176,9 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
         at += count * times
     first = int(stage.first)
     last = int(stage.last)
-    forward = np.concatenate(
+    around = _Around(traced, stage, shared)
+    forward = around.forward(
         [
-            NOTHING,
             *[embedding["forward"]] * first,
             *(rows for some in groups for rows in _forward_again(agains[some])),
             *(layer["forward"] for layer in layers[at:]),
@@ -179,34 +187,38 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
     )
 
     def backward(half: str) -> Bytes:
-        def again(some: slice) -> list[Bytes]:
+        def again(some: slice) -> tuple[list[Bytes], list[Bytes]]:
             inside = layers[some][:-1]
             made = [_as_temporary(layer["forward"]) for layer in inside]
             undone = [_as_temporary(layer[half]) for layer in reversed(inside)]
-            return [*made * (half != "weights"), agains[some][-1][half], *undone]
+            return made * (half != "weights"), [agains[some][-1][half], *undone]
 
-        return np.concatenate(
+        return around.backward(
             [
-                NOTHING,
-                *[head[half]] * last,
-                *(layer[half] for layer in reversed(layers[at:])),
-                *(rows for some in reversed(groups) for rows in again(some)),
-                *[embedding[half]] * first,
-            ]
+                *[([], [head[half]])] * last,
+                *(([], [layer[half]]) for layer in reversed(layers[at:])),
+                *map(again, reversed(groups)),
+                *[([], [embedding[half]])] * first,
+            ],
+            reduces=half != "inputs",
         )
 
     kept = forward.sum(axis=0)
     halves = [backward(half) for half in (("inputs", "weights") if stage.split else ("backward",))]
     most = find_peak(np.concatenate([kept[None], *halves]))[0]
-    return ChunkMemory(kept, find_peak(forward)[0], most, kept + halves[0].sum(axis=0))
+    return ChunkMemory(
+        kept,
+        find_peak(forward)[0] + around.carried[0],
+        most + around.carried[0],
+        kept + halves[0].sum(axis=0),
+    )
 
 
 def _forward_again(agains: Sequence[dict[str, Bytes]]) -> Iterator[Bytes]:
     """Yield the rows of a recomputed group: the layers after the first keep nothing of their own."""
     for i, again in enumerate(agains):
-        yield again["forward"]
-        if i:
-            yield -again["forward"].sum(axis=0, keepdims=True)
+        rows = again["forward"]
+        yield np.concatenate([rows, -rows.sum(axis=0, keepdims=True)]) if i else rows
 
 
 def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
@@ -215,6 +227,153 @@ def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
         return [(1, stage.groups_again)]
     whole, rest = divmod(stage.layers_again, group)
     return [(group, whole), (rest, 1)] if rest else [(group, whole)]
+
+
+# -- weights and gradients that are not there all the time ------------------------------------------
+
+_IN_FLIGHT = 2  # buckets of gradients (engine/sharded.py)
+
+
+class Shared(NamedTuple):
+    """What ZeRO stages 2 and 3 divide.
+
+    ahead, early  whether weights are gathered, and gradients sent, while passes run
+    """
+
+    zero: Zero
+    ahead: bool
+    early: bool
+
+
+def shared_of(config: Config) -> Shared | None:
+    """Return what ZeRO stages 2 and 3 divide; None for other stages."""
+    engine = config.engine
+    if engine.zero_stage < 2:
+        return None
+    return Shared(zero_of(config), engine.overlap_param_gather, engine.overlap_grad_reduce)
+
+
+class _Around:
+    """Rows of weights and gradients between the passes of a stage's parts.
+
+    carried  gradients under way from one backward pass to the next
+    """
+
+    def __init__(self, traced: Trace, stage: Stage, shared: Shared | None) -> None:
+        self._shared, self.carried = shared, NOTHING
+        layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
+        parts = [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
+        self._head = stage.last
+        self._weights = [0.0] * len(parts)
+        # of each part from the last one on: more while its backward pass runs, and after it
+        self._gradients = [(0.0, 0.0)] * len(parts)
+        if shared is None:
+            return
+        zero = shared.zero
+        self._weights = [
+            sum(
+                float(zero.weight_bytes * p.elements)
+                for p in part.parameters
+                if p.decays and zero.weight_ranks(p.experts) > 1
+            )
+            for part in parts
+        ]
+        self._follow(parts, shared, stage.first and stage.last)
+
+    def _follow(self, parts: Sequence[Part], shared: Shared, tied: bool) -> None:
+        """Simulate the buckets of gradients in a backward pass, as in engine/sharded.py."""
+        zero, sizes, last = shared.zero, list[int](), list[int]()
+        open_ones, in_parts = dict[object, int](), list[list[int]]()
+        for at, part in enumerate(reversed(parts)):
+            in_parts.append([])
+            for p in reversed(part.parameters):
+                again = p.tied and tied
+                of_layer = at if zero.stage == 3 and p.decays and not again else -1
+                kind = p.decays, again, p.experts, of_layer
+                bucket = open_ones.get(kind)
+                if bucket is not None and again:
+                    size = 0  # the same weights again
+                else:
+                    size = p.elements
+                    if bucket is None or sizes[bucket] + size > zero.limit:
+                        bucket = open_ones[kind] = len(sizes)
+                        sizes.append(0)
+                        last.append(at)
+                sizes[bucket] += size
+                last[bucket] = at
+                in_parts[-1].append(bucket)
+        live, flying, there = 0, list[int](), set[int]()
+        for at, buckets in enumerate(in_parts):
+            before = most = live
+            for i, bucket in enumerate(buckets):
+                live += sizes[bucket] * (bucket not in there)
+                there.add(bucket)
+                most = max(most, live)
+                if shared.early and last[bucket] == at and bucket not in buckets[i + 1 :]:
+                    flying.append(bucket)
+                if len(flying) > _IN_FLIGHT:
+                    live -= sizes[flying.pop(0)]
+            if at == len(in_parts) - 1 and not shared.early:
+                flying = sorted(there, key=last.__getitem__)[-_IN_FLIGHT:]
+                live = sum(sizes[bucket] for bucket in flying)
+            each = zero.gradient_bytes
+            self._gradients[at] = each * (most - before), each * (live - most)
+        self.carried = _row(gradients=zero.gradient_bytes * live)
+        # Those that were under way when a pass begins have arrived when it ends; before that, those
+        # to which the first part adds, and the ones before them.
+        drained = [i + 1 for i, bucket in enumerate(flying) if bucket in in_parts[0]]
+        first = sum(sizes[bucket] for bucket in flying[: max(drained, default=0)])
+        for end, elements in ((0, first), (-1, live - first)):
+            (rise, fall), arrived = self._gradients[end], float(zero.gradient_bytes * elements)
+            more = rise if end else max(0.0, rise - arrived)
+            self._gradients[end] = more, rise + fall - more - arrived
+
+    def forward(self, passes: Sequence[Bytes]) -> Bytes:
+        """Return the rows of a forward pass with those around them."""
+        if self._shared is None:
+            return np.concatenate([NOTHING, *passes])
+        w, ahead, rows = self._weights, self._shared.ahead, list[Bytes]()
+        for i, of_part in enumerate(passes):
+            # after the last one, a backward pass begins with the layer before it
+            following = i + 1 if i + 1 < len(w) else max(0, i - 1)
+            now = w[following] + (w[0] if i == 0 else 0.0) if ahead else w[i]
+            stays = self._head and i == len(w) - 1
+            rows += [_row(now), of_part, _row(0.0 if stays else -w[i])]
+        return np.concatenate([NOTHING, *rows])
+
+    def backward(
+        self, passes: Sequence[tuple[list[Bytes], list[Bytes]]], *, reduces: bool
+    ) -> Bytes:
+        """Return the rows of a backward pass with those around them.
+
+        passes  for each group of parts: what is recomputed first, and each part's backward pass
+        """
+        if self._shared is None:
+            return np.concatenate(
+                [NOTHING, *(rows for pair in passes for rows in (*pair[0], *pair[1]))]
+            )
+        w, ahead, rows = self._weights, self._shared.ahead, list[Bytes]()
+        at = len(w)  # parts before are left
+        for number, (made, undone) in enumerate(passes):
+            first = at - len(undone)
+            head = self._head and number == 0
+            embedding = first == 0 and number == len(passes) - 1
+            if not (head or embedding):
+                now = sum(w[first : at - ahead]) + (w[first - 1] if ahead and first else 0.0)
+                rows.append(_row(now))
+            rows += made
+            for one in undone:
+                rise, fall = self._gradients[len(w) - at] if reduces else (0.0, 0.0)
+                at -= 1
+                done = 0.0 if embedding else -w[at]
+                rows += [_row(gradients=rise), one, _row(done, fall)]
+        return np.concatenate([NOTHING, *rows])
+
+
+def _row(weights: float = 0.0, gradients: float = 0.0) -> Bytes:
+    row = np.zeros_like(NOTHING)
+    row[0, _WEIGHTS], row[0, _GRADIENTS] = weights, gradients
+    return row
 
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -239,19 +398,26 @@ def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def state_bytes(config: Config, parameters: int, experts: int, whole: int) -> dict[str, float]:
+def state_bytes(
+    config: Config, parameters: int, experts: int, whole: int, vectors: int
+) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer for a rank's parameters.
 
-    experts, whole  how many of them are of experts, and how many the optimizer takes whole
+    experts, whole, vectors  how many of them are of experts, how many the optimizer takes whole,
+                             and how many others than those of experts are of norms and biases
     """
-    precision, state = config.precision, optimizer_state(config)
+    precision, state, zero = config.precision, optimizer_state(config), zero_of(config)
+    others = parameters - experts - vectors
+    weights = vectors + others / zero.weight_ranks() + experts / zero.weight_ranks(experts=True)
+    gradients = (others + vectors) / zero.gradient_ranks()
+    gradients += experts / zero.gradient_ranks(experts=True)
     owned = owned_elements(config, parameters, experts)
     of_whole = whole / owners(config)
     return {
-        "weights": precision.weight_bytes * parameters,
+        "weights": precision.weight_bytes * weights,
         "master": 0.0 if precision.dtype_name == "float32" else 4.0 * owned,
         "moments": state.bytes * (owned - of_whole) + state.of(True).bytes * of_whole,
-        "gradients": precision.gradient_bytes * parameters,
+        "gradients": precision.gradient_bytes * gradients,
     }
 
 
@@ -289,11 +455,18 @@ def whole_of_rank(config: Config, rank: int, device: str) -> int:
     return sum(p.elements for stage in own for p in whole_parameters(config, traced, stage))
 
 
+def vectors_of_rank(config: Config, rank: int, device: str) -> int:
+    """Count the parameters of norms and biases on each device of a rank, without experts'."""
+    own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
+    return sum(vectors_of(trace(config, device), stage) for stage in own)
+
+
+COUNTS = parameters_of_rank, experts_of_rank, whole_of_rank, vectors_of_rank
+"""Functions that return the arguments of `state_bytes`."""
+
+
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
-    counts = (
-        count(config, rank, device)
-        for count in (parameters_of_rank, experts_of_rank, whole_of_rank)
-    )
+    counts = (count(config, rank, device) for count in COUNTS)
     states = state_bytes(config, *counts)
     held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))
@@ -308,7 +481,9 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     v = parallel.num_chunks
     group = config.recompute.recompute_num_layers
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
-    mine = [chunk_memory(traced, stage, group, block) for stage in stages_of(config)[rank::p]]
+    shared = shared_of(config)
+    stages = stages_of(config)[rank::p]
+    mine = [chunk_memory(traced, stage, group, block, shared) for stage in stages]
     forward, chunk, held, waiting = moments_of_rank(config.schedule, p, v, m, rank)
     now = np.array([[c.backward, c.forward] for c in mine])[chunk, forward]
     now = now + held @ np.array([c.kept for c in mine]) + waiting[:, None] * mine[0].waiting

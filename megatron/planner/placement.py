@@ -31,9 +31,11 @@ from megatron.planner.stage import (
     stage_passes,
     stages_of,
     tied_elements,
+    vectors_of,
 )
 from megatron.planner.table import Table
 from megatron.planner.trace import trace
+from megatron.planner.zero import zero_of
 
 _DIRECTIONS = {
     "tp": "tensor",
@@ -44,6 +46,11 @@ _DIRECTIONS = {
     "ep node": "expert_within",
     "dp": "data",
     "edp": "expert_data",
+    **{
+        f"{name}.{part}": f"{line}.{part}"
+        for name, line in (("dp", "data"), ("edp", "expert_data"))
+        for part in ("inner", "outer", "copies")
+    },
     "pp": "pipeline",
 }
 
@@ -70,39 +77,47 @@ class StepMessages(NamedTuple):
 def step_messages(config: Config, device: str) -> StepMessages:
     """Count the messages of a step on a "cuda" or "cpu" device, from the model's trace."""
     parallel = config.parallel
-    precision = config.precision
+    zero = zero_of(config)
     traced = trace(config, device)
     stages = stages_of(config)
     size = parallel.pipeline_model_parallel_size
     micro_batches = config.num_micro_batches()
     passes = list[Counter[Message]]()
-    parameters, experts = 0, 0
+    parameters, experts, vectors = 0, 0, 0
     for own in (stages[rank::size] for rank in range(size)):
         sent = Counter[Message]()
         for run in (
-            run for stage in own for runs in stage_passes(traced, stage).values() for run in runs
+            run
+            for stage in own
+            for runs in stage_passes(traced, stage, zero).values()
+            for run in runs
         ):
-            for message in run.of.messages():
+            for message in (*run.of.messages(), *run.shared):
                 sent[message] += run.times * micro_batches
         passes.append(sent)
         count = sum(parameters_of(traced, stage) for stage in own)
         if count > parameters:
-            parameters, experts = count, sum(experts_of(traced, stage) for stage in own)
-    data = list[Message]()
-    for group, count in (("data", parameters - experts), ("expert_data", experts)):
-        gradients, weights = (
-            count * each for each in (precision.gradient_bytes, precision.weight_bytes)
-        )
-        if count and config.engine.zero_stage:
-            data += [
-                Message("reduce_scatter", gradients, group),
-                Message("all_gather", weights, group),
-            ]
-        elif count:
-            data.append(Message("all_reduce", gradients, group))
+            parameters, experts, vectors = (
+                sum(of(traced, stage) for stage in own)
+                for of in (parameters_of, experts_of, vectors_of)
+            )
+    busiest = max(passes, key=lambda of: sum(count * each.bytes for each, count in of.items()))
+    ends = Counter[tuple[str, str]]()  # bytes of one message for each kind and group
+    for count, of_experts, of_vectors in (
+        (vectors, False, True),
+        (parameters - experts - vectors, False, False),
+        (experts, True, False),
+    ):
+        gradients, weights = zero.gradient_bytes * count, zero.weight_bytes * count
+        for kind, group, _ in zero.in_passes(of_experts) if of_vectors else ():
+            busiest[Message(kind, gradients, group)] += micro_batches
+        for kind, group, before in zero.at_end(of_experts):
+            ends[kind, group] += gradients // before
+        for kind, group, before in zero.gathers(of_experts, of_vectors):
+            ends[kind, group] += weights // before
+    data = (Message(kind, size, group) for (kind, group), size in ends.items() if size)
     return StepMessages(
-        max(passes, key=lambda sent: sum(count * message.bytes for message, count in sent.items()))
-        + Counter(data),
+        busiest + Counter(data),
         traced.layer.hands_on,
         parallel.num_chunks * micro_batches if size > 1 else 0,
         4 * tied_elements(config, traced),
@@ -258,8 +273,12 @@ def place_with(
 
 
 def over_nodes(config: Config, layout: Layout) -> Config:
-    """Return the configuration with the layout's number of expert-parallel ranks on a node."""
-    each = layout.expert_node
+    """Return the configuration with the layout's numbers of ranks on a node."""
+    each, engine = layout.expert_node, config.engine
+    if -1 in (engine.zero_shard_size, engine.zero_state_shard_size):
+        shard, states = layout.shard, layout.states
+        engine = replace(engine, zero_shard_size=shard, zero_state_shard_size=states)
+        config = replace(config, engine=engine)
     if each == 1:
         return config
     return replace(config, parallel=replace(config.parallel, expert_ranks_per_node=each))
@@ -270,7 +289,7 @@ def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Lay
 
     devices  used ones of each node
     """
-    parallel = config.parallel
+    parallel, engine = config.parallel, config.engine
     return Layout.for_world(
         parallel.world_size,
         parallel.tensor_model_parallel_size,
@@ -280,6 +299,8 @@ def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Lay
         parallel.expert_model_parallel_size,
         parallel.expert_ranks_per_node,
         devices,
+        engine.zero_shard_size,
+        engine.zero_state_shard_size,
     )
 
 

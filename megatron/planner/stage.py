@@ -17,9 +17,21 @@ from megatron.kernels.work import Attention, Computation, Product
 from megatron.model.stages import assign_layers
 from megatron.pipeline.schedule import splits_backward
 from megatron.planner.cluster import Cluster
-from megatron.planner.events import Again, Give, Parameter, Part, Pass, Post, Take, Trace, Wait
+from megatron.planner.events import (
+    Again,
+    Give,
+    Message,
+    Parameter,
+    Part,
+    Pass,
+    Post,
+    Take,
+    Trace,
+    Wait,
+)
 from megatron.planner.rates import Rates
 from megatron.planner.trace import kinds_of_layers
+from megatron.planner.zero import Zero, zero_of
 
 
 class Stage(NamedTuple):
@@ -97,14 +109,19 @@ def _stages(
 
 
 class Run(NamedTuple):
-    """Pass that a stage runs `times` times in a row; again: whether all of it is recomputation."""
+    """Pass that a stage runs `times` times in a row.
+
+    again   whether all of it is recomputation
+    shared  messages of ZeRO in each pass
+    """
 
     times: int
     of: Pass
     again: bool = False
+    shared: tuple[Message, ...] = ()
 
 
-def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
+def stage_passes(trace: Trace, stage: Stage, zero: Zero | None = None) -> dict[str, list[Run]]:
     """List a stage's runs for one micro-batch: "forward", "backward" and "weight".
 
     If the backward pass is split, "backward" is its first half and "weight" its second. Runs are in
@@ -112,28 +129,47 @@ def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
 
     In a group of layers of which only the input is kept, all layers are recomputed before the first
     backward pass. The last one stops early, as in torch: at the last tensor that is kept.
+
+    With ZeRO stage 3 a layer's weights are gathered for each of both passes; the embedding's are not
+    needed in its backward pass, and the output layer's stay from one to the other.
     """
     first = int(stage.first)
     last = int(stage.last)
     kinds = list(_kinds(trace, stage))
+
+    def shared(part: Part, name: str) -> tuple[Message, ...]:
+        """List ZeRO's messages; those of a split backward pass belong to its second half."""
+        if zero is None or zero.stage < 2:
+            return ()
+        gathered = name == "forward" or (name == "backward" and part in layers)
+        reduced = name == ("weight" if stage.split else "backward")
+        ways = [False] * gathered + [True] * reduced
+        return tuple(m for way in ways for m in zero.of_pass(part.parameters, way))
+
+    layers = [layer for layer, *_ in kinds]
     found = {
         "forward": [
-            Run(first, trace.embedding.forward),
-            *(Run(count, layer.forward) for layer, _, count, _, _ in kinds),
-            Run(last, trace.head.forward),
+            Run(first, trace.embedding.forward, shared=shared(trace.embedding, "forward")),
+            *(
+                Run(count, layer.forward, shared=shared(layer, "forward"))
+                for layer, _, count, _, _ in kinds
+            ),
+            Run(last, trace.head.forward, shared=shared(trace.head, "forward")),
         ]
     }
     halves = ("inputs", "weights") if stage.split else ("backward",)
     for name, half in zip(("backward", "weight"), halves, strict=False):
-        found[name] = [Run(last, getattr(trace.head, half))]
+        found[name] = [Run(last, getattr(trace.head, half), shared=shared(trace.head, name))]
         for layer, again, count, recomputed, alone in kinds:
             inside = recomputed - alone if name == "backward" else 0
             found[name] += [
                 Run(inside, layer.forward, again=True),
-                Run(alone, getattr(again, half)),
-                Run(count - alone, getattr(layer, half)),
+                Run(alone, getattr(again, half), shared=shared(layer, name)),
+                Run(count - alone, getattr(layer, half), shared=shared(layer, name)),
             ]
-        found[name].append(Run(first, getattr(trace.embedding, half)))
+        found[name].append(
+            Run(first, getattr(trace.embedding, half), shared=shared(trace.embedding, name))
+        )
     return {
         name: [run for run in found.get(name, []) if run.times]
         for name in ("forward", "backward", "weight")
@@ -190,17 +226,22 @@ def whole_parameters(config: Config, trace: Trace, stage: Stage) -> list[Paramet
     return [p for part in found for p in part.parameters if wants and wants(p.name, p.whole)]
 
 
+def vectors_of(trace: Trace, stage: Stage) -> int:
+    """Count the parameters of a stage's norms and biases."""
+    parts = [trace.embedding] * stage.first + [trace.head] * stage.last
+    parts += [trace.kinds[kind][0] for kind in stage.layer_kinds]
+    return sum(p.elements for part in parts for p in part.parameters if not p.decays | p.experts)
+
+
 def owners(config: Config) -> int:
     """Count the devices over which a parameter's optimizer state is partitioned."""
-    return config.parallel.gradient_ranks if config.engine.zero_stage else 1
+    return zero_of(config).states
 
 
 def owned_elements(config: Config, elements: float, experts: float) -> float:
     """Return the elements of optimizer state on a device, of which `experts` are of experts."""
-    own = owners(config)
-    # of which fewer devices hold the same ones
-    of_experts = own // config.parallel.expert_model_parallel_size if own > 1 else 1
-    return (elements - experts) / own + experts / of_experts
+    zero = zero_of(config)
+    return (elements - experts) / zero.sizes()[1] + experts / zero.sizes(experts=True)[1]
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
@@ -244,15 +285,16 @@ def crowding(config: Config, cluster: Cluster) -> float:
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one pass: computation, recomputation, and waiting for messages."""
+    """Seconds of one pass: computation, recomputation, and waiting for messages, or for ZeRO's."""
 
     compute: float
     again: float
     waited: float
+    shared: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.again + self.waited
+        return self.compute + self.again + self.waited + self.shared
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -334,14 +376,25 @@ def stage_seconds(
     message_s: MessageSeconds | None,
     *,
     hides: bool = True,
+    zero: Zero | None = None,
 ) -> StageSeconds:
-    """Time a stage; message_s None: messages take no time."""
+    """Time a stage; message_s None: messages take no time.
+
+    ZeRO's messages of a part overlap with a pass of its size: that of the part before or after.
+    """
     found = {}
-    for name, runs in stage_passes(trace, stage).items():
+    for name, runs in stage_passes(trace, stage, zero).items():
         parts = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
         compute = sum(run.times * one.compute for run, one in parts if not run.again)
         again = sum(run.times * (one.again + one.compute * run.again) for run, one in parts)
-        found[name] = PassSeconds(compute, again, sum(run.times * one.waited for run, one in parts))
+        waited = sum(run.times * one.waited for run, one in parts)
+        shared = sum(
+            run.times
+            * max(0.0, sum(message_s(*m) for m in run.shared) - (one.total if hides else 0.0))
+            for run, one in parts
+            if message_s is not None
+        )
+        found[name] = PassSeconds(compute, again, waited, shared)
     each = rates.instruction_overhead_s
     ahead = rates.layer_forward_overhead_s
     back = rates.layer_backward_overhead_s

@@ -27,6 +27,7 @@ from megatron.parallel.collectives import all_to_all
 from megatron.planner.events import Give, Take
 
 _aten = torch.ops.aten
+_RESIZE = torch.UntypedStorage.resize_
 
 
 class Follower(TorchDispatchMode):
@@ -126,6 +127,15 @@ class Follower(TorchDispatchMode):
 
     def given(self, step: Give) -> None:
         """Handle a storage's release; storages that do not count have numbers, too."""
+
+    def resized(self, number: int, has_memory: bool) -> None:
+        """Handle a storage whose memory has been given up, or is there again."""
+
+    def resize(self, storage: Any, n_bytes: int) -> Any:
+        """Replace UntypedStorage.resize_."""
+        number, _ = self._seen.get(storage._cdata, (0, None))
+        self.resized(number, bool(n_bytes))
+        return _RESIZE(storage, n_bytes)
 
     def sent(self, name: str, args: Any, tensors: list[torch.Tensor], work: Work) -> None:
         """Handle a posted message: torch's name, and the tensors that it reads and writes."""
@@ -317,6 +327,9 @@ def without_data(device: str, follower: Follower) -> Iterator[None]:
             stack.enter_context(
                 patch(torch.nn.functional, "scaled_dot_product_attention", _fused_attention)
             )
+        stack.enter_context(
+            patch(torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args))
+        )
         sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
         # torch's check that a fused optimizer has the device's operator
         stack.enter_context(patch(sgd, "_device_dtype_check_for_fused"))

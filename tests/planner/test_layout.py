@@ -78,7 +78,7 @@ def test_the_short_form():
         ("recompute=half", ["selective", "'half'"]),
         ("recompute=full:block:0", ["'full:block:0'"]),
         ("recompute=selective:attention", ["core_attn", "mlp_act"]),
-        ("zero=2", ["zero"]),
+        ("zero=4", ["zero"]),
         ("sp=maybe", ["sp"]),
     ],
 )

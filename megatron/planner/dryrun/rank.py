@@ -151,6 +151,7 @@ class Follower(tensors.Follower):
         self.steps: list[Take | Give] = []
         self.shapes: dict[int, str] = {}
         self.alive: dict[int, Take] = {}
+        self._without_memory: dict[int, Take] = {}
         self.messages: list[Message] = []
         self.collectives: dict[tuple[int, ...], list[Collective]] = {}
         self.flight = _Flight(self)
@@ -186,10 +187,21 @@ class Follower(tensors.Follower):
         if self.alive.pop(step.id, None) is not None:
             self.steps.append(step)
 
+    def resized(self, number: int, has_memory: bool) -> None:
+        steps, others = self.alive, self._without_memory
+        if not has_memory:
+            steps, others = others, steps
+        if (step := others.pop(number, None)) is not None:
+            steps[number] = step
+            self.steps.append(step if has_memory else Give(number))
+
     def move(self, moved: Iterable[torch.Tensor], category: str) -> None:
         """Move the storages of these tensors to another category."""
         for tensor in moved:
-            step = self.alive.get(self.number_of(tensor) or 0)
+            number = self.number_of(tensor) or 0
+            if (freed := self._without_memory.get(number)) is not None:
+                self._without_memory[number] = freed._replace(category=category)
+            step = self.alive.get(number)
             if step is not None and step.category != category:
                 self.alive[step.id] = step._replace(category=category)
                 self.steps += [Give(step.id), self.alive[step.id]]
@@ -356,6 +368,8 @@ def member(
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
             expert_ranks_per_node=parallel.expert_ranks_per_node,
+            zero_shard_size=config.engine.zero_shard_size,
+            zero_state_shard_size=config.engine.zero_state_shard_size,
         )
 
 
@@ -381,9 +395,9 @@ def run_rank(
         if topology.context.size > 1:
             follower.context = topology.context.handle.group_name
         follower.category = "weights"
-        chunks = build_chunks(
-            config, topology, layer_context(config, topology, perform_initialization=False)
-        )
+        late = config.engine.zero_stage == 3
+        context = layer_context(config, topology, perform_initialization=False, late=late)
+        chunks = build_chunks(config, topology, context)
         follower.category = "temporary"
         engine = Engine(config, topology, chunks)
         chunks.train()
@@ -433,9 +447,10 @@ def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> No
     for fragment in engine.fragments():
         follower.move(fragment.moments.values(), "moments")
         follower.move([fragment.master], "master")
-    parameters: list[Any] = [*chunks.parameters()]
-    follower.move((p.gradient_sink.total for p in parameters), "gradients")
-    follower.move(parameters, "weights")
+    buckets = engine.buckets
+    follower.move((t for b in buckets for t in (b.gradients, b.sums) if t is not None), "gradients")
+    follower.move((t for b in buckets for t in (b.weights, b.held) if t is not None), "weights")
+    follower.move(chunks.parameters(), "weights")
 
 
 def _peak_of_steps(

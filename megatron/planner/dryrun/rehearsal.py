@@ -49,8 +49,8 @@ _LESS_AT_A_TIME = (
     "selective or full, --attention-backend auto, which keeps no scores"
 )
 _HELPS = {
-    "weights": _SMALLER_MODEL,
-    "gradients": _SMALLER_MODEL,
+    "weights": f"--zero-stage 3, {_SMALLER_MODEL}",
+    "gradients": f"--zero-stage 2 or 3, {_SMALLER_MODEL}",
     "master": "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
     "moments": "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
     "activations": _LESS_AT_A_TIME,
@@ -83,8 +83,8 @@ def members_of(config: Config) -> list[Member]:
     deferred weight gradients. Tensor-parallel ranks hold tensors of the same shape, padding
     included, and data-parallel ranks equal parts of each bucket. Therefore only the last tensor
     rank of the first and of the last stage, and of the first stage the last data rank and the
-    last one of the first context and expert groups, are compared. Experts get equally many rows
-    (planner/tensors.py).
+    last one of the first context and expert groups and of ZeRO's, are compared. Experts get equally
+    many rows (planner/tensors.py).
     """
     layout, stages = layout_of(config), stages_of(config)
     size = layout.pipeline
@@ -103,7 +103,7 @@ def members_of(config: Config) -> list[Member]:
         Member(layout.rank(tensor=0, data=0, pipeline=p), p, alike) for p, alike in sorted(found)
     ]
     compared = [(last_t, 0, p) for p in sorted({0, size - 1}) if last_t]
-    others = {layout.context - 1, layout.expert - 1, last_d} - {0}
+    others = {layout.context - 1, layout.expert - 1, layout.shard_sizes[0] - 1, last_d} - {0}
     compared += [(0, d, 0) for d in sorted(others)]
     return members + [Member(layout.rank(tensor=t, data=d, pipeline=p), p) for t, d, p in compared]
 
@@ -198,7 +198,9 @@ def settled(config: Config, cluster: Cluster | None) -> Config:
     Raises ConfigError for a job that does not fit on the cluster.
     """
     config = config.replace(vocab_size=sized_model(config).vocab_size)
-    if cluster is None or config.parallel.world_size == 1:
+    if cluster is None:  # one node is assumed
+        return over_nodes(config, layout_of(config, devices=config.parallel.world_size))
+    if config.parallel.world_size == 1:
         return config
     layout = choose_placement(config, cluster).layout
     return over_nodes(config.replace(rank_order=layout.order), layout)

@@ -27,11 +27,10 @@ from megatron.planner.layout import (
     write_value,
 )
 from megatron.planner.memory import (
-    experts_of_rank,
+    COUNTS,
     parameters_of_rank,
     peak_rank,
     state_bytes,
-    whole_of_rank,
 )
 from megatron.planner.placement import Placement, check_device_order, layout_of, place_with
 from megatron.planner.processes import process_pool
@@ -202,10 +201,10 @@ class Search:
         found = list[Rejected]()
         for size in least.values():
             variants = list(self.space.variants(size))
-            switches = max((v.zero, v.sp, not v.overlap) for v in variants)
+            switches = max(map(_thrift, variants))
             # first those that recompute whole layers, which need the least memory
             for layout in reversed(variants):
-                if (layout.zero, layout.sp, not layout.overlap) != switches:
+                if _thrift(layout) != switches:
                     continue
                 try:
                     config = self.space.config(layout)
@@ -227,13 +226,16 @@ class Search:
 
     def _folded(self, layout: Layout, config: Config) -> float:
         """Score by the folded cost, on the best placement of the first variant of these sizes."""
-        if layout.sizes not in self._known:
-            first = _with(config, next(self.space.variants(layout)))
+        key = *layout.sizes, layout.shard, layout.states
+        if key not in self._known:
+            variants = self.space.variants(layout)
+            alike = next(v for v in variants if (v.shard, v.states) == key[-2:])
+            first = _with(config, alike)
             channels = [channels for _, channels in self._placements(first)]
-            self._known[layout.sizes] = min(
+            self._known[key] = min(
                 channels, key=lambda c: folded_seconds(first, self.space.cluster, c)
             )
-        return folded_seconds(config, self.space.cluster, self._known[layout.sizes]) / layout.batch
+        return folded_seconds(config, self.space.cluster, self._known[key]) / layout.batch
 
     def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
         """Return the placements to estimate, with their channels."""
@@ -263,10 +265,16 @@ class Search:
             ranks = range(parallel.pipeline_model_parallel_size)
             device = self.space.cluster.device_type
             most, rank = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
-            others = (count(plain, -rank, device) for count in (experts_of_rank, whole_of_rank))
+            others = (count(plain, -rank, device) for count in COUNTS[1:])
             self._known[key] = (most, *others), -rank
         counts, rank = self._known[key]
         return sum(state_bytes(config, *counts).values()), rank
+
+
+def _thrift(layout: Layout) -> tuple[float, ...]:
+    """Return a key of a layout's switches, the greater the less memory they need."""
+    divided = (1 / (n or layout.world) for n in (layout.shard, layout.states))
+    return layout.zero, *(-share for share in divided), layout.sp, not layout.overlap
 
 
 def _refused(error: ConfigError) -> Rejected:
@@ -281,7 +289,12 @@ def _with(config: Config, layout: Layout) -> Config:
         parallel=dataclasses.replace(
             config.parallel, sequence_parallel=layout.sp, tp_comm_overlap=layout.overlap
         ),
-        engine=dataclasses.replace(config.engine, zero_stage=layout.zero),
+        engine=dataclasses.replace(
+            config.engine,
+            zero_stage=layout.zero,
+            zero_shard_size=layout.shard,
+            zero_state_shard_size=layout.states,
+        ),
         recompute=RecomputeConfig(
             **again | {"recompute_modules": again["recompute_modules"] or ("core_attn",)}
         ),

@@ -99,6 +99,9 @@ class Space:
 
     def config(self, layout: Layout) -> Config:
         """Configure a layout, validated as for a run. Raises ConfigError."""
+        on_node = max(1, self.cluster.devices_per_node // layout.tp)
+        shard, states = (on_node if n == -1 else n for n in (layout.shard, layout.states))
+        layout = layout._replace(shard=shard, states=states)
         return self.base.replace(
             **layout.settings(self.base.model.num_layers, self.base.parallel.pipeline_layout)
         )
@@ -216,11 +219,48 @@ class Space:
             for name, values in (
                 ("sp", (True, False)),
                 ("overlap", (True, False)),
-                ("zero", (1, 0)),
             )
         ]
-        for sp, overlap, zero, recompute in itertools.product(*switches, self.recomputations(size)):
-            yield size._replace(sp=sp, overlap=overlap, zero=zero, recompute=recompute)
+        for sp, overlap, zero, recompute in itertools.product(
+            *switches, self._zeros(size), self.recomputations(size)
+        ):
+            yield size._replace(
+                sp=sp,
+                overlap=overlap,
+                recompute=recompute,
+                zero=zero[0],
+                shard=zero[1],
+                states=zero[2],
+            )
+
+    def _zeros(self, size: Layout) -> list[tuple[int, int, int]]:
+        """List ZeRO's stages, with the ranks over which weights and states are divided; 0: all.
+
+        By default stages 2 and 3 divide weights over all ranks, or over those of a node, and states
+        over all.
+        """
+        if not size.has_choice("zero"):
+            return [(size.zero, size.shard, size.states)]
+        line = size.gradient_ranks
+        stages = (1, 0, 2) if size.pp > 1 else (1, 0, 2, 3)
+        # neighbours of the line on a node, where tensor-parallel ranks are, too
+        node = self.cluster.devices_per_node // size.tp
+        found = [(stage, 0, 0) for stage in stages]
+        found += [(stage, node, 0) for stage in stages if stage > 1 and 1 < node < line]
+        asked = [
+            (0, *self.wanted.get(name, ()), *self.more.get(name, ()))
+            for name in ("shard", "states")
+        ]
+        found += [(stage, *pair) for stage in stages if stage for pair in itertools.product(*asked)]
+
+        def fits(zero: tuple[int, int, int]) -> bool:
+            shard, states = (n or line for n in zero[1:])
+            named = zip(("zero", "shard", "states"), zero, strict=True)
+            return line % states == states % shard == min(
+                shard % size.ep, size.ep % shard
+            ) == 0 and all(allowed(value, name, self.wanted) for name, value in named)
+
+        return list(filter(fits, dict.fromkeys(found)))
 
     def recomputations(self, size: Layout) -> Iterator[str]:
         """Yield recomputations: none, selective by module sets, groups of layers, first layers."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.optimizer_state import ROUND, bucket_elements, has_kernel, optimizer_state
+from megatron.engine.optimizer_state import ROUND, has_kernel, optimizer_state
 from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
@@ -46,6 +46,7 @@ from megatron.planner.stage import (
     whole_parameters,
 )
 from megatron.planner.trace import trace
+from megatron.planner.zero import Zero, zero_of
 
 PARTS = (
     "forward",
@@ -169,14 +170,16 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     crowd = crowding(config, cluster)
     hides = cluster.device_type != "cpu"  # gloo's messages need the cores
     each = {
-        stage: stage_seconds(traced, stage, rates, channels.seconds, hides=hides)
+        stage: stage_seconds(
+            traced, stage, rates, channels.seconds, hides=hides, zero=zero_of(config)
+        )
         for stage in set(stages)
     }
     seconds = tuple(each[stage] for stage in stages)
     run = _run(config, cluster, channels, seconds, traced)
     reduced, gathered = exchange(config, traced, channels, run, hides=hides)
     parts = _parts_of_passes(config, seconds, run)
-    parts["data-parallel"] = crowd * (reduced + gathered)
+    parts["data-parallel"] += crowd * (reduced + gathered)
     if tied := tied_elements(config, traced):
         parts["data-parallel"] += channels.tied_s(4 * tied)
     update = update_seconds(config, cluster.device_type, rates)
@@ -250,6 +253,7 @@ def _parts_of_passes(
         "backward": sum(s.backward.compute + s.weight.compute for s in own),
         "recompute": sum(s.backward.again for s in own),
         "layer messages": sum(s.forward.waited + s.backward.waited + s.weight.waited for s in own),
+        "data-parallel": sum(s.forward.shared + s.backward.shared + s.weight.shared for s in own),
         "host": sum(sum(s.overhead) for s in own),
     }
     # If ranks share cores, passes take longer on the clock than by themselves.
@@ -282,16 +286,14 @@ class Weight(NamedTuple):
     needed   time at which a rank's first forward passes reach it
     ready    time at which the last backward passes have computed its gradient
     experts  whether it has experts, which fewer ranks share
+    vectors  whether it has norms and biases
     """
 
     elements: int
     needed: float
     ready: float
     experts: bool = False
-
-    @property
-    def group(self) -> str:
-        return "expert_data" if self.experts else "data"
+    vectors: bool = False
 
 
 def exchange(
@@ -300,18 +302,15 @@ def exchange(
     """Time the engine's buckets that overlap with the last backward and first forward passes.
 
     hides  whether messages overlap with computation
+
+    Those that ZeRO stages 2 and 3 send in each pass are the passes'.
     """
-    parallel = config.parallel
-    engine = config.engine
-    precision = config.precision
-    replicas = parallel.gradient_ranks
-    size = parallel.pipeline_model_parallel_size
-    owned = engine.zero_stage > 0
-    if replicas == 1:
+    engine, zero = config.engine, zero_of(config)
+    size = config.parallel.pipeline_model_parallel_size
+    if zero.line == 1:
         return Exchange(0.0, 0.0)
-    limit = bucket_elements(engine.zero_reduce_bucket_size, replicas)
     stages = stages_of(config)
-    early = engine.overlap_grad_reduce and hides
+    early = engine.overlap_grad_reduce and hides and zero.stage < 2
     late = engine.overlap_param_gather and hides
     reduced, gathered = run.makespan, 0.0
     for rank in range(size):
@@ -325,15 +324,13 @@ def exchange(
             weight.elements for weight in weights
         )
         in_order = [w for kind in (False, True) for w in weights[::-1] if w.experts == kind]
-        buckets = [*buckets_of(in_order, limit), Weight(others, first, end)]
+        buckets = [*buckets_of(in_order, zero.limit), Weight(others, first, end, vectors=True)]
         free = arrived = 0.0
         for bucket in buckets:
-            n_bytes = precision.gradient_bytes * bucket.elements
             free = max(free, bucket.ready if early else end)
-            free += reduction_seconds(channels, n_bytes, bucket.group, owned=owned, hides=hides)
-        for bucket in reversed(buckets if owned else []):
-            n_bytes = precision.weight_bytes * bucket.elements
-            arrived += channels.seconds("all_gather", n_bytes, bucket.group)
+            free += reduction_seconds(channels, zero, bucket.elements, bucket.experts)
+        for bucket in reversed(buckets):
+            arrived += gather_seconds(channels, zero, *bucket[:1], *bucket[3:])
             gathered = max(gathered, arrived - (bucket.needed if late else first))
         reduced = max(reduced, free)
     return Exchange(reduced - run.makespan, gathered)
@@ -383,16 +380,22 @@ def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
     return found
 
 
-def reduction_seconds(
-    channels: Channels, n_bytes: float, group: str, *, owned: bool, hides: bool
+def reduction_seconds(channels: Channels, zero: Zero, elements: int, experts: bool) -> float:
+    """Time the reduction of gradients that ends a step."""
+    return sum(
+        channels.seconds(kind, zero.gradient_bytes * elements / before, group)
+        for kind, group, before in zero.at_end(experts)
+    )
+
+
+def gather_seconds(
+    channels: Channels, zero: Zero, elements: int, experts: bool, vectors: bool = False
 ) -> float:
-    """Time reduce_to_owners, the reduction of gradients; on a CPU, one reduction per owner."""
-    if not owned:
-        return channels.seconds("all_reduce", n_bytes, group)
-    if hides:
-        return channels.seconds("reduce_scatter", n_bytes, group)
-    ranks = channels.lanes[group].ranks
-    return ranks * channels.seconds("reduce", n_bytes / ranks, group)
+    """Time the gathering of new weights."""
+    return sum(
+        channels.seconds(kind, zero.weight_bytes * elements / before, group)
+        for kind, group, before in zero.gathers(experts, vectors)
+    )
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
@@ -510,7 +513,8 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     traced = trace(config, cluster.device_type)
     hides = cluster.device_type != "cpu"
     stages = stages_of(config)
-    each = {stage: _seconds(traced, stage, rates, channels, hides) for stage in set(stages)}
+    zero = zero_of(config)
+    each = {stage: _seconds(traced, stage, rates, channels, hides, zero) for stage in set(stages)}
     seconds = [each[stage] for stage in stages]
     size = config.parallel.pipeline_model_parallel_size
     m = config.num_micro_batches()
@@ -533,12 +537,14 @@ _known: dict[tuple[object, ...], _Seconds] = {}
 
 
 def _seconds(
-    traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool
+    traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool, zero: Zero
 ) -> _Seconds:
-    """Time a stage's passes; cached for placements with the same kind of tensor groups."""
-    key = traced, stage, rates, tuple(channels.lanes[name] for name in OF_PASSES), hides
+    """Time a stage's passes; cached for placements with the same kind of groups in them."""
+    names = [*OF_PASSES, *(hop[1] for kind in (False, True) for hop in zero.in_passes(kind))]
+    lanes = tuple(channels.lanes[name] for name in names)
+    key = traced, stage, rates, lanes, hides, zero if zero.stage > 1 else None
     if key not in _known:
-        found = stage_seconds(traced, stage, rates, channels.seconds, hides=hides)
+        found = stage_seconds(traced, stage, rates, channels.seconds, hides=hides, zero=zero)
         _known[key] = found.forward_s, found.backward_s, found.weight_s
     return _known[key]
 
@@ -578,17 +584,14 @@ def _exchanged(
     Gradients overlap with its last backward passes, weights with its first forward passes. Those of
     a chunk are sent while each earlier chunk runs one micro-batch per rank.
     """
-    parallel = config.parallel
-    engine = config.engine
-    size = parallel.pipeline_model_parallel_size
-    chunks = parallel.num_chunks
-    if parallel.gradient_ranks == 1:
+    engine, zero = config.engine, zero_of(config)
+    size = config.parallel.pipeline_model_parallel_size
+    chunks = config.parallel.num_chunks
+    if zero.line == 1:
         return 0.0
     own = stages_of(config)[::size]
-    owned = engine.zero_stage > 0
     experts = sum(experts_of(traced, stage) for stage in own)
     others = sum(parameters_of(traced, stage) for stage in own) - experts
-    counts = {"data": others, "expert_data": experts}
     layers = max(1, sum(stage.layers for stage in own))
 
     def left(whole: float, beside: float, overlaps: bool) -> float:
@@ -598,16 +601,10 @@ def _exchanged(
             whole / chunks - beside, whole - (1 + (chunks - 1) * size) * beside, whole / layers
         )
 
-    up = down = 0.0
-    for group, count in counts.items():
-        n_bytes = config.precision.gradient_bytes * count
-        up += (
-            reduction_seconds(channels, n_bytes, group, owned=owned, hides=hides) if count else 0.0
-        )
-        if owned and count:
-            n_bytes = config.precision.weight_bytes * count
-            down += channels.seconds("all_gather", n_bytes, group)
+    counts = [(count, of) for count, of in ((others, False), (experts, True)) if count]
+    up = sum(reduction_seconds(channels, zero, *count) for count in counts)
+    down = sum(gather_seconds(channels, zero, *count) for count in counts)
     forward, backward, weight = seconds[0]
-    return left(up, backward + weight, engine.overlap_grad_reduce) + left(
+    return left(up, backward + weight, engine.overlap_grad_reduce and zero.stage < 2) + left(
         down, forward, engine.overlap_param_gather
     )
