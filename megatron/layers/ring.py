@@ -7,7 +7,8 @@ exponentials. In the backward pass keys and values rotate once more, and the gra
 fp32, follow them one step behind and end at their owner.
 
 A step is a few rectangles of queries and keys, without those that nothing sees: later chunks, what
-is outside of a window, other documents. Bytes that a rank sends for n local rows of b samples, g
+is outside of a window, other documents. A flash kernel computes each (ring_flash.py), or, where
+there is none for it, products of blocks and our own kernels. Bytes that a rank sends for n local rows of b samples, g
 key-value heads of d entries of e bytes, on a ring of r places: (r - 1) 2 n b g d e in the forward
 pass, and (r - 1) 2 n b g d (e + 4) in the backward pass.
 """
@@ -40,6 +41,7 @@ from megatron.layers.attention import (
 from megatron.layers.context import CallContext
 from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.positions import Documents
+from megatron.layers.ring_flash import Flash
 from megatron.parallel.topology import Group
 
 _KEYS = 2048
@@ -61,6 +63,17 @@ class Rectangle(NamedTuple):
     query: int
     key: int
 
+    def mask(self, window: int) -> tuple[bool, int]:
+        """Return what hides keys: causality, and how far a window reaches; -1: none does.
+
+        If causal, query and key i are the same position; otherwise all keys are before the queries.
+        A window reaches from the last key to this number of keys before it, for the last query.
+        """
+        stop = self.query + self.rows.stop - self.rows.start
+        high = self.key + self.keys.stop - self.keys.start
+        cut = stop - 1 - self.key > window
+        return self.query < high - 1, window - (stop - high) if cut else -1
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -68,6 +81,7 @@ class Ring:
 
     group, places, stride   the context-parallel ranks, and which are neighbours of the ring
     law                     of the scores, for all rectangles; with dropout, its origins
+    flash                   kernels that compute a rectangle; None: it is computed in blocks
     documents               whose positions see each other; None: a sequence is one
     """
 
@@ -78,6 +92,7 @@ class Ring:
     slopes: Tensor | None
     fused: bool
     documents: Documents | None
+    flash: Flash | None = None
 
     @property
     def place(self) -> int:
@@ -155,6 +170,14 @@ class Ring:
                         which = slice(skipped + part.start, skipped + part.stop)
                         of_rows = slice(rows.start * share, rows.stop * share)
                         yield Block(which, of_rows, keys, *self._numbers(rows.start, query, key))
+
+    def products(self, step: int, q: Tensor) -> Iterator[tuple[slice, slice, slice, bool, int]]:
+        """Yield part, rows and keys as Block has them, and the mask, of a step's rectangles."""
+        n, samples, groups, share, _ = q.shape
+        for of in self.rectangles(step, n, samples):
+            part = slice(of.samples.start * groups, of.samples.stop * groups)
+            rows = slice(of.rows.start * share, of.rows.stop * share)
+            yield part, rows, of.keys, *of.mask(self.law.window)
 
     def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
         """Return the positions that the kernels get of a block's first query and key.
@@ -250,7 +273,11 @@ class _Ring(torch.autograd.Function):
         for step in range(ring.places):
             coming = ring.rotate(pairs) if step + 1 < ring.places else None
             with counts_as(work):
-                for block in ring.blocks(step, q):
+                for part, rows, keys, *mask in ring.products(step, q) if ring.flash else ():
+                    some = queries[part, rows], *pairs[:, part, keys]
+                    out, logarithms, ctx.state = ring.flash.forward(*some, *mask)
+                    _merge(total[part, rows], sums[part, rows], out, logarithms)
+                for block in () if ring.flash else ring.blocks(step, q):
                     part, rows, keys, first, key = block
                     scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
                     weights(scores, new, ring.slopes, part.start, first, *law, key)
@@ -273,9 +300,12 @@ class _Ring(torch.autograd.Function):
         differentiate = kernel.attention_gradient_ if ring.fused else kernel.gradient_reference
         row_dots = kernel.row_dots if ring.fused else kernel.dots_reference
         dout = dout.contiguous()
-        dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
-        dots, sums = ring.by_number(dots, n), ring.by_number(sums, n)
         queries, douts, pairs = _rows(q), _rows(dout), torch.stack([_heads(k), _heads(v)])
+        if ring.flash:
+            outs = _rows(out)
+        else:
+            dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+            dots, sums = ring.by_number(dots, n), ring.by_number(sums, n)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
         work = Attention(b, groups * share, n, d, True, ring.keys_of_step(n))
         own = following = sums  # gradients of this rank's pairs, and of those of the step before
@@ -284,7 +314,14 @@ class _Ring(torch.autograd.Function):
             behind = ring.rotate(following) if step > 1 else None
             gradients = torch.zeros_like(pairs, dtype=sums.dtype)
             with counts_as(work):
-                for part, rows, keys, first, key in ring.blocks(step, q):
+                for part, rows, keys, *mask in ring.products(step, q) if ring.flash else ():
+                    some = douts[part, rows], queries[part, rows], *pairs[:, part, keys]
+                    whole = outs[part, rows], sums[part, rows]
+                    dq, dk, dv = ring.flash.backward(*some, *whole, *mask, ctx.state)
+                    to_queries[part, rows] += dq
+                    gradients[0, part, keys] += dk
+                    gradients[1, part, keys] += dv
+                for part, rows, keys, first, key in () if ring.flash else ring.blocks(step, q):
                     scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
                     dscores = torch.bmm(douts[part, rows], _transposed(pairs[1, part, keys]))
                     position = part.start, first, key
@@ -364,6 +401,7 @@ def _rotating(
         None if core.alibi is None else core.alibi.slopes,
         core.fusions.attention_block and q.dtype != torch.float64,
         call.documents,
+        None if core.attention == "blocked" else Flash(core.attention, share, law.scale, law.cap),
     )
 
     def rotate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

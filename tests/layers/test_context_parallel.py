@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.layers.ring import Ring, attend
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.sharding import DropoutKey
 from megatron.parallel.topology import Group
+from tests.helpers import flash_attn
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
@@ -40,6 +42,9 @@ MODELS: dict[str, tuple[int, int, dict[str, Any]]] = {
     ),
     "scale": (4, 4, dict(softmax_scale=0.7)),
 }
+# What the kernels of a backend cannot do, as choose_attention knows.
+_NEITHER = {"position_embedding_type"}
+LACKING = {"torch": _NEITHER | {"window_size", "attention_logit_softcapping"}, "flash": _NEITHER}
 LENGTHS = ((3, 1, 14, 2, 12), (20, 12))
 
 
@@ -67,7 +72,12 @@ def formula(
 
 
 def core(
-    parts: Any, name: str, length: int = S, fused: bool = False, dropout: float = 0.0
+    parts: Any,
+    name: str,
+    length: int = S,
+    fused: bool = False,
+    dropout: float = 0.0,
+    backend: str = "blocked",
 ) -> tuple[Any, Any]:
     """Return the attention of a model of MODELS, and the arguments of its calls."""
     from megatron.config import Config
@@ -97,7 +107,7 @@ def core(
         bounds = torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
         documents = Documents(bounds, lengths, B)
     key = DropoutKey(5, 6) if dropout else None
-    attention = CoreAttention(context, model, 0, False, "blocked")
+    attention = CoreAttention(context, model, 0, False, backend)
     return attention, CallContext(None, documents, key)
 
 
@@ -132,7 +142,10 @@ def are_close(found: list[torch.Tensor], wanted: list[Any], tolerance: float, wh
 
 
 def all_models(rank: int) -> None:
-    """Compare each model with the formula: in float64, and in fp32 with and without kernels."""
+    """Compare each model with the formula: in float64, and in fp32 with and without kernels.
+
+    Also with each backend of a ring that can compute it, in float64.
+    """
     topology = join(context_parallel_size=4)
     for heads, name in itertools.product(LAYOUTS, MODELS):
         parts = ContextParallel(topology.context, heads, attend)
@@ -147,6 +160,15 @@ def all_models(rank: int) -> None:
         for fused in (False, True):
             found = run(parts, name, torch.float32, fused=fused)
             are_close(found, wanted, 5e-6, (heads, name, fused))
+
+
+        for backend, lacking in LACKING.items():
+            if heads == 4 or lacking & MODELS[name][2].keys():
+                continue
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(sys.modules, "flash_attn.flash_attn_interface", flash_attn.module())
+                found = run(parts, name, torch.float64, backend=backend)
+            are_close(found, wanted, 1e-12, (heads, name, backend))
 
 
 @pytest.mark.slow
