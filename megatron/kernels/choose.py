@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from megatron.config import Config, ModelConfig
+    from megatron.config import Config
     from megatron.config.training import KernelConfig
 
 # -- attention and optional packages ---------------------------------------------------------------
@@ -87,16 +88,24 @@ def flash_attention(
             reason = "has no windows before version 2.3"
         if capped and not reason:
             reason = _why_no_softcap(version, drops)
+        if (
+            windowed
+            and not reason
+            and os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") == "TRUE"
+        ):
+            reason = "ignores windows in its Triton build for ROCm"
         if ring and not reason:
-            old = "cannot compute parts of a ring before version 2.7" if _older(version, (2, 7)) else ""
-            reason = old or _why_no_parts(drops, biased)
+            reason = _why_no_parts(version, drops, biased)
     return Finding(package, version, not reason, reason, _NAMES["blocked"] if capped else fallback)
 
 
-def _why_no_parts(drops: bool, biased: bool) -> str:
-    """Return why flash kernels cannot compute the parts of a ring's attention; "" if they can."""
-    found = [name for name, has in (("dropout", drops), ("ALiBi or such heads", biased)) if has]
-    return f"cannot compute parts of a ring with {' and '.join(found)}" if found else ""
+def _why_no_parts(version: str, drops: bool, biased: bool) -> str:
+    """Return why flash-attn cannot compute parts of a ring; "" if it can."""
+    if _older(version, (2, 7)):
+        return "has other functions for parts of a ring before version 2.7"
+    if drops or biased:
+        return f"has no {'dropout' if drops else 'ALiBi or heads of this size'} for parts of a ring"
+    return ""
 
 
 def _older(version: str, than: tuple[int, int]) -> bool:
@@ -136,8 +145,8 @@ def choose_attention(
     "flash" is flash-attn, "torch" scaled_dot_product_attention. `windowed`: there is a sliding window;
     `capped`: scores have a soft cap, which torch lacks. `ring`: keys and values rotate over
     context-parallel ranks, so that a kernel must return the logarithms by which the parts of a
-    softmax are merged. `biased`: there is ALiBi, or the size of heads is none of flash kernels; it
-    matters for a ring alone.
+    softmax are merged. `biased`: there is ALiBi, or a size of heads that flash kernels lack; only
+    for a ring.
 
     `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, this is not
     an error, because torch's attention computes the same; the log names what runs (see report). If
@@ -157,7 +166,7 @@ def choose_attention(
     if ring:
         # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocks, in all types: a rectangle
         # has no part to leave out, and is merged once instead of once for each block.
-        lacks = windowed or _why_no_parts(drops, biased) or not _parts(device_type, dtype_name)
+        lacks = windowed or drops or biased or not _returns_logarithms(device_type, dtype_name)
         return "blocked" if lacks else "torch"
     # Measured with benchmarks/attention.py: in bf16 blocks are 1.9 to 2.8 times as fast as torch at
     # sequences of 512 to 2048; in fp32 1.2 times at 512, but 0.9 to 0.96 from 1024 on (with grouped
@@ -169,16 +178,21 @@ def choose_attention(
     return "blocked" if backend == "auto" and faster else "torch"
 
 
-def _parts(device_type: str, dtype_name: str) -> bool:
-    """Return whether torch's flash attention runs, and returns what a ring needs.
+def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
+    """Return whether torch's flash attention runs, and returns the logarithms that a ring needs.
 
-    On ROCm its logarithms were of base 2 before torch 2.8 (ROCm/aotriton, pull request 108), and on
-    a CPU keys of several queries had to be copied before 2.9.
+    On ROCm they were of base 2 before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU a key
+    was for one query head before 2.9.
     """
     import torch
 
-    runs = device_type == "cpu" or dtype_name in ("float16", "bfloat16")
-    return runs and not _older(torch.__version__, (2, 9))
+    if _older(torch.__version__, (2, 9)):
+        return False
+    if device_type == "cpu":
+        return True
+    lacking = torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available()
+    narrow = dtype_name in ("float16", "bfloat16")
+    return narrow and not lacking and not _too_old_for_flash_attention()
 
 
 def attention_wishes(config: Config, layer: int) -> dict[str, bool]:
@@ -420,11 +434,8 @@ def packages(
     """
     flash, backend = flash_attention(device_type, dtype_name, **wishes), kernels.attention_backend
     if attention != "flash":
-        reason = (
-            flash.reason
-            if backend in FLASH_BACKENDS
-            else f"ruled out by --attention-backend {backend}"
-        )
+        ruled_out = f"ruled out by --attention-backend {backend}"
+        reason = flash.reason if backend in FLASH_BACKENDS else ruled_out
         flash = Finding(flash.package, flash.version, False, reason, _NAMES[attention])
     wished = [flash]
     if kernels.norm_implementation == "apex":

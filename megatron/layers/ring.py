@@ -7,10 +7,12 @@ exponentials. In the backward pass keys and values rotate once more, and the gra
 fp32, follow them one step behind and end at their owner.
 
 A step is a few rectangles of queries and keys, without those that nothing sees: later chunks, what
-is outside of a window, other documents. A flash kernel computes each (ring_flash.py), or, where
-there is none for it, products of blocks and our own kernels. Bytes that a rank sends for n local rows of b samples, g
-key-value heads of d entries of e bytes, on a ring of r places: (r - 1) 2 n b g d e in the forward
-pass, and (r - 1) 2 n b g d (e + 4) in the backward pass.
+is outside of a window, other documents. A flash kernel computes a rectangle (ring_flash.py); where
+none can, it is computed in blocks.
+
+Bytes that a rank sends for n local rows of b samples, g key-value heads of d entries of e bytes, on
+a ring of r places: (r - 1) 2 n b g d e in the forward pass, and (r - 1) 2 n b g d (e + 4) in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from megatron.layers.attention import (
 from megatron.layers.context import CallContext
 from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.positions import Documents
-from megatron.layers.ring_flash import Flash
+from megatron.layers.ring_flash import Flash, Mask
 from megatron.parallel.topology import Group
 
 _KEYS = 2048
@@ -63,12 +65,8 @@ class Rectangle(NamedTuple):
     query: int
     key: int
 
-    def mask(self, window: int) -> tuple[bool, int]:
-        """Return what hides keys: causality, and how far a window reaches; -1: none does.
-
-        If causal, query and key i are the same position; otherwise all keys are before the queries.
-        A window reaches from the last key to this number of keys before it, for the last query.
-        """
+    def mask(self, window: int) -> Mask:
+        """Return what hides keys from queries that see `window` keys before their own."""
         stop = self.query + self.rows.stop - self.rows.start
         high = self.key + self.keys.stop - self.keys.start
         cut = stop - 1 - self.key > window
@@ -171,13 +169,13 @@ class Ring:
                         of_rows = slice(rows.start * share, rows.stop * share)
                         yield Block(which, of_rows, keys, *self._numbers(rows.start, query, key))
 
-    def products(self, step: int, q: Tensor) -> Iterator[tuple[slice, slice, slice, bool, int]]:
-        """Yield part, rows and keys as Block has them, and the mask, of a step's rectangles."""
+    def products(self, step: int, q: Tensor) -> Iterator[tuple[slice, slice, slice, Mask]]:
+        """Yield a step's rectangles: part, rows and keys as Block has them, and the mask."""
         n, samples, groups, share, _ = q.shape
         for of in self.rectangles(step, n, samples):
             part = slice(of.samples.start * groups, of.samples.stop * groups)
             rows = slice(of.rows.start * share, of.rows.stop * share)
-            yield part, rows, of.keys, *of.mask(self.law.window)
+            yield part, rows, of.keys, of.mask(self.law.window)
 
     def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
         """Return the positions that the kernels get of a block's first query and key.
@@ -263,7 +261,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n, b, groups, share, d = q.shape
-        law, wide = ring.law, torch.promote_types(q.dtype, torch.float32)
+        law, flash, wide = ring.law, ring.flash, torch.promote_types(q.dtype, torch.float32)
         weights = kernel.attention_weights_ if ring.fused else kernel.weights_reference
         queries, pairs = _rows(q), torch.stack([_heads(k), _heads(v)])
         total = queries.new_zeros(queries.shape, dtype=wide)
@@ -273,16 +271,18 @@ class _Ring(torch.autograd.Function):
         for step in range(ring.places):
             coming = ring.rotate(pairs) if step + 1 < ring.places else None
             with counts_as(work):
-                for part, rows, keys, *mask in ring.products(step, q) if ring.flash else ():
-                    some = queries[part, rows], *pairs[:, part, keys]
-                    out, logarithms, ctx.state = ring.flash.forward(*some, *mask)
-                    _merge(total[part, rows], sums[part, rows], out, logarithms)
-                for block in () if ring.flash else ring.blocks(step, q):
-                    part, rows, keys, first, key = block
-                    scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
-                    weights(scores, new, ring.slopes, part.start, first, *law, key)
-                    out = torch.bmm(scores, pairs[1, part, keys])
-                    _merge(total[part, rows], sums[part, rows], out, new[block.of_rows(share)])
+                if flash is not None:
+                    for part, rows, keys, mask in ring.products(step, q):
+                        some = queries[part, rows], pairs[:, part, keys]
+                        out, logarithms, ctx.state = flash.forward(*some, mask)
+                        _merge(total[part, rows], sums[part, rows], out, logarithms)
+                else:
+                    for block in ring.blocks(step, q):
+                        part, rows, keys, first, key = block
+                        scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
+                        weights(scores, new, ring.slopes, part.start, first, *law, key)
+                        out = torch.bmm(scores, pairs[1, part, keys])
+                        _merge(total[part, rows], sums[part, rows], out, new[block.of_rows(share)])
             if coming is not None:
                 pairs = coming.wait()
         out = _of_rows(total, q)
@@ -296,12 +296,12 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, sums = ctx.saved_tensors
         ring: Ring = ctx.ring
         n, b, groups, share, d = q.shape
-        law = ring.law
+        law, flash = ring.law, ring.flash
         differentiate = kernel.attention_gradient_ if ring.fused else kernel.gradient_reference
         row_dots = kernel.row_dots if ring.fused else kernel.dots_reference
         dout = dout.contiguous()
         queries, douts, pairs = _rows(q), _rows(dout), torch.stack([_heads(k), _heads(v)])
-        if ring.flash:
+        if flash is not None:
             outs = _rows(out)
         else:
             dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
@@ -314,22 +314,24 @@ class _Ring(torch.autograd.Function):
             behind = ring.rotate(following) if step > 1 else None
             gradients = torch.zeros_like(pairs, dtype=sums.dtype)
             with counts_as(work):
-                for part, rows, keys, *mask in ring.products(step, q) if ring.flash else ():
-                    some = douts[part, rows], queries[part, rows], *pairs[:, part, keys]
-                    whole = outs[part, rows], sums[part, rows]
-                    dq, dk, dv = ring.flash.backward(*some, *whole, *mask, ctx.state)
-                    to_queries[part, rows] += dq
-                    gradients[0, part, keys] += dk
-                    gradients[1, part, keys] += dv
-                for part, rows, keys, first, key in () if ring.flash else ring.blocks(step, q):
-                    scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
-                    dscores = torch.bmm(douts[part, rows], _transposed(pairs[1, part, keys]))
-                    position = part.start, first, key
-                    differentiate(scores, dscores, sums, dots, ring.slopes, *position, *law)
-                    turned, weights = dscores.transpose(1, 2), scores.transpose(1, 2)
-                    _add_product(gradients[0, part, keys], turned, queries[part, rows], False)
-                    _add_product(gradients[1, part, keys], weights, douts[part, rows], False)
-                    _add_product(to_queries[part, rows], dscores, pairs[0, part, keys], False)
+                if flash is not None:
+                    for part, rows, keys, mask in ring.products(step, q):
+                        some = douts[part, rows], queries[part, rows], pairs[:, part, keys]
+                        of_all = outs[part, rows], sums[part, rows]
+                        dq, dk, dv = flash.backward(*some, *of_all, mask, ctx.state)
+                        gradients[0, part, keys].add_(dk)
+                        gradients[1, part, keys].add_(dv)
+                        to_queries[part, rows].add_(dq)
+                else:
+                    for part, rows, keys, first, key in ring.blocks(step, q):
+                        scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
+                        dscores = torch.bmm(douts[part, rows], _transposed(pairs[1, part, keys]))
+                        position = part.start, first, key
+                        differentiate(scores, dscores, sums, dots, ring.slopes, *position, *law)
+                        turned, weights = dscores.transpose(1, 2), scores.transpose(1, 2)
+                        _add_product(gradients[0, part, keys], turned, queries[part, rows], False)
+                        _add_product(gradients[1, part, keys], weights, douts[part, rows], False)
+                        _add_product(to_queries[part, rows], dscores, pairs[0, part, keys], False)
             if behind is not None:
                 gradients += behind.wait()
             if step:

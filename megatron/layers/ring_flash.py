@@ -14,14 +14,22 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 
+Mask = tuple[bool, int]
+"""What hides keys from queries: causality, and how far a window reaches; -1: there is none.
+
+If causal, query and key i are the same position; otherwise all keys are before the queries. A
+window reaches from the last query to this number of keys before the last key, and from each query
+before to one more.
+"""
+
 
 class Flash(NamedTuple):
-    """Kernels for queries [n, rows * share, d], and keys and values [n, keys, d].
+    """Kernels for queries [n, rows * share, d], and pairs of keys and values [2, n, keys, d].
 
     backend            "flash" or "torch" (choose_attention)
     share, scale, cap  as in Law
 
-    Masks are those of Rectangle.mask; torch's kernels know no window.
+    Torch's kernels know no window.
     """
 
     backend: str
@@ -29,19 +37,17 @@ class Flash(NamedTuple):
     scale: float
     cap: float = 0.0
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int
-    ) -> tuple[Tensor, Tensor, list[Any]]:
+    def forward(self, q: Tensor, pairs: Tensor, mask: Mask) -> tuple[Tensor, Tensor, list[Any]]:
         """Return out [n, rows * share, d], its logarithms [n, rows * share], and a kernel's state.
 
         The state is that of dropout, which is off: any backward pass can take any of them.
         """
-        tensors = [self._by_head(q), k.unsqueeze(2), v.unsqueeze(2)]
+        tensors = [self._by_head(q), *pairs.unsqueeze(3)]
         if self.backend == "flash":
             from flash_attn.flash_attn_interface import _flash_attn_forward
 
             out, logarithms, _, *state = _flash_attn_forward(
-                *tensors, return_softmax=False, **self._law(causal, window)
+                *tensors, return_softmax=False, **self._law(*mask)
             )
         else:
             tensors = [x.transpose(1, 2) for x in tensors]
@@ -49,7 +55,7 @@ class Flash(NamedTuple):
                 attend = _aten._scaled_dot_product_flash_attention_for_cpu
             else:
                 attend = _aten._scaled_dot_product_flash_attention
-            out, logarithms, *more = attend(*tensors, 0.0, causal, scale=self.scale)
+            out, logarithms, *more = attend(*tensors, 0.0, mask[0], scale=self.scale)
             out, state = out.transpose(1, 2), more[4:6]
         return out.flatten(1, 2), logarithms.transpose(1, 2).flatten(1), state
 
@@ -57,17 +63,15 @@ class Flash(NamedTuple):
         self,
         dout: Tensor,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        pairs: Tensor,
         out: Tensor,
         logarithms: Tensor,
-        causal: bool,
-        window: int,
+        mask: Mask,
         state: list[Any],
     ) -> list[Tensor]:
-        """Return the gradients of q, k and v."""
+        """Return the gradients of queries, keys and values."""
         dout, q, out = (self._by_head(x) for x in (dout, q, out))
-        tensors = [dout, q, k.unsqueeze(2), v.unsqueeze(2), out]
+        tensors = [dout, q, *pairs.unsqueeze(3), out]
         sums = self._by_head(logarithms).transpose(1, 2).contiguous()  # [n, share, rows]
         if self.backend == "flash":
             from flash_attn.flash_attn_interface import _flash_attn_backward
@@ -79,23 +83,23 @@ class Flash(NamedTuple):
                 *found,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 rng_state=state[0],
-                **self._law(causal, window),
+                **self._law(*mask),
             )
         else:
-            tensors = [x.transpose(1, 2) for x in tensors]
+            tensors = [*(x.transpose(1, 2) for x in tensors), sums]
+            more: list[Any] = [0.0, mask[0]]
             if q.is_cpu:
                 differentiate = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-                tensors += [sums, 0.0, causal]
             else:
                 differentiate = _aten._scaled_dot_product_flash_attention_backward
-                lengths = None, None, q.shape[1], k.shape[1]
-                tensors += [sums, *lengths, 0.0, causal, *state]
-            found = [x.transpose(1, 2) for x in differentiate(*tensors, scale=self.scale)]
+                more = [None, None, q.shape[1], pairs.shape[2], *more, *state]
+            found = [x.transpose(1, 2) for x in differentiate(*tensors, *more, scale=self.scale)]
         return [x.flatten(1, 2) for x in found]
 
     def _by_head(self, x: Tensor) -> Tensor:
         """View [n, rows * share, ..] as [n, rows, share, ..]."""
-        return x.unflatten(1, (-1, self.share))
+        rows: Tensor = x.unflatten(1, (-1, self.share))
+        return rows
 
     def _law(self, causal: bool, window: int) -> dict[str, Any]:
         """Return the arguments that both passes of flash-attn take."""

@@ -1,6 +1,7 @@
 """A stand-in for the low-level functions of flash-attn, with the signatures from version 2.7 on.
 
-It computes the formula. Masks are as the package's README says: the last query is at the last key,
+It computes the formula in float64, and rounds outputs and gradients to the type of the queries as
+the kernels do. Masks are as the package's README says: the last query is at the last key,
 and a window of -1 is none.
 """
 
@@ -36,8 +37,9 @@ def _forward(
     assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
     window = window_size_left, 0 if causal else window_size_right
     scores, _, v = _scores(q, k, v, softmax_scale, window, softcap)
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
-    return out, scores.logsumexp(-1), torch.empty(0), torch.empty(2)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).to(q.dtype)
+    of_sums = torch.promote_types(q.dtype, torch.float32)
+    return out, scores.logsumexp(-1).to(of_sums), torch.empty(0), torch.empty(2)
 
 
 def _backward(
@@ -63,10 +65,11 @@ def _backward(
     assert (dropout_p, alibi_slopes) == (0.0, None) and softmax_lse.is_contiguous()
     assert dq is not None and dk is not None and dv is not None and rng_state is not None
     window = window_size_left, 0 if causal else window_size_right
-    scores, slope, wide = _scores(q, k, v, softmax_scale, window, softcap)
+    q, k, dout, out = (x.double() for x in (q, k, dout, out))
+    scores, slope, values = _scores(q, k, v, softmax_scale, window, softcap)
     weights = (scores - softmax_lse.unsqueeze(-1)).exp()
     dots = torch.einsum("bihd,bihd->bhi", dout, out)
-    dscores = torch.einsum("bihd,bjhd->bhij", dout, wide) - dots.unsqueeze(-1)
+    dscores = torch.einsum("bihd,bjhd->bhij", dout, values) - dots.unsqueeze(-1)
     dscores = dscores * weights * slope * softmax_scale
     share = q.shape[2] // k.shape[2]
     dq.copy_(torch.einsum("bhij,bjhd->bihd", dscores, k.repeat_interleave(share, dim=2)))
@@ -78,10 +81,10 @@ def _backward(
 def _scores(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int], cap: float
 ) -> tuple[Tensor, Any, Tensor]:
-    """Return scores [b, heads, rows, keys], d score / d product / scale, and a value per head."""
+    """Return scores [b, heads, rows, keys], their derivative by scaled products, and v per head."""
     share = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(share, dim=2) for x in (k, v))
-    scores, slope = torch.einsum("bihd,bjhd->bhij", q, k) * scale, torch.ones((), dtype=q.dtype)
+    k, v = (x.double().repeat_interleave(share, dim=2) for x in (k, v))
+    scores, slope = torch.einsum("bihd,bjhd->bhij", q.double(), k) * scale, 1.0
     if cap:
         scores = cap * torch.tanh(scores / cap)
         slope = 1 - (scores / cap) ** 2

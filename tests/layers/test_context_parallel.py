@@ -161,7 +161,6 @@ def all_models(rank: int) -> None:
             found = run(parts, name, torch.float32, fused=fused)
             are_close(found, wanted, 5e-6, (heads, name, fused))
 
-
         for backend, lacking in LACKING.items():
             if heads == 4 or lacking & MODELS[name][2].keys():
                 continue
@@ -211,19 +210,21 @@ class Messages(FlightRecorder):
         return super().enter(name, kind, size_bytes, *rest, **more)
 
 
-def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int], list[str]]]:
+def kept_and_sent(
+    rank: int, backend: str
+) -> list[tuple[int, dict[str, int], dict[str, int], list[str]]]:
     """Return what attention keeps, and what is sent in the forward and in the backward pass.
 
     Also the order of messages and of the work of the steps in the forward pass.
 
     The rows of a rank are 16 in all cases: the sequences grow with the ranks.
     """
-    found, work = [], Ring.blocks
+    found, work = [], Ring.rectangles
     for context, heads in ((1, 1), (2, 1), (4, 1), (4, 4)):
         messages, length = Messages(), 16 * context
         group = dataclasses.replace(join(context_parallel_size=context).context, flight=messages)
         parts = ContextParallel(group, heads, attend) if context > 1 else None
-        attention, call = core(parts, "plain", length)
+        attention, call = core(parts, "plain", length, backend=backend)
         rows = slice(0, 16) if parts is None else parts.positions(length, torch.device("cpu"))
         q, k, v, dout = (x[rows].clone() for x in tensors("plain", torch.float32, length))
         for x in (q, k, v):
@@ -234,7 +235,7 @@ def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int], 
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        def blocks(ring: Ring, *step: Any, messages: Messages = messages) -> Any:
+        def rectangles(ring: Ring, *step: Any, messages: Messages = messages) -> Any:
             messages.order.append("work")
             return work(ring, *step)
 
@@ -242,7 +243,7 @@ def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int], 
             torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(Ring, "blocks", blocks)
+            patch.setattr(Ring, "rectangles", rectangles)
             out = attention(call, q, k, v)
         forward, order = dict(messages.bytes), list(messages.order)
         messages.bytes.clear()
@@ -252,8 +253,9 @@ def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int], 
 
 
 @pytest.mark.slow
-def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula() -> None:
-    for (alone, *_), two, four, exchanged in run_processes(4, kept_and_sent):
+@pytest.mark.parametrize("backend", ["blocked", "torch"])
+def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula(backend: str) -> None:
+    for (alone, *_), two, four, exchanged in run_processes(4, kept_and_sent, backend):
         assert two[0] == four[0] == alone
         rows, heads = 16, MODELS["plain"][0]
         pair = 2 * rows * B * heads * D  # elements of keys and values
