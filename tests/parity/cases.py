@@ -485,6 +485,11 @@ CAMPAIGN = [
             (2, dict(tp=2, cp=2, sp=True, micro_batch_size=2), BIASED),
             (2, dict(pp=2, cp=2, schedule="zb-h1", recompute=MOE), EXPERTS),
             (2, dict(dp=2, fused=True, micro_batch_size=2, **DROPOUT), BY_SEQUENCE),
+            # what went wrong elsewhere (docs/decisions.md)
+            (1, dict(tp=2), {**BIASED, "qk_layernorm": True}),
+            (1, dict(tp=2, sp=True), SWITCH),
+            (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS), BY_GLOBAL_BATCH),
+            (2, dict(tp=2, cp=2, sp=True, recompute=MOE, rank_order="dp-pp-tp"), BIASED),
         )
     ],
     *[
