@@ -241,6 +241,8 @@ class Router(torch.nn.Module):
             eps = config.moe_input_jitter_eps
             x = x * torch.cat([placed_noise(part, eps, seed, at) for part, at in both])
         logits: Tensor = _Scores.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        if config.use_mup:
+            logits = logits * config.router_scale
         if context.sequence_parallel:
             logits = _Gather.apply(logits, context.tensor, True)  # type: ignore[no-untyped-call]
         weights, experts = self.choose(logits.flatten(0, 1))
@@ -402,9 +404,13 @@ class _Grouped(torch.nn.Module):
         cut, decay = None if dim is None else dim + 1, not name.endswith(".bias")
         sharding = shard(name, (experts, *shape), cut, factory.rank, factory.size, decay=decay)
         local = (experts // group.size, *sharding.extent[1:])
-        first = group.rank * local[0]
+        first, base = group.rank * local[0], factory.base_shapes.get(name)
         sharding = replace(
-            sharding, offset=(first, *sharding.offset[1:]), extent=local, experts=True
+            sharding,
+            offset=(first, *sharding.offset[1:]),
+            extent=local,
+            experts=True,
+            base_shape=base,
         )
         if factory.device.type == "meta" or not factory.perform_initialization:
             values = torch.zeros(local, device=factory.device)
@@ -412,7 +418,14 @@ class _Grouped(torch.nn.Module):
             values = torch.stack(
                 [
                     draw(
-                        shard(f"{name}.{e}", shape, dim, factory.rank, factory.size),
+                        shard(
+                            f"{name}.{e}",
+                            shape,
+                            dim,
+                            factory.rank,
+                            factory.size,
+                            base_shape=base and base[1:],
+                        ),
                         local[1:],
                         fill,
                         factory.seed,
@@ -546,7 +559,9 @@ class ExpertMLP(torch.nn.Module):
         if self.shared is None:
             return None
         out: Tensor = self.shared(x)[0]
-        return out if self.gate is None else out * F.linear(x, self.gate).sigmoid()
+        if self.gate is None:
+            return out
+        return out * (F.linear(x, self.gate) * self.router.config.router_scale).sigmoid()
 
     def _experts(
         self, tokens: Tensor, weights: Tensor, experts: Tensor, counts: Tensor | None = None

@@ -490,6 +490,14 @@ CAMPAIGN = [
             (1, dict(tp=2, sp=True), SWITCH),
             (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS), BY_GLOBAL_BATCH),
             (2, dict(tp=2, cp=2, sp=True, recompute=MOE, rank_order="dp-pp-tp"), BIASED),
+            # optimizers and sizes
+            (2, dict(dp=2), {**EXPERTS, **MUON}),
+            (2, dict(cp=2, zero=0), {**SWITCH, **MUON}),
+            (2, dict(dp=4), {**BIASED, **MUON}),
+            (2, dict(tp=2, dp=2, sp=True), {**BIASED, **NESTEROV}),
+            (2, dict(pp=2, dp=2, schedule="zb-h1"), {**SWITCH, **MUP}),
+            (2, dict(tp=2, dp=2, sp=True), {**BIASED, **MUP}),
+            (2, dict(tp=2, cp=2), {**BIASED, **MUP, **MUON}),
         )
     ],
     *[
