@@ -334,11 +334,6 @@ def _experts_alone(v: Values) -> Iterator[str]:
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         if v[name] is not None and v["tensor_model_parallel_size"] is not None:
             yield from _multiple(v, name, "tensor_model_parallel_size")
-    if v["moe_expert_capacity_factor"] is not None and (v["context_parallel_size"] or 1) > 1:
-        yield (
-            "--moe-expert-capacity-factor and --context-parallel-size: an expert's capacity is of "
-            "whole sequences, of which a rank has a part; leave one of them out"
-        )
     shared = v["moe_shared_expert_intermediate_size"] is not None
     for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
         if v[name] and not shared:

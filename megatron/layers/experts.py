@@ -250,7 +250,7 @@ class Router(torch.nn.Module):
         counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if torch.is_grad_enabled() and self.training:
             weights = self._with_losses(logits, weights, experts, counts)
-        kept = self._kept(weights, experts)
+        kept = self._kept(weights, experts, x.shape[1])
         if counts and self.training:
             self.passes += 1
             with torch.no_grad():
@@ -351,9 +351,16 @@ class Router(torch.nn.Module):
         return _WithLoss.apply(weights, total, shared)  # type: ignore[no-untyped-call, no-any-return]
 
     @torch.no_grad()
-    def _kept(self, weights: Tensor, experts: Tensor) -> Tensor | None:
+    def _kept(self, weights: Tensor, experts: Tensor, samples: int) -> Tensor | None:
         """Return which choices [t, k] are within their expert's capacity; None: all."""
-        factor, (tokens, k) = self.config.moe_expert_capacity_factor, experts.shape
+        factor, (tokens, k), parts = self.config.moe_expert_capacity_factor, experts.shape, None
+        if factor is not None and (parts := self.context.parts) is not None:
+            # The capacity is of whole sequences: [b k, s/c] -> [b k, s], and the order by position.
+            tokens *= parts.size
+            weights, experts = (
+                parts.gather(y.view(-1, samples * k).t()).t().reshape(tokens, k)
+                for y in (weights, experts)
+            )
         capacity = tokens if factor is None else math.ceil(tokens * k / self.experts * factor)
         if capacity >= tokens:
             return None
@@ -364,7 +371,11 @@ class Router(torch.nn.Module):
         else:
             chosen = torch.zeros(tokens, self.experts, dtype=torch.int32, device=experts.device)
             inside = chosen.scatter_(1, experts, 1).cumsum(0) <= capacity
-        return inside.gather(1, experts)
+        inside = inside.gather(1, experts)
+        if parts is None:
+            return inside
+        positions = parts.positions(tokens // samples, experts.device)
+        return inside.view(-1, samples, k)[positions].flatten(0, 1)
 
 
 # -- experts ---------------------------------------------------------------------------------------

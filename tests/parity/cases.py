@@ -347,7 +347,7 @@ TOGETHER = [
     layout(tp=2, pp=2, fused=True, **FAMILIES["neox"]),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["qwen3"]),
     layout(dp=2, **LION),
-    experts(2, dp=2, recompute=MOE, **EXPERTS),
+    experts(2, dp=2, recompute=MOE, **EXPERTS, **MUON),
     experts(2, tp=2, dp=2, sp=True, recompute=MOE_ACT, **BIASED),
     experts(2, pp=2, dp=2, schedule="zb-h1", **DROPS),
     layout(tp=4, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
@@ -490,8 +490,10 @@ CAMPAIGN = [
             (1, dict(tp=2, sp=True), SWITCH),
             (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS), BY_GLOBAL_BATCH),
             (2, dict(tp=2, cp=2, sp=True, recompute=MOE, rank_order="dp-pp-tp"), BIASED),
-            # optimizers and sizes
-            (2, dict(dp=2), {**EXPERTS, **MUON}),
+            # capacities, optimizers and sizes
+            (2, dict(cp=2, micro_batch_size=2), DROPS),
+            (2, dict(tp=2, cp=2, sp=True, recompute=MOE), LATE_DROPS),
+            (1, dict(cp=4, **BOTH), DROPS),
             (2, dict(cp=2, zero=0), {**SWITCH, **MUON}),
             (2, dict(dp=4), {**BIASED, **MUON}),
             (2, dict(tp=2, dp=2, sp=True), {**BIASED, **NESTEROV}),
