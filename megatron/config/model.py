@@ -537,7 +537,7 @@ class ModelConfig:
         """Return the factor of the scores of routers and gates; 1 without muP.
 
         They have many inputs and few outputs, like the output layer (Yang et al., arXiv 2203.03466,
-        table 8; for experts: Malasnicki et al., arXiv 2508.09752).
+        table 8).
         """
         return self.mup_base_hidden_size / self.hidden_size if self.use_mup else 1.0
 
