@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ from megatron.planner.stage import (
     Stage,
     experts_of,
     owned_elements,
-    owners,
     parameters_of,
     stages_of,
     whole_parameters,
@@ -239,14 +238,17 @@ def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def state_bytes(config: Config, parameters: int, experts: int, whole: int) -> dict[str, float]:
+def state_bytes(
+    config: Config, parameters: int, experts: int, whole: int, whole_experts: int
+) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer for a rank's parameters.
 
-    experts, whole  how many of them are of experts, and how many the optimizer takes whole
+    experts, whole  how many of them are of experts, and how many the optimizer takes whole;
+                    whole_experts: how many are both
     """
     precision, state = config.precision, optimizer_state(config)
     owned = owned_elements(config, parameters, experts)
-    of_whole = whole / owners(config)
+    of_whole = owned_elements(config, whole, whole_experts)
     return {
         "weights": precision.weight_bytes * parameters,
         "master": 0.0 if precision.dtype_name == "float32" else 4.0 * owned,
@@ -282,18 +284,20 @@ def experts_of_rank(config: Config, rank: int, device: str) -> int:
     return sum(experts_of(trace(config, device), stage) for stage in own)
 
 
-def whole_of_rank(config: Config, rank: int, device: str) -> int:
+def whole_of_rank(config: Config, rank: int, device: str, only_experts: bool = False) -> int:
     """Count the parameters on each device of a rank that the optimizer takes whole."""
     own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
     traced = trace(config, device)
-    return sum(p.elements for stage in own for p in whole_parameters(config, traced, stage))
+    found = (p for stage in own for p in whole_parameters(config, traced, stage))
+    return sum(p.elements for p in found if p.experts or not only_experts)
+
+
+PARTS_OF_RANK = experts_of_rank, whole_of_rank, partial(whole_of_rank, only_experts=True)
+"""Functions that count the parameters of a rank as state_bytes wants them, after all of them."""
 
 
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
-    counts = (
-        count(config, rank, device)
-        for count in (parameters_of_rank, experts_of_rank, whole_of_rank)
-    )
+    counts = (count(config, rank, device) for count in (parameters_of_rank, *PARTS_OF_RANK))
     states = state_bytes(config, *counts)
     held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))

@@ -27,11 +27,10 @@ from megatron.planner.layout import (
     write_value,
 )
 from megatron.planner.memory import (
-    experts_of_rank,
+    PARTS_OF_RANK,
     parameters_of_rank,
     peak_rank,
     state_bytes,
-    whole_of_rank,
 )
 from megatron.planner.placement import Placement, check_device_order, layout_of, place_with
 from megatron.planner.processes import process_pool
@@ -263,7 +262,7 @@ class Search:
             ranks = range(parallel.pipeline_model_parallel_size)
             device = self.space.cluster.device_type
             most, rank = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
-            others = (count(plain, -rank, device) for count in (experts_of_rank, whole_of_rank))
+            others = (count(plain, -rank, device) for count in PARTS_OF_RANK)
             self._known[key] = (most, *others), -rank
         counts, rank = self._known[key]
         return sum(state_bytes(config, *counts).values()), rank
