@@ -331,24 +331,30 @@ class ShardedWeights(WeightGather):
             if torch.is_grad_enabled() and not _in_backward():
                 given = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
                 for x in given[:1]:  # its gradient is the last that the module computes
-                    x.register_hook(lambda _: self._give_up(use))
+                    ended = getattr(x, "uses_ended", None)
+                    if ended is None:
+                        x.register_hook(lambda _: self._give_up(use))
+                    else:  # another use's output, which has a hook that comes before
+                        ended.append(use)
                 # the backward pass of a look-up needs no weights
                 use.backward = bool(given) or not tables
 
         def after(_: Any, __: Any, output: Any) -> None:
             if _in_backward():  # recomputed: its backward pass follows
                 return
-            if not torch.is_grad_enabled():
-                if not use.last:
-                    self._give_up(use)
-                return
-            if use.backward:
+            if use.backward and torch.is_grad_enabled():
                 outputs = output if isinstance(output, tuple) else (output,)
                 for x in outputs:
                     if isinstance(x, torch.Tensor) and x.requires_grad:
-                        x.register_hook(lambda _: self._need(use))
+                        x.uses_ended = ended = list[_Use]()  # type: ignore[attr-defined]
+                        x.register_hook(partial(begin, ended))
             if not use.last:
                 self._give_up(use)
+
+        def begin(ended: list[_Use], _: Any) -> None:
+            for other in ended:
+                self._give_up(other)
+            self._need(use)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
