@@ -3,10 +3,10 @@
     python benchmarks/long_sequences.py [--length 8192] [--hidden 256] [--layers 2] [--steps 5]
 
 Two processes train the same model on the same sequence: over tensor-parallel ranks with sequence
-parallelism, and over context-parallel ranks by ring and by all-to-all; a step of one after a step
-of the others. Prints the median time of each and its ratio to the first, the bytes that a rank
-sends for attention, and the bytes that the layers of a rank keep for the backward pass, also for
-half of the sequence on one process: with context parallelism these stay the same.
+parallelism, and over context-parallel ranks by ring, also in blocks, and by all-to-all; a step of
+one after a step of the others. Prints the median time of each and its ratio to the first, the bytes
+that a rank sends for attention, and the bytes that the layers of a rank keep for the backward pass,
+also for half of the sequence on one process: with context parallelism these stay the same.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ VOCABULARY, RANKS = 512, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2, sequence-parallel": dict(tensor_model_parallel_size=2, sequence_parallel=True),
     "CP2, ring": dict(context_parallel_size=2),
+    "CP2, ring in blocks": dict(context_parallel_size=2, attention_backend="blocked"),
     "CP2, all-to-all": dict(context_parallel_size=2, cp_comm_type="a2a"),
 }
 

@@ -8,6 +8,7 @@ and their reasons, and compares where there is no pytest.
 from __future__ import annotations
 
 import importlib.util
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from benchmarks import parity
 from benchmarks.parity import LOSS, NO_DROPOUT, NORM, ON_CPU, PRECISION
 from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
+from megatron.kernels.ops.attention import Law
+from megatron.layers import ring
 from megatron.layers.attention import flash_attention, torch_attention
 from megatron.layers.context import ParameterFactory, normal
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
+from megatron.layers.ring_flash import Flash
 from megatron.model.gpt import build_chunks
 from megatron.parallel.sharding import dropout_mask, seeded
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.topology import Group, Layout, Topology
 from tests.helpers.launching import TINY
 
 # processes that import torch on a cold file system
@@ -268,6 +272,27 @@ def test_flash_attention(heads, groups, alibi, documents) -> None:
     case = attention_case(heads, groups, alibi, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
     close(run_attention(flash_attention, case, torch.bfloat16, DEVICE), expected, 2e-2)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("heads", "groups"), [(8, 8), (8, 2)])
+@pytest.mark.parametrize("backend", ["torch", "flash", None])
+def test_a_ring_of_one_place(monkeypatch, backend, heads, groups, documents) -> None:
+    """Its softmax is merged of rectangles: two are causal and one is seen as a whole."""
+    if backend == "flash" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash_attn is not installed")
+    nothing = types.SimpleNamespace(wait=lambda: torch.zeros((), device=DEVICE))
+    monkeypatch.setattr(ring.Ring, "rotate", lambda self, x: nothing)
+
+    def attend(q, k, v, alibi, documents, dropout):
+        law = Law(heads // groups, q.shape[-1] ** -0.5, 0.0, 0)
+        flash = Flash(backend, law.share, law.scale) if backend else None
+        of = ring.Ring(Group((0,), 0), 1, 1, law, None, False, documents, flash)
+        return ring._Ring.apply(of, q.unflatten(2, (-1, law.share)), k, v).flatten(2, 3)
+
+    case = attention_case(heads, groups, False, documents)
+    expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
+    close(run_attention(attend, case, torch.bfloat16, DEVICE), expected, 2e-2)
 
 
 def test_a_mask_is_a_function_of_its_key() -> None:

@@ -154,7 +154,8 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
 
     The factor of the embeddings goes into their tables, or into the norm of the word embeddings;
     that of the scores into the final norm, which a tied table does not change; that of a residual
-    branch into its last matrix or norm; that of attention into the queries or their norm.
+    branch into its last matrix or norm; that of attention into the queries or their norm; those of
+    routers and gates into their weights.
     """
     embed, scores = model.mup_embedding_mult, model.mup_output_mult
     attention = (model.softmax_scale or 1.0) * math.sqrt(model.kv_channels)
@@ -169,7 +170,9 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
         factor = scores / embed if tied and not normed else scores
     elif part in ("post_self_attn_layernorm", "post_mlp_layernorm"):
         factor = model.residual_scale
-    elif part in ("self_attention.dense", "mlp.dense_4h_to_h"):
+    elif part in ("mlp.router", "mlp.shared_experts.gate"):
+        factor = model.router_scale
+    elif part == "self_attention.dense" or part.endswith(".dense_4h_to_h"):
         factor = model.residual_scale if model.norm_position == "pre" else 1.0
     elif part == "self_attention.q_layernorm":
         factor = attention

@@ -532,10 +532,28 @@ class ModelConfig:
         outputs = rows / (base.num_key_value_heads * base.kv_channels)
         return math.sqrt(min(1.0, outputs * base.hidden_size / self.hidden_size))
 
+    @property
+    def router_scale(self) -> float:
+        """Return the factor of the scores of routers and gates; 1 without muP.
+
+        They have many inputs and few outputs, like the output layer (Yang et al., arXiv 2203.03466,
+        table 8).
+        """
+        return self.mup_base_hidden_size / self.hidden_size if self.use_mup else 1.0
+
     def mup_base(self) -> ModelConfig:
-        """Return the base model of muP, with as many layers as this one."""
+        """Return the base model of muP, with as many layers as this one.
+
+        Its experts are smaller in the proportion of its MLPs.
+        """
+        moe, shared = (
+            width and width * self.mup_base_ffn_hidden_size // (self.ffn_hidden_size or 1)
+            for width in (self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)
+        )
         return replace(
             self,
+            moe_ffn_hidden_size=moe,
+            moe_shared_expert_intermediate_size=shared,
             use_mup=False,
             hidden_size=self.mup_base_hidden_size,
             ffn_hidden_size=self.mup_base_ffn_hidden_size,

@@ -336,7 +336,7 @@ class KernelConfig:
     attention_backend: str = option(
         "auto",
         "Attention implementation. auto: flash-attn where it runs; else blocked where that is "
-        "faster (on a CPU: bf16, and fp32 up to 512 tokens); else torch's "
+        "faster (on a CPU, but no ring: bf16, and fp32 up to 512 tokens); else torch's "
         "scaled_dot_product_attention. flash: flash-attn, else torch's. fused: torch's. blocked: "
         "matrix products over blocks of queries, without storing scores. unfused, local: explicit "
         "softmax(q k^T) v.",

@@ -334,21 +334,12 @@ def _experts_alone(v: Values) -> Iterator[str]:
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         if v[name] is not None and v["tensor_model_parallel_size"] is not None:
             yield from _multiple(v, name, "tensor_model_parallel_size")
-    if v["moe_expert_capacity_factor"] is not None and (v["context_parallel_size"] or 1) > 1:
-        yield (
-            "--moe-expert-capacity-factor and --context-parallel-size: an expert's capacity is of "
-            "whole sequences, of which a rank has a part; leave one of them out"
-        )
     shared = v["moe_shared_expert_intermediate_size"] is not None
     for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
         if v[name] and not shared:
             yield f"{all_options()[name].flag} needs --moe-shared-expert-intermediate-size"
     if shared and v["add_bias_linear"]:
         yield "shared experts have no biases: add --disable-bias-linear"
-    for name, value in (("use_mup", True), ("optimizer", "muon")):
-        if v[name] == value:
-            written = all_options()[name].written(value)
-            yield f"{written} does not know experts: leave it out, or use --num-experts 1"
 
 
 @check("moe_use_upcycling", "num_experts", "ffn_hidden_size", "moe_ffn_hidden_size")
@@ -382,6 +373,18 @@ def _mup(v: Values) -> Iterator[str]:
             f"{v['mup_base_hidden_size']}, are not a whole number of heads of {head}. Give it, or "
             "--mup-base-head-dim"
         )
+
+
+@check("use_mup", "num_experts", "ffn_hidden_size", "mup_base_ffn_hidden_size")
+def _mup_experts(v: Values) -> Iterator[str]:
+    ffn, base = v["ffn_hidden_size"], v["mup_base_ffn_hidden_size"]
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if v["use_mup"] and v[name] is not None and v[name] * base % ffn:
+            yield (
+                f"{all_options()[name].flag} {v[name]}: experts of the base model are smaller in "
+                f"proportion, {base} / {ffn} of it (--mup-base-ffn-hidden-size, "
+                "--ffn-hidden-size), which is no whole number"
+            )
 
 
 @check("mup_base_num_attention_heads", "mup_base_num_key_value_heads", "num_attention_heads")

@@ -55,11 +55,6 @@ def parameter_groups(
     for p in reversed(parameters):
         s = sharding_of(p)
         wanted = whole is not None and bool(whole(s.name, s.global_shape))
-        if wanted and s.experts:
-            raise ConfigError(
-                f"the optimizer takes {s.name} whole, which is of experts: use an optimizer that "
-                "takes flat weights, or --num-experts 1"
-            )
         kind = not s.decay, wanted, s.tied, scales(s), s.experts, s.fp32, unit(p)
         buckets = kinds.setdefault(kind, [[]])
         elements = sum(q.numel() for q in buckets[-1])

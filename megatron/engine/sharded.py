@@ -167,9 +167,6 @@ class ShardedGradients(Gradients):
         if not has_memory(flat):
             flat.untyped_storage().resize_(flat.nbytes)
 
-    def _parameters(self, number: int) -> Sequence[torch.nn.Parameter]:
-        return self.buckets[number].parameters
-
     def _added(self, p: torch.nn.Parameter) -> None:
         self._new[p] += 1
         if not self._early or self.local or self._new[p] != self._per_pass.get(p, 1):
@@ -188,13 +185,13 @@ class ShardedGradients(Gradients):
             return
         of_stage = self._of_stage[stage]
         counts = {p: self._new[p] for n in of_stage for p in self.buckets[n].parameters}
-        left = of_stage[self._sent_of[stage] :]
-        # in the first pass also those with more contributions than one
-        again = (n for n in of_stage if any(not self._sinks[p].fresh for p in self._parameters(n)))
-        for number in [*left, *(n for n in again if n not in left)]:
+        for number in of_stage[self._sent_of[stage] :]:
             self._send_bucket(number)
         self._sent_of[stage] = 0
         if not self._per_pass.keys() >= counts.keys():
+            for number in of_stage:  # sent before a second contribution
+                if any(not self._sinks[p].fresh for p in self.buckets[number].parameters):
+                    self._send_bucket(number)
             self._per_pass |= {p: n or -1 for p, n in counts.items()}
         for number in of_stage:
             self._incomplete[number] = len(self.buckets[number].parameters)
@@ -314,7 +311,6 @@ class ShardedWeights(WeightGather):
         self._after: dict[tuple[_Use | None, _Use], _Use] = {}
         self._before: tuple[_Use | None, _Use | None] = None, None
         self._kept = False  # all weights stay gathered
-        self._next: _Use | None = None  # is gathered as soon as the use before it ends
         self._passes = 0  # backward passes that follow in this step
         for chunk in chunks:
             given = getattr(chunk, "weight_users", None)
@@ -339,34 +335,37 @@ class ShardedWeights(WeightGather):
             if torch.is_grad_enabled() and not _in_backward():
                 given = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
                 for x in given[:1]:  # its gradient is the last that the module computes
-                    x.register_hook(lambda _: self._give_up(use))
+                    ended = getattr(x, "uses_ended", None)
+                    if ended is None:
+                        x.register_hook(lambda _: self._give_up(use))
+                    else:  # another use's output, which has a hook that comes before
+                        ended.append(use)
                 # the backward pass of a look-up needs no weights
                 use.backward = bool(given) or not tables
 
         def after(_: Any, __: Any, output: Any) -> None:
             if _in_backward():  # recomputed: its backward pass follows
                 return
-            if not torch.is_grad_enabled():
-                if not use.last:
-                    self._give_up(use)
-                return
-            if use.backward:
+            if use.backward and torch.is_grad_enabled():
                 outputs = output if isinstance(output, tuple) else (output,)
                 for x in outputs:
                     if isinstance(x, torch.Tensor) and x.requires_grad:
-                        x.register_hook(lambda _: self._need(use, ends=True))
+                        x.uses_ended = ended = list[_Use]()  # type: ignore[attr-defined]
+                        x.register_hook(partial(begin, ended))
             if not use.last:
                 self._give_up(use)
+
+        def begin(ended: list[_Use], _: Any) -> None:
+            for other in ended:
+                self._give_up(other)
+            self._need(use)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
     @torch.no_grad()
-    def _need(self, use: _Use, ends: bool = False) -> None:
-        """Wait for the weights of a use, and begin to gather those of the next.
-
-        ends  whether the use before gives up its weights right after
-        """
+    def _need(self, use: _Use) -> None:
+        """Wait for the weights of a use, and begin to gather those of the next."""
         if self._kept:
             return
         if self._here.issuperset(use.buckets):
@@ -382,13 +381,9 @@ class ShardedWeights(WeightGather):
             if following is None or bucket not in following.buckets:
                 self._arrive([bucket])
                 self._free([bucket])
-        self._next = None
         if following is None or (self._passes == 1 and not following.backward and _in_backward()):
             return  # no forward pass follows
-        if ends and second is not None and self._here.issuperset(second.buckets):
-            self._next = following
-        else:
-            self._gather(following)
+        self._gather(following)
 
     def _gather(self, use: _Use) -> None:
         for bucket in use.buckets:
@@ -413,12 +408,8 @@ class ShardedWeights(WeightGather):
                 free(bucket.weights)
 
     def _give_up(self, use: _Use) -> None:
-        if self._kept:
-            return
-        self._free(use.buckets)
-        if self._next is not None:
-            self._gather(self._next)
-            self._next = None
+        if not self._kept:
+            self._free(use.buckets)
 
     def begin(self, micro_batches: int) -> None:
         self._passes += micro_batches

@@ -2,10 +2,10 @@
 
 ZeRO gives each data-parallel rank a part of every bucket, and tensor parallelism gives each rank a
 shard of a matrix. Here every matrix has one owner among the data- and tensor-parallel ranks of its
-pipeline stage. Two all-to-alls carry it to its owner: one over the data-parallel group for the
-parts of a shard, one over the tensor group for the shards. Two carry the result back. In each, a
-rank sends about as many elements as it owns of the buckets: 1/(data-parallel size) of what it
-sends to reduce the gradients.
+pipeline stage that hold it; each expert has matrices of its own. Two all-to-alls carry it to its
+owner: one over the data-parallel group for the parts of a shard, one over the tensor group for the
+shards. Two carry the result back. In each, a rank sends about as many elements as it owns of the
+buckets: 1/(data-parallel size) of what it sends to reduce the gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from megatron.engine.gradients import Bucket
 from megatron.engine.optimizer_state import ROUND
 from megatron.parallel.collectives import gather_objects, start
 from megatron.parallel.sharding import Sharding, sharding_of
-from megatron.parallel.topology import Group, Topology
+from megatron.parallel.topology import Group, Shards, Topology
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 Views = list[list[torch.Tensor]]
@@ -42,8 +42,25 @@ class _Shards:
     of: tuple[Sharding, ...] = field(repr=False)
 
 
+def _matrices(p: torch.nn.Parameter) -> Iterator[tuple[int, tuple[int, ...], Sharding]]:
+    """Yield first element, local shape and sharding of a parameter, or of each of its experts."""
+    s = sharding_of(p)
+    if not s.experts:
+        yield 0, tuple(p.shape), s
+        return
+    for i in range(len(p)):
+        one = replace(
+            s,
+            name=f"{s.name}.{s.offset[0] + i}",
+            global_shape=s.global_shape[1:],
+            offset=s.offset[1:],
+            extent=s.extent[1:],
+        )
+        yield i * p[0].numel(), tuple(p.shape[1:]), one
+
+
 class _Place(NamedTuple):
-    """A local parameter: the number of its bucket, its elements there, its number in _Shards."""
+    """A local matrix: the number of its bucket, its elements there, its number in _Shards."""
 
     bucket: int
     elements: slice
@@ -56,7 +73,7 @@ class _Place(NamedTuple):
 
 
 class _Matrix(NamedTuple):
-    """A parameter by its global name, of which a rank may have several shards.
+    """A matrix by its global name, of which a rank may have several shards.
 
     owner  tensor rank and data-parallel rank
     """
@@ -72,8 +89,9 @@ class WholeParameters:
 
     Every rank calls it once in a step, as whole(flats, change). `flats` are the flat tensors [n] of
     these groups, in their order, with the layout of this rank's weights. change(name, tensor) gets
-    each parameter in its global shape, on one rank, and returns a tensor of this shape. Each rank's
-    part of it replaces the values in `flats`. Values are sent, and given to `change`, in `dtype`.
+    each parameter in its global shape, on one rank, and returns a tensor of this shape; of experts
+    each by itself, without their dimension, with its number after the name. Each rank's part of it
+    replaces the values in `flats`. Values are sent, and given to `change`, in `dtype`.
 
     Owners have about the same work (work_of). The messages of a round are under way while another
     round computes.
@@ -81,27 +99,34 @@ class WholeParameters:
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
         self._buckets, self._tensor = buckets, topology.tensor
-        self._shards = buckets[0].shards
-        self._data = self._shards.states
-        self._parameters = [p for bucket in buckets for p in bucket.parameters]
-        mine = _Shards(tuple(map(sharding_of, self._parameters)))
-        self._shardings = [shards.of for shards in gather_objects(mine, self._tensor)]
-        places: dict[str, list[_Place]] = {}
+        found, places = list[tuple[tuple[int, ...], Sharding]](), dict[str, list[_Place]]()
+        groups: dict[tuple[int, ...], tuple[Shards, dict[str, tuple[int, ...]]]] = {}
         for b, bucket in enumerate(buckets):
+            shared = bucket.shards
+            _, shapes = groups.setdefault(tuple(shared.states.ranks), (shared, {}))
             for p, first in bucket.starts.items():
-                place = _Place(b, slice(first, first + p.numel()), sum(map(len, places.values())))
-                places.setdefault(sharding_of(p).name, []).append(place)
-        shapes = {s.name: s.global_shape for s in mine.of}
-        self._rounds = list(self._in_rounds(places, shapes))
+                for at, shape, s in _matrices(p):
+                    elements = slice(first + at, first + at + math.prod(shape))
+                    places.setdefault(s.name, []).append(_Place(b, elements, len(found)))
+                    shapes[s.name] = s.global_shape
+                    found.append((shape, s))
+        self._shapes = [shape for shape, _ in found]
+        mine = _Shards(tuple(s for _, s in found))
+        self._shards = [shards.of for shards in gather_objects(mine, self._tensor)]
+        self._rounds = [
+            (shared, some)
+            for shared, shapes in groups.values()
+            for some in self._in_rounds(places, shapes, shared.states)
+        ]
 
     def _in_rounds(
-        self, places: dict[str, list[_Place]], shapes: dict[str, tuple[int, ...]]
+        self, places: dict[str, list[_Place]], shapes: dict[str, tuple[int, ...]], data: Group
     ) -> Iterator[list[_Matrix]]:
         """Give each matrix, the largest first, to the rank with the least work so far.
 
         Yield rounds, in which every rank has the next of its matrices.
         """
-        ranks = [(t, d) for d in range(self._data.size) for t in range(self._tensor.size)]
+        ranks = [(t, d) for d in range(data.size) for t in range(self._tensor.size)]
         work, owned = dict.fromkeys(ranks, 0.0), {rank: list[_Matrix]() for rank in ranks}
         for name in sorted(shapes, key=lambda name: -work_of(shapes[name])):
             owner = min(work, key=work.__getitem__)
@@ -124,7 +149,7 @@ class WholeParameters:
         change: Change,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        waiting = deque(self._round(some, flats, change, dtype) for some in self._rounds)
+        waiting = deque(self._round(*some, flats, change, dtype) for some in self._rounds)
         active = list[Iterator[None]]()
         # The newest round goes first: what it and the next one send is under way while the third
         # computes.
@@ -135,51 +160,53 @@ class WholeParameters:
 
     def _round(
         self,
+        shared: Shards,
         matrices: list[_Matrix],
         flats: Sequence[torch.Tensor],
         change: Change,
         dtype: torch.dtype,
     ) -> Iterator[None]:
         """Carry out a round; yield after the start of each message."""
-        t, d = self._tensor.rank, self._data.rank
+        data = shared.states
+        t, d = self._tensor.rank, data.rank
         size = [len(bucket.own_weights) for bucket in self._buckets]
         column = [m for m in matrices if m.owner[1] == d]
         row = [[m for m in column if m.owner[0] == rank] for rank in range(self._tensor.size)]
         none = torch.empty(0, dtype=dtype, device=flats[0].device)
         shards = {
-            place.number: none.new_empty(self._parameters[place.number].numel())
+            place.number: none.new_empty(math.prod(self._shapes[place.number]))
             for m in column
             for place in m.places
         }
         wholes = {m.name: none.new_empty(m.shape) for m in row[t]}
 
         def in_flats(place: _Place) -> torch.Tensor:
-            own = self._shards.part
-            part, first = place.part(own, size[place.bucket]), own * size[place.bucket]
+            own, each = shared.part, size[place.bucket]
+            part, first = place.part(own, each), own * each
             return flats[place.bucket][part.start - first : part.stop - first]
 
         def in_shard(place: _Place, rank: int) -> torch.Tensor:
-            part = place.part(self._shards.part_of(rank), size[place.bucket])
+            part = place.part(shared.part_of(rank), size[place.bucket])
             first = place.elements.start
             return shards[place.number][part.start - first : part.stop - first]
 
         def real(place: _Place) -> torch.Tensor:
-            p, sharding = self._parameters[place.number], self._shardings[t][place.number]
-            return shards[place.number].view(p.shape)[tuple(slice(n) for n in sharding.extent)]
+            shape, sharding = self._shapes[place.number], self._shards[t][place.number]
+            return shards[place.number].view(shape)[tuple(slice(n) for n in sharding.extent)]
 
         def in_whole(m: _Matrix, place: _Place, rank: int) -> torch.Tensor:
-            s = self._shardings[rank][place.number]
+            s = self._shards[rank][place.number]
             ends = zip(s.offset, s.extent, strict=True)
             return wholes[m.name][tuple(slice(first, first + n) for first, n in ends)]
 
-        parts: Views = [[] for _ in range(self._data.size)]
+        parts: Views = [[] for _ in range(data.size)]
         for m in matrices:
             parts[m.owner[1]] += map(in_flats, m.places)
         of_shards = [
             [in_shard(place, rank) for m in column for place in m.places]
-            for rank in range(self._data.size)
+            for rank in range(data.size)
         ]
-        yield from exchange(parts, of_shards, self._data, none)
+        yield from exchange(parts, of_shards, data, none)
         ours = [[real(place) for m in some for place in m.places] for some in row]
         of_wholes = [
             [in_whole(m, place, rank) for m in row[t] for place in m.places]
@@ -194,7 +221,7 @@ class WholeParameters:
                 )
             whole.copy_(changed)
         yield from exchange(of_wholes, ours, self._tensor, none)
-        yield from exchange(of_shards, parts, self._data, none)
+        yield from exchange(of_shards, parts, data, none)
 
 
 def exchange(there: Views, here: Views, group: Group, none: torch.Tensor) -> Iterator[None]:

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from megatron.config import Config, ModelConfig
+    from megatron.config import Config
     from megatron.config.training import KernelConfig
 
 # -- attention and optional packages ---------------------------------------------------------------
@@ -64,6 +65,8 @@ def flash_attention(
     drops: bool = False,
     windowed: bool = False,
     capped: bool = False,
+    ring: bool = False,
+    biased: bool = False,
 ) -> Finding:
     """Check for flash-attn, and whether it runs on `device_type` in `dtype_name`.
 
@@ -85,7 +88,24 @@ def flash_attention(
             reason = "has no windows before version 2.3"
         if capped and not reason:
             reason = _why_no_softcap(version, drops)
+        if (
+            windowed
+            and not reason
+            and os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") == "TRUE"
+        ):
+            reason = "ignores windows in its Triton build for ROCm"
+        if ring and not reason:
+            reason = _why_no_parts(version, drops, biased)
     return Finding(package, version, not reason, reason, _NAMES["blocked"] if capped else fallback)
+
+
+def _why_no_parts(version: str, drops: bool, biased: bool) -> str:
+    """Return why flash-attn cannot compute parts of a ring; "" if it can."""
+    if _older(version, (2, 7)):
+        return "has other functions for parts of a ring before version 2.7"
+    if drops or biased:
+        return f"has no {'dropout' if drops else 'ALiBi or heads of this size'} for parts of a ring"
+    return ""
 
 
 def _older(version: str, than: tuple[int, int]) -> bool:
@@ -118,12 +138,15 @@ def choose_attention(
     windowed: bool = False,
     capped: bool = False,
     ring: bool = False,
+    biased: bool = False,
 ) -> str:
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
     "flash" is flash-attn, "torch" scaled_dot_product_attention. `windowed`: there is a sliding window;
     `capped`: scores have a soft cap, which torch lacks. `ring`: keys and values rotate over
-    context-parallel ranks, for which attention in blocks merges parts of each softmax.
+    context-parallel ranks, so that a kernel must return the logarithms by which the parts of a
+    softmax are merged. `biased`: there is ALiBi, or a size of heads that flash kernels lack; only
+    for a ring.
 
     `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, this is not
     an error, because torch's attention computes the same; the log names what runs (see report). If
@@ -133,13 +156,18 @@ def choose_attention(
     backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
     if backend in UNFUSED_BACKENDS:
         return "unfused"
-    if backend == "blocked" or ring:
+    if backend == "blocked":
         return "blocked"
-    wishes = drops, windowed, capped
+    wishes = drops, windowed, capped, ring, biased
     if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name, *wishes).usable:
         return "flash"
     if capped or (drops and device_type == "cpu"):
         return "blocked"
+    if ring:
+        # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocks, in all types: a rectangle
+        # has no part to leave out, and is merged once instead of once for each block.
+        lacks = windowed or drops or biased or not _returns_logarithms(device_type, dtype_name)
+        return "blocked" if lacks else "torch"
     # Measured with benchmarks/attention.py: in bf16 blocks are 1.9 to 2.8 times as fast as torch at
     # sequences of 512 to 2048; in fp32 1.2 times at 512, but 0.9 to 0.96 from 1024 on (with grouped
     # queries 1.1), where torch's own blocks fill its products. In fp16 torch's batched products
@@ -150,9 +178,31 @@ def choose_attention(
     return "blocked" if backend == "auto" and faster else "torch"
 
 
-def attention_wishes(model: ModelConfig, layer: int) -> dict[str, bool]:
+def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
+    """Return whether torch's flash attention runs, and returns the logarithms that a ring needs.
+
+    On ROCm they were of base 2 before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU a key
+    was for one query head before 2.9.
+    """
+    import torch
+
+    if _older(torch.__version__, (2, 9)):
+        return False
+    if device_type == "cpu":
+        return True
+    lacking = torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available()
+    narrow = dtype_name in ("float16", "bfloat16")
+    return narrow and not lacking and not _too_old_for_flash_attention()
+
+
+def attention_wishes(config: Config, layer: int) -> dict[str, bool]:
     """Return what a layer, counted from 0, asks of its attention, as choose_attention takes it."""
+    model = config.model
     return {
+        "ring": config.parallel.ring_places > 1,
+        "biased": model.position_embedding_type == "alibi"
+        or model.kv_channels % 8 > 0
+        or model.kv_channels > 256,
         "drops": model.attention_dropout > 0.0,
         "windowed": model.window(layer) is not None,
         "capped": model.attention_logit_softcapping is not None,
@@ -362,11 +412,8 @@ def report(config: Config, device: torch.device) -> list[str]:
     found, model, dtype_name = library.find(device.type), config.model, config.precision.dtype_name
     # a windowed layer, where there is one: it asks for more
     some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
-    wishes = attention_wishes(model, next(some, 0))
-    ring = config.parallel.ring_places > 1
-    attention = choose_attention(
-        config.kernels, device, dtype_name, model.seq_length, **wishes, ring=ring
-    )
+    wishes = attention_wishes(config, next(some, 0))
+    attention = choose_attention(config.kernels, device, dtype_name, model.seq_length, **wishes)
     lines = [found.line]
     if found.handle is not None:
         names: dict[str, list[str]] = {"": []}  # by the reason
@@ -387,11 +434,8 @@ def packages(
     """
     flash, backend = flash_attention(device_type, dtype_name, **wishes), kernels.attention_backend
     if attention != "flash":
-        reason = (
-            flash.reason or "ring attention works in blocks"
-            if backend in FLASH_BACKENDS
-            else f"ruled out by --attention-backend {backend}"
-        )
+        ruled_out = f"ruled out by --attention-backend {backend}"
+        reason = flash.reason if backend in FLASH_BACKENDS else ruled_out
         flash = Finding(flash.package, flash.version, False, reason, _NAMES[attention])
     wished = [flash]
     if kernels.norm_implementation == "apex":

@@ -242,6 +242,8 @@ class Router(torch.nn.Module):
             eps = config.moe_input_jitter_eps
             x = x * torch.cat([placed_noise(part, eps, seed, at) for part, at in both])
         logits: Tensor = _Scores.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        if config.use_mup:
+            logits = logits * config.router_scale
         if context.sequence_parallel:
             logits = _Gather.apply(logits, context.tensor, True)  # type: ignore[no-untyped-call]
         weights, experts = self.choose(logits.flatten(0, 1))
@@ -249,7 +251,7 @@ class Router(torch.nn.Module):
         counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if torch.is_grad_enabled() and self.training:
             weights = self._with_losses(logits, weights, experts, counts)
-        kept = self._kept(weights, experts)
+        kept = self._kept(weights, experts, x.shape[1])
         if counts and self.training:
             self.passes += 1
             with torch.no_grad():
@@ -350,9 +352,16 @@ class Router(torch.nn.Module):
         return _WithLoss.apply(weights, total, shared)  # type: ignore[no-untyped-call, no-any-return]
 
     @torch.no_grad()
-    def _kept(self, weights: Tensor, experts: Tensor) -> Tensor | None:
+    def _kept(self, weights: Tensor, experts: Tensor, samples: int) -> Tensor | None:
         """Return which choices [t, k] are within their expert's capacity; None: all."""
-        factor, (tokens, k) = self.config.moe_expert_capacity_factor, experts.shape
+        factor, (tokens, k), parts = self.config.moe_expert_capacity_factor, experts.shape, None
+        if factor is not None and (parts := self.context.parts) is not None:
+            # The capacity is of whole sequences: [b k, s/c] -> [b k, s], and the order by position.
+            tokens *= parts.size
+            weights, experts = (
+                parts.gather(y.view(-1, samples * k).t()).t().reshape(tokens, k)
+                for y in (weights, experts)
+            )
         capacity = tokens if factor is None else math.ceil(tokens * k / self.experts * factor)
         if capacity >= tokens:
             return None
@@ -363,7 +372,11 @@ class Router(torch.nn.Module):
         else:
             chosen = torch.zeros(tokens, self.experts, dtype=torch.int32, device=experts.device)
             inside = chosen.scatter_(1, experts, 1).cumsum(0) <= capacity
-        return inside.gather(1, experts)
+        inside = inside.gather(1, experts)
+        if parts is None:
+            return inside
+        positions = parts.positions(tokens // samples, experts.device)
+        return inside.view(-1, samples, k)[positions].flatten(0, 1)
 
 
 # -- experts ---------------------------------------------------------------------------------------
@@ -403,16 +416,27 @@ class _Grouped(torch.nn.Module):
         cut, decay = None if dim is None else dim + 1, not name.endswith(".bias")
         sharding = shard(name, (experts, *shape), cut, factory.rank, factory.size, decay=decay)
         local = (experts // group.size, *sharding.extent[1:])
-        first = group.rank * local[0]
+        first, base = group.rank * local[0], factory.base_shapes.get(name)
         sharding = replace(
-            sharding, offset=(first, *sharding.offset[1:]), extent=local, experts=True
+            sharding,
+            offset=(first, *sharding.offset[1:]),
+            extent=local,
+            experts=True,
+            base_shape=base,
         )
 
         def values() -> Tensor:
             return torch.stack(
                 [
                     draw(
-                        shard(f"{name}.{e}", shape, dim, factory.rank, factory.size),
+                        shard(
+                            f"{name}.{e}",
+                            shape,
+                            dim,
+                            factory.rank,
+                            factory.size,
+                            base_shape=base and base[1:],
+                        ),
                         local[1:],
                         fill,
                         factory.seed,
@@ -557,7 +581,9 @@ class ExpertMLP(torch.nn.Module):
         if self.shared is None:
             return None
         out: Tensor = self.shared(x)[0]
-        return out if self.gate is None else out * F.linear(x, self.gate).sigmoid()
+        if self.gate is None:
+            return out
+        return out * (F.linear(x, self.gate) * self.router.config.router_scale).sigmoid()
 
     def _experts(
         self, tokens: Tensor, weights: Tensor, experts: Tensor, counts: Tensor | None = None

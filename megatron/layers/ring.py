@@ -7,9 +7,12 @@ exponentials. In the backward pass keys and values rotate once more, and the gra
 fp32, follow them one step behind and end at their owner.
 
 A step is a few rectangles of queries and keys, without those that nothing sees: later chunks, what
-is outside of a window, other documents. Bytes that a rank sends for n local rows of b samples, g
-key-value heads of d entries of e bytes, on a ring of r places: (r - 1) 2 n b g d e in the forward
-pass, and (r - 1) 2 n b g d (e + 4) in the backward pass.
+is outside of a window, other documents. A flash kernel computes a rectangle (ring_flash.py); where
+none can, it is computed in blocks.
+
+Bytes that a rank sends for n local rows of b samples, g key-value heads of d entries of e bytes, on
+a ring of r places: (r - 1) 2 n b g d e in the forward pass, and (r - 1) 2 n b g d (e + 4) in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from megatron.layers.attention import (
 from megatron.layers.context import CallContext
 from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.positions import Documents
+from megatron.layers.ring_flash import Flash, Mask
 from megatron.parallel.topology import Group
 
 _KEYS = 2048
@@ -61,6 +65,13 @@ class Rectangle(NamedTuple):
     query: int
     key: int
 
+    def mask(self, window: int) -> Mask:
+        """Return what hides keys from queries that see `window` keys before their own."""
+        stop = self.query + self.rows.stop - self.rows.start
+        high = self.key + self.keys.stop - self.keys.start
+        cut = stop - 1 - self.key > window
+        return self.query < high - 1, window - (stop - high) if cut else -1
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -68,6 +79,7 @@ class Ring:
 
     group, places, stride   the context-parallel ranks, and which are neighbours of the ring
     law                     of the scores, for all rectangles; with dropout, its origins
+    flash                   kernels that compute a rectangle; None: it is computed in blocks
     documents               whose positions see each other; None: a sequence is one
     """
 
@@ -78,6 +90,7 @@ class Ring:
     slopes: Tensor | None
     fused: bool
     documents: Documents | None
+    flash: Flash | None = None
 
     @property
     def place(self) -> int:
@@ -155,6 +168,14 @@ class Ring:
                         which = slice(skipped + part.start, skipped + part.stop)
                         of_rows = slice(rows.start * share, rows.stop * share)
                         yield Block(which, of_rows, keys, *self._numbers(rows.start, query, key))
+
+    def products(self, step: int, q: Tensor) -> Iterator[tuple[slice, slice, slice, Mask]]:
+        """Yield a step's rectangles: part, rows and keys as Block has them, and the mask."""
+        n, samples, groups, share, _ = q.shape
+        for of in self.rectangles(step, n, samples):
+            part = slice(of.samples.start * groups, of.samples.stop * groups)
+            rows = slice(of.rows.start * share, of.rows.stop * share)
+            yield part, rows, of.keys, of.mask(self.law.window)
 
     def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
         """Return the positions that the kernels get of a block's first query and key.
@@ -240,7 +261,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n, b, groups, share, d = q.shape
-        law, wide = ring.law, torch.promote_types(q.dtype, torch.float32)
+        law, flash, wide = ring.law, ring.flash, torch.promote_types(q.dtype, torch.float32)
         weights = kernel.attention_weights_ if ring.fused else kernel.weights_reference
         queries, pairs = _rows(q), torch.stack([_heads(k), _heads(v)])
         total = queries.new_zeros(queries.shape, dtype=wide)
@@ -250,12 +271,18 @@ class _Ring(torch.autograd.Function):
         for step in range(ring.places):
             coming = ring.rotate(pairs) if step + 1 < ring.places else None
             with counts_as(work):
-                for block in ring.blocks(step, q):
-                    part, rows, keys, first, key = block
-                    scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
-                    weights(scores, new, ring.slopes, part.start, first, *law, key)
-                    out = torch.bmm(scores, pairs[1, part, keys])
-                    _merge(total[part, rows], sums[part, rows], out, new[block.of_rows(share)])
+                if flash is not None:
+                    for part, rows, keys, mask in ring.products(step, q):
+                        some = queries[part, rows], pairs[:, part, keys]
+                        out, logarithms, ctx.state = flash.forward(*some, mask)
+                        _merge(total[part, rows], sums[part, rows], out, logarithms)
+                else:
+                    for block in ring.blocks(step, q):
+                        part, rows, keys, first, key = block
+                        scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
+                        weights(scores, new, ring.slopes, part.start, first, *law, key)
+                        out = torch.bmm(scores, pairs[1, part, keys])
+                        _merge(total[part, rows], sums[part, rows], out, new[block.of_rows(share)])
             if coming is not None:
                 pairs = coming.wait()
         out = _of_rows(total, q)
@@ -269,13 +296,16 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, sums = ctx.saved_tensors
         ring: Ring = ctx.ring
         n, b, groups, share, d = q.shape
-        law = ring.law
+        law, flash = ring.law, ring.flash
         differentiate = kernel.attention_gradient_ if ring.fused else kernel.gradient_reference
         row_dots = kernel.row_dots if ring.fused else kernel.dots_reference
         dout = dout.contiguous()
-        dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
-        dots, sums = ring.by_number(dots, n), ring.by_number(sums, n)
         queries, douts, pairs = _rows(q), _rows(dout), torch.stack([_heads(k), _heads(v)])
+        if flash is not None:
+            outs = _rows(out)
+        else:
+            dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+            dots, sums = ring.by_number(dots, n), ring.by_number(sums, n)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
         work = Attention(b, groups * share, n, d, True, ring.keys_of_step(n))
         own = following = sums  # gradients of this rank's pairs, and of those of the step before
@@ -284,15 +314,24 @@ class _Ring(torch.autograd.Function):
             behind = ring.rotate(following) if step > 1 else None
             gradients = torch.zeros_like(pairs, dtype=sums.dtype)
             with counts_as(work):
-                for part, rows, keys, first, key in ring.blocks(step, q):
-                    scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
-                    dscores = torch.bmm(douts[part, rows], _transposed(pairs[1, part, keys]))
-                    position = part.start, first, key
-                    differentiate(scores, dscores, sums, dots, ring.slopes, *position, *law)
-                    turned, weights = dscores.transpose(1, 2), scores.transpose(1, 2)
-                    _add_product(gradients[0, part, keys], turned, queries[part, rows], False)
-                    _add_product(gradients[1, part, keys], weights, douts[part, rows], False)
-                    _add_product(to_queries[part, rows], dscores, pairs[0, part, keys], False)
+                if flash is not None:
+                    for part, rows, keys, mask in ring.products(step, q):
+                        some = douts[part, rows], queries[part, rows], pairs[:, part, keys]
+                        of_all = outs[part, rows], sums[part, rows]
+                        dq, dk, dv = flash.backward(*some, *of_all, mask, ctx.state)
+                        gradients[0, part, keys].add_(dk)
+                        gradients[1, part, keys].add_(dv)
+                        to_queries[part, rows].add_(dq)
+                else:
+                    for part, rows, keys, first, key in ring.blocks(step, q):
+                        scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
+                        dscores = torch.bmm(douts[part, rows], _transposed(pairs[1, part, keys]))
+                        position = part.start, first, key
+                        differentiate(scores, dscores, sums, dots, ring.slopes, *position, *law)
+                        turned, weights = dscores.transpose(1, 2), scores.transpose(1, 2)
+                        _add_product(gradients[0, part, keys], turned, queries[part, rows], False)
+                        _add_product(gradients[1, part, keys], weights, douts[part, rows], False)
+                        _add_product(to_queries[part, rows], dscores, pairs[0, part, keys], False)
             if behind is not None:
                 gradients += behind.wait()
             if step:
@@ -364,6 +403,7 @@ def _rotating(
         None if core.alibi is None else core.alibi.slopes,
         core.fusions.attention_block and q.dtype != torch.float64,
         call.documents,
+        None if core.attention == "blocked" else Flash(core.attention, share, law.scale, law.cap),
     )
 
     def rotate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

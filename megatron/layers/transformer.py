@@ -306,8 +306,7 @@ class TransformerLayer(torch.nn.Module):
             context.parameters.device,
             config.precision.dtype_name,
             model.seq_length,
-            **attention_wishes(model, index),
-            ring=config.parallel.ring_places > 1,
+            **attention_wishes(config, index),
         )
         self.self_attention = SelfAttention(
             context,

@@ -42,7 +42,8 @@ def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     output     any other matrix, normally from features to the vocabulary
     vector     a norm or a bias
 
-    A tied embedding is an embedding. A router is an output: from features to experts.
+    A tied embedding is an embedding. A router, or the gate of a shared expert, is an output: from
+    features to experts.
 
     >>> kind_of("layers.0.mlp.dense_h_to_4h.weight", (2, 8, 4))
     'hidden'
@@ -52,7 +53,7 @@ def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     if len(global_shape) < 2 or name.endswith(".bias"):
         return "vector"
     if name.startswith("layers."):
-        return "output" if name.endswith(".router.weight") else "hidden"
+        return "output" if name.endswith((".router.weight", ".gate.weight")) else "hidden"
     return "embedding" if name.startswith("embedding.") else "output"
 
 

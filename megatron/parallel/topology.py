@@ -170,6 +170,12 @@ class Layout:
                 else ""
             )
             + (f", {self.expert_node} on each node" if self.expert_node > 1 else "")
+            + (
+                f", ZeRO over {self.shard_sizes[0]} of the data-parallel ranks, its states over "
+                f"{self.shard_sizes[1]}"
+                if self.shard or self.states
+                else ""
+            )
         )
 
     @functools.cached_property

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ from megatron.planner.stage import (
     Stage,
     experts_of,
     owned_elements,
-    owners,
     parameters_of,
     stages_of,
     vectors_of,
@@ -399,12 +398,18 @@ def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
 
 
 def state_bytes(
-    config: Config, parameters: int, experts: int, whole: int, vectors: int
+    config: Config,
+    parameters: int,
+    experts: int,
+    whole: int,
+    whole_experts: int,
+    vectors: int,
 ) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer for a rank's parameters.
 
-    experts, whole, vectors  how many of them are of experts, how many the optimizer takes whole,
-                             and how many others than those of experts are of norms and biases
+    experts, whole  how many of them are of experts, and how many the optimizer takes whole;
+                    whole_experts: how many are both
+    vectors         how many others than those of experts are of norms and biases
     """
     precision, state, zero = config.precision, optimizer_state(config), zero_of(config)
     others = parameters - experts - vectors
@@ -412,7 +417,7 @@ def state_bytes(
     gradients = (others + vectors) / zero.gradient_ranks()
     gradients += experts / zero.gradient_ranks(experts=True)
     owned = owned_elements(config, parameters, experts)
-    of_whole = whole / owners(config)
+    of_whole = owned_elements(config, whole, whole_experts)
     return {
         "weights": precision.weight_bytes * weights,
         "master": 0.0 if precision.dtype_name == "float32" else 4.0 * owned,
@@ -448,11 +453,12 @@ def experts_of_rank(config: Config, rank: int, device: str) -> int:
     return sum(experts_of(trace(config, device), stage) for stage in own)
 
 
-def whole_of_rank(config: Config, rank: int, device: str) -> int:
+def whole_of_rank(config: Config, rank: int, device: str, only_experts: bool = False) -> int:
     """Count the parameters on each device of a rank that the optimizer takes whole."""
     own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
     traced = trace(config, device)
-    return sum(p.elements for stage in own for p in whole_parameters(config, traced, stage))
+    found = (p for stage in own for p in whole_parameters(config, traced, stage))
+    return sum(p.elements for p in found if p.experts or not only_experts)
 
 
 def vectors_of_rank(config: Config, rank: int, device: str) -> int:
@@ -461,12 +467,17 @@ def vectors_of_rank(config: Config, rank: int, device: str) -> int:
     return sum(vectors_of(trace(config, device), stage) for stage in own)
 
 
-COUNTS = parameters_of_rank, experts_of_rank, whole_of_rank, vectors_of_rank
-"""Functions that return the arguments of `state_bytes`."""
+PARTS_OF_RANK = (
+    experts_of_rank,
+    whole_of_rank,
+    partial(whole_of_rank, only_experts=True),
+    vectors_of_rank,
+)
+"""Functions that count the parameters of a rank as state_bytes wants them, after all of them."""
 
 
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
-    counts = (count(config, rank, device) for count in COUNTS)
+    counts = (count(config, rank, device) for count in (parameters_of_rank, *PARTS_OF_RANK))
     states = state_bytes(config, *counts)
     held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))

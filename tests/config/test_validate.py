@@ -265,6 +265,11 @@ CASES = [
     (dict(qk_layernorm_over="all"), ["--qk-layernorm-over all"], dict(qk_layernorm=True)),
     (dict(mup_base_hidden_size=32), ["--mup-base-hidden-size 32"], dict(use_mup=True)),
     (
+        dict(use_mup=True, mup_base_hidden_size=32, num_experts=4, moe_ffn_hidden_size=33),
+        ["--moe-ffn-hidden-size 33", "128 / 256"],
+        dict(moe_ffn_hidden_size=34),
+    ),
+    (
         dict(use_mup=True, mup_base_hidden_size=20),
         ["--mup-base-num-attention-heads", "20"],
         dict(mup_base_num_attention_heads=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -80,19 +81,17 @@ class PlainMuon(_Plain):
         kept.copy_(beta * kept + (1 - beta) * g)
         x = beta * kept + (1 - beta) * g if self.settings.muon_nesterov else kept
         update = torch.empty_like(x)
-        for rows in self.rows_of(sharding_of(p).name, len(x.flatten(0, -2))):
+        for rows in self.rows_of(sharding_of(p).name, x.shape):
             part = x.flatten(0, -2)[rows]
             size = max(part.shape) ** 0.5 * self.settings.muon_extra_scale_factor
             update.flatten(0, -2)[rows] = size * orthogonal(part)
         return update
 
-    def rows_of(self, name: str, count: int) -> list[list[int]]:
-        """Return the rows of each matrix in a parameter of `count` rows."""
-        m = self.model
-        if "dense_h_to_4h" in name and m.gated:
-            return [list(range(count // 2)), list(range(count // 2, count))]
+    def rows_of(self, name: str, shape: tuple[int, ...]) -> list[list[int]]:
+        """Return the rows of each matrix in a parameter [.., rows, columns]."""
+        m, count = self.model, math.prod(shape[:-1])
         if "query_key_value" not in name:
-            return [list(range(count))]
+            return [list(range(i, i + shape[-2])) for i in range(0, count, shape[-2])]
         d, queries = m.kv_channels, m.num_attention_heads // m.num_key_value_heads
         kinds: list[list[int]] = [[], [], []]
         for row in range(count):

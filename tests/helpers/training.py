@@ -334,9 +334,15 @@ def scales_of_mup(config: Config, name: str, shape: tuple[int, ...]) -> tuple[fl
     if not name.startswith("layers."):
         return 1.0, eps
     eps *= m.mup_base_num_layers / m.num_layers
-    if len(shape) == 1 or name.endswith("bias"):
+    if len(shape) == 1 or name.endswith(("bias", "router.weight", "gate.weight")):
         return 1.0, eps
     h, d, ffn = m.mup_base_hidden_size, m.mup_base_head_dim or 1, m.mup_base_ffn_hidden_size
+    for part, width in (
+        (".experts.", m.moe_ffn_hidden_size),
+        (".shared_experts.", m.moe_shared_expert_intermediate_size),
+    ):
+        if part in name:
+            ffn = ffn * (width or 0) // (m.ffn_hidden_size or 1)
     heads, groups = m.mup_base_num_attention_heads, m.mup_base_num_key_value_heads
     base_out, base_in = {
         "query_key_value": ((heads + 2 * groups) * d, h),

@@ -120,6 +120,61 @@ def test_flash_attention_with_windows_and_caps(
     assert named in line and ("used" in line) == (chosen == "flash")
 
 
+def test_a_build_for_rocm_that_ignores_windows(
+    flash: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE")
+    found = [choose.flash_attention("cuda", "bfloat16", windowed=x) for x in (False, True)]
+    assert found[0].usable and "Triton" in found[1].reason
+
+
+@pytest.mark.parametrize(
+    ("version", "hip", "wishes", "chosen", "named"),
+    [
+        ("2.7.0", None, dict(windowed=True, capped=True), "flash", ""),
+        ("2.7.0", "6.2", dict(windowed=True), "flash", ""),
+        ("2.6.3", None, dict(), "torch", "2.7"),
+        ("2.6.3", None, dict(windowed=True), "blocked", "2.7"),
+        ("2.8.3", "6.2", dict(capped=True), "blocked", "ROCm"),
+        ("2.8.3", None, dict(biased=True), "blocked", "ALiBi"),
+        ("2.8.3", None, dict(drops=True), "blocked", "dropout"),
+    ],
+)
+def test_flash_attention_for_a_ring(
+    packages: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    hip: str | None,
+    wishes: dict[str, bool],
+    chosen: str,
+    named: str,
+) -> None:
+    """A kernel that cannot compute them is not used on a GPU; the log says why."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    make(packages, "flash_attn", "def flash_attn_func(): ...", version=version)
+    cuda, wishes = torch.device("cuda"), wishes | {"ring": True}
+    found = choose.choose_attention(KernelConfig(), cuda, "bfloat16", **wishes)
+    assert found == chosen
+    (line,) = choose.packages(KernelConfig(), "cuda", "bfloat16", found, **wishes)
+    assert named in line and ("used" in line) == (chosen == "flash")
+
+
+def test_torch_for_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flash attention lacks fp32 on a GPU, and, before 2.9, logarithms or heads in groups."""
+    without(monkeypatch)
+
+    def chosen(device: str, dtype: str, backend: str = "auto") -> str:
+        kernels = KernelConfig(attention_backend=backend)
+        return choose.choose_attention(kernels, torch.device(device), dtype, 4096, ring=True)
+
+    for version, then in (("2.9.0+rocm6.4", "torch"), ("2.13.1", "torch"), ("2.8.0", "blocked")):
+        monkeypatch.setattr(torch, "__version__", version)
+        for device, dtype in (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "float16")):
+            assert chosen(device, dtype) == chosen(device, dtype, "fused") == then
+        assert chosen("cuda", "float32") == chosen("cpu", "float32", "blocked") == "blocked"
+
+
 def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose blocked attention on a CPU with our kernels, in bf16, and in fp32 for few keys.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.layers.ring import Ring, attend
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.sharding import DropoutKey
 from megatron.parallel.topology import Group
+from tests.helpers import flash_attn
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
@@ -40,6 +42,9 @@ MODELS: dict[str, tuple[int, int, dict[str, Any]]] = {
     ),
     "scale": (4, 4, dict(softmax_scale=0.7)),
 }
+# What the kernels of a backend cannot do, as choose_attention knows.
+_NEITHER = {"position_embedding_type"}
+LACKING = {"torch": _NEITHER | {"window_size", "attention_logit_softcapping"}, "flash": _NEITHER}
 LENGTHS = ((3, 1, 14, 2, 12), (20, 12))
 
 
@@ -67,7 +72,12 @@ def formula(
 
 
 def core(
-    parts: Any, name: str, length: int = S, fused: bool = False, dropout: float = 0.0
+    parts: Any,
+    name: str,
+    length: int = S,
+    fused: bool = False,
+    dropout: float = 0.0,
+    backend: str = "blocked",
 ) -> tuple[Any, Any]:
     """Return the attention of a model of MODELS, and the arguments of its calls."""
     from megatron.config import Config
@@ -97,7 +107,7 @@ def core(
         bounds = torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
         documents = Documents(bounds, lengths, B)
     key = DropoutKey(5, 6) if dropout else None
-    attention = CoreAttention(context, model, 0, False, "blocked")
+    attention = CoreAttention(context, model, 0, False, backend)
     return attention, CallContext(None, documents, key)
 
 
@@ -132,7 +142,10 @@ def are_close(found: list[torch.Tensor], wanted: list[Any], tolerance: float, wh
 
 
 def all_models(rank: int) -> None:
-    """Compare each model with the formula: in float64, and in fp32 with and without kernels."""
+    """Compare each model with the formula: in float64, and in fp32 with and without kernels.
+
+    Also with each backend of a ring that can compute it, in float64.
+    """
     topology = join(context_parallel_size=4)
     for heads, name in itertools.product(LAYOUTS, MODELS):
         parts = ContextParallel(topology.context, heads, attend)
@@ -147,6 +160,14 @@ def all_models(rank: int) -> None:
         for fused in (False, True):
             found = run(parts, name, torch.float32, fused=fused)
             are_close(found, wanted, 5e-6, (heads, name, fused))
+
+        for backend, lacking in LACKING.items():
+            if heads == 4 or lacking & MODELS[name][2].keys():
+                continue
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(sys.modules, "flash_attn.flash_attn_interface", flash_attn.module())
+                found = run(parts, name, torch.float64, backend=backend)
+            are_close(found, wanted, 1e-12, (heads, name, backend))
 
 
 @pytest.mark.slow
@@ -189,19 +210,21 @@ class Messages(FlightRecorder):
         return super().enter(name, kind, size_bytes, *rest, **more)
 
 
-def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int], list[str]]]:
+def kept_and_sent(
+    rank: int, backend: str
+) -> list[tuple[int, dict[str, int], dict[str, int], list[str]]]:
     """Return what attention keeps, and what is sent in the forward and in the backward pass.
 
     Also the order of messages and of the work of the steps in the forward pass.
 
     The rows of a rank are 16 in all cases: the sequences grow with the ranks.
     """
-    found, work = [], Ring.blocks
+    found, work = [], Ring.rectangles
     for context, heads in ((1, 1), (2, 1), (4, 1), (4, 4)):
         messages, length = Messages(), 16 * context
         group = dataclasses.replace(join(context_parallel_size=context).context, flight=messages)
         parts = ContextParallel(group, heads, attend) if context > 1 else None
-        attention, call = core(parts, "plain", length)
+        attention, call = core(parts, "plain", length, backend=backend)
         rows = slice(0, 16) if parts is None else parts.positions(length, torch.device("cpu"))
         q, k, v, dout = (x[rows].clone() for x in tensors("plain", torch.float32, length))
         for x in (q, k, v):
@@ -212,7 +235,7 @@ def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int], 
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        def blocks(ring: Ring, *step: Any, messages: Messages = messages) -> Any:
+        def rectangles(ring: Ring, *step: Any, messages: Messages = messages) -> Any:
             messages.order.append("work")
             return work(ring, *step)
 
@@ -220,7 +243,7 @@ def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int], 
             torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(Ring, "blocks", blocks)
+            patch.setattr(Ring, "rectangles", rectangles)
             out = attention(call, q, k, v)
         forward, order = dict(messages.bytes), list(messages.order)
         messages.bytes.clear()
@@ -230,8 +253,9 @@ def kept_and_sent(rank: int) -> list[tuple[int, dict[str, int], dict[str, int], 
 
 
 @pytest.mark.slow
-def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula() -> None:
-    for (alone, *_), two, four, exchanged in run_processes(4, kept_and_sent):
+@pytest.mark.parametrize("backend", ["blocked", "torch"])
+def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula(backend: str) -> None:
+    for (alone, *_), two, four, exchanged in run_processes(4, kept_and_sent, backend):
         assert two[0] == four[0] == alone
         rows, heads = 16, MODELS["plain"][0]
         pair = 2 * rows * B * heads * D  # elements of keys and values

@@ -58,6 +58,15 @@ CASES: dict[str, dict[str, Any]] = {
     "few": dict(moe_expert_capacity_factor=0.7),
     "first": dict(moe_expert_capacity_factor=0.7, moe_token_drop_policy="position"),
     "biases": dict(swiglu=False, add_bias_linear=True),
+    "muP": dict(
+        use_mup=True,
+        mup_base_hidden_size=H // 4,
+        mup_base_num_attention_heads=1,
+        mup_base_head_dim=4,
+        moe_shared_expert_intermediate_size=8,
+        moe_shared_expert_gate=True,
+        moe_ffn_hidden_size=8,
+    ),
 }
 AGAIN: dict[str, dict[str, Any]] = {"kept": {}, "moe": dict(again=True)}
 AGAIN["moe_act"] = dict(activation_again=True)
@@ -85,7 +94,8 @@ def reference(
 ) -> tuple[torch.Tensor, list[torch.Tensor], np.ndarray]:
     """Return output, weighted losses and the experts of each token, by loops over tokens."""
     m, router = config.model, layer.router
-    logits = x @ p["router.weight"].t()
+    output = 0.25 if m.use_mup else 1.0  # of 4 times the inputs of the base model
+    logits = x @ p["router.weight"].t() * output
     bias = None if router.expert_bias is None else router.expert_bias.double()
     softmax, k = m.moe_router_score_function == "softmax", m.moe_router_topk
     scores = logits.softmax(-1) if softmax else logits.sigmoid()
@@ -157,7 +167,7 @@ def reference(
             out = out + w * mlp(y, *(p[f"experts.{n}"][e] for n in names if f"experts.{n}" in p))
         if "shared_experts.gate.weight" in p:
             of_all = mlp(y, *(p[f"shared_experts.{n}"] for n in names[:2]))
-            out = out + (p["shared_experts.gate.weight"] @ y).sigmoid() * of_all
+            out = out + (p["shared_experts.gate.weight"] @ y * output).sigmoid() * of_all
         rows.append(out)
     return torch.stack(rows).view(S, B, H), losses, chosen
 

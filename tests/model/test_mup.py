@@ -31,10 +31,7 @@ def build(config: Config) -> Any:
     return build_chunks(config, topology)["0"].eval()
 
 
-DENSE = [style for style, fields in FAMILIES.items() if "num_experts" not in fields]
-
-
-@pytest.mark.parametrize("style", [*DENSE, "embedding norm, untied"])
+@pytest.mark.parametrize("style", [*FAMILIES, "embedding norm, untied"])
 def test_weights_take_up_the_factors(style: str) -> None:
     """A model without muP has the same scores, with weights that have taken up all factors."""
     fields = FAMILIES.get(style) or {
@@ -84,6 +81,10 @@ WIDE: dict[str, Any] = dict(
     mup_base_ffn_hidden_size=160,
     mup_base_num_attention_heads=8,
     init_method_std=0.02,
+    num_experts=4,
+    moe_layer_freq=(0, 0, 0, 0, 1, 0),
+    moe_ffn_hidden_size=640,
+    moe_router_topk=2,
 )
 # Growth of width 4, of the MLP 8, of the heads 2, of the depth 3. Standard deviation, and factors
 # of Adam's rate, SGD's rate and epsilon; fan out / fan in times depth for SGD's hidden matrices.
@@ -99,6 +100,9 @@ TABLE = {
     "layers.5.mlp.dense_h_to_4h.weight": (0.01, 1 / 4, 8 / 4 * 3, 1 / 12),
     "layers.5.mlp.dense_h_to_4h.bias": (0, 1, 8 * 3, 1 / 12),
     "layers.5.mlp.dense_4h_to_h.weight": (OUTPUT_STD / 8**0.5, 1 / 8, 4 / 8 * 3, 1 / 12),
+    "layers.4.mlp.router.weight": (0.02, 1, 4 * 3, 1 / 12),
+    "layers.4.mlp.experts.dense_h_to_4h.weight": (0.01, 1 / 4, 8 / 4 * 3, 1 / 12),
+    "layers.4.mlp.experts.dense_4h_to_h.weight": (OUTPUT_STD / 8**0.5, 1 / 8, 4 / 8 * 3, 1 / 12),
     "final_layernorm.bias": (0, 1, 4, 1 / 4),
     "output_layer.weight": (0.02, 1, 4, 1 / 4),
 }
@@ -175,6 +179,12 @@ def test_activations_are_alike_at_any_width() -> None:
     """From twice the base width: at the base, random parts of the updates still count."""
     assert spread([(2 * BASE, 2), (8 * BASE, 2)], **MUP) < LIMIT
     assert spread([(BASE, 2), (4 * BASE, 2)]) > 2.0
+
+
+@pytest.mark.slow
+def test_activations_of_experts_are_alike_at_any_width() -> None:
+    fields: dict[str, Any] = dict(num_experts=4, moe_router_topk=2, add_bias_linear=False)
+    assert spread([(2 * BASE, 2), (8 * BASE, 2)], **MUP, **fields) < LIMIT
 
 
 @pytest.mark.slow

@@ -350,7 +350,7 @@ TOGETHER = [
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["qwen3"]),
     layout(dp=2, **LION),
     layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False),
-    experts(2, dp=2, recompute=MOE, **EXPERTS),
+    experts(2, dp=2, recompute=MOE, **EXPERTS, **MUON),
     experts(2, tp=2, dp=2, sp=True, recompute=MOE_ACT, **BIASED),
     experts(2, pp=2, dp=2, schedule="zb-h1", **DROPS),
     layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
@@ -456,6 +456,8 @@ SHARDED = [
     experts(2, tp=2, dp=2, sp=True, zero=3, steps=5, **BIASED),
     experts(2, pp=2, dp=2, schedule="interleaved", zero=2, **BY_GLOBAL_BATCH),
     experts(2, dp=2, zero=3, **FP16, **EXPERTS, poison=(1, 1)),
+    experts(2, dp=4, zero=3, zero_shard_size=2, **MUON, **EXPERTS),
+    experts(4, dp=4, zero=2, zero_shard_size=2, zero_state_shard_size=2, **MUON, **EXPERTS),
 ]
 CAMPAIGN = [
     *GRID,
@@ -535,6 +537,21 @@ CAMPAIGN = [
             (4, dict(tp=2, dp=4, rank_order="dp-pp-tp", **TWO_NODES), LATE_DROPS),
             (4, dict(pp=2, dp=4, schedule="zb-h1", **TWO_NODES), BIASED_DROPS),
             (4, dict(pp=2, dp=4, schedule="interleaved", **TWO_NODES), BY_GLOBAL_BATCH),
+            # what went wrong elsewhere (docs/decisions.md)
+            (1, dict(tp=2), {**BIASED, "qk_layernorm": True}),
+            (1, dict(tp=2, sp=True), SWITCH),
+            (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS), BY_GLOBAL_BATCH),
+            (2, dict(tp=2, cp=2, sp=True, recompute=MOE, rank_order="dp-pp-tp"), BIASED),
+            # capacities, optimizers and sizes
+            (2, dict(cp=2, micro_batch_size=2), DROPS),
+            (2, dict(tp=2, cp=2, sp=True, recompute=MOE), LATE_DROPS),
+            (1, dict(cp=4, **BOTH), DROPS),
+            (2, dict(cp=2, zero=0), {**SWITCH, **MUON}),
+            (2, dict(dp=4), {**BIASED, **MUON}),
+            (2, dict(tp=2, dp=2, sp=True), {**BIASED, **NESTEROV}),
+            (2, dict(pp=2, dp=2, schedule="zb-h1"), {**SWITCH, **MUP}),
+            (2, dict(tp=2, dp=2, sp=True), {**BIASED, **MUP}),
+            (2, dict(tp=2, cp=2), {**BIASED, **MUP, **MUON}),
         )
     ],
     # With four of eight experts for each token, bf16 soon chooses others than fp32, on one process,
@@ -549,7 +566,8 @@ CAMPAIGN = [
         )
         for shape in (dict(dp=2), dict(tp=2, pp=2, dp=2, sp=True))
     ],
-    *[experts(4, dp=4, **TWO_NODES, **BIASED, **precision) for precision in (BF16, FP16)],
+    experts(4, dp=4, **TWO_NODES, **BIASED, **BF16, steps=1),
+    experts(4, dp=4, **TWO_NODES, **BIASED, **FP16),
     experts(2, dp=2, poison=(1, 1), **FP16, **BIASED),
     experts(2, tp=2, dp=2, zero=0, poison=(1, 2), **EXPERTS),
     experts(2, dp=2, clip_grad_by_kind=("output=0.02", "hidden=0.1"), zero=0, **EXPERTS),

@@ -27,7 +27,7 @@ from megatron.planner.layout import (
     write_value,
 )
 from megatron.planner.memory import (
-    COUNTS,
+    PARTS_OF_RANK,
     parameters_of_rank,
     peak_rank,
     state_bytes,
@@ -265,7 +265,7 @@ class Search:
             ranks = range(parallel.pipeline_model_parallel_size)
             device = self.space.cluster.device_type
             most, rank = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
-            others = (count(plain, -rank, device) for count in COUNTS[1:])
+            others = (count(plain, -rank, device) for count in PARTS_OF_RANK)
             self._known[key] = (most, *others), -rank
         counts, rank = self._known[key]
         return sum(state_bytes(config, *counts).values()), rank

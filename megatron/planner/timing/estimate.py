@@ -25,7 +25,7 @@ from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTime
 from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, Confidence
-from megatron.planner.events import Pass, Trace
+from megatron.planner.events import Parameter, Pass, Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement, over_nodes
 from megatron.planner.rates import Rates
@@ -440,15 +440,22 @@ def update_seconds(config: Config, device: str, rates: Rates) -> float:
         (sum(parameters_of(traced, stage) for stage in stages[rank::size]), stages[rank::size])
         for rank in range(size)
     )
-    whole = sum(p.elements for stage in own for p in whole_parameters(config, traced, stage))
+    found = [p for stage in own for p in whole_parameters(config, traced, stage)]
+    whole, of_experts = _elements(found)
     experts = sum(experts_of(traced, stage) for stage in own)
-    elements = owned_elements(config, most - whole, experts)
+    elements = owned_elements(config, most - whole, experts - of_experts)
     others = rates.update_s(elements, bytes_per_element(config, device))
     if not whole:
         return others
     return others + rates.update_s(
-        whole / owners(config), bytes_per_element(config, device, whole=True)
+        owned_elements(config, whole, of_experts), bytes_per_element(config, device, whole=True)
     )
+
+
+def _elements(parameters: Sequence[Parameter]) -> tuple[int, int]:
+    """Count elements, and those of experts."""
+    experts = sum(p.elements for p in parameters if p.experts)
+    return sum(p.elements for p in parameters), experts
 
 
 def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
@@ -468,7 +475,7 @@ def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float
     parameters = max(of_ranks, key=lambda found: sum(p.elements for p in found))
     if not parameters:
         return 0.0
-    shapes = {p.name: p.whole for p in parameters}
+    shapes = {p.name: p.whole[p.experts :] for p in parameters}  # of one expert
     key = config.optimizer, config.pieces, config.model, device, *shapes.items()
     if key not in _updates:
         from megatron.planner.recorder import record_update
@@ -481,9 +488,14 @@ def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float
     seconds = [
         sum(seconds_of(each, rates) for each in update[p.name].computations()) for p in parameters
     ]
-    ranks = config.parallel.tensor_model_parallel_size * owners(config)
-    work = max(sum(seconds) / ranks, *seconds)
-    sent = sum(p.elements for p in parameters) / owners(config)
+    # without ZeRO, too, the ranks of an expert group have different experts
+    ranks = owners(config), max(owners(config), config.parallel.expert_model_parallel_size)
+    shares = (
+        s * (p.whole[0] / ranks[1] if p.experts else 1 / ranks[0])
+        for s, p in zip(seconds, parameters, strict=True)
+    )
+    work = max(sum(shares) / config.parallel.tensor_model_parallel_size, *seconds)
+    sent = owned_elements(config, *_elements(parameters))
     rounds = max(1, round(sent / ROUND))
     message = value_bytes * sent / rounds
     messages = 2 * channels.tensor_s("all_gather", message)

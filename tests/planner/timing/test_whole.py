@@ -50,14 +50,43 @@ def test_work_on_each_matrix_is_that_of_newton_schulz() -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_moments_of_matrices_take_half_of_those_of_others(zero: int) -> None:
-    settings = dict(world_size=4, tensor_model_parallel_size=2, zero_stage=zero)
+@pytest.mark.parametrize("experts", [None, 8])
+def test_moments_of_matrices_take_half_of_those_of_others(zero: int, experts: int | None) -> None:
+    settings: dict[str, Any] = dict(
+        world_size=4, tensor_model_parallel_size=2, zero_stage=zero, num_experts=experts
+    )
+    if experts:  # four on each of two data-parallel ranks, which share nothing of them
+        settings |= dict(expert_model_parallel_size=2, moe_router_topk=2)
     adam, muon = (
         memory_of_ranks(configured(**settings, optimizer=name), "cpu")[0].moments
         for name in ("adam", "muon")
     )
-    matrices = LAYERS * 12 * H * H / 2 / (2 if zero else 1)  # on a rank
+    attention, mlp = (LAYERS * n * H * H / 2 / (2 if zero else 1) for n in (4, 8))  # on a rank
+    matrices = attention + (mlp if not experts else 4 * LAYERS * 8 * H * H / 2)
     assert adam - muon == pytest.approx(4 * matrices)
+
+
+def test_experts_are_worked_on_one_by_one_by_all_ranks() -> None:
+    """Of twice as many experts on twice as many ranks each has the same work."""
+    cluster = load_cluster("frontier")
+
+    def optimizer_s(experts: int, expert: int, zero: int) -> float:
+        config = configured(
+            optimizer="muon",
+            bf16=True,
+            hidden_size=1024,
+            num_attention_heads=16,
+            num_experts=experts,
+            moe_router_topk=2,
+            world_size=expert,
+            expert_model_parallel_size=expert,
+            zero_stage=zero,
+        )
+        return estimate(config, cluster).parts["optimizer"]
+
+    few, many = optimizer_s(8, 1, 0), optimizer_s(16, 2, 0)
+    assert many == pytest.approx(few, rel=0.05) and optimizer_s(16, 1, 0) > 1.7 * few
+    assert optimizer_s(16, 2, 1) < many
 
 
 def test_more_ranks_share_the_work() -> None:

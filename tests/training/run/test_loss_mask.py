@@ -93,6 +93,7 @@ def by_hand(config: Config) -> list[float]:
         (1, dict(micro_batch_size=4)),
         (2, dict()),
         (2, dict(pipeline_model_parallel_size=2)),
+        (2, dict(context_parallel_size=2)),
         (4, dict(tensor_model_parallel_size=2, sequence_parallel=True, micro_batch_size=2)),
     ],
 )

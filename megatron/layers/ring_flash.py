@@ -1,0 +1,114 @@
+"""Attention of some queries to some keys by kernels that return the logarithms of its sums.
+
+These are flash-attn's (Dao, arXiv 2307.08691; from version 2.7 on), and those beneath torch's
+scaled_dot_product_attention. With logarithms the parts of a softmax can be merged. A backward pass
+gets output and logarithms of the whole softmax, and returns the gradients of this part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+Mask = tuple[bool, int]
+"""What hides keys from queries: causality, and how far a window reaches; -1: there is none.
+
+If causal, query and key i are the same position; otherwise all keys are before the queries. A
+window reaches from the last query to this number of keys before the last key, and from each query
+before to one more.
+"""
+
+
+class Flash(NamedTuple):
+    """Kernels for queries [n, rows * share, d], and pairs of keys and values [2, n, keys, d].
+
+    backend            "flash" or "torch" (choose_attention)
+    share, scale, cap  as in Law
+
+    Torch's kernels know no window.
+    """
+
+    backend: str
+    share: int
+    scale: float
+    cap: float = 0.0
+
+    def forward(self, q: Tensor, pairs: Tensor, mask: Mask) -> tuple[Tensor, Tensor, list[Any]]:
+        """Return out [n, rows * share, d], its logarithms [n, rows * share], and a kernel's state.
+
+        The state is that of dropout, which is off: any backward pass can take any of them.
+        """
+        tensors = [self._by_head(q), *pairs.unsqueeze(3)]
+        if self.backend == "flash":
+            from flash_attn.flash_attn_interface import _flash_attn_forward
+
+            out, logarithms, _, *state = _flash_attn_forward(
+                *tensors, return_softmax=False, **self._law(*mask)
+            )
+        else:
+            tensors = [x.transpose(1, 2) for x in tensors]
+            if q.is_cpu:
+                attend = _aten._scaled_dot_product_flash_attention_for_cpu
+            else:
+                attend = _aten._scaled_dot_product_flash_attention
+            out, logarithms, *more = attend(*tensors, 0.0, mask[0], scale=self.scale)
+            out, state = out.transpose(1, 2), more[4:6]
+        return out.flatten(1, 2), logarithms.transpose(1, 2).flatten(1), state
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        pairs: Tensor,
+        out: Tensor,
+        logarithms: Tensor,
+        mask: Mask,
+        state: list[Any],
+    ) -> list[Tensor]:
+        """Return the gradients of queries, keys and values."""
+        dout, q, out = (self._by_head(x) for x in (dout, q, out))
+        tensors = [dout, q, *pairs.unsqueeze(3), out]
+        sums = self._by_head(logarithms).transpose(1, 2).contiguous()  # [n, share, rows]
+        if self.backend == "flash":
+            from flash_attn.flash_attn_interface import _flash_attn_backward
+
+            found = [torch.empty_like(x) for x in tensors[1:4]]
+            _flash_attn_backward(
+                *tensors,
+                sums,
+                *found,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                rng_state=state[0],
+                **self._law(*mask),
+            )
+        else:
+            tensors = [*(x.transpose(1, 2) for x in tensors), sums]
+            more: list[Any] = [0.0, mask[0]]
+            if q.is_cpu:
+                differentiate = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+            else:
+                differentiate = _aten._scaled_dot_product_flash_attention_backward
+                more = [None, None, q.shape[1], pairs.shape[2], *more, *state]
+            found = [x.transpose(1, 2) for x in differentiate(*tensors, *more, scale=self.scale)]
+        return [x.flatten(1, 2) for x in found]
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """View [n, rows * share, ..] as [n, rows, share, ..]."""
+        rows: Tensor = x.unflatten(1, (-1, self.share))
+        return rows
+
+    def _law(self, causal: bool, window: int) -> dict[str, Any]:
+        """Return the arguments that both passes of flash-attn take."""
+        return dict(
+            dropout_p=0.0,
+            softmax_scale=self.scale,
+            causal=causal,
+            window_size_left=window,
+            window_size_right=-1,
+            softcap=self.cap,
+            alibi_slopes=None,
+        )

@@ -1,0 +1,94 @@
+"""A stand-in for the low-level functions of flash-attn, with the signatures from version 2.7 on.
+
+It computes the formula in float64, and rounds outputs and gradients to the type of the queries as
+the kernels do. Masks are as the package's README says: the last query is at the last key,
+and a window of -1 is none.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def module() -> types.ModuleType:
+    """Return what `flash_attn.flash_attn_interface` would be."""
+    found = types.ModuleType("flash_attn.flash_attn_interface")
+    found._flash_attn_forward, found._flash_attn_backward = _forward, _backward  # type: ignore[attr-defined]
+    return found
+
+
+def _forward(
+    q: Tensor,  # [b, rows, heads, d]
+    k: Tensor,  # [b, keys, kv heads, d]
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
+    window = window_size_left, 0 if causal else window_size_right
+    scores, _, v = _scores(q, k, v, softmax_scale, window, softcap)
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).to(q.dtype)
+    of_sums = torch.promote_types(q.dtype, torch.float32)
+    return out, scores.logsumexp(-1).to(of_sums), torch.empty(0), torch.empty(2)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,  # [b, heads, rows]
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    assert (dropout_p, alibi_slopes) == (0.0, None) and softmax_lse.is_contiguous()
+    assert dq is not None and dk is not None and dv is not None and rng_state is not None
+    window = window_size_left, 0 if causal else window_size_right
+    q, k, dout, out = (x.double() for x in (q, k, dout, out))
+    scores, slope, values = _scores(q, k, v, softmax_scale, window, softcap)
+    weights = (scores - softmax_lse.unsqueeze(-1)).exp()
+    dots = torch.einsum("bihd,bihd->bhi", dout, out)
+    dscores = torch.einsum("bihd,bjhd->bhij", dout, values) - dots.unsqueeze(-1)
+    dscores = dscores * weights * slope * softmax_scale
+    share = q.shape[2] // k.shape[2]
+    dq.copy_(torch.einsum("bhij,bjhd->bihd", dscores, k.repeat_interleave(share, dim=2)))
+    for total, x, by in ((dk, dscores, q), (dv, weights, dout)):
+        total.copy_(torch.einsum("bhij,bihd->bjhd", x, by).unflatten(2, (-1, share)).sum(3))
+    return dots
+
+
+def _scores(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int], cap: float
+) -> tuple[Tensor, Any, Tensor]:
+    """Return scores [b, heads, rows, keys], their derivative by scaled products, and v per head."""
+    share = q.shape[2] // k.shape[2]
+    k, v = (x.double().repeat_interleave(share, dim=2) for x in (k, v))
+    scores, slope = torch.einsum("bihd,bjhd->bhij", q.double(), k) * scale, 1.0
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+        slope = 1 - (scores / cap) ** 2
+    rows, keys = q.shape[1], k.shape[1]
+    ahead = (torch.arange(keys) - keys) - (torch.arange(rows) - rows).unsqueeze(1)
+    left, right = (keys + rows if side < 0 else side for side in window)
+    return scores.masked_fill((ahead > right) | (ahead < -left), -torch.inf), slope, v

@@ -1,0 +1,233 @@
+"""The types of messages, checked by spmd_types (Meta, BSD) through whole forward passes.
+
+Over a group of ranks a tensor is I (the same on all, with its whole gradient on each), R (the same,
+with gradients that are terms of a sum), V (different) or P (a term of a sum). spmd_types refuses an
+operator that would have a wrong gradient, such as a product of an I and a V. It gets the types of
+our autograd functions from here. The second test compares values and gradients of those that send
+with spmd_types' own messages of these types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.engine.gradients import Terms
+from megatron.kernels.ops import experts as products
+from megatron.layers import (
+    attention,
+    context_parallel,
+    experts,
+    linear,
+    ring,
+    transformer,
+    vocabulary,
+)
+from megatron.model.gpt import build_chunks
+from megatron.parallel import collectives
+from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Topology
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+from tests.helpers.training import batches, configured
+from tests.parity.cases import BIASED, FAMILIES, ULYSSES, layout
+
+spmd = pytest.importorskip("spmd_types")
+
+LOCAL = (
+    attention._Attention,
+    attention._Ranges,
+    experts._Scores,
+    products._Grouped,
+    # of the context group: every rank sends other rows to each, and gets other rows
+    context_parallel._AllToAll,
+    ring._Ring,
+)
+
+
+def entered(x: Any, context: Any) -> Any:
+    """Return the type of x within a tensor-parallel region."""
+    group, rules = context.tensor, spmd.rules
+    if group.size == 1:
+        return x
+    if context.sequence_parallel:
+        return rules.all_gather(x, group.handle, src=spmd.S(0), dst=spmd.R)
+    return rules.convert(x, group.handle, src=spmd.I, dst=spmd.R)
+
+
+def left(x: Any, context: Any) -> Any:
+    """Return the type of the sum of the ranks' terms x, outside of the region."""
+    group, rules = context.tensor, spmd.rules
+    if group.size == 1:
+        return x
+    x = rules.reinterpret(x, group.handle, src=spmd.V, dst=spmd.P)
+    if context.sequence_parallel:
+        return rules.reduce_scatter(x, group.handle, src=spmd.P, dst=spmd.S(0))
+    return rules.all_reduce(x, group.handle, src=spmd.P, dst=spmd.I)
+
+
+def linear_type(*, x: Any, column: bool, context: Any, weights: Any) -> Any:
+    x = entered(x, context) if column else x
+    y = spmd.rules.einsum(f"sbi,{'_' * (weights[0].ndim - 2)}oi->sbo", x, *weights)
+    return y if column else left(y, context)
+
+
+def loss_type(*, x: Any, weight: Any, labels: Any, mask: Any, count: Any, v: Any) -> Any:
+    logits = spmd.rules.einsum("sbi,vi->sbv", entered(x, v.context), weight)
+    spmd.rules.ignore(*(t for t in (labels, mask, count) if t is not None))
+    whole = SimpleNamespace(tensor=v.context.tensor, sequence_parallel=False)
+    return spmd.rules.einsum("___->", left(logits, whole))
+
+
+def with_loss_type(*, x: Any, loss: Any) -> Any:
+    """Return the type of x. Each rank adds the whole gradient of the loss, which must be I."""
+    spmd.assert_type(loss, dict.fromkeys(spmd.get_local_type(loss), spmd.I))
+    return spmd.rules.einsum("...->...", x)
+
+
+TYPES: dict[Any, Callable[..., Any]] = {
+    collectives._SumOverRanks: lambda *, x, group, sequence_parallel: left(
+        x, SimpleNamespace(tensor=group, sequence_parallel=sequence_parallel)
+    ),
+    experts._Enter: lambda *, x, context: entered(x, context),
+    experts._Whole: lambda *, weights, group: spmd.rules.convert(
+        weights, group.handle, src=spmd.I, dst=spmd.R
+    ),
+    experts._Gather: lambda *, scores, group: spmd.rules.all_gather(
+        scores, group.handle, src=spmd.S(0), dst=spmd.I
+    ),
+    experts._WithLoss: with_loss_type,
+    linear._Linear: linear_type,
+    transformer._NormOverRanks: lambda *, x, weight, bias: spmd.rules.einsum(
+        "sbh,h->sbh", x, weight
+    ),
+    vocabulary._Loss: loss_type,
+}
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for function, rule in TYPES.items():
+        monkeypatch.setattr(function, "spmd_typecheck", staticmethod(rule), raising=False)
+    for function in LOCAL:
+        spmd.register_local_autograd_function(function)
+
+
+def cut_by(axis: Any) -> Callable[..., Any]:
+    """Return ContextParallel.cut with the type of its result, which differs between the ranks."""
+    cut = context_parallel.ContextParallel.cut
+
+    def typed_cut(self: Any, x: torch.Tensor) -> torch.Tensor:
+        part = cut(self, x).clone()
+        if spmd.has_local_type(part):
+            return spmd.mutate_type(part, axis, src=spmd.R, dst=spmd.V)
+        return part
+
+    return typed_cut
+
+
+CONTEXT = dict(cp=2)
+EXCHANGE = dict(cp=2, **ULYSSES)
+MIXED = {**BIASED, "moe_layer_freq": (0, 1), "moe_z_loss_coeff": 0.1}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(FAMILIES["qwen3"]),
+        dict(FAMILIES["qwen3"], sp=True, **EXCHANGE),
+        dict(FAMILIES["olmo2"], sp=True),
+        dict(FAMILIES["neox"], **CONTEXT),
+        dict(MIXED),
+        dict(MIXED, sp=True),
+        dict(MIXED, **CONTEXT),
+        dict(MIXED, sp=True, **EXCHANGE),
+    ],
+    ids=["qwen3", "qwen3-sp-a2a", "olmo2-sp", "neox-cp", "moe", "moe-sp", "moe-cp", "moe-sp-a2a"],
+)
+def test_gradients_are_right_by_type(
+    shape: dict[str, Any], typed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spmd_types._testing import fake_pg
+    from spmd_types.checker import typecheck
+
+    _, world_size, fields = layout(tp=2, num_layers=2, **shape)
+    config = configured(fields, world_size)
+    with fake_pg(world_size):
+        topology = Topology.create(2, 1, context_parallel_size=world_size // 2)
+        (plain,), (chunk,) = (build_chunks(config, topology).values() for _ in range(2))
+        batch = batches(config, 0)[0]
+        terms = Terms([plain], config.parallel.sequence_parallel)
+        plain.train()(batch, None)
+        chunk.train()
+        tp, cp = topology.tensor.handle, topology.context.handle
+        axes = [axis for axis in (tp, cp) if axis is not None]
+        monkeypatch.setattr(context_parallel.ContextParallel, "cut", cut_by(cp))
+        with spmd.set_current_mesh(axes), typecheck():
+
+            def declare(x: torch.Tensor, of_tensor: Any) -> None:
+                spmd.assert_type(x, {axis: of_tensor if axis is tp else spmd.R for axis in axes})
+
+            for one, p in zip(plain.parameters(), chunk.parameters(), strict=True):
+                divided = sharding_of(p).dim is not None
+                declare(p, spmd.V if divided else spmd.R if terms.partial(one, True) else spmd.I)
+            others = [*map(vars, chunk.modules()), vars(batch)]
+            for x in (x for some in others for x in some.values() if isinstance(x, torch.Tensor)):
+                declare(x, spmd.I)
+            assert spmd.get_local_type(chunk(batch, None))[spmd.MeshAxis.of(tp)] is spmd.I
+
+
+def compare(rank: int) -> None:
+    """Compare outputs and gradients with those of spmd_types' messages of the same types."""
+    group = join(2).tensor
+    invariant, replicated, partial, first = spmd.I, spmd.R, spmd.P, spmd.S(0)
+
+    def drawn(shape: Any, same: bool) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0 if same else 1 + rank))
+
+    def message(call: Any, src: Any, dst: Any) -> tuple[Any, bool, bool]:
+        """Return the message, and whether its inputs and gradients are the same on both ranks."""
+        alike = src in (invariant, replicated), dst is invariant
+        return lambda x: call(x, group.handle, src=src, dst=dst), *alike
+
+    def arrived(x: torch.Tensor) -> torch.Tensor:
+        way = experts.Arrival(group, [2, 2], [2, 2])
+        return way.wait(experts._Send.apply(x, way))
+
+    exchange = context_parallel.ContextParallel(group, heads=2)
+    reduced = message(spmd.all_reduce, partial, invariant)
+    scattered = message(spmd.reduce_scatter, partial, first)
+    copied = message(spmd.convert, invariant, replicated)
+    gathered = message(spmd.all_gather, first, replicated)
+    context = SimpleNamespace(tensor=group, sequence_parallel=False)
+    in_parts = SimpleNamespace(tensor=group, sequence_parallel=True)
+    for ours, (theirs, same, gradient_same) in (
+        (lambda x: collectives.reduce_from_tensor_region(x, group), reduced),
+        (lambda x: collectives.reduce_from_tensor_region(x, group, True), scattered),
+        (lambda x: experts._Enter.apply(x, context), copied),
+        (lambda x: experts._Enter.apply(x, in_parts), gathered),
+        (lambda x: experts._Whole.apply(x, group), copied),
+        (
+            lambda x: experts._Gather.apply(x, group, True),
+            message(spmd.all_gather, first, invariant),
+        ),
+        (
+            lambda x: context_parallel._AllToAll.apply(x.view(2, 2, 3), exchange).flatten(0, 1),
+            message(spmd.all_to_all, first, first),
+        ),
+        (arrived, message(spmd.all_to_all, first, first)),
+    ):
+        xs = [drawn((4, 3), same).requires_grad_() for _ in range(2)]
+        y, expected = ours(xs[0]), theirs(xs[1])
+        torch.testing.assert_close(y, expected)
+        y.backward(drawn(y.shape, gradient_same))
+        expected.backward(drawn(y.shape, gradient_same))
+        torch.testing.assert_close(xs[0].grad, xs[1].grad)
+
+
+def test_messages_are_those_of_their_types() -> None:
+    run_processes(2, compare)
