@@ -191,3 +191,86 @@ def test_pipeline_and_data_parallel_messages_of_four_processes() -> None:
         for found in ranks
     )
     assert tied == pytest.approx(messages.tied_bytes, rel=0.5)
+
+
+def sent_in_a_step(rank: int, fields: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """Return the bytes of each kind of message over data-parallel groups in a second step."""
+    from megatron.engine.engine import Engine, build_executor
+    from megatron.model.gpt import build_chunks, layer_context
+    from megatron.parallel.flight import FlightRecorder
+    from tests.helpers.groups import join
+    from tests.helpers.training import batches, configured, dist_world_size
+
+    found: dict[tuple[str, str], int] = {}
+    enter = FlightRecorder.enter
+
+    def note(self: Any, call: bytes, kind: str, size_bytes: int, *args: Any, **where: int) -> int:
+        if not where and size_bytes > 64:  # norms are a few numbers
+            key = call.decode(), kind.replace("shards", "data")
+            found[key] = found.get(key, 0) + size_bytes
+        return enter(self, call, kind, size_bytes, *args, **where)
+
+    FlightRecorder.enter = note  # type: ignore[method-assign]
+    config = configured(fields, dist_world_size())
+    engine_settings = config.engine
+    topology = join(
+        config.parallel.tensor_model_parallel_size,
+        zero_shard_size=engine_settings.zero_shard_size,
+        zero_state_shard_size=engine_settings.zero_state_shard_size,
+    )
+    late = engine_settings.zero_stage == 3
+    chunks = build_chunks(config, topology, layer_context(config, topology, late=late))
+    engine = Engine(config, topology, chunks)
+    executor = build_executor(config, topology, chunks, engine)
+    for step in range(2):
+        found.clear()
+        executor.train(batches(config, step, topology.replica))
+        engine.step(1e-3)
+    return {key: size for key, size in found.items() if key[1].startswith("data")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "stage", "sizes"),
+    [(2, 2, (0, 0)), (2, 3, (0, 0)), (4, 3, (2, 0)), (4, 3, (2, 2)), (4, 2, (2, 4))],
+)
+def test_messages_of_zero_are_the_fewest_of_its_stage(
+    processes: int, stage: int, sizes: tuple[int, int]
+) -> None:
+    """Each pass sums the gradients once, and with stage 3 gathers each matrix once.
+
+    The output layer's stays from the forward to the backward pass, in which the embedding needs
+    none. What other ranks have too is summed, and gathered, once in a step.
+    """
+    fields = dict(
+        zero_stage=stage, zero_shard_size=sizes[0], zero_state_shard_size=sizes[1], num_layers=4
+    ) | dict(untie_embeddings_and_output_weights=True, global_batch_size=4 * processes)
+    config = Config.create(**{**BASE, **fields, "world_size": processes})
+    planned: dict[tuple[str, str], float] = {}
+    for message, count in step_messages(config, "cpu").collectives.items():
+        key = message.kind, message.group
+        planned[key] = planned.get(key, 0.0) + count * message.bytes
+    model, m = config.model, config.num_micro_batches()
+    h, v = model.hidden_size, model.padded_vocab_size(1)
+    layer, vectors = 12 * h * h, 4 * (9 * h + 4 * h) + 2 * h
+    tables = v * h + model.max_position_embeddings * h
+    n = 4 * layer + vectors + tables + v * h
+    inner = sizes[0] or processes
+    states = sizes[1] or processes
+    name = "data" if inner == processes else "data.inner"
+    least = {("reduce_scatter", name): 4 * m * n}
+    if stage == 3:
+        least["all_gather", name] = 4 * (m * (8 * layer + tables + v * h) + vectors)
+    else:
+        least["all_gather", name] = 4 * n
+    if states > inner:
+        least |= {(kind, "data.outer"): 4 * n // inner for kind in ("reduce_scatter", "all_gather")}
+    if states < processes:
+        least["all_reduce", "data.copies"] = 4 * n // states
+    assert planned == least
+    for found in run_processes(processes, sent_in_a_step, fields):
+        of_engine = {
+            ("reduce_scatter" if kind == "reduce" else kind, group): size
+            for (kind, group), size in found.items()
+        }
+        assert of_engine == pytest.approx(least, rel=0.02), "buckets are padded to whole parts"
