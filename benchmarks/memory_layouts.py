@@ -58,6 +58,15 @@ def _shapes() -> tuple[Shape, ...]:
         "1 rank": _layout(),
         "DP 2": _layout(dp=2),
         "DP 4, ZeRO 0": _layout(dp=4, zero_stage=0),
+        "DP 4, ZeRO 2": _layout(dp=4, zero_stage=2),
+        "DP 4, ZeRO 3": _layout(dp=4, zero_stage=3),
+        "DP 4, ZeRO 3 within 2, full by 2": _layout(
+            dp=4, zero_stage=3, zero_shard_size=2, recompute_num_layers=2, **FULL
+        ),
+        "TP 2, SP, DP 2, ZeRO 3, untied": _layout(
+            tp=2, dp=2, zero_stage=3, untie_embeddings_and_output_weights=True, **sp
+        ),
+        "PP 2, DP 2, zb-h1, ZeRO 2": _layout(pp=2, dp=2, zero_stage=2, **zero_bubble),
         "DP 8, fp16": _layout(dp=8, fp16=True, bf16=None),
         "DP 2, fp32": _layout(dp=2, bf16=None),
         "micro-batch 4": _layout(micro_batch_size=4),
@@ -129,6 +138,7 @@ def _shapes() -> tuple[Shape, ...]:
     cpu = {
         "1 rank": _layout(),
         "fp32, DP 2": _layout(dp=2, bf16=None),
+        "SwiGLU, GQA, RoPE, DP 4, ZeRO 3": _layout(dp=4, zero_stage=3, **LLAMA),
         "fp32, 512 tokens": _layout(bf16=None, seq_length=512),
         "TP 2, SP, PP 2": _layout(tp=2, pp=2, **sp),
         "PP 4, 2 chunks": _layout(pp=4, **chunk),
@@ -192,6 +202,8 @@ RUNS = (
     Run("full recomputation", 1, {**_B, **FULL}),
     Run("micro-batch 2", 1, {**_B, "micro_batch_size": 2, "global_batch_size": 4}),
     Run("DP 2", 2, {**_B, "global_batch_size": 4}),
+    Run("DP 2, ZeRO 2", 2, {**_B, "global_batch_size": 4, "zero_stage": 2}),
+    Run("DP 2, ZeRO 3", 2, {**_B, "global_batch_size": 4, "zero_stage": 3}),
     Run("TP 2, SP", 2, {**_B, **_SP, "tensor_model_parallel_size": 2}),
     Run("PP 2", 2, {**_B, "pipeline_model_parallel_size": 2, "global_batch_size": 4}),
     Run(
