@@ -423,7 +423,7 @@ class ShardedWeights(WeightGather):
     @torch.no_grad()
     def start(self) -> None:
         """Gather the new weights, of those that are held only what each rank holds."""
-        self._kept = False
+        self._kept, self._passes = False, 0
         self._arrive(list(self._works))
         self._free(list(self._here))
         super().start()
