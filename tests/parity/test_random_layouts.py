@@ -26,11 +26,16 @@ def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
     pp = draw.choice([p for p in (1, 2, 3, 4, 8) if tp * p <= 8])
     dp = draw.choice([d for d in (1, 2, 3, 4) if tp * pp * d <= 8])
     micro_batch = draw.choice([1, 2])
+    stage = draw.choice([0, 1, 2, 3] if pp == 1 else [0, 1, 2])
+    shard = draw.choice([n for n in (1, 2, 3, 4) if dp % n == 0])
+    states = draw.choice([n for n in (1, 2, 3, 4) if n % shard == dp % n == 0])
     fields: dict[str, Any] = dict(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         sequence_parallel=tp > 1 and draw.random() < 0.6,
-        zero_stage=draw.choice([0, 1]),
+        zero_stage=stage,
+        zero_shard_size=shard if stage else 0,
+        zero_state_shard_size=states if stage else 0,
         micro_batch_size=micro_batch,
         global_batch_size=micro_batch * dp * draw.choice([1, 2, 3, 5]),
         num_layers=max(pp, 4) + draw.choice([0, 1]),
