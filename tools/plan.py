@@ -44,7 +44,8 @@ EPILOG = """\
 A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names and values:
 
   nodes, gbs (global batch), tp, pp, chunks, schedule (1f1b, interleaved, zb-h1), mbs (micro-batch), sp (on, off),
-  overlap (tensor-parallel messages: on, off), zero (0, 1), recompute (none, selective[:MODULE+MODULE],
+  overlap (tensor-parallel messages: on, off), zero (0 to 3), shard, states (ranks over which ZeRO divides weights and
+  gradients, and states: a number, node, world), recompute (none, selective[:MODULE+MODULE],
   full[:uniform|block[:LAYERS]]), order (rank order), devices (device order within a node: 0-1-6-7-2-3-4-5)
 
 A preset gives the model, not the layout; flags of pretrain_gpt.py after -- change the model. The search chooses the

@@ -304,6 +304,8 @@ def allowed(value: Any, name: str, wanted: Wanted) -> bool:
 def write_value(value: Any) -> str:
     if value is None:
         return "none"
+    if value == -1:
+        return "node"
     if isinstance(value, bool):
         return "on" if value else "off"
     return "-".join(map(str, value)) if isinstance(value, tuple) else str(value)

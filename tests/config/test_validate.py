@@ -486,6 +486,26 @@ CASES = [
     (dict(tokenizer_type="NullTokenizer"), ["--vocab-size"], dict(vocab_size=10)),
     (dict(tiktoken_pattern="p50k"), ["gpt2", "o200k"], dict(tiktoken_pattern="gpt2")),
     (dict(zero_stage=4), ["'4'"], dict(zero_stage=1)),
+    (
+        dict(zero_stage=3, pipeline_model_parallel_size=2),
+        ["--zero-stage 2", "--pipeline-model-parallel-size is 2"],
+        dict(zero_stage=2),
+    ),
+    (
+        dict(zero_stage=3, world_size=4, zero_shard_size=3),
+        ["--zero-shard-size 3", "1, 2, 4"],
+        dict(zero_shard_size=2),
+    ),
+    (
+        dict(zero_stage=3, world_size=4, zero_shard_size=4, zero_state_shard_size=2),
+        ["--zero-shard-size 4", "--zero-state-shard-size 2"],
+        dict(zero_shard_size=1),
+    ),
+    (
+        dict(zero_stage=0, world_size=4, zero_shard_size=2),
+        ["--zero-stage 0"],
+        dict(zero_stage=1),
+    ),
     (dict(num_layers="8"), ["--num-layers", "'8'"], dict(num_layers=8)),
     (dict(num_layers=8.5), ["8.5"], dict(num_layers=8.0)),
     (dict(lr=float("nan")), ["nan"], dict(lr=1.0)),

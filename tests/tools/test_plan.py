@@ -129,7 +129,7 @@ def test_sums_in_bf16_make_a_layout_fit(capsys, sums, code):
         "--global-batch",
         "2048",
         "--layout",
-        "tp=2,pp=1,mbs=1,recompute=full",
+        "tp=2,pp=1,mbs=1,recompute=full,zero=1",
     ]
     assert call(capsys, *words, flags=["--bf16", "--main-grads-dtype", sums])[0] == code
 
