@@ -183,7 +183,7 @@ START = whole.start
 def overlap(rank: int, args: argparse.Namespace) -> None:
     """Predict, then measure, the time of all matrices on tensor 2 x data 2 ranks."""
     topology = Topology.create(2)
-    data, tensor = topology.data, topology.tensor
+    tensor = topology.tensor
     shapes = matrices(args.hidden, args.layers)
     parameters = [
         attach(
@@ -194,7 +194,7 @@ def overlap(rank: int, args: argparse.Namespace) -> None:
         for name, (rows, columns) in shapes.items()
     ]
     flat = torch.zeros(sum(p.numel() for p in parameters))
-    bucket = Bucket(parameters, flat, flat.clone(), data.rank, 2)
+    bucket = Bucket(parameters, flat, flat.clone(), topology.shards)
     with patch.object(whole, "ROUND", 4 * args.hidden**2):  # rounds as of large matrices
         wholes = whole.WholeParameters([bucket], topology)
     worked = [0.0]

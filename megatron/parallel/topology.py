@@ -297,6 +297,12 @@ class Shards:
     copies: Group
 
     @classmethod
+    def over(cls, line: Group) -> Shards:
+        """Return those of one level, over all ranks of a line."""
+        alone = Group((line.ranks[line.rank],), 0)
+        return cls(line, alone, line, alone)
+
+    @classmethod
     def undivided(cls, line: Group) -> Shards:
         """Return what ZeRO stage 0 has: all ranks of the line hold everything."""
         alone = Group((line.ranks[line.rank],), 0)

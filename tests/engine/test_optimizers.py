@@ -132,7 +132,7 @@ def gather(rank: int) -> tuple[dict[str, float], bool]:
             parameters.append(attach(torch.nn.Parameter(shape), sharding, 2))
         flat = torch.cat([p.detach().flatten() for p in parameters])
         flat = torch.cat([flat, torch.zeros(-len(flat) % 4)])
-        buckets.append(Bucket(parameters, torch.zeros_like(flat), flat, d, 2))
+        buckets.append(Bucket(parameters, torch.zeros_like(flat), flat, topology.shards))
         flats.append(buckets[-1].own_weights)
     before = [x.clone() for x in flats]
     seen: dict[str, float] = {}

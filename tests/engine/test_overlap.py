@@ -17,7 +17,7 @@ from megatron.engine.gradients import (
 )
 from megatron.engine.optimizer import parameter_groups, unique_parameters
 from megatron.parallel.sharding import Sharding
-from megatron.parallel.topology import Group, Topology
+from megatron.parallel.topology import Group, Shards, Topology
 from tests.helpers.training import BASE
 
 # -- gathering -------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def buckets_of(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
     for p in parameters:
         flat = torch.cat([p.detach().view(-1), torch.zeros(p.numel() % 2)])
         p.data = flat[: p.numel()].view(p.shape)
-        found.append(Bucket([p], torch.zeros_like(flat), flat, 0, 2))
+        found.append(Bucket([p], torch.zeros_like(flat), flat, Shards.over(Group((0, 1), 0))))
     return found
 
 
@@ -63,9 +63,9 @@ def test_gpt_waits_for_each_weight_before_it_is_used(
     with torch.no_grad():
         loss, logits = chunk(batch, None), chunk.logits(batch, None)
         monkeypatch.setattr(
-            engine_gradients, "gather_from_owners", lambda bucket, _: [Late(bucket)]
+            engine_gradients, "gather_from_owners", lambda bucket: iter([[Late(bucket)]])
         )
-        gather = WeightGather(buckets_of(parameters), Group((0, 1), 0), [chunk], overlap=True)
+        gather = WeightGather(buckets_of(parameters), [chunk], overlap=True)
         gather.start()
         assert all(p.isnan().any() for p in parameters), "nothing is waited for before it is needed"
         chunk.word_embeddings(batch.tokens)
@@ -87,11 +87,11 @@ def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
     It must not hold the weights of the step before.
     """
-    monkeypatch.setattr(engine_gradients, "gather_from_owners", lambda bucket, _: [Late(bucket)])
-    chunks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 2))])
-    gather = WeightGather(
-        buckets_of(list(chunks.parameters())), Group((0, 1), 0), chunks, overlap=True
+    monkeypatch.setattr(
+        engine_gradients, "gather_from_owners", lambda bucket: iter([[Late(bucket)]])
     )
+    chunks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 2))])
+    gather = WeightGather(buckets_of(list(chunks.parameters())), chunks, overlap=True)
     gather.start()
     assert all(p.isnan().any() for p in chunks.parameters())
     found = (chunks if whole else chunks[0][0]).state_dict()
@@ -156,7 +156,7 @@ def test_what_a_rank_holds_of_a_bucket() -> None:
         (0, [(a, 0, slice(0, 3)), (b, 0, slice(3, 4))]),
         (1, [(b, 1, slice(0, 1)), (c, 0, slice(1, 3))]),
     ):
-        bucket = Bucket([a, b, c], line, torch.zeros(8), rank, 2)
+        bucket = Bucket([a, b, c], line, torch.zeros(8), Shards.over(Group((0, 1), rank)))
         assert list(bucket.owned()) == held
         assert bucket.gradient(b).tolist() == [3.0, 4.0]
         assert [part.tolist() for part in owned_gradients([bucket], [a, b, c])] == (

@@ -118,7 +118,10 @@ def over_tensor_ranks(topology: Topology, root: str, style: str, precision: str)
     theirs.initialise(model)
     theirs.cut(model, a, topology.tensor.rank, 2)
     engine = start(
-        topology, model, configuration(precision, 1, 1), mpu=ModelParallelUnit(topology, 1)
+        topology,
+        model,
+        configuration(precision, 1, 1),
+        mpu=ModelParallelUnit(topology, topology.shards, topology.expert_shards),
     )
     for step in range(2):
         given = given_gradients(a, step)
