@@ -111,7 +111,7 @@ def test_fused_queries_keys_and_values(split: bool) -> None:
 def gather(rank: int) -> tuple[dict[str, float], bool]:
     """Change matrices on tensor 2 x data 2 ranks into twice themselves, which every rank checks."""
     topology = join(2, 1)
-    t, d = topology.tensor.rank, topology.data.rank
+    t = topology.tensor.rank
     shapes: dict[str, tuple[int, ...]] = {f"w{i}": (8, 2 + 3 * i) for i in range(5)}
     shapes["stack"] = (2, 6, 4)
     values = {name: matrix(*shape) for name, shape in shapes.items()}
