@@ -126,13 +126,17 @@ def build(task: Task) -> tuple[list[Any], Any]:
     # Products of experts in one kernel need packages that only run on GPUs.
     experts: dict[str, Any] = {}
     if task.experts:
+        from megatron.core.transformer.moe import moe_utils
+
+        # without Transformer Engine its router reads a name that does not exist
+        moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
         experts = dict(
             num_moe_experts=task.experts,
             moe_ffn_hidden_size=2 * task.hidden,
             moe_router_topk=2,
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="none",
-            moe_token_dispatcher_type="alltoall",
+            moe_token_dispatcher_type="allgather",  # the others need CUDA streams
             add_bias_linear=False,
         )
     config = TransformerConfig(
