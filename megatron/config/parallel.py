@@ -279,6 +279,9 @@ class RecomputeConfig:
     )
 
 
+_SHARD = dict(at_least=-1, at_most=MOST_PROCESSES, value_names={"world": 0, "node": -1})
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """DeepSpeed engine."""
@@ -301,17 +304,13 @@ class EngineConfig:
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO stages 2 and 3 shard gradients "
         "and weights; other such groups have the same. world, 0: all; node, -1: those of a node.",
-        at_least=-1,
-        at_most=MOST_PROCESSES,
-        value_names={"world": 0, "node": -1},
+        **_SHARD,
     )
     zero_state_shard_size: int = option(
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO shards the optimizer state, a "
         "multiple of --zero-shard-size. world, 0: all; node, -1: those of a node.",
-        at_least=-1,
-        at_most=MOST_PROCESSES,
-        value_names={"world": 0, "node": -1},
+        **_SHARD,
     )
     overlap_grad_reduce: bool = option(
         True,

@@ -505,9 +505,10 @@ class ZeroStep:
         for i, bucket in enumerate(divided):  # instead of DeepSpeed's copies
             self._deepspeeds[i].data = weights[i] = bucket.own_weights
             self._deepspeeds[i]._hp_mapping = None
-            parts = outer.bf16_partitioned_groups if self._bf16 else None
-            (parts or outer.parallel_partitioned_bit16_groups)[i] = [bucket.own_weights]
-            if self._bf16:
+            if not self._bf16:
+                outer.parallel_partitioned_bit16_groups[i] = [bucket.own_weights]
+            else:
+                outer.bf16_partitioned_groups[i] = [bucket.own_weights]
                 sums[i] = outer.fp32_groups_gradient_flat_partition[i] = bucket.own_gradients
         if divided and self._bf16:
             for name in _GRADIENTS:
@@ -558,9 +559,9 @@ class ZeroStep:
         # with the ranks over which their squares are summed
         self._summed: list[tuple[Parts, Group]]
         states, experts_ranks = mpu.shards.states, topology.expert
-        if states.size % experts_ranks.size == 0:
+        if mpu.shards.have_all(experts_ranks):
             self._summed = [(self._parts, states)]
-        else:  # these ranks do not have all experts among them
+        else:
             of_experts = [p for p in self._parameters if sharding_of(p).experts]
             others = [p for p in self._parameters if not sharding_of(p).experts]
             self._summed = [(lists(others), states), (lists(of_experts), experts_ranks)]

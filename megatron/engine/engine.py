@@ -592,9 +592,9 @@ class Engine:
             return torch.stack([zero, *(t.to(zero) for t in some)]).sum()
 
         states, experts = self._shards[0].states, self.topology.expert
-        if states.size % experts.size == 0:
+        if self._shards[0].have_all(experts):
             value = all_reduce(total([t for _, t in terms]), states)
-        else:  # these ranks do not have all experts among them
+        else:
             value = all_reduce(total([t for f, t in terms if not f.sharding.experts]), states)
             others = total([t for f, t in terms if f.sharding.experts])
             value += all_reduce(others, experts)

@@ -561,11 +561,17 @@ class WeightGather:
         if not overlap or all(bucket.ranks == 1 for bucket in self._buckets):
             return
         of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        for module, parameters in self._users(chunks):
+            needed = list(dict.fromkeys(of[p] for p in parameters if p in of))
+            module.register_forward_pre_hook(partial(self._wait, needed))
+
+    def _users(
+        self, chunks: Iterable[torch.nn.Module]
+    ) -> Iterator[tuple[torch.nn.Module, Sequence[torch.nn.Parameter]]]:
+        """Yield the modules that use weights, and these; a state_dict of any waits for all."""
         for chunk in chunks:
             users = getattr(chunk, "weight_users", None)
-            for module, parameters in users() if users else [(chunk, list(chunk.parameters()))]:
-                needed = list(dict.fromkeys(of[p] for p in parameters if p in of))
-                module.register_forward_pre_hook(partial(self._wait, needed))
+            yield from users() if users else [(chunk, list(chunk.parameters()))]
             for module in chunk.modules():
                 module.register_state_dict_pre_hook(lambda *_: self.wait())
 

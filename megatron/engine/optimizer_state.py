@@ -190,6 +190,9 @@ ROUND = 1 << 22
 """Elements of an owner's whole parameters at which a round of messages is closed (whole.py): 8 MiB in
 bf16, worth their latency, and at most one matrix more in memory."""
 
+IN_FLIGHT = 2
+"""Most buckets whose gradients ZeRO stages 2 and 3 have under way (sharded.py)."""
+
 _SMALLEST = 4_000_000
 _PER_RANK = 1_000_000
 

@@ -30,10 +30,9 @@ from megatron.engine.gradients import (
     reduce_beyond,
     reduce_to_inner,
 )
+from megatron.engine.optimizer_state import IN_FLIGHT
 from megatron.parallel.sharding import kind_of, sharding_of
 from megatron.parallel.topology import Shards, Topology
-
-_IN_FLIGHT = 2  # gradients of buckets whose messages are under way
 
 
 def units(chunks: Mapping[str, torch.nn.Module], stage: int) -> Callable[[torch.nn.Parameter], int]:
@@ -112,8 +111,10 @@ def free(flat: torch.Tensor) -> None:
         flat.untyped_storage().resize_(0)
 
 
-def has_memory(flat: torch.Tensor) -> bool:
-    return flat.untyped_storage().size() > 0
+def take(flat: torch.Tensor) -> None:
+    """Give a flat tensor memory again, with any values."""
+    if not flat.untyped_storage().size():
+        flat.untyped_storage().resize_(flat.nbytes)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -163,9 +164,7 @@ class ShardedGradients(Gradients):
         """Give the gradients of a bucket memory, once its last message has arrived."""
         while number in self._flying:
             self._advance(1)
-        flat = self.buckets[number].gradients
-        if not has_memory(flat):
-            flat.untyped_storage().resize_(flat.nbytes)
+        take(self.buckets[number].gradients)
 
     def _added(self, p: torch.nn.Parameter) -> None:
         self._new[p] += 1
@@ -206,7 +205,7 @@ class ShardedGradients(Gradients):
                 self._used.add(p)
             self._sinks[p].complete()  # a parameter without any gradient counts as zero
             self._sinks[p].renew()
-        while len(self._begun) >= _IN_FLIGHT:
+        while len(self._begun) >= IN_FLIGHT:
             self._advance(1)
         self._flying.add(number)
         self._begin(self._to_sums(number))
@@ -301,10 +300,10 @@ class ShardedWeights(WeightGather):
     def __init__(
         self, buckets: Iterable[Bucket], chunks: Iterable[torch.nn.Module], overlap: bool
     ) -> None:
-        chunks = list(chunks)
-        super().__init__(buckets, chunks, overlap)
+        super().__init__(buckets, (), overlap)
         self._ahead = overlap
-        self._of = {p: b for b in self._buckets if b.held is not None for p in b.parameters}
+        self._bucket_of = {p: b for b in self._buckets for p in b.parameters}
+        self._of = {p: b for p, b in self._bucket_of.items() if b.held is not None}
         self._works: dict[Bucket, Any] = {}
         self._here = set[Bucket]()
         # uses by the two before: what a forward pass needs next differs from a backward pass
@@ -312,16 +311,13 @@ class ShardedWeights(WeightGather):
         self._before: tuple[_Use | None, _Use | None] = None, None
         self._kept = False  # all weights stay gathered
         self._passes = 0  # backward passes that follow in this step
-        for chunk in chunks:
-            given = getattr(chunk, "weight_users", None)
-            users = given() if given else [(chunk, list(chunk.parameters()))]
-            for module, parameters in users:
-                self._watch(module, parameters)
-            for module in chunk.modules():
-                module.register_state_dict_pre_hook(lambda *_: self.wait())
+        for module, parameters in self._users(chunks):
+            self._watch(module, parameters)
 
     def _watch(self, module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
-        needed = list(dict.fromkeys(self._of[p] for p in parameters if p in self._of))
+        buckets = dict.fromkeys(self._bucket_of[p] for p in parameters if p in self._bucket_of)
+        module.register_forward_pre_hook(partial(self._wait, list(buckets)))  # for new weights
+        needed = [bucket for bucket in buckets if bucket.held is not None]
         if not needed:
             return
         own = set(module.parameters())
@@ -390,8 +386,7 @@ class ShardedWeights(WeightGather):
             if bucket.held is None or bucket in self._works or bucket in self._here:
                 continue
             self._wait([bucket])  # for the new weights that this rank holds
-            if not has_memory(bucket.weights):
-                bucket.weights.untyped_storage().resize_(bucket.weights.nbytes)
+            take(bucket.weights)
             self._works[bucket] = gather_into(bucket.weights, bucket.held, bucket.shards.inner)
 
     def _arrive(self, buckets: Iterable[Bucket]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 Mask = tuple[bool, int]
-"""What hides keys from queries: causality, and how far a window reaches; -1: there is none.
+"""Causality and the reach of a window, which hide keys from queries; -1: there is no window.
 
 If causal, query and key i are the same position; otherwise all keys are before the queries. A
 window reaches from the last query to this number of keys before the last key, and from each query

@@ -297,12 +297,6 @@ class Shards:
     copies: Group
 
     @classmethod
-    def over(cls, line: Group) -> Shards:
-        """Return those of one level, over all ranks of a line."""
-        alone = Group((line.ranks[line.rank],), 0)
-        return cls(line, alone, line, alone)
-
-    @classmethod
     def undivided(cls, line: Group) -> Shards:
         """Return what ZeRO stage 0 has: all ranks of the line hold everything."""
         alone = Group((line.ranks[line.rank],), 0)
@@ -317,6 +311,10 @@ class Shards:
         """Return which part a member of `states` has."""
         outer, inner = divmod(member, self.inner.size)
         return inner * self.outer.size + outer
+
+    def have_all(self, experts: Group) -> bool:
+        """Return whether the ranks of `states` have all experts of a layer among them."""
+        return self.states.size % experts.size == 0
 
     @property
     def hops(self) -> int:

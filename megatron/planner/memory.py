@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config import Config, ModelConfig
-from megatron.engine.optimizer_state import optimizer_state
+from megatron.engine.optimizer_state import IN_FLIGHT, optimizer_state
 from megatron.pipeline.orders import SENDS_IN_FLIGHT
 from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Give, Part, Step, Take, Trace
@@ -230,11 +230,9 @@ def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
 
 # -- weights and gradients that are not there all the time ------------------------------------------
 
-_IN_FLIGHT = 2  # buckets of gradients (engine/sharded.py)
-
 
 class Shared(NamedTuple):
-    """What ZeRO stages 2 and 3 divide.
+    """Weights and gradients that ZeRO stages 2 and 3 divide.
 
     ahead, early  whether weights are gathered, and gradients sent, while passes run
     """
@@ -310,10 +308,10 @@ class _Around:
                 most = max(most, live)
                 if shared.early and last[bucket] == at and bucket not in buckets[i + 1 :]:
                     flying.append(bucket)
-                if len(flying) > _IN_FLIGHT:
+                if len(flying) > IN_FLIGHT:
                     live -= sizes[flying.pop(0)]
             if at == len(in_parts) - 1 and not shared.early:
-                flying = sorted(there, key=last.__getitem__)[-_IN_FLIGHT:]
+                flying = sorted(there, key=last.__getitem__)[-IN_FLIGHT:]
                 live = sum(sizes[bucket] for bucket in flying)
             each = zero.gradient_bytes
             self._gradients[at] = each * (most - before), each * (live - most)

@@ -1,4 +1,4 @@
-"""What ZeRO divides over which ranks, and the messages that it sends.
+"""Parts that ZeRO gives to ranks, and the messages that it sends.
 
 Sizes are those of megatron.parallel.topology.Shards: gradients, and with stage 3 weights, are
 divided over `inner` neighbours of a data-parallel line, the optimizer's state over `states` of them.

@@ -34,13 +34,18 @@ class Late:
         self._bucket.weights.copy_(self._values)
 
 
+def shared_by_two(rank: int) -> Shards:
+    line, alone = Group((0, 1), rank), Group((rank,), 0)
+    return Shards(line, alone, line, alone)
+
+
 def buckets_of(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
     """Make one bucket for each parameter, which becomes a view of it."""
     found = []
     for p in parameters:
         flat = torch.cat([p.detach().view(-1), torch.zeros(p.numel() % 2)])
         p.data = flat[: p.numel()].view(p.shape)
-        found.append(Bucket([p], torch.zeros_like(flat), flat, Shards.over(Group((0, 1), 0))))
+        found.append(Bucket([p], torch.zeros_like(flat), flat, shared_by_two(0)))
     return found
 
 
@@ -156,7 +161,7 @@ def test_what_a_rank_holds_of_a_bucket() -> None:
         (0, [(a, 0, slice(0, 3)), (b, 0, slice(3, 4))]),
         (1, [(b, 1, slice(0, 1)), (c, 0, slice(1, 3))]),
     ):
-        bucket = Bucket([a, b, c], line, torch.zeros(8), Shards.over(Group((0, 1), rank)))
+        bucket = Bucket([a, b, c], line, torch.zeros(8), shared_by_two(rank))
         assert list(bucket.owned()) == held
         assert bucket.gradient(b).tolist() == [3.0, 4.0]
         assert [part.tolist() for part in owned_gradients([bucket], [a, b, c])] == (

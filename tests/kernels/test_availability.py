@@ -98,9 +98,17 @@ def test_flash_attention_that_works(flash: None) -> None:
         ("2.8.3", None, dict(capped=True, drops=True), "blocked", "dropout"),
         ("2.8.3", "6.2", dict(capped=True), "blocked", "ROCm"),
         ("2.8.3", "6.2", dict(windowed=True), "flash", ""),
+        # its kernels within a ring
+        ("2.7.0", None, dict(ring=True, windowed=True, capped=True), "flash", ""),
+        ("2.7.0", "6.2", dict(ring=True, windowed=True), "flash", ""),
+        ("2.6.3", None, dict(ring=True), "torch", "2.7"),
+        ("2.6.3", None, dict(ring=True, windowed=True), "blocked", "2.7"),
+        ("2.8.3", "6.2", dict(ring=True, capped=True), "blocked", "ROCm"),
+        ("2.8.3", None, dict(ring=True, biased=True), "blocked", "ALiBi"),
+        ("2.8.3", None, dict(ring=True, drops=True), "blocked", "dropout"),
     ],
 )
-def test_flash_attention_with_windows_and_caps(
+def test_flash_attention_that_cannot_do_all(
     packages: Path,
     monkeypatch: pytest.MonkeyPatch,
     version: str,
@@ -109,7 +117,7 @@ def test_flash_attention_with_windows_and_caps(
     chosen: str,
     named: str,
 ) -> None:
-    """A version without them is not used, nor is torch, which has no cap; the log says why."""
+    """What cannot compute windows, caps or a ring's parts is not used; the log says why."""
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     make(packages, "flash_attn", "def flash_attn_func(): ...", version=version)
@@ -126,38 +134,6 @@ def test_a_build_for_rocm_that_ignores_windows(
     monkeypatch.setenv("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE")
     found = [choose.flash_attention("cuda", "bfloat16", windowed=x) for x in (False, True)]
     assert found[0].usable and "Triton" in found[1].reason
-
-
-@pytest.mark.parametrize(
-    ("version", "hip", "wishes", "chosen", "named"),
-    [
-        ("2.7.0", None, dict(windowed=True, capped=True), "flash", ""),
-        ("2.7.0", "6.2", dict(windowed=True), "flash", ""),
-        ("2.6.3", None, dict(), "torch", "2.7"),
-        ("2.6.3", None, dict(windowed=True), "blocked", "2.7"),
-        ("2.8.3", "6.2", dict(capped=True), "blocked", "ROCm"),
-        ("2.8.3", None, dict(biased=True), "blocked", "ALiBi"),
-        ("2.8.3", None, dict(drops=True), "blocked", "dropout"),
-    ],
-)
-def test_flash_attention_for_a_ring(
-    packages: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    version: str,
-    hip: str | None,
-    wishes: dict[str, bool],
-    chosen: str,
-    named: str,
-) -> None:
-    """A kernel that cannot compute them is not used on a GPU; the log says why."""
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    make(packages, "flash_attn", "def flash_attn_func(): ...", version=version)
-    cuda, wishes = torch.device("cuda"), wishes | {"ring": True}
-    found = choose.choose_attention(KernelConfig(), cuda, "bfloat16", **wishes)
-    assert found == chosen
-    (line,) = choose.packages(KernelConfig(), "cuda", "bfloat16", found, **wishes)
-    assert named in line and ("used" in line) == (chosen == "flash")
 
 
 def test_torch_for_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_moments_of_matrices_take_half_of_those_of_others(zero: int, experts: in
 
 
 def test_experts_are_worked_on_one_by_one_by_all_ranks() -> None:
-    """Of twice as many experts on twice as many ranks each has the same work."""
+    """Each rank has the same work with twice as many experts on twice as many ranks."""
     cluster = load_cluster("frontier")
 
     def optimizer_s(experts: int, expert: int, zero: int) -> float:
