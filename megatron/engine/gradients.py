@@ -105,11 +105,7 @@ class Gradients:
         have sent sums already.
         """
         if self._missing:
-            raise ConfigError(
-                "the gradients of the micro-batches before are being reduced already: call "
-                "Engine.step() after every Executor.train(), or turn the overlap off with "
-                "--no-overlap-grad-reduce"
-            )
+            raise ConfigError(REDUCED_ALREADY)
         self._micro_batches += micro_batches
         if self._overlap and self._per_micro_batch and self.counted:
             self._missing = [len(bucket.parameters) for bucket in self.buckets]
@@ -132,12 +128,7 @@ class Gradients:
             return
         number = self._bucket_of[p]
         if number < self._sent:
-            raise ConfigError(
-                f"{sharding_of(p).name} got a gradient more than the {due} that "
-                f"{self._micro_batches} micro-batches gave it in the first step, after their sum "
-                "was sent: turn the overlap off with --no-overlap-grad-reduce where parameters are "
-                "used in some micro-batches only"
-            )
+            raise too_many(p, due, self._micro_batches)
         if self._seen[p] == due:
             self._missing[number] -= 1
             while self._sent < len(self.buckets) and self._missing[self._sent] == 0:
@@ -251,6 +242,21 @@ class Gradients:
             p.grad = None
             sink.renew()
             self._seen[p] = 0
+
+
+REDUCED_ALREADY = (
+    "the gradients of the micro-batches before are being reduced already: call Engine.step() after "
+    "every Executor.train(), or turn the overlap off with --no-overlap-grad-reduce"
+)
+
+
+def too_many(p: torch.nn.Parameter, due: int, micro_batches: int) -> ConfigError:
+    """Return the error for a gradient after the sum of all that were due was sent."""
+    return ConfigError(
+        f"{sharding_of(p).name} got a gradient more than the {due} that {micro_batches} "
+        "micro-batch(es) gave it in the first step, after their sum was sent: turn the overlap off "
+        "with --no-overlap-grad-reduce where parameters are used in some micro-batches only"
+    )
 
 
 def _sum_among_neighbours(parts: list[torch.Tensor], copies: int, group: Group) -> None:

@@ -12,6 +12,7 @@ are gathered from the inner ranks, while the module before them computes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 
 from megatron.engine.copies import digest
 from megatron.engine.gradients import (
+    REDUCED_ALREADY,
     Bucket,
     Gradients,
     Messages,
@@ -29,8 +31,10 @@ from megatron.engine.gradients import (
     gather_into,
     reduce_beyond,
     reduce_to_inner,
+    too_many,
 )
 from megatron.engine.optimizer_state import IN_FLIGHT
+from megatron.errors import ConfigError
 from megatron.parallel.sharding import kind_of, sharding_of
 from megatron.parallel.topology import Shards, Topology
 
@@ -127,7 +131,9 @@ class ShardedGradients(Gradients):
 
     The buckets of a stage are sent once after each of its backward passes, in their order, so that
     all ranks post the same messages: with overlap as soon as they are complete, otherwise when the
-    pass ends. The first pass shows how many contributions a parameter gets; it assumes one.
+    pass ends. The first pass shows how many contributions a parameter gets; it assumes one. In the
+    last pass of a step, the sum of a bucket over the inner ranks is followed by that over the
+    others, once a step has counted (Gradients) and the passes were announced.
     """
 
     def __init__(
@@ -152,13 +158,20 @@ class ShardedGradients(Gradients):
         self._per_pass: dict[torch.nn.Parameter, int] = {}
         self._incomplete = [len(bucket.parameters) for bucket in self.buckets]
         self._flying = set[int]()
+        # backward passes of a stage in this step, and messages beyond the inner ranks
+        self._ended = dict.fromkeys(self._of_stage, 0)
+        self._outward = deque[tuple[Messages, list[Any]]]()
+        self._final = set[int]()  # whose sums over all ranks have begun
         self._empty = set(range(len(self.buckets)))  # without sums
         self._used = set[torch.nn.Parameter]()
         for p, sink in self._sinks.items():
             sink.before_use = partial(self._take, self._bucket_of[p])
 
     def begin(self, micro_batches: int) -> None:
-        """Do nothing: each pass counts by itself."""
+        """Announce backward passes, as Gradients.begin."""
+        if self._final:
+            raise ConfigError(REDUCED_ALREADY)
+        self._micro_batches += micro_batches
 
     def _take(self, number: int) -> None:
         """Give the gradients of a bucket memory, once its last message has arrived."""
@@ -168,12 +181,16 @@ class ShardedGradients(Gradients):
 
     def _added(self, p: torch.nn.Parameter) -> None:
         self._new[p] += 1
-        if not self._early or self.local or self._new[p] != self._per_pass.get(p, 1):
+        due, number = self._per_pass.get(p, 1), self._bucket_of[p]
+        if not self._early or self.local:
             return
-        number = self._bucket_of[p]
-        self._incomplete[number] -= 1
         stage = self._stage_of[number]
         of_stage = self._of_stage[stage]
+        if self._new[p] > due and self._per_pass and number in of_stage[: self._sent_of[stage]]:
+            raise too_many(p, due, 1)
+        if self._new[p] != due:
+            return
+        self._incomplete[number] -= 1
         while (at := self._sent_of[stage]) < len(of_stage) and not self._incomplete[of_stage[at]]:
             self._send_bucket(of_stage[at])
             self._sent_of[stage] += 1
@@ -196,6 +213,7 @@ class ShardedGradients(Gradients):
             self._incomplete[number] = len(self.buckets[number].parameters)
         for p in counts:
             self._new[p] = 0
+        self._ended[stage] += 1
 
     @torch.no_grad()
     def _send_bucket(self, number: int) -> None:
@@ -205,12 +223,18 @@ class ShardedGradients(Gradients):
                 self._used.add(p)
             self._sinks[p].complete()  # a parameter without any gradient counts as zero
             self._sinks[p].renew()
+        if number in self._final:
+            raise ConfigError(REDUCED_ALREADY)
         while len(self._begun) >= IN_FLIGHT:
             self._advance(1)
         self._flying.add(number)
-        self._begin(self._to_sums(number))
+        ended, of_step = self._ended[self._stage_of[number]], self._micro_batches
+        final = self._early and self.counted and ended == of_step - 1
+        if final:
+            self._final.add(number)
+        self._begin(self._to_sums(number, final))
 
-    def _to_sums(self, number: int) -> Messages:
+    def _to_sums(self, number: int, final: bool) -> Messages:
         bucket = self.buckets[number]
         yield from reduce_to_inner(bucket)
         assert bucket.sums is not None, "made by divide()"
@@ -222,6 +246,21 @@ class ShardedGradients(Gradients):
         self._empty.discard(number)
         free(bucket.gradients)
         self._flying.discard(number)
+        if final:
+            self._go_beyond(bucket)
+
+    def _go_beyond(self, bucket: Bucket) -> None:
+        """Begin to sum a bucket over the other ranks."""
+        assert bucket.sums is not None, "made by divide()"
+        messages = reduce_beyond(bucket, bucket.sums)
+        works = next(messages, None)
+        if works is not None:
+            self._outward.append((messages, works))
+
+    def _drain(self) -> None:
+        super()._drain()
+        self._begun, self._outward = self._outward, self._begun
+        super()._drain()
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return what `p` adds to the sum, in its shape: zero after a pass, unless it is `local`.
@@ -237,14 +276,15 @@ class ShardedGradients(Gradients):
         for number, bucket in enumerate(self.buckets):  # gradients that were put there by hand
             if any(self._new[p] for p in bucket.parameters):
                 self._send_bucket(number)
-        self._drain()
+        while self._begun:
+            self._advance(1)
         for number in self._empty:
             sums = self.buckets[number].sums
             assert sums is not None, "made by divide()"
             sums.zero_()
-        for bucket in self.buckets:
-            assert bucket.sums is not None, "made by divide()"
-            self._begin(reduce_beyond(bucket, bucket.sums))
+        for number, bucket in enumerate(self.buckets):
+            if number not in self._final:
+                self._go_beyond(bucket)
         self._drain()
         if not self.counted:
             self._look()
@@ -265,6 +305,8 @@ class ShardedGradients(Gradients):
         self._drain()
         self._empty = set(range(len(self.buckets)))
         self._sent_of = dict.fromkeys(self._of_stage, 0)
+        self._ended, self._micro_batches = dict.fromkeys(self._of_stage, 0), 0
+        self._final.clear()
         self._incomplete = [len(bucket.parameters) for bucket in self.buckets]
         for bucket in self.buckets:
             free(bucket.gradients)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.engine.optimizer_state import IN_FLIGHT
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.training import batches, configured
@@ -67,3 +68,45 @@ def test_a_few_layers_have_memory_at_a_time(stage: int, again: bool) -> None:
         assert found["gradients"] <= 4
         assert found["left"] == 0
         assert (found["before"] == 0) == (stage == 3)
+
+
+def outward(rank: int, stage: int, twice: bool) -> Any:
+    """Return how many sums over other ranks began in the passes of each step, of how many."""
+    from megatron.engine import sharded
+    from megatron.engine.engine import Engine, build_executor
+    from megatron.errors import ConfigError
+    from megatron.model.gpt import build_chunks, layer_context
+
+    fields = dict(num_layers=2, zero_stage=stage, zero_shard_size=2, global_batch_size=8)
+    config, topology = configured(fields, 4), join()
+    chunks = build_chunks(config, topology, layer_context(config, topology, late=stage == 3))
+    engine = Engine(config, topology, chunks)
+    executor = build_executor(config, topology, chunks, engine)
+    begun, found = list[Any](), []
+    reduce_beyond = sharded.reduce_beyond
+    sharded.reduce_beyond = lambda *args: (begun.append(args[0]), reduce_beyond(*args))[1]
+    for step in range(2):
+        executor.train(batches(config, step, topology.replica))
+        if twice and step:
+            try:
+                executor.train(batches(config, step, topology.replica))
+            except ConfigError as error:
+                return str(error)
+        in_passes = len(begun)
+        engine.step(1e-3)
+        found.append((in_passes, len(begun), len(set(begun))))
+        begun.clear()
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sums_over_other_ranks_begin_in_the_last_backward_pass(stage: int) -> None:
+    """Not in the first step, in which contributions are counted."""
+    for first, second in run_processes(4, outward, stage, False):
+        assert first[0] == 0 and second[0] == second[1] - IN_FLIGHT
+        assert first[1] == first[2] == second[1] == second[2] > 2
+
+
+def test_a_second_batch_after_the_sums_were_sent_is_refused() -> None:
+    messages = run_processes(4, outward, 3, True)
+    assert len(set(messages)) == 1 and "--no-overlap-grad-reduce" in messages[0]

@@ -75,6 +75,9 @@ def _body(
     except BaseException as error:
         outcome = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     results.send(outcome)
+    if rank == 0 and outcome[0]:  # it has the store that the others may still connect through
+        with contextlib.suppress(EOFError):
+            results.recv()
     os._exit(0)  # a process whose peers died must not wait for them in a destructor
 
 
@@ -171,6 +174,8 @@ def run_processes_raw(
             if outcome := _outcome(processes[rank], pipes[rank]):
                 outcomes[rank] = outcome
                 missing.discard(rank)
+    for pipe in pipes:
+        pipe.close()
     for process in processes:
         process.join(timeout=1)
         if process.is_alive():

@@ -48,6 +48,7 @@ FREE = with_figures(
 # -- of any configuration --------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)  # it records the traces of 25 models
 @given(machine=st.sampled_from([*MACHINES]), config=configs())
 def test_parts_add_up(machine, config):
     found = estimate(config, MACHINES[machine])
