@@ -23,6 +23,7 @@ from megatron.untrusted import parse_json, read_text
 _MOST_BYTES = 1 << 20  # such a file has a few thousand
 _STEPS = "gradient_accumulation_steps"
 _POWER_OF_TWO = "fp16.initial_scale_power"
+_OFFLOAD = "zero_optimization.offload_optimizer.device"
 
 
 @functools.cache
@@ -135,6 +136,8 @@ class _Merge:
         try:
             if key == _POWER_OF_TWO:
                 written, value = value, _power_of_two(value)
+            elif key == _OFFLOAD:
+                written, value = value, _on_the_host(value)
             value = option.accept(value)
         except ValueError as error:
             settings.mark_bad(name, f"{key} {error}", self._at(key))
@@ -235,6 +238,12 @@ def _power_of_two(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1000 <= value <= 1000:
         raise ValueError(f"expected a power of two between -1000 and 1000, got {value!r}")
     return 2.0**value
+
+
+def _on_the_host(value: Any) -> bool:
+    if value not in ("cpu", "none"):
+        raise ValueError(f'expected "cpu" or "none", got {value!r}')
+    return bool(value == "cpu")
 
 
 def _only_empty(value: Any) -> bool:

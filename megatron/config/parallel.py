@@ -312,6 +312,18 @@ class EngineConfig:
         "multiple of --zero-shard-size. world, 0: all; node, -1: those of a node.",
         **_SHARD,
     )
+    cpu_offload: bool = option(
+        False,
+        "Keep the optimizer state (master weights, moments) in host memory. Each step streams it "
+        "through the device, two buckets at a time.",
+        flags=(
+            "--cpu-offload",
+            "--cpu-optimizer",
+            "--optimizer-cpu-offload",
+            "--offload-optimizer-states",
+            "--chunked-optimizer-state-offload",
+        ),
+    )
     overlap_grad_reduce: bool = option(
         True,
         "Reduce gradients over the data-parallel ranks while backward passes run.",

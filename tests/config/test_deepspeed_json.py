@@ -49,7 +49,12 @@ FULL = {
         "type": "AdamW",
         "params": {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.2},
     },
-    "zero_optimization": {"stage": 0, "reduce_bucket_size": 5e8, "allgather_bucket_size": 1000},
+    "zero_optimization": {
+        "stage": 0,
+        "reduce_bucket_size": 5e8,
+        "allgather_bucket_size": 1000,
+        "offload_optimizer": {"device": "cpu"},
+    },
     "fp16": {
         "enabled": True,
         "loss_scale": 0,
@@ -75,6 +80,7 @@ def test_what_only_the_file_has_is_taken_over(merge):
         zero_stage=0,
         zero_reduce_bucket_size=500_000_000,
         zero_allgather_bucket_size=1000,
+        cpu_offload=True,
         fp16=True,
         loss_scale=None,
         initial_loss_scale=4096.0,
@@ -271,8 +277,8 @@ IMPOSSIBLE = [
     ({"zero_optimization": {"stage": 4}}, ["zero_optimization.stage", "4"]),
     ({"zero_optimization": {"mics_shard_size": 8}}, ["mics_shard_size", "--zero-shard-size"]),
     (
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-        ["offload_optimizer.device", "remove"],
+        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+        ["offload_optimizer.device", "'nvme'", '"cpu"'],
     ),
     ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", "'Lamb'"]),
     ({"optimizer": {"params": {"max_coeff": 3}}}, ["optimizer", "max_coeff"]),

@@ -251,6 +251,9 @@ SETTINGS = """
 --cross-entropy-chunk-tokens 256
 --norm-implementation apex
 --optimizer-implementation torch
+--cpu-offload
+--cpu-optimizer => cpu_offload True
+--optimizer-cpu-offload => cpu_offload True
 --data-path corpus => data_path ('corpus',)
 --data-path 0.3 a 0.7 b => data_path ('0.3','a','0.7','b')
 --split 90,10,0
@@ -453,7 +456,6 @@ REFUSED = """
 --distributed-backend hccl => gloo
 --remote-device cpu => --zero-stage
 --remote-device nvme => none
---cpu-optimizer => --zero-stage
 --data-parallel-random-init => remove
 --embedding-weights-in-fp32 => fp32
 --data-impl lazy => mmap
@@ -515,7 +517,7 @@ REFUSED = """
 --embedding-init-method-std 0.1 => --init-method-std
 --full-validation => --eval-iters
 --multiple-validation-sets => --valid-data-path
---optimizer-cpu-offload => --zero-stage
+--cpu-offloading-num-layers 2 => --cpu-offload
 --pretrained-checkpoint p => --finetune
 --retro-add-retriever => remove
 --perform-rl-step => remove
