@@ -1,14 +1,15 @@
-"""Parts of DeepSpeed beyond its public interface: its start and its ZeRO-1 step.
+"""Parts of DeepSpeed beyond its public interface: its start and its optimizer step.
 
 `OF_MODULES` and `OF_OBJECTS` list each name with the reason. All are checked when an engine is
 made: most of them are replaced, and replacing a name that a new version no longer uses would
 silently do nothing.
 
-BF16_Optimizer serves bf16, DeepSpeedZeroOptimizer fp32 and fp16. Both keep master weights and
-moments and update their partition; around that they flatten, copy, reduce, clip and gather. Here
-gradients are already flat and reduced, the norm is one pass over this rank's partition, and the
-caller gathers the weights. DeepSpeed's optimizers wait on the host for the norm; here norm, clip
-factor and the decision whether the step counts stay on the device, where the update reads them.
+BF16_Optimizer serves bf16, DeepSpeedZeroOptimizer fp32 and fp16. Both keep master weights and call
+the optimizer on them; around that they flatten, partition, copy, reduce, clip and gather. Here their
+parameters are this rank's parts of buckets, which are flat and reduced, the norm is one pass over
+them, and the caller gathers the weights. DeepSpeed's optimizers wait on the host for the norm; here
+norm, clip factor and the decision whether the step counts stay on the device, where the update reads
+them.
 """
 
 from __future__ import annotations
@@ -51,20 +52,12 @@ Parts = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 OLDEST_TESTED, NEWEST_TESTED = "0.19.5", "0.19.8"
 
-ALIGNMENT = 8
-"""A rank's part of a bucket is a multiple of this number of elements, so that each part begins on a
-multiple of 16 bytes, in 16 and in 32 bit.
-
-With DeepSpeed's own 2, parts begin on multiples of 4 or 8 bytes, where kernels load single elements
-and NCCL leaves its wide path."""
-
 _BF16, _ZERO = "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage_1_and_2"
 _COMMUNICATION, _MUON = "deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"
 
 _STEP = {
     "all_gather_dp_groups": "does nothing: WeightGather gathers the weights during the next "
     "forward pass",
-    "align_dense_tensors": "pads parts of buckets to ALIGNMENT elements",
 }
 OF_MODULES: Mapping[str, Mapping[str, str]] = {
     _COMMUNICATION: {
@@ -83,15 +76,10 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
         **_STEP,
         "get_global_norm_of_tensors": "returns our norm: one pass over this rank's partition",
         "see_memory_usage": "does nothing: it collects garbage at each of many calls",
-        "BF16_Optimizer._configure_moe_settings": "sets the ranks that share the optimizer of experts",
         "BF16_Optimizer.__init__": "gets the format of the sums as grad_acc_dtype: a configuration "
         "with bf16 sums would choose another optimizer",
     },
-    _ZERO: {
-        **_STEP,
-        "DeepSpeedZeroOptimizer._configure_moe_settings": "sets the ranks that share the optimizer "
-        "of experts",
-    },
+    _ZERO: _STEP,
     "deepspeed.runtime.engine": {
         "DeepSpeedEngine._broadcast_model": "does nothing: all ranks draw the same weights, and "
         "those of experts differ",
@@ -103,8 +91,8 @@ _BOTH = {
     "pipeline",
 }
 _GRADIENTS = (
-    *("fp32_groups_gradients", "fp32_groups_actual_gradients_flat", "fp32_groups_gradient_dict"),
-    "non_expert_gradients",
+    *("fp32_groups_gradients", "fp32_groups_gradients_flat", "fp32_groups_gradient_dict"),
+    *("fp32_groups_actual_gradients_flat", "non_expert_gradients"),
 )
 
 OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
@@ -115,33 +103,29 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
     },
     "BF16_Optimizer": {
         **_BOTH,
-        "bf16_groups": "read: the parameters of each bucket",
-        "bf16_groups_flat": "read: their weights, flat",
-        "bf16_partitioned_groups": "set to this rank's part of buckets that are divided already",
-        "fp32_groups_flat_partition": "read: this rank's master weights",
-        "fp32_groups_gradients_flat": "read: the gradient sums, flat",
-        "fp32_groups_gradient_flat_partition": "emptied where FusedAdamW reads bf16 sums: "
-        "DeepSpeed would copy them",
-        **dict.fromkeys(_GRADIENTS, "emptied where buckets are divided already"),
+        "bf16_groups": "read: its parameters, which become this rank's parts of buckets",
+        "fp32_groups_flat_partition": "read: the master weights, which get the exact values",
+        "fp32_groups_gradient_flat_partition": "set to this rank's part of the gradient sums; "
+        "emptied where FusedAdamW reads bf16 sums: DeepSpeed would copy them",
+        **dict.fromkeys(_GRADIENTS, "emptied: the gradients of its parameters"),
         "fp32_groups_has_gradients": "all true: a gradient of zeros counts, too",
         "grad_acc_dtype": "read: the format of the gradient sums",
         "get_grads_for_norm": "returns our flat gradients",
         "clear_hp_grads": "does nothing: sums restart without being filled with zeros",
-        "update_lp_params": "does nothing where FusedAdamW writes the working weights",
+        "update_lp_params": "does nothing: the working weights are written after the step",
     },
     "DeepSpeedZeroOptimizer": {
         **_BOTH,
-        "bit16_groups": "read: the parameters of each bucket",
-        "bit16_groups_flat": "read: their weights, flat",
-        "parallel_partitioned_bit16_groups": "set to this rank's part of buckets that are divided "
-        "already",
-        "single_partition_of_fp32_groups": "read: this rank's master weights",
+        "bit16_groups": "read: its parameters, which become this rank's parts of buckets",
+        "parallel_partitioned_bit16_groups": "replaced by what takes no copy: the working weights "
+        "are written after the step",
+        "partition_size": "set to the elements of this rank's parts",
+        "single_partition_of_fp32_groups": "read: the master weights, which get the exact values",
         "averaged_gradients": "holds our flat gradients, which the step takes as its own",
         "check_grad_overflow": "off: the norm shows an overflow, without another pass over the "
         "gradients",
         "scaled_global_norm": "returns our norm",
-        "_optimizer_step": "waits for the last group where the optimizer takes parameters whole: "
-        "it updates all groups at once",
+        "_optimizer_step": "waits for the last group: all are updated at once",
         "_update_model_bit16_weights": "does nothing: the parameters are views of the flat "
         "weights, and remain so",
         "unscale_and_clip_grads": "does nothing where the update reads the factor of the gradients "
@@ -159,34 +143,27 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
 class ModelParallelUnit:
     """DeepSpeed's `mpu`: it describes the model parallelism of a Topology to DeepSpeed.
 
-    "Model parallel" is tensor times pipeline. `shards` are those of ZeRO, `of_experts` those of
-    experts. DeepSpeed partitions where stage 1 is asked of it; `divided` buckets are its ranks'
-    parts already, and DeepSpeed gets a data group of this rank alone, as in stage 0.
+    "Model parallel" is tensor times pipeline. DeepSpeed is to partition nothing, since its
+    parameters are this rank's parts already: its data group is this rank alone.
 
     There are no methods with DeepSpeed's names of sequence parallelism (get_sequence_parallel_...,
     initialize_sequence_parallel): they mean another technique, and change its groups.
     """
 
-    def __init__(
-        self, topology: Topology, shards: Shards, of_experts: Shards, divided: bool = False
-    ) -> None:
+    def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._alone: Any = None
-        self.shards, self.shards_of_experts = shards, of_experts
-        alone = Group((topology.rank,), 0)
-        self.partition = alone if divided else shards.states
-        self.of_experts = alone if divided else of_experts.states
         for kind, group in (
             ("model_parallel", topology.model),
             ("tensor_model_parallel", topology.tensor),
             ("pipeline_model_parallel", topology.pipeline),
-            ("data_parallel", self.partition),
+            ("data_parallel", Group((topology.rank,), 0)),
         ):
-            setattr(self, f"get_{kind}_group", partial(self.handle, group))
+            setattr(self, f"get_{kind}_group", partial(self._handle, group))
             setattr(self, f"get_{kind}_world_size", partial(getattr, group, "size"))
             setattr(self, f"get_{kind}_rank", partial(getattr, group, "rank"))
 
-    def handle(self, group: Group) -> Any:
+    def _handle(self, group: Group) -> Any:
         """Return the group's torch process group; all groups of one share a single object."""
         if group.size > 1:
             return group.handle
@@ -257,17 +234,16 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     return deepspeed
 
 
-def deepspeed_json(config: Config, ranks: int) -> dict[str, Any]:
+def deepspeed_json(config: Config) -> dict[str, Any]:
     """Return the configuration for DeepSpeed.
 
-    Settings of the Engine override entries that the user passes through. The batch sizes of an
-    engine over `ranks` data-parallel ranks, the format of gradient sums and the loss scale are
-    placeholders: the Engine has its own.
+    Settings of the Engine override entries that the user passes through. Batch sizes, the format of
+    gradient sums and the loss scale are placeholders: the Engine has its own.
     """
     extra: Mapping[str, Any] = config.engine.extra or {}
     return {
         **extra,
-        "train_batch_size": ranks,
+        "train_batch_size": 1,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.optimizer.clip_grad,
@@ -301,46 +277,21 @@ def start_engine(
     index = device.index
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-    bf16, zero = importlib.import_module(_BF16), importlib.import_module(_ZERO)
-    optimizer_init, pad = bf16.BF16_Optimizer.__init__, bf16.align_dense_tensors
-    zero_init = zero.DeepSpeedZeroOptimizer.__init__
+    bf16 = importlib.import_module(_BF16)
+    optimizer_init = bf16.BF16_Optimizer.__init__
     engines = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
 
-    groups = arguments.get("mpu")
-    apart = groups is not None and groups.of_experts != groups.partition
-
     def init_with_sums(self: Any, *args: Any, **options: Any) -> None:
-        more = {"grad_acc_dtype": sums, "has_moe_layers": apart}
-        optimizer_init(self, *args, **(options | more))
-
-    def init_with_experts(self: Any, *args: Any, **options: Any) -> None:
-        zero_init(self, *args, **(options | {"has_moe_layers": apart}))
-
-    def set_partitions(self: Any) -> None:
-        """Replace DeepSpeed's own registration of experts; all that follows is as without them."""
-        group = arguments["mpu"].of_experts
-        for i, of_group in enumerate(self.optimizer.param_groups):
-            if of_group.get("experts"):
-                self.real_dp_process_group[i] = arguments["mpu"].handle(group)
-                if hasattr(self, "partition_count"):
-                    self.partition_count[i] = group.size
-        self.has_moe_layers = False
-
-    def padded(tensors: list[torch.Tensor], alignment: int) -> list[torch.Tensor]:
-        return list(pad(tensors, ALIGNMENT // 2 * alignment))  # DeepSpeed asks for 2 for each rank
+        optimizer_init(self, *args, **(options | {"grad_acc_dtype": sums}))
 
     accelerator = deepspeed.accelerator.get_accelerator()
     fp16_supported = accelerator.is_fp16_supported if device.type == "cuda" else (lambda: True)
     with (
         _quiet(),
         _rank_variables(topology),
-        patch.multiple(bf16, see_memory_usage=_nothing, align_dense_tensors=padded),
+        patch.object(bf16, "see_memory_usage", _nothing),
         patch.object(bf16.BF16_Optimizer, "__init__", init_with_sums),
-        patch.object(bf16.BF16_Optimizer, "_configure_moe_settings", set_partitions),
-        patch.object(zero.DeepSpeedZeroOptimizer, "__init__", init_with_experts),
-        patch.object(zero.DeepSpeedZeroOptimizer, "_configure_moe_settings", set_partitions),
         patch.object(engines, "_broadcast_model", _nothing),
-        patch.object(zero, "align_dense_tensors", padded),
         patch.object(accelerator, "is_fp16_supported", fp16_supported),
         _no_collections(),
     ):
@@ -449,16 +400,15 @@ class ZeroStep:
     """One optimizer step on reduced gradients, run by DeepSpeed's engine.
 
     inner      the optimizer that DeepSpeed's optimizer calls on its master weights
-    mpu        has the ranks that share the optimizer
+    buckets    one for each parameter group, in their order; DeepSpeed's parameters become this
+               rank's parts of them
+    exact      this rank's part of the fp32 weights of each bucket  # [n / ranks]
+    shards     the ranks that share parameters other than those of experts
     kernels    whether our kernel may compute the norm, where it is loaded
     limits     largest norm of the gradients of a kind of parameters (kind_of), by kind. These are
                clipped first, and the limit of the global norm holds for the result
 
-    divided    buckets of which DeepSpeed has this rank's parts as parameters; without them, its
-               parameters are those of the model
-
-    buckets    one for each parameter group, in their order
-    masters    this rank's part of the fp32 weights of each bucket  # [n / ranks]
+    masters    the parameters of `inner`: `exact`, or the weights themselves in fp32
 
     Raises ConfigError when DeepSpeed lacks a name of OF_OBJECTS.
     """
@@ -469,10 +419,11 @@ class ZeroStep:
         inner: torch.optim.Optimizer,
         topology: Topology,
         dtype: torch.dtype,
-        mpu: ModelParallelUnit,
+        buckets: Sequence[Bucket],
+        exact: Sequence[torch.Tensor],
+        shards: Shards,
         kernels: bool,
         limits: Mapping[str, float] = MappingProxyType({}),
-        divided: Sequence[Bucket] = (),
     ) -> None:
         version = importlib.import_module("deepspeed").__version__
         _check_object(engine, version)
@@ -493,46 +444,29 @@ class ZeroStep:
         for hook in outer._grad_acc_hooks:
             hook.remove()
         engine.enable_backward_allreduce = False
-        if self._bf16:
-            groups, weights = outer.bf16_groups, outer.bf16_groups_flat
-            self.masters, sums = outer.fp32_groups_flat_partition, outer.fp32_groups_gradients_flat
-        else:
-            groups, weights = outer.bit16_groups, outer.bit16_groups_flat
-            self.masters = outer.single_partition_of_fp32_groups
-            sums = [] if divided else [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        self._deepspeeds = [p for group in groups for p in group]
-        self.buckets = list(divided)
-        for i, bucket in enumerate(divided):  # instead of DeepSpeed's copies
-            self._deepspeeds[i].data = weights[i] = bucket.own_weights
-            self._deepspeeds[i]._hp_mapping = None
-            if not self._bf16:
-                outer.parallel_partitioned_bit16_groups[i] = [bucket.own_weights]
-            else:
-                outer.bf16_partitioned_groups[i] = [bucket.own_weights]
-                sums[i] = outer.fp32_groups_gradient_flat_partition[i] = bucket.own_gradients
-        if divided and self._bf16:
-            for name in _GRADIENTS:
-                getattr(outer, name).clear()
-            getattr(outer, "expert_gradients", {}).clear()  # where there are experts
-        rows = () if divided else zip(inner.param_groups, groups, sums, weights, strict=True)
-        for of_group, group, gradients, w in rows:
-            experts, fp32 = of_group.get("experts"), of_group.get("fp32")
-            shards = mpu.shards_of_experts if experts else mpu.shards
-            flat = w.float() if fp32 else w
-            bucket = Bucket(list(group), gradients, flat, shards)
-            for p in group if fp32 and flat is not w else ():
-                p.data = bucket.weights.narrow(0, bucket.starts[p], p.numel()).view(p.shape)
-            self.buckets.append(bucket)
-        # whose new weights DeepSpeed and kernels would write elsewhere
-        self._wide = [
+        self.buckets = list(buckets)
+        in_fp32 = dtype == torch.float32
+        self._values = [b.own_weights for b in self.buckets] if in_fp32 else list(exact)
+        groups = outer.bf16_groups if self._bf16 else outer.bit16_groups
+        self.masters = (
+            outer.fp32_groups_flat_partition
+            if self._bf16
+            else outer.single_partition_of_fp32_groups
+        )
+        for (p,), bucket, master, values in zip(
+            groups, self.buckets, self.masters, self._values, strict=True
+        ):
+            _check_names(p, "Parameter", OF_OBJECTS["Parameter"], version)
+            p.data, p._hp_mapping = bucket.own_weights, None
+            master.data = values
+        # whose working weights the optimizer does not write
+        self._rounded = [
             (bucket, master)
             for bucket, master in zip(self.buckets, self.masters, strict=True)
-            if bucket.weights.dtype == torch.float32 and dtype != torch.float32
+            if not in_fp32
         ]
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self._kept: list[torch.Tensor | None] = []
-        if dtype == torch.float32:
-            self._share_masters(version)
         if self._bf16:
             self._prepare_bf16()
         else:
@@ -558,42 +492,37 @@ class ZeroStep:
         self._parts = lists(self._parameters)
         # with the ranks over which their squares are summed
         self._summed: list[tuple[Parts, Group]]
-        states, experts_ranks = mpu.shards.states, topology.expert
-        if mpu.shards.have_all(experts_ranks):
-            self._summed = [(self._parts, states)]
+        experts_ranks = topology.expert
+        if shards.have_all(experts_ranks):
+            self._summed = [(self._parts, shards.states)]
         else:
             of_experts = [p for p in self._parameters if sharding_of(p).experts]
             others = [p for p in self._parameters if not sharding_of(p).experts]
-            self._summed = [(lists(others), states), (lists(of_experts), experts_ranks)]
+            self._summed = [(lists(others), shards.states), (lists(of_experts), experts_ranks)]
         self._limits = (
             torch.tensor([math.inf, *limits.values()], device=topology.device).double()
             if limits
             else None
         )
 
-    def _share_masters(self, version: str) -> None:
-        """Use this rank's part of the fp32 weights as the master weights, without a copy."""
-        for bucket, master in zip(self.buckets, self.masters, strict=True):
-            master.data = bucket.own_weights
-        for p in self._deepspeeds:
-            _check_names(p, "Parameter", OF_OBJECTS["Parameter"], version)
-            p._hp_mapping = None
-
     def _prepare_bf16(self) -> None:
         outer = self._outer
         outer.get_grads_for_norm = self._gradients_to_clip
-        outer.clear_hp_grads = _nothing
+        outer.clear_hp_grads = outer.update_lp_params = _nothing
+        for name in _GRADIENTS:
+            getattr(outer, name).clear()
+        gradients = [bucket.own_gradients for bucket in self.buckets]
+        outer.fp32_groups_gradient_flat_partition = gradients
         if self._on_device:
             outer.clip_grad = 0.0
         if isinstance(self._inner, FusedAdamW):
-            outer.update_lp_params = _nothing
             self._inner.copies = {
                 master: bucket.own_weights
-                for bucket, master in zip(self.buckets, self.masters, strict=True)
+                for bucket, master in self._rounded
                 if bucket.weights.dtype != torch.float32
             }
+            self._rounded = [pair for pair in self._rounded if pair[1] not in self._inner.copies]
             if outer.grad_acc_dtype != torch.float32:
-                gradients = [bucket.own_gradients for bucket in self.buckets]
                 self._inner.gradients = dict(zip(self.masters, gradients, strict=True))
                 outer.fp32_groups_gradient_flat_partition = []
 
@@ -603,10 +532,12 @@ class ZeroStep:
         outer.scaled_global_norm = self._norm_for_deepspeed
         outer._update_model_bit16_weights = _nothing
         outer.loss_scaler = SimpleNamespace(cur_scale=1.0, dynamic=False, update_scale=_nothing)
+        outer.partition_size = [len(bucket.own_weights) for bucket in self.buckets]
+        no_copy = SimpleNamespace(data=SimpleNamespace(copy_=_nothing))
+        outer.parallel_partitioned_bit16_groups = [[no_copy]] * len(self.buckets)
         if self._on_device:
             outer.unscale_and_clip_grads = _nothing
-        if any(group.get("whole") for group in self._inner.param_groups):
-            outer._optimizer_step = self._step_together
+        outer._optimizer_step = self._step_together
 
     def _step_together(self, number: int) -> None:
         """Keep the gradients of a group; update all groups with the last."""
@@ -617,10 +548,8 @@ class ZeroStep:
             master.grad = gradient
         self._kept.clear()
         self._inner.step()
-        for bucket, master in zip(self.buckets, self.masters, strict=True):
+        for master in self.masters:
             master.grad = None
-            if master.dtype != bucket.weights.dtype:
-                bucket.own_weights.copy_(master.detach())
 
     def step(self, loss_scale: float) -> torch.Tensor:
         """Take one step with the reduced gradients, which contain `loss_scale`.
@@ -656,7 +585,7 @@ class ZeroStep:
             ours["get_global_norm_of_tensors"] = self._norm_for_deepspeed
         with patch.multiple(self._module, **ours):
             self._engine.step()
-        for bucket, master in self._wide:
+        for bucket, master in self._rounded:
             bucket.own_weights.copy_(master.detach())
         return norm
 
@@ -671,8 +600,8 @@ class ZeroStep:
     def update_working_weights(self) -> None:
         """Copy the master weights to this rank's part of the weights of forward and backward."""
         with torch.no_grad():
-            for bucket, master in zip(self.buckets, self.masters, strict=True):
-                bucket.own_weights.copy_(master)
+            for bucket, values in zip(self.buckets, self._values, strict=True):
+                bucket.own_weights.copy_(values)
 
     def _sum_of_squares(self) -> torch.Tensor:
         """Return the sum of squares of this replica group's gradients, for each of `_parts`.

@@ -20,7 +20,6 @@ import torch
 from megatron.config.phases import norm_limits
 from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_internals import (
-    ALIGNMENT,
     ModelParallelUnit,
     ZeroStep,
     deepspeed_json,
@@ -28,7 +27,7 @@ from megatron.engine.deepspeed_internals import (
     import_deepspeed,
     start_engine,
 )
-from megatron.engine.gradients import Bucket, Gradients, Terms, WeightGather
+from megatron.engine.gradients import ALIGNMENT, Bucket, Gradients, Terms, WeightGather, divide
 from megatron.engine.optimizer import (
     Fragment,
     build_optimizer,
@@ -214,13 +213,12 @@ class Engine:
             assert p.dtype == torch.float32, (
                 f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
             )
-        mpu = ModelParallelUnit(topology, *self._shards, divided=stage > 1)
         limit = math.inf
         if topology.data.size > 1 or has_16_bit_moments(config):  # which are widened by bucket
             limit = bucket_elements(config.engine.zero_reduce_bucket_size, topology.data.size)
         cut: dict[str, Any] = {}
         if stage > 1:
-            from megatron.engine.sharded import divide, units  # no part of other stages
+            from megatron.engine.sharded import units  # no part of other stages
 
             cut["unit"] = units(dict(chunks.named_children()), stage)
         own = config.pieces.optimizer
@@ -235,21 +233,14 @@ class Engine:
         ensure_process_group(topology.device)
         check_groups(groups, topology)
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
-        divided: list[tuple[Bucket, torch.Tensor]] = []
-        if stage > 1:
-            for group in groups:
-                shards = self._shards[bool(group["experts"])]
-                made = divide(group["params"], shards, self._dtype, sums, stage, ALIGNMENT)
-                divided.append(made)
-                group["params"] = [torch.nn.Parameter(torch.zeros_like(made[0].own_weights))]
-
-        # DeepSpeed would round the weights before it copies them to the master weights. The exact
-        # ones are kept in host memory, since device memory is scarce.
-        exact = (
-            {}
-            if self._dtype == torch.float32 or stage > 1
-            else {p: p.detach().cpu().contiguous() for p in parameters}
-        )
+        buckets, exact = [], []
+        for group in groups:
+            shards = self._shards[bool(group["experts"])]
+            bucket, part = divide(group["params"], shards, self._dtype, sums, stage)
+            buckets.append(bucket)
+            exact.append(part)
+            # DeepSpeed's, until it has started
+            group["params"] = [torch.nn.Parameter(part.new_zeros(ALIGNMENT))]
         deepspeed = import_deepspeed(topology.device)
         self._basic = (
             build_optimizer(groups, config, topology.device)
@@ -260,23 +251,23 @@ class Engine:
             deepspeed,
             topology,
             sums=sums,
-            model=torch.nn.ParameterList(p for group in groups for p in group["params"])
-            if stage > 1
-            else chunks,
+            model=torch.nn.ParameterList(p for group in groups for p in group["params"]),
             optimizer=self._basic,
-            config=deepspeed_json(config, mpu.partition.size),
-            mpu=mpu,
+            config=deepspeed_json(config),
+            mpu=ModelParallelUnit(topology),
         )
         self._zero = ZeroStep(
             engine,
             self._basic,
             topology,
             self._dtype,
-            mpu,
+            buckets,
+            exact,
+            self._shards[0],
             kernels=config.kernels.optimizer_implementation != "torch",
             limits=norm_limits(config.optimizer.clip_grad_by_kind),
-            divided=[bucket for bucket, _ in divided],
         )
+        del exact
         wanted = [bool(group.get("whole")) for group in self._basic.param_groups]
         of_wholes = [b for b, whole in zip(self._zero.buckets, wanted, strict=True) if whole]
         wholes = WholeParameters(of_wholes, topology) if of_wholes else None
@@ -291,16 +282,6 @@ class Engine:
             for p, first, place in bucket.owned()
         ]
         self._own_gradients = {p: b.own_gradients[place] for p, *_, place, b, _, _ in owned}
-        for p in exact:
-            if sharding_of(p).fp32:
-                p.data.copy_(exact[p])
-        for p, first, count, place, _, master, _ in owned:
-            if p in exact:
-                master.detach()[place].copy_(exact.pop(p).view(-1)[first : first + count])
-        exact.clear()
-        for master, (_, values) in zip(self._zero.masters, divided, strict=False):
-            master.detach().copy_(values)
-        divided.clear()
         # the moments do not fit into any gap left by the initial weights
         release_free_memory()
         create_state(self._basic, state)

@@ -27,7 +27,7 @@ from megatron.parallel.collectives import (
     reduce_scatter_into_async,
     start,
 )
-from megatron.parallel.sharding import GradientSink, sharding_of
+from megatron.parallel.sharding import GradientSink, kind_of, sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 
 
@@ -370,11 +370,16 @@ class Terms:
 
 # --- buckets
 #
-# A bucket is a parameter group of the optimizer. DeepSpeed concatenates the parameters of a group
-# and gives each data-parallel rank an equal part of the result, so that every rank owns a part of
-# every bucket: messages load all ranks alike, and neither the sum of a bucket nor its new weights
-# wait for another bucket. With Shards of two levels there are as many parts as inner ranks, each of
-# which is cut again into as many as outer ranks.
+# A bucket is a parameter group of the optimizer: its parameters, one after another, of which each
+# data-parallel rank owns an equal part, so that messages load all ranks alike, and neither the sum
+# of a bucket nor its new weights wait for another bucket. DeepSpeed gets each rank's part as a
+# parameter. With Shards of two levels there are as many parts as inner ranks, each of which is cut
+# again into as many as outer ranks.
+
+ALIGNMENT = 8
+"""A rank's part of a bucket is a multiple of this number of elements, so that each part begins on a
+multiple of 16 bytes, in 16 and in 32 bit. On smaller multiples kernels load single elements, and
+NCCL leaves its wide path."""
 
 Messages = Iterator[list[Any]]
 """Hops of a transfer, as work handles: the next one begins once these have been waited for."""
@@ -449,6 +454,67 @@ class Bucket:
             start, stop = max(begin, 0), min(begin + p.numel(), size)
             if start < stop:
                 yield p, start - begin, slice(start, stop)
+
+
+@torch.no_grad()
+def divide(
+    parameters: Sequence[torch.nn.Parameter],
+    shards: Shards,
+    dtype: torch.dtype,
+    sums: torch.dtype,
+    stage: int,
+) -> tuple[Bucket, torch.Tensor]:
+    """Put the parameters of a group into a bucket; return also this rank's part, exact, in fp32.
+
+    Values that are not there yet (ParameterFactory.late) are drawn.
+    """
+    device, inner = parameters[0].device, shards.inner
+    each = ALIGNMENT * shards.states.size
+    n = -(-sum(p.numel() for p in parameters) // each) * each
+    exact = torch.zeros(n, device=device)
+    at = 0
+    for p in parameters:
+        late = getattr(p, "late", None)
+        values = p if late is None else late()
+        exact[at : at + p.numel()] = values.reshape(-1)
+        at += p.numel()
+    fp32 = sharding_of(parameters[0]).fp32
+    weights = exact.to(torch.float32 if fp32 else dtype, copy=True)
+    part = exact.chunk(shards.states.size)[shards.part].clone()
+    at = 0
+    for p in parameters:
+        p.data = weights[at : at + p.numel()].view(p.shape)
+        at += p.numel()
+    del exact
+    own_sums = held = None
+    if stage > 1:
+        own_sums = torch.zeros(n // inner.size, dtype=sums, device=device)
+    kinds = {kind_of(sharding_of(p).name, sharding_of(p).global_shape) for p in parameters}
+    # those of vectors are few, and messages for each layer would be small
+    if stage == 3 and kinds != {"vector"} and inner.size > 1:
+        held = weights.chunk(inner.size)[inner.rank].clone()
+    gradients = torch.zeros(n, dtype=sums, device=device)
+    bucket = Bucket(parameters, gradients, weights, shards, own_sums, held)
+    if own_sums is not None:
+        free(gradients)
+    if held is not None:
+        free(weights)
+    return bucket, part
+
+
+def free(flat: torch.Tensor) -> None:
+    """Give up the memory of a flat tensor; its views stay what they are.
+
+    Memory of which there has been a NumPy view cannot be given up.
+    """
+    if flat.untyped_storage().resizable():
+        flat.untyped_storage().resize_(0)
+
+
+def take(flat: torch.Tensor) -> None:
+    """Give a flat tensor memory again, with any values."""
+    if not flat.untyped_storage().size():
+        flat.untyped_storage().resize_(flat.nbytes)
 
 
 def owned_gradients(

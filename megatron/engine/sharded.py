@@ -28,15 +28,17 @@ from megatron.engine.gradients import (
     Messages,
     Terms,
     WeightGather,
+    free,
     gather_into,
     reduce_beyond,
     reduce_to_inner,
+    take,
     too_many,
 )
 from megatron.engine.optimizer_state import IN_FLIGHT
 from megatron.errors import ConfigError
 from megatron.parallel.sharding import kind_of, sharding_of
-from megatron.parallel.topology import Shards, Topology
+from megatron.parallel.topology import Topology
 
 
 def units(chunks: Mapping[str, torch.nn.Module], stage: int) -> Callable[[torch.nn.Parameter], int]:
@@ -55,70 +57,6 @@ def units(chunks: Mapping[str, torch.nn.Module], stage: int) -> Callable[[torch.
                 layer = ".".join(s.name.split(".")[:2])
             found.setdefault(p, number.setdefault((of_stage, layer), len(number)))
     return found.__getitem__
-
-
-@torch.no_grad()
-def divide(
-    parameters: Sequence[torch.nn.Parameter],
-    shards: Shards,
-    dtype: torch.dtype,
-    sums: torch.dtype,
-    stage: int,
-    alignment: int,
-) -> tuple[Bucket, torch.Tensor]:
-    """Put the parameters of a group into a bucket; return also this rank's part, exact, in fp32.
-
-    Values that are not there yet (ParameterFactory.late) are drawn. Parts are multiples of
-    `alignment` elements.
-    """
-    device, inner = parameters[0].device, shards.inner
-    each = alignment * shards.states.size
-    n = -(-sum(p.numel() for p in parameters) // each) * each
-    exact = torch.zeros(n, device=device)
-    at = 0
-    for p in parameters:
-        late = getattr(p, "late", None)
-        values = p if late is None else late()
-        exact[at : at + p.numel()] = values.reshape(-1)
-        at += p.numel()
-    fp32 = sharding_of(parameters[0]).fp32
-    weights = exact.to(torch.float32 if fp32 else dtype, copy=True)
-    held = None
-    kinds = {kind_of(sharding_of(p).name, sharding_of(p).global_shape) for p in parameters}
-    # those of vectors are few, and messages for each layer would be small
-    if stage == 3 and kinds != {"vector"} and inner.size > 1:
-        held = weights.chunk(inner.size)[inner.rank].clone()
-    bucket = Bucket(
-        parameters,
-        torch.empty(n, dtype=sums, device=device),
-        weights,
-        shards,
-        torch.zeros(n // inner.size, dtype=sums, device=device),
-        held,
-    )
-    at = 0
-    for p in parameters:
-        p.data = weights[at : at + p.numel()].view(p.shape)
-        at += p.numel()
-    free(bucket.gradients)
-    if held is not None:
-        free(weights)
-    return bucket, exact.chunk(shards.states.size)[shards.part].clone()
-
-
-def free(flat: torch.Tensor) -> None:
-    """Give up the memory of a flat tensor; its views stay what they are.
-
-    Memory of which there has been a NumPy view cannot be given up.
-    """
-    if flat.untyped_storage().resizable():
-        flat.untyped_storage().resize_(0)
-
-
-def take(flat: torch.Tensor) -> None:
-    """Give a flat tensor memory again, with any values."""
-    if not flat.untyped_storage().size():
-        flat.untyped_storage().resize_(flat.nbytes)
 
 
 # -- gradients -------------------------------------------------------------------------------------

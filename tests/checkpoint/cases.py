@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.load import load, load_weights
-from megatron.engine import deepspeed_internals
+from megatron.engine import gradients
 from megatron.engine.engine import Engine
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
@@ -73,11 +73,11 @@ def padded_less(action: Any) -> Any:
 
     Checkpoints had it before this project padded buckets itself.
     """
-    usual, deepspeed_internals.ALIGNMENT = deepspeed_internals.ALIGNMENT, 2
+    usual, gradients.ALIGNMENT = gradients.ALIGNMENT, 2
     try:
         return action()
     finally:
-        deepspeed_internals.ALIGNMENT = usual
+        gradients.ALIGNMENT = usual
 
 
 def in_pieces(action: Any) -> Any:

@@ -105,7 +105,7 @@ def test_settings_win_over_what_is_passed_through() -> None:
         "zero_optimization": {"stage": 3, "round_robin_gradients": True, "sub_group_size": 5},
         "tensorboard": {"enabled": False},
     }
-    found = deepspeed_json(toy.config("bf16", extra=extra), 2)
+    found = deepspeed_json(toy.config("bf16", extra=extra))
     assert found["tensorboard"] == {"enabled": False}
     zero = found["zero_optimization"]
     assert (zero["stage"], zero["round_robin_gradients"], zero["sub_group_size"]) == (1, False, 5)

@@ -121,7 +121,7 @@ def over_tensor_ranks(topology: Topology, root: str, style: str, precision: str)
         topology,
         model,
         configuration(precision, 1, 1),
-        mpu=ModelParallelUnit(topology, topology.shards, topology.expert_shards),
+        mpu=ModelParallelUnit(topology),
     )
     for step in range(2):
         given = given_gradients(a, step)
