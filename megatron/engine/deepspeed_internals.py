@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from megatron.engine.gradients import Bucket, owned_gradients, sum_of_squares
-from megatron.engine.optimizer import is_copy
+from megatron.engine.optimizer import is_copy, tensors_of
+from megatron.engine.optimizer_state import MASTER
 from megatron.errors import ConfigError
 from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import FusedAdamW, scale_and_norm_
@@ -46,6 +47,7 @@ from megatron.parallel.topology import Group, Shards, Topology
 
 if TYPE_CHECKING:
     from megatron.config import Config
+    from megatron.engine.offload import HostState
 
 Parts = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 """Gradients that count in the norm, and copies of others', for each kind with a limit of its own."""
@@ -460,11 +462,10 @@ class ZeroStep:
             p.data, p._hp_mapping = bucket.own_weights, None
             master.data = values
         # whose working weights the optimizer does not write
-        self._rounded = [
-            (bucket, master)
-            for bucket, master in zip(self.buckets, self.masters, strict=True)
-            if not in_fp32
-        ]
+        self._rounded: dict[torch.Tensor, Bucket] = {}
+        if not in_fp32:
+            self._rounded.update(zip(self.masters, self.buckets, strict=True))
+        self._host: HostState | None = None
         self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self._kept: list[torch.Tensor | None] = []
         if self._bf16:
@@ -518,10 +519,11 @@ class ZeroStep:
         if isinstance(self._inner, FusedAdamW):
             self._inner.copies = {
                 master: bucket.own_weights
-                for bucket, master in self._rounded
+                for master, bucket in self._rounded.items()
                 if bucket.weights.dtype != torch.float32
             }
-            self._rounded = [pair for pair in self._rounded if pair[1] not in self._inner.copies]
+            for master in self._inner.copies:
+                del self._rounded[master]
             if outer.grad_acc_dtype != torch.float32:
                 self._inner.gradients = dict(zip(self.masters, gradients, strict=True))
                 outer.fp32_groups_gradient_flat_partition = []
@@ -550,6 +552,29 @@ class ZeroStep:
         self._inner.step()
         for master in self.masters:
             master.grad = None
+
+    def offload(self) -> HostState:
+        """Keep the optimizer's state, which is in host memory now, there from now on."""
+        from megatron.engine.offload import HostState  # no part of other runs
+
+        in_fp32 = self._values[0] is self.buckets[0].own_weights
+        self._host = HostState(self._inner, self._topology.device, not in_fp32, self._round)
+        self._values = [
+            self._host.kept[master].get(MASTER, values)
+            for master, values in zip(self.masters, self._values, strict=True)
+        ]
+        return self._host
+
+    def state_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors of a master weight by name, where they are between steps: MASTER too."""
+        if self._host is not None:
+            return {MASTER: master.detach(), **self._host.kept[master]}
+        return {MASTER: master.detach(), **tensors_of(self._inner, master)}
+
+    def _round(self, master: torch.Tensor) -> None:
+        """Write the working weights of a master weight, unless the optimizer has done so."""
+        if (bucket := self._rounded.get(master)) is not None:
+            bucket.own_weights.copy_(master.detach())
 
     def step(self, loss_scale: float) -> torch.Tensor:
         """Take one step with the reduced gradients, which contain `loss_scale`.
@@ -585,8 +610,9 @@ class ZeroStep:
             ours["get_global_norm_of_tensors"] = self._norm_for_deepspeed
         with patch.multiple(self._module, **ours):
             self._engine.step()
-        for bucket, master in self._rounded:
-            bucket.own_weights.copy_(master.detach())
+        if self._host is None:
+            for master in self.masters:
+                self._round(master)
         return norm
 
     def not_taken(self) -> None:

@@ -43,6 +43,7 @@ from megatron.engine.optimizer import (
 )
 from megatron.engine.optimizer_state import (
     AVERAGE,
+    MASTER,
     StepValues,
     bucket_elements,
     has_16_bit_moments,
@@ -238,7 +239,7 @@ class Engine:
             shards = self._shards[bool(group["experts"])]
             bucket, part = divide(group["params"], shards, self._dtype, sums, stage)
             buckets.append(bucket)
-            exact.append(part)
+            exact.append(part.cpu() if config.engine.cpu_offload else part)
             # DeepSpeed's, until it has started
             group["params"] = [torch.nn.Parameter(part.new_zeros(ALIGNMENT))]
         deepspeed = import_deepspeed(topology.device)
@@ -274,45 +275,41 @@ class Engine:
         for group, whole in zip(self._basic.param_groups, wanted, strict=True):
             group["whole"] = wholes if whole else None
         self._connect(config, parameters)
-        owned = [
-            (p, first, place.stop - place.start, place, bucket, master, whole)
-            for bucket, master, whole in zip(
-                self._zero.buckets, self._zero.masters, wanted, strict=True
-            )
-            for p, first, place in bucket.owned()
-        ]
-        self._own_gradients = {p: b.own_gradients[place] for p, *_, place, b, _, _ in owned}
         # the moments do not fit into any gap left by the initial weights
         release_free_memory()
-        create_state(self._basic, state)
+        create_state(self._basic, state, topology.device)
+        self._host = self._zero.offload() if config.engine.cpu_offload else None
         self._scale = LossScale(config.precision)
         # a step whose results have not been read yet
         self._under_way: tuple[float, float, _HostCopy] | None = None
         self._result: StepResult | None = None
+        held = [self._zero.state_of(master) for master in self._zero.masters]
+        owned = [
+            (p, first, place, bucket, tensors)
+            for bucket, tensors in zip(self._zero.buckets, held, strict=True)
+            for p, first, place in bucket.owned()
+        ]
+        self._own_gradients = {p: b.own_gradients[place] for p, _, place, b, _ in owned}
         self._fragments = [
             Fragment(
                 p,
                 sharding_of(p),
                 first,
-                count,
-                master.detach()[place],
-                {name: self._basic.state[master][name][place] for name in state.of(whole).tensors},
+                place.stop - place.start,
+                tensors[MASTER][place],
+                {name: x[place] for name, x in tensors.items() if name != MASTER},
             )
-            for p, first, count, place, _, master, whole in owned
+            for p, first, place, _, tensors in owned
         ]
-        self._masters = [master.detach() for master in self._zero.masters]
-        self._averages = [
-            self._basic.state[master][AVERAGE]
-            for master in self._zero.masters
-            if AVERAGE in state.tensors
-        ]
+        self._masters = [tensors[MASTER] for tensors in held]
+        self._averages = [tensors[AVERAGE] for tensors in held if AVERAGE in tensors]
         self.start_average()
         # The optimizer that updates the average, too. None with QK-clip, which changes the weights
         # after the update.
         self._averaging: FusedAdamW | None = None
         if self._averages and isinstance(self._basic, FusedAdamW) and not config.optimizer.qk_clip:
             self._averaging = self._basic
-            self._basic.averages = dict(zip(self._zero.masters, self._averages, strict=True))
+            self._basic.average = AVERAGE
         self._qk_clip: QKClip | None = None
         if config.optimizer.qk_clip:
             if config.pieces.layer is not None:
@@ -321,8 +318,8 @@ class Engine:
                     "without a layer of your own"
                 )
             parts = [
-                Part(p, first, master.detach()[place], bucket.own_weights[place])
-                for p, first, _, place, bucket, master, _ in owned
+                Part(p, first, tensors[MASTER][place], bucket.own_weights[place])
+                for p, first, place, bucket, tensors in owned
             ]
             self._qk_clip = QKClip(config.optimizer, topology, chunks, parts)
 
@@ -429,6 +426,8 @@ class Engine:
             if values.betas is not None and "betas" in group:
                 group["betas"] = values.betas
         scale = self._scale.scale
+        if self._host is not None:
+            self._host.prefetch()
         self._gradients.collect()
         self._gradients.reduce()
         self._weights.settle()  # of the previous step: some may not have been waited for
@@ -438,6 +437,7 @@ class Engine:
         zeros = [self._count_zeros()] if self._logging.log_num_zeros_in_grad else []
         norm = self._zero.step(scale)
         if self._qk_clip is not None:
+            self._state_rests()
             self._qk_clip.apply(norm.isfinite())
         if self.routers:
             self._move_biases(self.routers, self.topology.data, norm.isfinite())
@@ -467,7 +467,9 @@ class Engine:
         else:
             self._gradients.counts()
             if new and self._averages:
-                torch._foreach_lerp_(self._averages, self._masters, new)
+                self._state_rests()
+                for average, master in zip(self._averages, self._masters, strict=True):
+                    average.lerp_(master.to(average.device), new)
         self._scale.update(skipped)
         self.skipped_steps += skipped
         zeros = others.pop(0) if self._logging.log_num_zeros_in_grad else None
@@ -478,6 +480,11 @@ class Engine:
             num_zeros=None if skipped else zeros,
             params_norm=math.sqrt(others[0]) if others else None,
         )
+
+    def _state_rests(self) -> None:
+        """Wait until offloaded state may be read and written."""
+        if self._host is not None:
+            self._host.settle()
 
     @contextlib.contextmanager
     def local_gradients(self) -> Iterator[None]:
@@ -537,8 +544,9 @@ class Engine:
 
     def start_average(self) -> None:
         """Let the average of the weights, if there is one, begin with the weights as they are."""
-        if self._averages:
-            torch._foreach_copy_(self._averages, self._masters)
+        self._state_rests()
+        for average, master in zip(self._averages, self._masters, strict=False):
+            average.copy_(master)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -549,6 +557,7 @@ class Engine:
         the weights are undefined: to restore them takes messages of all ranks.
         """
         self._settle()
+        self._state_rests()
         self._weights.settle()
         weights = [bucket.own_weights for bucket in self._zero.buckets]
         kept = [part.clone() for part in weights]
@@ -592,6 +601,7 @@ class Engine:
 
     @torch.no_grad()
     def _params_squares(self) -> torch.Tensor:
+        self._state_rests()
         views = [(f, view) for f in self._counted() for _, view in f.real(f.master)]
         return self._over_model(
             [(f, torch.linalg.vector_norm(v, dtype=torch.float64).square()) for f, v in views]
@@ -609,6 +619,7 @@ class Engine:
         They are views through which the state can be written.
         """
         self._settle()
+        self._state_rests()
         self._weights.settle()  # in fp32 the master weights are part of what is being sent
         return self._fragments
 
@@ -634,6 +645,7 @@ class Engine:
 
         This happens on all data-parallel ranks.
         """
+        self._state_rests()
         self._weights.settle()
         self._zero.update_working_weights()
         self._weights.start()

@@ -161,8 +161,10 @@ def build_optimizer(
     return AdamW(groups, lr=settings.lr, betas=betas, eps=eps, fused=True)
 
 
-def create_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Create the optimizer's state as zeros.
+def create_state(
+    optimizer: torch.optim.Optimizer, state: OptimizerState, device: torch.device
+) -> None:
+    """Create the optimizer's state as zeros: tensors beside the weights, steps on `device`.
 
     torch creates it at the first step. A fresh engine needs it earlier to load a checkpoint, and it
     is better to run out of memory at the start.
@@ -178,8 +180,14 @@ def create_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> Non
                     made[name] = torch.zeros_like(p, dtype=dtype)
             if "step" not in made and (torchs or state.step is not None):
                 on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-                step = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+                step = torch.zeros((), dtype=torch.float32, device=device if on_device else "cpu")
                 made["step"] = step if torchs or state.step is torch.Tensor else 0
+
+
+def tensors_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of a parameter's state, of its shape, by name."""
+    state = optimizer.state[p].items()
+    return {n: x for n, x in state if isinstance(x, torch.Tensor) and x.shape == p.shape}
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:

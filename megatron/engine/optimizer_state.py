@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from megatron.config.training import OptimizerConfig
 
 
+MASTER = "master"
+"""Name of the fp32 weights among the tensors that an optimizer has for each weight."""
 AVERAGE = "ema"
 """Name of the average of the weights (--ema-decay) among the tensors of an optimizer's state: so
 its memory, its part on each rank and its place in checkpoints are those of any other.

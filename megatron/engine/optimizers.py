@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, cycle, islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.engine.optimizer_state import MASTER
 from megatron.kernels.ops.optimizer import Untraced
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class Muon(AdamW):
     Other groups have torch's fused AdamW. The scales are those of Liu et al., arXiv 2502.16982,
     section 2.2 (spectral), of Jordan (shape_scaling) and of Pethick et al., arXiv 2502.07529
     (unit_rms_norm).
+
+    near  see HostState
     """
 
     def __init__(self, groups: Any, config: Config) -> None:
@@ -141,6 +144,7 @@ class Muon(AdamW):
         betas = settings.adam_beta1, settings.adam_beta2
         super().__init__(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
         self._step_supports_amp_scaling = False  # the host reads the norm before the update
+        self.near: Callable[..., Iterable[dict[str, Any]]] = lambda groups, *names: groups
         self._steps = coefficients(settings.muon_coefficient_type, settings.muon_num_ns_steps)
         self._dtype = torch.bfloat16
         if settings.muon_fp32_matmul_prec == "high":
@@ -151,7 +155,7 @@ class Muon(AdamW):
         matrices = [group for group in self.param_groups if group["whole"]]
         self.step_on([group for group in self.param_groups if not group["whole"]])
         beta, updates = self._settings.muon_momentum, list[torch.Tensor]()
-        for group in matrices:
+        for group in self.near(matrices, "momentum_buffer"):
             (p,) = group["params"]  # this rank's part of a bucket
             momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
             momentum.lerp_(p.grad, 1.0 - beta)
@@ -164,7 +168,7 @@ class Muon(AdamW):
                 self.state[p]["step"] += 1
         if matrices:
             matrices[0]["whole"](updates, self.orthogonalized, self._dtype)
-        for group, update in zip(matrices, updates, strict=True):
+        for group, update in zip(self.near(matrices, MASTER), updates, strict=True):
             (p,), lr = group["params"], group["lr"]
             p.mul_(1.0 - lr * group["weight_decay"]).add_(update, alpha=-lr)
 

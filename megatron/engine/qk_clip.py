@@ -94,7 +94,7 @@ class QKClip:
     def _scale(self, p: torch.nn.Parameter | None, heads: torch.Tensor, head_dim: int) -> None:
         """Multiply the rows of each head of a parameter by its factor."""
         for part in self._parts.get(p, ()) if p is not None else ():
-            factors = heads.flatten().repeat_interleave(head_dim)  # of rows
+            factors = heads.flatten().to(part.master.device).repeat_interleave(head_dim)  # of rows
             columns = part.parameter.numel() // len(factors)
             end = part.first + len(part.master)
             rows = slice(part.first // columns, -(-end // columns))

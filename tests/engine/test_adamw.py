@@ -103,14 +103,14 @@ def test_resumes_where_it_stood(n_bytes: int) -> None:
     """Resume from its own state_dict, whose moments torch makes fp32, and from the engine's state."""
     straight, kept = weights(), OptimizerState({"exp_avg": n_bytes, "exp_avg_sq": n_bytes})
     optimizer = FusedAdamW(groups(straight), **USUAL)
-    create_state(optimizer, kept)
+    create_state(optimizer, kept, torch.device("cpu"))
     train(optimizer, straight, range(3))
     assert all(optimizer.state[p]["exp_avg"].element_size() == n_bytes for p in straight)
     state, values = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in straight]
     loaded, by_hand = weights(), weights()
     second, third = (FusedAdamW(groups(of), **USUAL) for of in (loaded, by_hand))
     second.load_state_dict(state)
-    create_state(third, kept)
+    create_state(third, kept, torch.device("cpu"))
     for p, q in zip(by_hand, straight, strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
             third.state[p][name].copy_(optimizer.state[q][name])
@@ -136,7 +136,7 @@ def test_a_rounded_second_moment_falls() -> None:
     """
     p = torch.nn.Parameter(torch.zeros(2000))
     optimizer = FusedAdamW([{"params": [p], "weight_decay": 0.0}], **USUAL)
-    create_state(optimizer, OptimizerState({"exp_avg": 4, "exp_avg_sq": 2}))
+    create_state(optimizer, OptimizerState({"exp_avg": 4, "exp_avg_sq": 2}), torch.device("cpu"))
     second = optimizer.state[p]["exp_avg_sq"]
     drawn = torch.rand(2000, generator=torch.Generator().manual_seed(0))
     before = second.copy_(torch.exp2(40 * drawn - 20)).double()
@@ -152,7 +152,7 @@ def test_rounded_moments_stay_near_those_of_fp32() -> None:
     ours, theirs = weights(), weights()
     usual: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-4}
     rounded, plain = FusedAdamW(groups(ours), **usual), FusedAdamW(groups(theirs), **usual)
-    create_state(rounded, OptimizerState({"exp_avg": 2, "exp_avg_sq": 2}))
+    create_state(rounded, OptimizerState({"exp_avg": 2, "exp_avg_sq": 2}), torch.device("cpu"))
     train(rounded, ours, range(30))
     train(plain, theirs, range(30))
     # two moments of relative error 2^-7 at most in each of 30 steps of 1e-2, at random
@@ -163,13 +163,16 @@ def test_rounded_moments_stay_near_those_of_fp32() -> None:
 def test_only_averages_that_are_due_are_updated() -> None:
     mine = weights()
     optimizer = FusedAdamW(groups(mine), **USUAL)
-    optimizer.averages = {p: p.detach().clone() for p in mine}
-    first = {p: a.clone() for p, a in optimizer.averages.items()}
+    optimizer.average = AVERAGE
+    for p in mine:
+        optimizer.state[p][AVERAGE] = p.detach().clone()
+    averages = {p: optimizer.state[p][AVERAGE] for p in mine}
+    first = {p: a.clone() for p, a in averages.items()}
     train(optimizer, mine, range(2))
-    assert all(torch.equal(a, first[p]) for p, a in optimizer.averages.items())
+    assert all(torch.equal(a, first[p]) for p, a in averages.items())
     optimizer.new_in_average = 1.0  # the average is then the weights, to the bit
     train(optimizer, mine, range(2, 3))
-    assert all(torch.equal(p, a) for p, a in optimizer.averages.items())
+    assert all(torch.equal(p, a) for p, a in averages.items())
     assert not any(torch.equal(p, first[p]) for p in mine if p.numel())
 
 
@@ -200,8 +203,8 @@ def test_planner_counts_the_bytes_of_the_code(first: int, second: int) -> None:
     p.grad = torch.ones_like(p)
     kept = OptimizerState({"exp_avg": first, "exp_avg_sq": second, AVERAGE: 4})
     optimizer = FusedAdamW([p], **USUAL, kernel=False)
-    create_state(optimizer, kept)
-    optimizer.averages = {p: optimizer.state[p][AVERAGE]}
+    create_state(optimizer, kept, torch.device("cpu"))
+    optimizer.average = AVERAGE
     for share in (0.0, 1.0):
         optimizer.new_in_average = share
         with Traffic() as traffic:

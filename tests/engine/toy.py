@@ -111,6 +111,7 @@ class ToyEngine:
     zero_stage: int = 1
     zero_reduce_bucket_size: int = 40
     zero_allgather_bucket_size: int = 40
+    cpu_offload: bool = False
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = False
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)

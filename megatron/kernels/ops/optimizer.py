@@ -363,8 +363,8 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     kernel          False: torch's operators even where there is a kernel
 
     copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
-    averages        {parameter: fp32 average}: moves to the new weights in the same pass, by the
-                    share `new_in_average`
+    average         name of an fp32 average among a parameter's state, which moves to the new
+                    weights in the same pass, by the share `new_in_average`; "" for none
     gradients       {parameter: gradient}, instead of .grad, which has the parameter's format
     gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device,
                     which the host need not know. Where it is not finite the step changes nothing,
@@ -384,7 +384,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
         )
         self._kernel = kernel
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
-        self.averages: dict[torch.Tensor, torch.Tensor] = {}
+        self.average = ""
         self.new_in_average = 0.0
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.gradient_scale: float | torch.Tensor = 1.0
@@ -409,7 +409,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
                     [state["exp_avg"]],
                     [state["exp_avg_sq"]],
                     [self.copies[p]] if p in self.copies else [],
-                    [self.averages[p]] if p in self.averages else [],
+                    [state[self.average]] if self.average else [],
                     lr=group["lr"],
                     beta1=beta1,
                     beta2=beta2,

@@ -204,7 +204,7 @@ def _update(config: Config, device: torch.device) -> Task:
         groups = [{"params": [weights], "decays": True}]
         fused = choose_fusions(kernels, device, dtype_name).optimizer
         adam = build_optimizer(groups, config, device)
-        create_state(adam, OPTIMIZERS["adam"])
+        create_state(adam, OPTIMIZERS["adam"], device)
         if fused and dtype_name != "float32":
             copy = torch.zeros(elements, device=device, dtype=getattr(torch, dtype_name))
             adam.copies = {weights: copy}  # type: ignore[attr-defined]

@@ -1,0 +1,197 @@
+"""Optimizer state in host memory (--cpu-offload), streamed through the device in each step.
+
+Of the groups of parameters, one after another, the state of the next one arrives, and that of the
+last one leaves, while one is updated. The device has two sets of working tensors, each as large as
+the largest group. All moves over a link of which both directions are used, and nothing is computed
+on the host: the update is that of other runs, to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron.engine.optimizer import tensors_of
+from megatron.engine.optimizer_state import MASTER
+from megatron.errors import ConfigError
+
+Group = dict[str, Any]
+
+
+class HostState:
+    """Master weights and state of an optimizer, in host memory outside of its steps.
+
+    optimizer  has one parameter in each group. Its parameters and their state are on the host now;
+               from now on they show no values there, but on `device` while their group is updated
+    masters    whether the parameters move; in fp32 they are the weights themselves
+    updated    called with a parameter after its update, while it has its values
+
+    kept       state of each parameter by name, MASTER included, in host memory; valid after
+               `settle` until the next `prefetch`
+
+    An optimizer that takes groups whole asks for their state by its attribute `near`: near(groups,
+    *names) yields the groups one after another, each with its state of these names (MASTER: the
+    parameter) on the device until the next one is asked for.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        masters: bool,
+        updated: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._optimizer, self._updated = optimizer, updated
+        self._step: Callable[[], Any] = optimizer.step
+        whole = [group for group in optimizer.param_groups if group.get("whole")]
+        if whole and not hasattr(optimizer, "near"):
+            raise ConfigError(
+                f"--cpu-offload: {type(optimizer).__name__} takes parameters whole, and has no "
+                "attribute `near` by which it would get their state: see megatron/engine/offload.py"
+            )
+        self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for p in _parameters(optimizer.param_groups):
+            tensors = tensors_of(optimizer, p)
+            if masters:
+                tensors[MASTER] = p.detach()
+            if device.type == "cuda":
+                tensors = {name: self._locked(x) for name, x in tensors.items()}
+            self.kept[p] = tensors
+        most: dict[tuple[str, torch.dtype], int] = {}
+        for tensors in self.kept.values():
+            for name, x in tensors.items():
+                key = name, x.dtype
+                most[key] = max(most.get(key, 0), x.numel())
+        self._sets = [
+            {key: torch.empty(n, dtype=key[1], device=device) for key, n in most.items()}
+            for _ in range(2)
+        ]
+        self._absent = {key: torch.zeros((), dtype=key[1], device=device) for key in most}
+        self._in: Any = None
+        self._out: Any = None
+        if device.type == "cuda":
+            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # uses in the order of the last step, and how many of this step's have begun and ended
+        self._uses: list[tuple[torch.Tensor, tuple[str, ...]]] = []
+        self._begun = self._ended = 0
+        self._arrived: dict[int, Any] = {}
+        for p in self.kept:
+            self._show(p, None)
+        optimizer.step = self._by_group  # type: ignore[assignment, method-assign]
+        if whole:
+            optimizer.near = self.near  # type: ignore[attr-defined]
+
+    def prefetch(self) -> None:
+        """Begin a step: fetch the state that its update uses first."""
+        self._begun = self._ended = 0
+        self._fetch()
+
+    def settle(self) -> None:
+        """Wait until all state is in host memory again."""
+        if self._out is not None:
+            self._out.synchronize()
+
+    def _by_group(self) -> None:
+        """Take a step of the optimizer, group by group."""
+        optimizer, every = self._optimizer, self._optimizer.param_groups
+        whole = [group for group in every if group.get("whole")]
+        try:
+            for group in self.near([group for group in every if not group.get("whole")]):
+                optimizer.param_groups = [group]
+                self._step()
+            if whole:
+                optimizer.param_groups = whole
+                self._step()
+        finally:
+            optimizer.param_groups = every
+
+    def near(self, groups: Iterable[Group], *names: str) -> Iterator[Group]:
+        """Yield groups, each with its state of these names on the device; all of it without any."""
+        for group in groups:
+            (p,) = group["params"]
+            use = p, names or tuple(self.kept[p])
+            if self._uses[self._ended : self._ended + 1] != [use]:
+                self._uses[self._ended :] = [use]
+                self._begun = self._ended
+            self._fetch()
+            self._show(p, self._ended % 2, use[1])
+            yield group
+            if MASTER in use[1]:
+                self._updated(p)
+            self._send()
+            self._show(p, None)
+
+    def _fetch(self) -> None:
+        """Fetch state for the next uses, as far as there are free sets."""
+        while self._begun < min(self._ended + 2, len(self._uses)):
+            p, names = self._uses[self._begun]
+            with self._on(self._in):
+                if self._in is not None:  # the set's last state, and this one's last values
+                    self._in.wait_stream(self._out)
+                for name in names:
+                    kept = self.kept[p][name]
+                    self._in_set(p, name, self._begun % 2).copy_(kept, non_blocking=True)
+                if self._in is not None:
+                    self._arrived[self._begun % 2] = self._in.record_event()
+            self._begun += 1
+
+    def _send(self) -> None:
+        """Send the state of the current use to the host."""
+        p, names = self._uses[self._ended]
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream())
+        with self._on(self._out):
+            for name in names:
+                used = self._in_set(p, name, self._ended % 2)
+                self.kept[p][name].copy_(used, non_blocking=True)
+        self._ended += 1
+        self._fetch()
+
+    def _in_set(self, p: torch.Tensor, name: str, number: int) -> torch.Tensor:
+        kept = self.kept[p][name]
+        return self._sets[number][name, kept.dtype][: kept.numel()].view(kept.shape)
+
+    def _show(self, p: torch.Tensor, number: int | None, names: Iterable[str] = ()) -> None:
+        """Let a parameter and its state be those of a set; without one, of their shapes only."""
+        if number is not None and number in self._arrived:
+            torch.cuda.current_stream().wait_event(self._arrived[number])
+        for name in names or self.kept[p]:
+            kept = self.kept[p][name]
+            if number is None:
+                x = self._absent[name, kept.dtype].expand(kept.shape)
+            else:
+                x = self._in_set(p, name, number)
+            if name == MASTER:
+                p.data = x
+            else:
+                self._optimizer.state[p][name] = x
+
+    def _locked(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a copy in page-locked memory, so that the host need not wait for its transfers.
+
+        torch takes such memory in powers of two, and this in pages.
+        """
+        pages = torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=x.dtype)
+        runtime: Any = torch.cuda.cudart()
+        if error := int(runtime.cudaHostRegister(pages.data_ptr(), x.nbytes, 0)):
+            raise ConfigError(
+                f"--cpu-offload: {x.nbytes >> 20} MiB of host memory cannot be locked (error "
+                f"{error}): raise the limit of locked memory (ulimit -l), or put fewer processes "
+                "on a node"
+            )
+        weakref.finalize(self, runtime.cudaHostUnregister, pages.data_ptr())
+        return pages.view(x.shape).copy_(x)
+
+    @staticmethod
+    def _on(stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[torch.Tensor]:
+    for group in groups:
+        yield from group["params"]
