@@ -114,14 +114,14 @@ class HostState:
         """Yield groups, each with its state of these names on the device; all of it without any."""
         for group in groups:
             (p,) = group["params"]
-            use = p, names or tuple(self.kept[p])
+            use = p, tuple(name for name in self.kept[p] if not names or name in names)
             if self._uses[self._ended : self._ended + 1] != [use]:
                 self._uses[self._ended :] = [use]
                 self._begun = self._ended
             self._fetch()
             self._show(p, self._ended % 2, use[1])
             yield group
-            if MASTER in use[1]:
+            if MASTER in use[1]:  # in fp32 they are the working weights
                 self._updated(p)
             self._send()
             self._show(p, None)
@@ -156,11 +156,13 @@ class HostState:
         kept = self.kept[p][name]
         return self._sets[number][name, kept.dtype][: kept.numel()].view(kept.shape)
 
-    def _show(self, p: torch.Tensor, number: int | None, names: Iterable[str] = ()) -> None:
+    def _show(
+        self, p: torch.Tensor, number: int | None, names: Iterable[str] | None = None
+    ) -> None:
         """Let a parameter and its state be those of a set; without one, of their shapes only."""
         if number is not None and number in self._arrived:
             torch.cuda.current_stream().wait_event(self._arrived[number])
-        for name in names or self.kept[p]:
+        for name in self.kept[p] if names is None else names:
             kept = self.kept[p][name]
             if number is None:
                 x = self._absent[name, kept.dtype].expand(kept.shape)

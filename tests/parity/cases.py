@@ -451,6 +451,16 @@ SHARDED = [
     layout(dp=4, zero=3, zero_shard_size=2, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
     layout(tp=2, dp=2, zero=2, **MUON, **MUP, **FAMILIES["qwen3"]),
     layout(dp=2, zero=3, clip_grad_by_kind=("embedding=0.05", "vector=0.02")),
+    *[
+        layout(**shape, cpu_offload=True, **settings)
+        for shape in (
+            dict(tp=2, dp=2, zero=3, sp=True),
+            dict(pp=2, dp=2, schedule="interleaved"),
+            dict(dp=4, zero=2, zero_shard_size=2),
+        )
+        for settings in (BF16, {**FP16, "poison": (1, 2)}, {**MUON, **QK_CLIP, **LLAMA})
+    ],
+    experts(2, dp=2, cpu_offload=True, **MUON, **EXPERTS),
     experts(2, dp=2, zero=3, steps=5, **DROPS),
     experts(4, dp=4, zero=3, zero_shard_size=2, **EXPERTS),
     experts(2, tp=2, dp=2, sp=True, zero=3, steps=5, **BIASED),
