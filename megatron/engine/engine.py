@@ -1,4 +1,4 @@
-"""The engine: DeepSpeed's ZeRO-1 around this rank's pipeline chunks.
+"""The engine: DeepSpeed's optimizers around this rank's pipeline chunks, with all ZeRO stages.
 
 The executor calls the chunks directly. Gradients are summed in flat buckets, which are sent to the
 ranks that own them during the last backward passes. `step()` waits for that, clips, updates, and
@@ -156,15 +156,14 @@ class _HostCopy:
 
 
 class Engine:
-    """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights.
-
-    Gradient sums are fp32 or bf16.
+    """ZeRO in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
 
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16
               or bf16 here
 
-    Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with
-    partitions of one rank, and all ranks get the sum of the gradients.
+    Stage 1 divides the optimizer's state over the data-parallel ranks; stages 2 and 3 are in
+    megatron/engine/sharded.py. Stage 0 is the same with parts of one rank, and all ranks get the
+    sum of the gradients.
 
     With `config.engine.overlap_param_gather` weights arrive while the next forward passes run.
     Modules wait for theirs (WeightGather), and so does `state_dict()`. Code that reads
@@ -181,6 +180,7 @@ class Engine:
                           those for fragments of experts: groups of one where ZeRO partitions them
     routers               those of layers with experts
     kept                  fp32 tensors beside the parameters, by global name (kept_tensors)
+    host_state            optimizer state in host memory; None where the device has it
 
     Raises ConfigError for a missing DeepSpeed or for ranks without parameters.
     """
@@ -215,7 +215,9 @@ class Engine:
                 f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
             )
         limit = math.inf
-        if topology.data.size > 1 or has_16_bit_moments(config):  # which are widened by bucket
+        # 16-bit moments are widened bucket by bucket, offloaded state arrives in buckets
+        in_buckets = has_16_bit_moments(config) or config.engine.cpu_offload
+        if topology.data.size > 1 or in_buckets:
             limit = bucket_elements(config.engine.zero_reduce_bucket_size, topology.data.size)
         cut: dict[str, Any] = {}
         if stage > 1:
@@ -278,7 +280,7 @@ class Engine:
         # the moments do not fit into any gap left by the initial weights
         release_free_memory()
         create_state(self._basic, state, topology.device)
-        self._host = self._zero.offload() if config.engine.cpu_offload else None
+        self.host_state = self._zero.offload() if config.engine.cpu_offload else None
         self._scale = LossScale(config.precision)
         # a step whose results have not been read yet
         self._under_way: tuple[float, float, _HostCopy] | None = None
@@ -426,8 +428,8 @@ class Engine:
             if values.betas is not None and "betas" in group:
                 group["betas"] = values.betas
         scale = self._scale.scale
-        if self._host is not None:
-            self._host.prefetch()
+        if self.host_state is not None:
+            self.host_state.prefetch()
         self._gradients.collect()
         self._gradients.reduce()
         self._weights.settle()  # of the previous step: some may not have been waited for
@@ -483,8 +485,8 @@ class Engine:
 
     def _state_rests(self) -> None:
         """Wait until offloaded state may be read and written."""
-        if self._host is not None:
-            self._host.settle()
+        if self.host_state is not None:
+            self.host_state.settle()
 
     @contextlib.contextmanager
     def local_gradients(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ class HostState:
 
     kept       state of each parameter by name, MASTER included, in host memory; valid after
                `settle` until the next `prefetch`
+    working    the two sets of tensors on the device, by name and dtype
 
     An optimizer that takes groups whole asks for their state by its attribute `near`: near(groups,
     *names) yields the groups one after another, each with its state of these names (MASTER: the
@@ -67,7 +68,7 @@ class HostState:
             for name, x in tensors.items():
                 key = name, x.dtype
                 most[key] = max(most.get(key, 0), x.numel())
-        self._sets = [
+        self.working = [
             {key: torch.empty(n, dtype=key[1], device=device) for key, n in most.items()}
             for _ in range(2)
         ]
@@ -154,7 +155,7 @@ class HostState:
 
     def _in_set(self, p: torch.Tensor, name: str, number: int) -> torch.Tensor:
         kept = self.kept[p][name]
-        return self._sets[number][name, kept.dtype][: kept.numel()].view(kept.shape)
+        return self.working[number][name, kept.dtype][: kept.numel()].view(kept.shape)
 
     def _show(
         self, p: torch.Tensor, number: int | None, names: Iterable[str] | None = None

@@ -24,7 +24,7 @@ from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.engine.deepspeed_internals import import_deepspeed
 from megatron.engine.engine import Engine, build_executor
-from megatron.engine.optimizer_state import optimizer_state
+from megatron.engine.optimizer_state import MASTER, optimizer_state
 from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.environment import changed
@@ -172,10 +172,9 @@ class Follower(tensors.Follower):
         if to_host:
             kwargs = {**kwargs, "device": torch.device("meta")}
         out = func(*args, **kwargs)
-        # Neither host memory counts, nor tensors in which DeepSpeed keeps shapes, on any device.
-        self.see(
-            out, counts=not to_host and not (func is _aten.zeros_like.default and to == "meta")
-        )
+        # host memory does not count, nor what is made like a tensor there
+        like_there = func is _aten.zeros_like.default and self.number_of(args[0]) not in self.alive
+        self.see(out, counts=not (to_host or like_there))
         return out
 
     def taken(self, step: Take, tensor: torch.Tensor) -> None:
@@ -447,6 +446,9 @@ def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> No
     for fragment in engine.fragments():
         follower.move(fragment.moments.values(), "moments")
         follower.move([fragment.master], "master")
+    for working in () if engine.host_state is None else engine.host_state.working:
+        for (name, _), x in working.items():
+            follower.move([x], "master" if name == MASTER else "moments")
     buckets = engine.buckets
     follower.move((t for b in buckets for t in (b.gradients, b.sums) if t is not None), "gradients")
     follower.move((t for b in buckets for t in (b.weights, b.held) if t is not None), "weights")
