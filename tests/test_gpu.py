@@ -29,6 +29,7 @@ from megatron.layers.ring_flash import Flash
 from megatron.model.gpt import build_chunks
 from megatron.parallel.sharding import dropout_mask, seeded
 from megatron.parallel.topology import Group, Layout, Topology
+from tests.engine.test_offload import assert_offloading_changes_nothing
 from tests.helpers.launching import TINY
 
 # processes that import torch on a cold file system
@@ -132,6 +133,11 @@ def test_a_checkpoint_of_a_device_loads_on_the_cpu(
     )
     assert sorted(rest) == [3, 4]
     compare(rest, {i: cpu_run[i] for i in rest}, LOSS["bf16"], NORM["bf16"])
+
+
+def test_offloaded_state_arrives_and_leaves_in_time() -> None:
+    """Buckets are large enough for their transfers to be under way when the host is far ahead."""
+    assert_offloading_changes_nothing(DEVICE, elements=3_000_000)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2, cp2": (MODEL, {**TP2, **CP2}),
     "tied, interleaved, dp2": (TIED, INTERLEAVED),
     "experts, tp2, ep2": (EXPERTS, {**TP2, **EP2}),
-    "experts, zero 3": (EXPERTS, {**HALVES, **EP2}),
+    "experts, zero 3": (EXPERTS, {**HALVES, **EP2, "cpu_offload": True}),
     "fp16, zero 0, zb, dp2": (TIED, {**PP2, **FP16, "enable_zbh1_pipeline": True, "zero_stage": 0}),
 }
 
@@ -111,7 +111,7 @@ SOME = [
     Case("tied, interleaved, dp2", dict(pipeline_model_parallel_size=4)),
     Case("tied, interleaved, dp2", {**PP2, "enable_zbh1_pipeline": True, "zero_stage": 0}),
     Case("experts, tp2, ep2", EP4),
-    Case("experts, tp2, ep2", {**PP2, **EP2, "zero_stage": 0, "bf16": True}),
+    Case("experts, tp2, ep2", {**PP2, **EP2, "zero_stage": 0, "bf16": True, "cpu_offload": True}),
     Case("experts, tp2, ep2", {}, 1),
     Case("experts, zero 3", {**TP2, **EP2}),
     Case("experts, zero 3", {**ZERO2, "bf16": True}),

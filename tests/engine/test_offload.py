@@ -11,8 +11,11 @@ import torch
 
 from megatron.config.pieces import Pieces
 from megatron.engine.engine import Engine
-from megatron.engine.optimizer import tensors_of
+from megatron.engine.offload import HostState
+from megatron.engine.optimizer import create_state, tensors_of
+from megatron.engine.optimizer_state import OPTIMIZERS
 from megatron.errors import ConfigError
+from megatron.kernels.ops.optimizer import FusedAdamW
 from tests.engine import toy
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -98,6 +101,48 @@ def test_the_same_numbers_to_the_bit(runs: Any, number: int) -> None:
                 for (at, x), (of, y) in zip(pieces, others[name], strict=True):
                     assert at == of
                     np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def assert_offloading_changes_nothing(device: torch.device, elements: int) -> None:
+    """Update parameters of several sizes by the same gradients, on the device and from the host."""
+    sizes = [elements, 8, elements // 2, elements // 3, elements]
+    found = []
+    for offload in (False, True):
+        generator = torch.Generator().manual_seed(3)
+
+        def draw(n: int, to: torch.device, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(n, generator=generator).to(to)
+
+        home = torch.device("cpu") if offload else device
+        parameters = [torch.nn.Parameter(draw(n, home)) for n in sizes]
+        optimizer = FusedAdamW([{"params": [p]} for p in parameters], 1e-2, (0.9, 0.99), 1e-8)
+        create_state(optimizer, OPTIMIZERS["adam"], device)
+        copies = [torch.zeros(n, device=device) for n in sizes]
+        copy_of = dict(zip(parameters, copies, strict=True))
+        host = None
+        if offload:
+            host = HostState(optimizer, device, True, lambda p, to=copy_of: to[p].copy_(p.detach()))
+        for _ in range(4):
+            gradients = [draw(n, device) for n in sizes]
+            if host is not None:
+                host.prefetch()
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+            optimizer.step()
+        if host is None:
+            states = [{"master": p.detach(), **tensors_of(optimizer, p)} for p in parameters]
+        else:
+            host.settle()
+            states = [host.kept[p] for p in parameters]
+            assert all(torch.equal(copy_of[p].cpu(), host.kept[p]["master"]) for p in parameters)
+        found.append([{name: x.cpu() for name, x in state.items()} for state in states])
+    for here, there in zip(*found, strict=True):
+        assert here.keys() == there.keys() == {"master", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(x, there[name]) for name, x in here.items())
+
+
+def test_groups_of_any_size_pass_through_two_sets() -> None:
+    assert_offloading_changes_nothing(torch.device("cpu"), elements=1000)
 
 
 class Whole(Rate):
