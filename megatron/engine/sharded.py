@@ -106,9 +106,7 @@ class ShardedGradients(Gradients):
             sink.before_use = partial(self._take, self._bucket_of[p])
 
     def begin(self, micro_batches: int) -> None:
-        """Announce backward passes, as Gradients.begin."""
-        if self._final:
-            raise ConfigError(REDUCED_ALREADY)
+        """Announce backward passes. A gradient after the last of them raises ConfigError."""
         self._micro_batches += micro_batches
 
     def _take(self, number: int) -> None:
