@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.optimizer_state import ROUND, has_kernel, optimizer_state
+from megatron.engine.optimizer_state import IN_FLIGHT, ROUND, has_kernel, optimizer_state
 from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
@@ -287,6 +287,7 @@ class Weight(NamedTuple):
     ready    time at which the last backward passes have computed its gradient
     experts  whether it has experts, which fewer ranks share
     vectors  whether it has norms and biases
+    unit     stage, and part of it
     """
 
     elements: int
@@ -294,6 +295,7 @@ class Weight(NamedTuple):
     ready: float
     experts: bool = False
     vectors: bool = False
+    unit: tuple[int, int] = (0, 0)
 
 
 def exchange(
@@ -303,14 +305,17 @@ def exchange(
 
     hides  whether messages overlap with computation
 
-    Those that ZeRO stages 2 and 3 send in each pass are the passes'.
+    Those that ZeRO stages 2 and 3 send in each pass are the passes'. Where a sum between their
+    nodes overlaps, it begins when as many more buckets are complete as may be under way
+    (engine/sharded.py).
     """
     engine, zero = config.engine, zero_of(config)
     size = config.parallel.pipeline_model_parallel_size
     if zero.line == 1:
         return Exchange(0.0, 0.0)
     stages = stages_of(config)
-    early = engine.overlap_grad_reduce and hides and zero.stage < 2
+    early = engine.overlap_grad_reduce and hides
+    behind = IN_FLIGHT if zero.stage > 1 else 0
     late = engine.overlap_param_gather and hides
     reduced, gathered = run.makespan, 0.0
     for rank in range(size):
@@ -324,13 +329,15 @@ def exchange(
             weight.elements for weight in weights
         )
         in_order = [w for kind in (False, True) for w in weights[::-1] if w.experts == kind]
-        buckets = [*buckets_of(in_order, zero.limit), Weight(others, first, end, vectors=True)]
+        buckets = sorted(buckets_of(in_order, zero), key=lambda bucket: -bucket.needed)
+        buckets.append(Weight(others, first, end, vectors=True))
+        begins = [*(bucket.ready for bucket in buckets[behind:]), *[end] * behind]
         free = arrived = 0.0
-        for bucket in buckets:
-            free = max(free, bucket.ready if early else end)
+        for bucket, begin in zip(buckets, begins, strict=False):
+            free = max(free, begin if early else end)
             free += reduction_seconds(channels, zero, bucket.elements, bucket.experts)
         for bucket in reversed(buckets):
-            arrived += gather_seconds(channels, zero, *bucket[:1], *bucket[3:])
+            arrived += gather_seconds(channels, zero, *bucket[:1], *bucket[3:5])
             gathered = max(gathered, arrived - (bucket.needed if late else first))
         reduced = max(reduced, free)
     return Exchange(reduced - run.makespan, gathered)
@@ -356,25 +363,38 @@ def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> li
     end = run.last_backward_end[number]
     backward = run.last_backward_end[number] - run.last_backward_start[number]
     return [
-        Weight(p.elements, start + place * forward, end - place * backward, p.experts)
-        for place, parameters in places
+        Weight(
+            p.elements,
+            start + place * forward,
+            end - place * backward,
+            p.experts,
+            unit=(number, part),
+        )
+        for part, (place, parameters) in enumerate(places)
         for p in parameters
         if p.decays
     ]
 
 
-def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
-    """Group weights into buckets, each of one kind and at most `limit` elements or one weight."""
+def buckets_of(weights: Iterable[Weight], zero: Zero) -> list[Weight]:
+    """Group weights into buckets, each of one kind and at most `zero.limit` elements or one weight.
+
+    Those of ZeRO stage 2 are of one pipeline stage, those of stage 3 of one part of it.
+    """
+    alike = max(0, zero.stage - 1)
     found: list[Weight] = []
     for weight in weights:
         last = found[-1] if found else None
-        if last and last.experts == weight.experts and last.elements + weight.elements <= limit:
+        if (
+            last
+            and (last.experts, last.unit[:alike]) == (weight.experts, weight.unit[:alike])
+            and last.elements + weight.elements <= zero.limit
+        ):
             found.pop()
-            weight = Weight(
-                last.elements + weight.elements,
-                min(last.needed, weight.needed),
-                max(last.ready, weight.ready),
-                weight.experts,
+            weight = weight._replace(
+                elements=last.elements + weight.elements,
+                needed=min(last.needed, weight.needed),
+                ready=max(last.ready, weight.ready),
             )
         found.append(weight)
     return found
@@ -617,6 +637,6 @@ def _exchanged(
     up = sum(reduction_seconds(channels, zero, *count) for count in counts)
     down = sum(gather_seconds(channels, zero, *count) for count in counts)
     forward, backward, weight = seconds[0]
-    return left(up, backward + weight, engine.overlap_grad_reduce and zero.stage < 2) + left(
+    return left(up, backward + weight, engine.overlap_grad_reduce) + left(
         down, forward, engine.overlap_param_gather
     )

@@ -91,6 +91,7 @@ def test_the_folded_cost_is_near_the_estimate(machine, config):
         ("--num-layers-per-virtual-pipeline-stage 2", 0.02),
         ("--pipeline-model-parallel-size 8 --enable-zbh1-pipeline", 0.02),
         ("--zero-stage 0", 0.02),
+        ("--zero-stage 2 --zero-shard-size 4", 0.02),
         ("--sequence-parallel --tp-comm-overlap --micro-batch-size 2", 0.02),
     ],
 )
