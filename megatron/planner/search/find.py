@@ -240,7 +240,8 @@ class Search:
     def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
         """Return the placements to estimate, with their channels."""
         cluster = self.space.cluster
-        key = layout_of(config), config.parallel.num_chunks > 1
+        devices = min(config.parallel.world_size, cluster.devices_per_node)
+        key = layout_of(config, devices=devices), config.parallel.num_chunks > 1
         if key not in self._known:
             found = worthwhile_placements(config, cluster, self.space.wanted)
             self._known[key] = [
@@ -418,7 +419,7 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> l
     """
     check_device_orders(wanted, cluster)
     devices = min(config.parallel.world_size, cluster.devices_per_node)
-    layout = layout_of(config)
+    layout = layout_of(config, devices=devices)
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data}
     different: dict[tuple[str, ...], str] = {}  # orders that number the ranks alike, once each
     for order in RANK_ORDERS:
