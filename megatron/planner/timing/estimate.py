@@ -25,7 +25,7 @@ from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTime
 from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, Confidence
-from megatron.planner.events import Parameter, Pass, Trace
+from megatron.planner.events import Message, Parameter, Pass, Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement, over_nodes
 from megatron.planner.rates import Rates
@@ -313,34 +313,38 @@ def exchange(
     size = config.parallel.pipeline_model_parallel_size
     if zero.line == 1:
         return Exchange(0.0, 0.0)
-    stages = stages_of(config)
     early = engine.overlap_grad_reduce and hides
     behind = IN_FLIGHT if zero.stage > 1 else 0
     late = engine.overlap_param_gather and hides
     reduced, gathered = run.makespan, 0.0
     for rank in range(size):
-        own = range(rank, len(stages), size)
-        weights = [
-            weight for stage in own for weight in weights_of(traced, stages[stage], run, stage)
-        ]
-        first = min(run.first_forward_start[i] for i in own)
-        end = max(run.last_backward_end[i] for i in own)
-        others = sum(parameters_of(traced, stages[i]) for i in own) - sum(
-            weight.elements for weight in weights
-        )
-        in_order = [w for kind in (False, True) for w in weights[::-1] if w.experts == kind]
-        buckets = sorted(buckets_of(in_order, zero), key=lambda bucket: -bucket.needed)
-        buckets.append(Weight(others, first, end, vectors=True))
+        buckets = buckets_of_rank(config, traced, run, rank)
+        first, end = buckets[-1].needed, buckets[-1].ready
         begins = [*(bucket.ready for bucket in buckets[behind:]), *[end] * behind]
         free = arrived = 0.0
         for bucket, begin in zip(buckets, begins, strict=False):
             free = max(free, begin if early else end)
-            free += reduction_seconds(channels, zero, bucket.elements, bucket.experts)
+            free += seconds_of_all(channels, zero.sums(bucket.elements, bucket.experts))
         for bucket in reversed(buckets):
-            arrived += gather_seconds(channels, zero, *bucket[:1], *bucket[3:5])
+            news = zero.returns(bucket.elements, bucket.experts, bucket.vectors)
+            arrived += seconds_of_all(channels, news)
             gathered = max(gathered, arrived - (bucket.needed if late else first))
         reduced = max(reduced, free)
     return Exchange(reduced - run.makespan, gathered)
+
+
+def buckets_of_rank(config: Config, traced: Trace, run: PipelineRun, rank: int) -> list[Weight]:
+    """List a rank's buckets in the order in which they are sent; the last one has the vectors."""
+    stages = stages_of(config)
+    own = range(rank, len(stages), config.parallel.pipeline_model_parallel_size)
+    weights = [weight for stage in own for weight in weights_of(traced, stages[stage], run, stage)]
+    first = min(run.first_forward_start[i] for i in own)
+    end = max(run.last_backward_end[i] for i in own)
+    others = sum(parameters_of(traced, stages[i]) for i in own)
+    others -= sum(weight.elements for weight in weights)
+    in_order = [w for kind in (False, True) for w in weights[::-1] if w.experts == kind]
+    buckets = sorted(buckets_of(in_order, zero_of(config)), key=lambda bucket: -bucket.needed)
+    return [*buckets, Weight(others, first, end, vectors=True)]
 
 
 def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> list[Weight]:
@@ -400,22 +404,9 @@ def buckets_of(weights: Iterable[Weight], zero: Zero) -> list[Weight]:
     return found
 
 
-def reduction_seconds(channels: Channels, zero: Zero, elements: int, experts: bool) -> float:
-    """Time the reduction of gradients that ends a step."""
-    return sum(
-        channels.seconds(kind, zero.gradient_bytes * elements / before, group)
-        for kind, group, before in zero.at_end(experts)
-    )
-
-
-def gather_seconds(
-    channels: Channels, zero: Zero, elements: int, experts: bool, vectors: bool = False
-) -> float:
-    """Time the gathering of new weights."""
-    return sum(
-        channels.seconds(kind, zero.weight_bytes * elements / before, group)
-        for kind, group, before in zero.gathers(experts, vectors)
-    )
+def seconds_of_all(channels: Channels, messages: Iterable[Message]) -> float:
+    """Time messages that follow one another."""
+    return sum(channels.seconds(*message) for message in messages)
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
@@ -634,8 +625,8 @@ def _exchanged(
         )
 
     counts = [(count, of) for count, of in ((others, False), (experts, True)) if count]
-    up = sum(reduction_seconds(channels, zero, *count) for count in counts)
-    down = sum(gather_seconds(channels, zero, *count) for count in counts)
+    up = seconds_of_all(channels, (m for count in counts for m in zero.sums(*count)))
+    down = seconds_of_all(channels, (m for count in counts for m in zero.returns(*count)))
     forward, backward, weight = seconds[0]
     return left(up, backward + weight, engine.overlap_grad_reduce) + left(
         down, forward, engine.overlap_param_gather
