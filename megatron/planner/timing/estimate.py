@@ -24,7 +24,7 @@ from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
 from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import BASES, Confidence
+from megatron.planner.compute import BASES, PUBLISHED, Confidence, Used
 from megatron.planner.events import Message, Parameter, Pass, Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement, over_nodes
@@ -147,6 +147,11 @@ class Estimate:
             stage_seconds(trace(self.config, device), stage, rates, None)
         update_seconds(self.config, device, rates)
         used = rates.used | self.channels.used
+        if self.config.engine.cpu_offload and device != "cpu":
+            source = self.cluster.sources.get("host", "not named")
+            for name, gb_per_s in self.cluster.host._asdict().items():
+                if name.endswith("gb_per_s"):
+                    used |= {Used(f"host.{name}", f"{gb_per_s:g}", PUBLISHED, source)}
         return Confidence(tuple(sorted(used, key=lambda one: (BASES.index(one.basis), one))))
 
     @functools.cached_property
@@ -182,7 +187,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     parts["data-parallel"] += crowd * (reduced + gathered)
     if tied := tied_elements(config, traced):
         parts["data-parallel"] += channels.tied_s(4 * tied)
-    update = update_seconds(config, cluster.device_type, rates)
+    update = optimizer_seconds(config, cluster, rates)
     parts["optimizer"] = crowd * (update + whole_seconds(config, cluster, channels))
     parts["host"] += rates.step_overhead_s
     return Estimate(
@@ -437,13 +442,48 @@ def bytes_per_element(config: Config, device: str, whole: bool = False) -> float
     if kernel and settings.qk_clip and settings.ema_decay is not None:
         update += 4.0 / settings.ema_interval  # the average reads the clipped weights again
     update += _WHOLE_BYTES * whole
+    if on_cpu and config.engine.cpu_offload:  # copied in and out, each read and written
+        update += 4.0 * streamed_bytes(config, whole)
     if dtype_name == "float32":
         return norm + update
     return norm + update + (2.0 if kernel and config.precision.bf16 else 6.0)
 
 
+def streamed_bytes(config: Config, whole: bool = False) -> float:
+    """Count bytes of state per owned element that --cpu-offload keeps on the host."""
+    master = 0.0 if config.precision.dtype_name == "float32" else 4.0
+    return master + optimizer_state(config).of(whole).bytes
+
+
+def optimizer_seconds(config: Config, cluster: Cluster, rates: Rates) -> float:
+    """Time the update, or the stream of state from and to host memory beside it (--cpu-offload).
+
+    The stream is as fast as a device's link in one direction, while the other one carries as much,
+    or its share of the memory's bandwidth for both together. It rests on published peaks, on all
+    devices of a node streaming at once, and on buckets that are many: the first that arrives before
+    the step and the last that leaves after its update are counted like all others.
+    """
+    update = update_seconds(config, cluster.device_type, rates)
+    if not config.engine.cpu_offload or cluster.device_type == "cpu":
+        return update
+    others, whole = updated_elements(config, cluster.device_type)
+    n_bytes = streamed_bytes(config) * others + streamed_bytes(config, whole=True) * whole
+    devices = min(config.parallel.world_size, cluster.devices_per_node)
+    _, memory, link = cluster.host
+    return max(update, n_bytes / (1e9 * link), 2 * n_bytes * devices / (1e9 * memory))
+
+
 def update_seconds(config: Config, device: str, rates: Rates) -> float:
     """Time the update on the device with the most elements, which all others wait for."""
+    elements, whole = updated_elements(config, device)
+    others = rates.update_s(elements, bytes_per_element(config, device))
+    if not whole:
+        return others
+    return others + rates.update_s(whole, bytes_per_element(config, device, whole=True))
+
+
+def updated_elements(config: Config, device: str) -> tuple[float, float]:
+    """Return the most elements that a device owns: others, and those that are taken whole."""
     stages = stages_of(config)
     traced = trace(config, device)
     size = config.parallel.pipeline_model_parallel_size
@@ -455,12 +495,7 @@ def update_seconds(config: Config, device: str, rates: Rates) -> float:
     whole, of_experts = _elements(found)
     experts = sum(experts_of(traced, stage) for stage in own)
     elements = owned_elements(config, most - whole, experts - of_experts)
-    others = rates.update_s(elements, bytes_per_element(config, device))
-    if not whole:
-        return others
-    return others + rates.update_s(
-        owned_elements(config, whole, of_experts), bytes_per_element(config, device, whole=True)
-    )
+    return elements, owned_elements(config, whole, of_experts)
 
 
 def _elements(parameters: Sequence[Parameter]) -> tuple[int, int]:
@@ -550,7 +585,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
         on_link = (2 if hides else 1) * m * config.parallel.num_chunks * occupies
         passes = max(passes + 2 * (size - 1) * (occupies + latency), on_link)
     after = _exchanged(config, traced, channels, seconds, hides)
-    after += update_seconds(config, cluster.device_type, rates)
+    after += optimizer_seconds(config, cluster, rates)
     after += whole_seconds(config, cluster, channels)
     return passes + crowd * after + rates.step_overhead_s
 
