@@ -522,9 +522,21 @@ PARTS_OF_RANK = (
 """Functions that count the parameters of a rank as state_bytes wants them, after all of them."""
 
 
-def _memory(config: Config, rank: int, device: str) -> RankMemory:
+def host_bytes(config: Config, rank: int, device: str) -> float:
+    """Return the bytes that --cpu-offload keeps in host memory for a device of a rank."""
+    if not config.engine.cpu_offload or device == "cpu":
+        return 0.0
+    states = _states(config, rank, device)
+    return states["master"] + states["moments"]
+
+
+def _states(config: Config, rank: int, device: str) -> dict[str, float]:
     counts = (count(config, rank, device) for count in (parameters_of_rank, *PARTS_OF_RANK))
-    states = state_bytes(config, *counts)
+    return state_bytes(config, *counts)
+
+
+def _memory(config: Config, rank: int, device: str) -> RankMemory:
+    states = _states(config, rank, device)
     if config.engine.cpu_offload:
         kept = float(device == "cpu")  # whose memory is the host's
         working = working_bytes(config, rank, device)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from megatron.kernels.work import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
 from megatron.planner.events import Message, Part, Pass
+from megatron.planner.memory import host_bytes
 from megatron.planner.rates import BACKWARD_OPERATIONS, causal_pairs
 from megatron.planner.stage import messages_of_part, rates_of, seconds_of, stages_of
 from megatron.planner.table import Table
@@ -264,6 +265,8 @@ def _memory(found: Estimate) -> Table:
         name: value for name, value in vars(peak).items() if isinstance(value, float) and value
     }
     rows = [(name, f"{value / _GIB:.2f}") for name, value in {**parts, "all": peak.total}.items()]
+    if on_host := host_bytes(found.config, peak.rank, found.cluster.device_type):
+        rows.append(("on the host, for each device", f"{on_host / _GIB:.2f}"))
     return Table(f"memory, rank {peak.rank}", ("tensors", "GiB"), rows)
 
 
