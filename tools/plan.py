@@ -27,7 +27,7 @@ from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.planner.cluster import Cluster, known_clusters, load_cluster
-from megatron.planner.layout import narrowed, parse_layout, write_value
+from megatron.planner.layout import Wanted, narrowed, parse_layout, write_value
 from megatron.planner.search import tables
 from megatron.planner.search.find import Found, Search, check_device_orders, search
 from megatron.planner.search.space import GIB, Space, make_config, usable_bytes
@@ -45,13 +45,15 @@ A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names 
 
   nodes, gbs (global batch), tp, pp, chunks, schedule (1f1b, interleaved, zb-h1), mbs (micro-batch), sp (on, off),
   overlap (tensor-parallel messages: on, off), zero (0 to 3), shard, states (ranks over which ZeRO divides weights and
-  gradients, and states: a number, node, world), recompute (none, selective[:MODULE+MODULE],
-  full[:uniform|block[:LAYERS]]), order (rank order), devices (device order within a node: 0-1-6-7-2-3-4-5)
+  gradients, and states: a number, node, world), offload (optimizer's state in host memory: on, off), recompute (none,
+  selective[:MODULE+MODULE], full[:uniform|block[:LAYERS]]), order (rank order), devices (device order within a node:
+  0-1-6-7-2-3-4-5)
 
 A preset gives the model, not the layout; flags of pretrain_gpt.py after -- change the model. The search chooses the
-fastest value of each name that a layout leaves out. --fix and --allow take several values: tp=4,8. recompute=full means
-full:uniform:1 in a layout, and every full:... in --fix and --allow. A formula ranks all layouts that fit; then the
-pipeline schedule is simulated for the best layouts overall, and for the best ones that have each value of each name.
+fastest value of each name that a layout leaves out, but for offload=off. --fix and --allow take several values: tp=4,8.
+recompute=full means full:uniform:1 in a layout, and every full:... in --fix and --allow. A formula ranks all layouts
+that fit; then the pipeline schedule is simulated for the best layouts overall, and for the best ones that have each
+value of each name.
 
 Exit codes: 0; 2 error in the input; 3 nothing fits, or a layout is rejected."""
 
@@ -197,6 +199,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         _show_winner(given, chosen[0])
     _show(args, rejected)
     if rejected:
+        if not any("offload" in of for of in (given.space.wanted, given.space.more)):
+            print("\nNot tried: --fix offload=off,on, the optimizer's state in host memory.")
         return EXIT_NOTHING_FITS
     if args.output is not None:
         for path in tables.write_files(
@@ -231,6 +235,7 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
         if name in wanted or name == "devices":
             wanted[name] = tuple(dict.fromkeys((*wanted.get(name, cluster.device_orders), *values)))
     check_device_orders(wanted, cluster)
+    _check_host(wanted, more, cluster=cluster)
     base = make_config(args.preset, flags, max(batches))
     rates_of(cluster, base.precision.dtype_name)  # raises before the search if rates are unknown
     name = args.preset or f"{base.model.num_layers} layers of width {base.model.hidden_size}"
@@ -245,6 +250,7 @@ def _form(given: Search, text: str) -> Search:
         wanted["recompute"] = tuple(
             "full:uniform:1" if v == "full" else v for v in wanted["recompute"]
         )
+    _check_host(wanted, cluster=space.cluster)
     both = narrowed(space.wanted, wanted)
     for name in (name for name, values in both.items() if not values):
         allowed, own = (
@@ -257,6 +263,12 @@ def _form(given: Search, text: str) -> Search:
     if "nodes" in wanted:
         worlds = _whole_nodes(wanted["nodes"], space.cluster)
     return Search(dataclasses.replace(space, wanted=both, worlds=worlds), given.capacity)
+
+
+def _check_host(*wanted: Wanted, cluster: Cluster) -> None:
+    """Raise ConfigError for offload=on if the file of a machine with GPUs lacks facts of its hosts."""
+    if cluster.device_type != "cpu" and any(True in of.get("offload", ()) for of in wanted):
+        _ = cluster.host
 
 
 def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.layout import layout_of
-from megatron.planner.memory import memory_of_ranks
+from megatron.planner.memory import host_bytes, memory_of_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import EXIT_USER_ERROR
@@ -620,6 +620,16 @@ def check_memory(job: Job, config: Config) -> None:
             "memory",
             f"{text}, without the runtime: use more tensor or pipeline parallelism, or "
             "--recompute-granularity full",
+        )
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    held = max(host_bytes(config, rank, cluster.device_type) for rank in ranks)
+    held_gib = held * min(config.parallel.world_size, cluster.devices_per_node) / 2**30
+    if cluster.host_memory_gib is not None and held_gib > cluster.host_memory_gib:
+        job.find(
+            "error",
+            "host memory",
+            f"--cpu-offload keeps {held_gib:.1f} GiB on a node, which has "
+            f"{cluster.host_memory_gib:g}: use more nodes",
         )
 
 

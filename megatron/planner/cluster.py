@@ -124,6 +124,14 @@ class Queue(NamedTuple):
     max_hours: Positive | None = None
 
 
+class Host(NamedTuple):
+    """Memory of a node's host and its bandwidths, as in Cluster."""
+
+    memory_gib: float
+    memory_gb_per_s: float
+    link_gb_per_s: float
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cluster:
     """Description of one machine. Bandwidths are GB/s (1e9 bytes) in each direction.
@@ -140,6 +148,8 @@ class Cluster:
                          order; size 0: on several nodes
     bands                lower bounds of the figures that a healthy node measures
     wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the defaults
+    host_memory_gib      host memory of a node; host_memory_gb_per_s: its bandwidth, reads and writes
+                         together; host_link_gb_per_s: between it and each device. None: not known
     nvme_path            node-local disk; "" for none
     sources              source of each figure: published, computed or assumed
     device_type          "cuda" for a GPU of any make, as in torch, or "cpu"
@@ -168,6 +178,9 @@ class Cluster:
     device_orders: tuple[tuple[Whole, ...], ...] = at("placement.device_orders", ())
     collective_gb_per_s: Mapping[tuple[Count, Whole], Positive] = at("collectives.gb_per_s", {})
     bands: Mapping[str, Positive] = at("bands", {})
+    host_memory_gib: Positive | None = at("host.memory_gib", None)
+    host_memory_gb_per_s: Positive | None = at("host.memory_gb_per_s", None)
+    host_link_gb_per_s: Positive | None = at("host.link_gb_per_s", None)
     wall_limits: tuple[WallLimit, ...] = at("slurm.wall_limits", ())
     partitions: tuple[Queue, ...] = at("slurm.partitions")
     qos: tuple[Queue, ...] = at("slurm.qos", (Queue("normal"),))
@@ -187,15 +200,30 @@ class Cluster:
         return dataclasses.replace(self, compute=compute)
 
     def with_bandwidths(self, factor: float) -> Cluster:
-        """Return the machine with the bandwidths of its links and cards multiplied."""
+        """Return the machine with the bandwidths of its links, cards and hosts multiplied."""
+        memory, link = self.host_memory_gb_per_s, self.host_link_gb_per_s
         return dataclasses.replace(
             self,
+            host_memory_gb_per_s=memory and factor * memory,
+            host_link_gb_per_s=link and factor * link,
             links={pair: factor * width for pair, width in self.links.items()},
             nic_gb_per_s=factor * self.nic_gb_per_s,
             collective_gb_per_s={
                 groups: factor * rate for groups, rate in self.collective_gb_per_s.items()
             },
         )
+
+    @property
+    def host(self) -> Host:
+        """Facts of a node's host. Raises ConfigError if the machine's file lacks one."""
+        facts = {name: getattr(self, f"host_{name}") for name in Host._fields}
+        missing = [name for name, value in facts.items() if value is None]
+        if missing:
+            raise ConfigError(
+                f"--cpu-offload: the file of cluster {self.name} lacks {', '.join(missing)} in "
+                "[host]: see the files of known machines for their meaning"
+            )
+        return Host(**facts)
 
     def link_gb_per_s(self, a: int, b: int) -> float:
         """Return the bandwidth of the direct link between two devices of a node; 0 for none."""

@@ -22,6 +22,7 @@ class Layout(NamedTuple):
     micro         samples per micro-batch
     recompute     none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS
     rank_order, device_order   "" and (): chosen by the machine
+    offload       whether the optimizer's state is in host memory
     shard, states  ranks over which ZeRO divides (EngineConfig.zero_shard_size, ..._state_...); 0: all
     """
 
@@ -42,6 +43,7 @@ class Layout(NamedTuple):
     ep: int = 1
     shard: int = 0
     states: int = 0
+    offload: bool = False
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -82,7 +84,7 @@ class Layout(NamedTuple):
         return ",".join(
             f"{name}={write_value(value)}"
             for name, value in values.items()
-            if value not in ("", ()) and (value or name not in ("shard", "states"))
+            if value not in ("", ()) and (value or name not in _OFF_UNLESS_GIVEN)
         )
 
     def has_choice(self, name: str) -> bool:
@@ -196,6 +198,7 @@ def _names(values: Iterable[Any]) -> dict[str, Any]:
 
 
 _RANKS, _RANKS_PATTERN = "a number, node or world", r"node|world|0*[1-9]\d{,8}"
+_OFF_UNLESS_GIVEN = ("shard", "states", "offload")
 _SWITCH = {"on": True, "off": False}
 _ONE = f"(?:{'|'.join(MODULES)})"
 _RECOMPUTE = rf"none|selective(:{_ONE}(\+{_ONE})*)?|full(:(uniform|block)(:[1-9]\d{{,8}})?)?"
@@ -215,6 +218,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("zero", "zero", "zero_stage", _names((0, 1, 2, 3))),
     Dimension("shard", "shard", "zero_shard_size", words=_RANKS, pattern=_RANKS_PATTERN),
     Dimension("states", "states", "zero_state_shard_size", words=_RANKS, pattern=_RANKS_PATTERN),
+    Dimension("offload", "offload", "cpu_offload", _SWITCH),
     Dimension(
         "recompute",
         "recompute",

@@ -1,6 +1,7 @@
 """Device memory of a training step: the tensors of a trace, summed over those that are alive.
 
-States follow from the parameters of each pipeline rank. Not counted: the runtime and the
+States follow from the parameters of each pipeline rank. With --cpu-offload a GPU has two sets of
+working tensors in place of the optimizer's state, and a CPU both. Not counted: the runtime and the
 communication library, which take a gigabyte or more on a GPU before training begins, workspaces
 inside kernels, and fragmentation. Needs torch if a trace is not cached.
 """
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config import Config, ModelConfig
-from megatron.engine.optimizer_state import IN_FLIGHT, optimizer_state
+from megatron.engine.optimizer_state import IN_FLIGHT, optimizer_state, wants_whole
 from megatron.pipeline.orders import SENDS_IN_FLIGHT
 from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Give, Part, Step, Take, Trace
@@ -44,7 +45,8 @@ class RankMemory:
     weights      in the training dtype, including embedding and output layer; under ZeRO-3 this
                  rank's part, and those of the layers that are gathered
     master       fp32 weights of the optimizer, under ZeRO this rank's part; none in fp32
-    moments      of the optimizer, partitioned likewise
+    moments      of the optimizer, partitioned likewise; with --cpu-offload, both are what the device
+                 has of them
     gradients    sums in fp32 or bf16; under ZeRO-2 and 3 this rank's part, and those of the buckets
                  that are filled or under way
     activations  made by forward passes and kept for backward passes
@@ -424,6 +426,52 @@ def state_bytes(
     }
 
 
+def working_bytes(config: Config, rank: int, device: str) -> dict[str, float]:
+    """Return the bytes of the two sets of tensors through which --cpu-offload streams the state.
+
+    A tensor of a set is as large as the largest of this rank's parts of the buckets that have it.
+    """
+    state, in_fp32 = optimizer_state(config), config.precision.dtype_name == "float32"
+    most: dict[str, float] = {}
+    for elements, whole in _parts_of_buckets(config, rank, device):
+        tensors = {**state.of(whole).tensors, **({} if in_fp32 else {"master": 4})}
+        for name, n_bytes in tensors.items():
+            most[name] = max(most.get(name, 0.0), n_bytes * elements)
+    master = most.pop("master", 0.0)
+    return {"master": 2 * master, "moments": 2 * sum(most.values())}
+
+
+def _parts_of_buckets(config: Config, rank: int, device: str) -> Iterator[tuple[float, bool]]:
+    """Yield the elements of a rank's part of each bucket, and whether the optimizer takes it whole.
+
+    Buckets are those of engine/optimizer.py's parameter_groups and engine/sharded.py's units.
+    """
+    traced, stages, zero = trace(config, device), stages_of(config), zero_of(config)
+    wants = wants_whole(config)
+    filled: dict[tuple[Any, ...], int] = {}
+    for number in range(rank, len(stages), config.parallel.pipeline_model_parallel_size)[::-1]:
+        stage = stages[number]
+        layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
+        head = [p for p in traced.head.parameters if not (p.tied and stage.first)]
+        parts = [
+            *[traced.embedding.parameters] * stage.first,
+            *(layer.parameters for layer in layers),
+            *[head] * stage.last,
+        ]
+        places = [(at, p) for at, part in enumerate(parts) for p in part]
+        for at, p in reversed(places):
+            whole = bool(wants and wants(p.name, p.whole))
+            unit = (number, at if p.decays else -1)[: max(0, zero.stage - 1)]
+            kind = whole, p.experts, p.tied, p.decays, unit
+            elements = filled.get(kind, 0)
+            if elements and elements + p.elements > zero.limit:
+                yield elements / zero.sizes(p.experts)[1], whole
+                elements = 0
+            filled[kind] = elements + p.elements
+    for (whole, experts, *_), elements in filled.items():
+        yield elements / zero.sizes(experts)[1], whole
+
+
 def sized_model(config: Config) -> ModelConfig:
     """Return the model with a vocabulary: GPT-2's if the size depends on tokenizer files."""
     model = config.model
@@ -474,9 +522,25 @@ PARTS_OF_RANK = (
 """Functions that count the parameters of a rank as state_bytes wants them, after all of them."""
 
 
-def _memory(config: Config, rank: int, device: str) -> RankMemory:
+def host_bytes(config: Config, rank: int, device: str) -> float:
+    """Return the bytes that --cpu-offload keeps in host memory for a device of a rank."""
+    if not config.engine.cpu_offload or device == "cpu":
+        return 0.0
+    states = _states(config, rank, device)
+    return states["master"] + states["moments"]
+
+
+def _states(config: Config, rank: int, device: str) -> dict[str, float]:
     counts = (count(config, rank, device) for count in (parameters_of_rank, *PARTS_OF_RANK))
-    states = state_bytes(config, *counts)
+    return state_bytes(config, *counts)
+
+
+def _memory(config: Config, rank: int, device: str) -> RankMemory:
+    states = _states(config, rank, device)
+    if config.engine.cpu_offload:
+        kept = float(device == "cpu")  # whose memory is the host's
+        working = working_bytes(config, rank, device)
+        states |= {name: kept * states[name] + more for name, more in working.items()}
     held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))
 

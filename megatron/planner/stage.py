@@ -130,21 +130,15 @@ def stage_passes(trace: Trace, stage: Stage, zero: Zero | None = None) -> dict[s
     In a group of layers of which only the input is kept, all layers are recomputed before the first
     backward pass. The last one stops early, as in torch: at the last tensor that is kept.
 
-    With ZeRO stage 3 a layer's weights are gathered for each of both passes; the embedding's are not
-    needed in its backward pass, and the output layer's stay from one to the other.
     """
     first = int(stage.first)
     last = int(stage.last)
     kinds = list(_kinds(trace, stage))
 
     def shared(part: Part, name: str) -> tuple[Message, ...]:
-        """List ZeRO's messages; those of a split backward pass belong to its second half."""
-        if zero is None or zero.stage < 2:
+        if zero is None:
             return ()
-        gathered = name == "forward" or (name == "backward" and part in layers)
-        reduced = name == ("weight" if stage.split else "backward")
-        ways = [False] * gathered + [True] * reduced
-        return tuple(m for way in ways for m in zero.of_pass(part.parameters, way))
+        return messages_of_part(zero, part, name, layer=part in layers, split=stage.split)
 
     layers = [layer for layer, *_ in kinds]
     found = {
@@ -174,6 +168,25 @@ def stage_passes(trace: Trace, stage: Stage, zero: Zero | None = None) -> dict[s
         name: [run for run in found.get(name, []) if run.times]
         for name in ("forward", "backward", "weight")
     }
+
+
+def messages_of_part(
+    zero: Zero, part: Part, name: str, *, layer: bool, split: bool
+) -> tuple[Message, ...]:
+    """List ZeRO's messages in a pass of a part; those of a split backward pass are in its second half.
+
+    With stage 3 a layer's weights are gathered for each of both passes; the embedding's are not
+    needed in its backward pass, and the output layer's stay from one to the other.
+
+    name   as in stage_passes
+    layer  whether the part is a layer
+    """
+    if zero.stage < 2:
+        return ()
+    gathered = name == "forward" or (name == "backward" and layer)
+    reduced = name == ("weight" if split else "backward")
+    ways = [False] * gathered + [True] * reduced
+    return tuple(m for way in ways for m in zero.of_pass(part.parameters, way))
 
 
 def _kinds(trace: Trace, stage: Stage) -> Iterator[tuple[Part, Part, int, int, int]]:

@@ -81,6 +81,16 @@ class Zero(NamedTuple):
             owners = owners[1:]
         return [("all_gather", group, before) for _, group, before in reversed(owners)]
 
+    def sums(self, elements: int, experts: bool) -> list[Message]:
+        """List the messages that sum the gradients of a bucket when a step ends."""
+        size = self.gradient_bytes * elements
+        return [Message(kind, size / before, group) for kind, group, before in self.at_end(experts)]
+
+    def returns(self, elements: int, experts: bool, vectors: bool = False) -> list[Message]:
+        """List the messages that gather the new weights of a bucket."""
+        size, hops = self.weight_bytes * elements, self.gathers(experts, vectors)
+        return [Message(kind, size / before, group) for kind, group, before in hops]
+
     def buckets(self, parameters: Iterable[Parameter]) -> Iterator[tuple[int, bool]]:
         """Yield elements of the matrices' buckets, and whether they are experts'."""
         for experts in (False, True):

@@ -124,6 +124,12 @@ MISTAKES = [
         "error",
         "memory",
     ),
+    (
+        "--preset tiny",
+        "--preset tiny --cpu-offload --num-layers 2000 --hidden-size 8192 --num-attention-heads 64",
+        "error",
+        "host memory",
+    ),
     ("--train-iters 10", "--train-iters 1000000000", "warning", "cost"),
 ]
 

@@ -189,7 +189,9 @@ def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
 def test_nothing_fits(capsys):
     for words in ([], ["--explain"]):
         code, text = call(capsys, *SMALL, "--headroom", "99.9%", *words)
-        assert code == 3 and "0.1 GiB" in text
+        assert code == 3 and "0.1 GiB" in text and "--fix offload=off,on" in text
+    _, text = call(capsys, *SMALL, "--headroom", "99.9%", "--fix", "offload=off,on")
+    assert "--fix" not in text
 
 
 @pytest.mark.parametrize(

@@ -145,9 +145,13 @@ class Search:
                 config = self.space.config(size)
                 for layout in kinds.values():
                     own = _with(config, layout)
-                    states, rank = self._states(own)
+                    states, held, rank = self._states(own)
                     if states > self.capacity:
                         rejected.append(self._misfit(layout, states, rank))
+                    elif held and held > self._room_on_host:
+                        reason = f"needs more than {self._room_on_host / GIB:.1f} GiB on the host"
+                        example = f"{held / GIB:.1f} GiB: {self.space.write(layout)}"
+                        rejected.append(Rejected(reason, example, held))
                     else:
                         ranked.append(Ranked(self._folded(layout, own), layout))
             except ConfigError as error:
@@ -208,7 +212,7 @@ class Search:
                     continue
                 try:
                     config = self.space.config(layout)
-                    memory, rank = self._states(config)
+                    memory, _, rank = self._states(config)
                     if memory <= self.capacity:
                         full = peak_rank(config, self.space.cluster.device_type, self.capacity)
                         memory, rank = full.total, full.rank
@@ -223,6 +227,12 @@ class Search:
         words = f"tp={layout.tp},pp={layout.pp},mbs={layout.micro},recompute={layout.recompute}"
         example = f"{memory / GIB:.1f} GiB on pipeline rank {rank}: {words}"
         return Rejected(f"needs more than {self.capacity / GIB:.1f} GiB", example, memory)
+
+    @property
+    def _room_on_host(self) -> float:
+        """Bytes of a host that may be used: the same share as of a device."""
+        cluster = self.space.cluster
+        return self.capacity * cluster.host.memory_gib / cluster.memory_gib
 
     def _folded(self, layout: Layout, config: Config) -> float:
         """Score by the folded cost, on the best placement of the first variant of these sizes."""
@@ -240,7 +250,8 @@ class Search:
     def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
         """Return the placements to estimate, with their channels."""
         cluster = self.space.cluster
-        key = layout_of(config), config.parallel.num_chunks > 1
+        devices = min(config.parallel.world_size, cluster.devices_per_node)
+        key = layout_of(config, devices=devices), config.parallel.num_chunks > 1
         if key not in self._known:
             found = worthwhile_placements(config, cluster, self.space.wanted)
             self._known[key] = [
@@ -249,8 +260,8 @@ class Search:
         known: list[tuple[Placement, Channels]] = self._known[key]
         return known
 
-    def _states(self, config: Config) -> tuple[float, int]:
-        """Return bytes of weights, gradients and optimizer on the largest rank, and that rank."""
+    def _states(self, config: Config) -> tuple[float, float, int]:
+        """Return bytes of states on a device and on a host, of the largest rank, and that rank."""
         parallel = config.parallel
         key = (
             parallel.tensor_model_parallel_size,
@@ -268,13 +279,18 @@ class Search:
             others = (count(plain, -rank, device) for count in PARTS_OF_RANK)
             self._known[key] = (most, *others), -rank
         counts, rank = self._known[key]
-        return sum(state_bytes(config, *counts).values()), rank
+        states, held, cluster = state_bytes(config, *counts), 0.0, self.space.cluster
+        if config.engine.cpu_offload and cluster.device_type != "cpu":
+            devices = min(parallel.world_size, cluster.devices_per_node)
+            held = devices * (states.pop("master") + states.pop("moments"))
+        return sum(states.values()), held, rank
 
 
 def _thrift(layout: Layout) -> tuple[float, ...]:
     """Return a key of a layout's switches, the greater the less memory they need."""
     divided = (1 / (n or layout.world) for n in (layout.shard, layout.states))
-    return layout.zero, *(-share for share in divided), layout.sp, not layout.overlap
+    switches = layout.sp, not layout.overlap
+    return layout.offload, layout.zero, *(-share for share in divided), *switches
 
 
 def _refused(error: ConfigError) -> Rejected:
@@ -294,6 +310,7 @@ def _with(config: Config, layout: Layout) -> Config:
             zero_stage=layout.zero,
             zero_shard_size=layout.shard,
             zero_state_shard_size=layout.states,
+            cpu_offload=layout.offload,
         ),
         recompute=RecomputeConfig(
             **again | {"recompute_modules": again["recompute_modules"] or ("core_attn",)}
@@ -418,7 +435,7 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> l
     """
     check_device_orders(wanted, cluster)
     devices = min(config.parallel.world_size, cluster.devices_per_node)
-    layout = layout_of(config)
+    layout = layout_of(config, devices=devices)
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data}
     different: dict[tuple[str, ...], str] = {}  # orders that number the ranks alike, once each
     for order in RANK_ORDERS:

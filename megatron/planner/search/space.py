@@ -210,7 +210,10 @@ class Space:
     # -- variants ----------------------------------------------------------------------------------
 
     def variants(self, size: Layout) -> Iterator[Layout]:
-        """Yield layouts of these sizes, over SP, overlap, ZeRO stage and recomputation."""
+        """Yield layouts of these sizes, over SP, overlap, ZeRO stage and recomputation.
+
+        The optimizer's state is on the host only where that is asked for.
+        """
         # If the sizes leave no choice, --fix is ignored.
         switches = [
             [value for value in values if allowed(value, name, self.wanted)]
@@ -221,12 +224,14 @@ class Space:
                 ("overlap", (True, False)),
             )
         ]
-        for sp, overlap, zero, recompute in itertools.product(
+        switches.append(self._values("offload", (False,)))
+        for sp, overlap, offload, zero, recompute in itertools.product(
             *switches, self._zeros(size), self.recomputations(size)
         ):
             yield size._replace(
                 sp=sp,
                 overlap=overlap,
+                offload=offload,
                 recompute=recompute,
                 zero=zero[0],
                 shard=zero[1],

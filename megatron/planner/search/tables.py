@@ -100,6 +100,7 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
         over = f" over {write_value(layout.shard)}" if layout.shard else ""
         zero = f"ZeRO {layout.zero}{over}" if layout.zero > 1 else "ZeRO"
         names = {"sp": layout.sp, "overlap": layout.overlap, zero: layout.zero}
+        names["offload"] = layout.offload
         parts = [name for name in ("cp", "ep") if any(getattr(c.layout, name) > 1 for c in chosen)]
         row = {name.upper(): str(record[name]) for name in ("tp", "pp", *parts, "dp")}
         row |= {name: record[name] for name in ("nodes", "gbs", "chunks", "schedule", "mbs")}

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.optimizer_state import ROUND, has_kernel, optimizer_state
+from megatron.engine.optimizer_state import IN_FLIGHT, ROUND, has_kernel, optimizer_state
 from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
 from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import BASES, Confidence
-from megatron.planner.events import Parameter, Pass, Trace
+from megatron.planner.compute import BASES, PUBLISHED, Confidence, Used
+from megatron.planner.events import Message, Parameter, Pass, Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement, over_nodes
 from megatron.planner.rates import Rates
@@ -147,6 +147,11 @@ class Estimate:
             stage_seconds(trace(self.config, device), stage, rates, None)
         update_seconds(self.config, device, rates)
         used = rates.used | self.channels.used
+        if self.config.engine.cpu_offload and device != "cpu":
+            source = self.cluster.sources.get("host", "not named")
+            for name, gb_per_s in self.cluster.host._asdict().items():
+                if name.endswith("gb_per_s"):
+                    used |= {Used(f"host.{name}", f"{gb_per_s:g}", PUBLISHED, source)}
         return Confidence(tuple(sorted(used, key=lambda one: (BASES.index(one.basis), one))))
 
     @functools.cached_property
@@ -182,7 +187,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     parts["data-parallel"] += crowd * (reduced + gathered)
     if tied := tied_elements(config, traced):
         parts["data-parallel"] += channels.tied_s(4 * tied)
-    update = update_seconds(config, cluster.device_type, rates)
+    update = optimizer_seconds(config, cluster, rates)
     parts["optimizer"] = crowd * (update + whole_seconds(config, cluster, channels))
     parts["host"] += rates.step_overhead_s
     return Estimate(
@@ -287,6 +292,7 @@ class Weight(NamedTuple):
     ready    time at which the last backward passes have computed its gradient
     experts  whether it has experts, which fewer ranks share
     vectors  whether it has norms and biases
+    unit     stage, and part of it
     """
 
     elements: int
@@ -294,6 +300,7 @@ class Weight(NamedTuple):
     ready: float
     experts: bool = False
     vectors: bool = False
+    unit: tuple[int, int] = (0, 0)
 
 
 def exchange(
@@ -303,37 +310,46 @@ def exchange(
 
     hides  whether messages overlap with computation
 
-    Those that ZeRO stages 2 and 3 send in each pass are the passes'.
+    Those that ZeRO stages 2 and 3 send in each pass are the passes'. Where a sum between their
+    nodes overlaps, it begins when as many more buckets are complete as may be under way
+    (engine/sharded.py).
     """
     engine, zero = config.engine, zero_of(config)
     size = config.parallel.pipeline_model_parallel_size
     if zero.line == 1:
         return Exchange(0.0, 0.0)
-    stages = stages_of(config)
-    early = engine.overlap_grad_reduce and hides and zero.stage < 2
+    early = engine.overlap_grad_reduce and hides
+    behind = IN_FLIGHT if zero.stage > 1 else 0
     late = engine.overlap_param_gather and hides
     reduced, gathered = run.makespan, 0.0
     for rank in range(size):
-        own = range(rank, len(stages), size)
-        weights = [
-            weight for stage in own for weight in weights_of(traced, stages[stage], run, stage)
-        ]
-        first = min(run.first_forward_start[i] for i in own)
-        end = max(run.last_backward_end[i] for i in own)
-        others = sum(parameters_of(traced, stages[i]) for i in own) - sum(
-            weight.elements for weight in weights
-        )
-        in_order = [w for kind in (False, True) for w in weights[::-1] if w.experts == kind]
-        buckets = [*buckets_of(in_order, zero.limit), Weight(others, first, end, vectors=True)]
+        buckets = buckets_of_rank(config, traced, run, rank)
+        first, end = buckets[-1].needed, buckets[-1].ready
+        begins = [*(bucket.ready for bucket in buckets[behind:]), *[end] * behind]
         free = arrived = 0.0
-        for bucket in buckets:
-            free = max(free, bucket.ready if early else end)
-            free += reduction_seconds(channels, zero, bucket.elements, bucket.experts)
+        for bucket, begin in zip(buckets, begins, strict=False):
+            free = max(free, begin if early else end)
+            free += seconds_of_all(channels, zero.sums(bucket.elements, bucket.experts))
         for bucket in reversed(buckets):
-            arrived += gather_seconds(channels, zero, *bucket[:1], *bucket[3:])
+            news = zero.returns(bucket.elements, bucket.experts, bucket.vectors)
+            arrived += seconds_of_all(channels, news)
             gathered = max(gathered, arrived - (bucket.needed if late else first))
         reduced = max(reduced, free)
     return Exchange(reduced - run.makespan, gathered)
+
+
+def buckets_of_rank(config: Config, traced: Trace, run: PipelineRun, rank: int) -> list[Weight]:
+    """List a rank's buckets in the order in which they are sent; the last one has the vectors."""
+    stages = stages_of(config)
+    own = range(rank, len(stages), config.parallel.pipeline_model_parallel_size)
+    weights = [weight for stage in own for weight in weights_of(traced, stages[stage], run, stage)]
+    first = min(run.first_forward_start[i] for i in own)
+    end = max(run.last_backward_end[i] for i in own)
+    others = sum(parameters_of(traced, stages[i]) for i in own)
+    others -= sum(weight.elements for weight in weights)
+    in_order = [w for kind in (False, True) for w in weights[::-1] if w.experts == kind]
+    buckets = sorted(buckets_of(in_order, zero_of(config)), key=lambda bucket: -bucket.needed)
+    return [*buckets, Weight(others, first, end, vectors=True)]
 
 
 def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> list[Weight]:
@@ -356,46 +372,46 @@ def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> li
     end = run.last_backward_end[number]
     backward = run.last_backward_end[number] - run.last_backward_start[number]
     return [
-        Weight(p.elements, start + place * forward, end - place * backward, p.experts)
-        for place, parameters in places
+        Weight(
+            p.elements,
+            start + place * forward,
+            end - place * backward,
+            p.experts,
+            unit=(number, part),
+        )
+        for part, (place, parameters) in enumerate(places)
         for p in parameters
         if p.decays
     ]
 
 
-def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
-    """Group weights into buckets, each of one kind and at most `limit` elements or one weight."""
+def buckets_of(weights: Iterable[Weight], zero: Zero) -> list[Weight]:
+    """Group weights into buckets, each of one kind and at most `zero.limit` elements or one weight.
+
+    Those of ZeRO stage 2 are of one pipeline stage, those of stage 3 of one part of it.
+    """
+    alike = max(0, zero.stage - 1)
     found: list[Weight] = []
     for weight in weights:
         last = found[-1] if found else None
-        if last and last.experts == weight.experts and last.elements + weight.elements <= limit:
+        if (
+            last
+            and (last.experts, last.unit[:alike]) == (weight.experts, weight.unit[:alike])
+            and last.elements + weight.elements <= zero.limit
+        ):
             found.pop()
-            weight = Weight(
-                last.elements + weight.elements,
-                min(last.needed, weight.needed),
-                max(last.ready, weight.ready),
-                weight.experts,
+            weight = weight._replace(
+                elements=last.elements + weight.elements,
+                needed=min(last.needed, weight.needed),
+                ready=max(last.ready, weight.ready),
             )
         found.append(weight)
     return found
 
 
-def reduction_seconds(channels: Channels, zero: Zero, elements: int, experts: bool) -> float:
-    """Time the reduction of gradients that ends a step."""
-    return sum(
-        channels.seconds(kind, zero.gradient_bytes * elements / before, group)
-        for kind, group, before in zero.at_end(experts)
-    )
-
-
-def gather_seconds(
-    channels: Channels, zero: Zero, elements: int, experts: bool, vectors: bool = False
-) -> float:
-    """Time the gathering of new weights."""
-    return sum(
-        channels.seconds(kind, zero.weight_bytes * elements / before, group)
-        for kind, group, before in zero.gathers(experts, vectors)
-    )
+def seconds_of_all(channels: Channels, messages: Iterable[Message]) -> float:
+    """Time messages that follow one another."""
+    return sum(channels.seconds(*message) for message in messages)
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
@@ -426,13 +442,48 @@ def bytes_per_element(config: Config, device: str, whole: bool = False) -> float
     if kernel and settings.qk_clip and settings.ema_decay is not None:
         update += 4.0 / settings.ema_interval  # the average reads the clipped weights again
     update += _WHOLE_BYTES * whole
+    if on_cpu and config.engine.cpu_offload:  # copied in and out, each read and written
+        update += 4.0 * streamed_bytes(config, whole)
     if dtype_name == "float32":
         return norm + update
     return norm + update + (2.0 if kernel and config.precision.bf16 else 6.0)
 
 
+def streamed_bytes(config: Config, whole: bool = False) -> float:
+    """Count bytes of state per owned element that --cpu-offload keeps on the host."""
+    master = 0.0 if config.precision.dtype_name == "float32" else 4.0
+    return master + optimizer_state(config).of(whole).bytes
+
+
+def optimizer_seconds(config: Config, cluster: Cluster, rates: Rates) -> float:
+    """Time the update, or the stream of state from and to host memory beside it (--cpu-offload).
+
+    The stream is as fast as a device's link in one direction, while the other one carries as much,
+    or its share of the memory's bandwidth for both together. It rests on published peaks, on all
+    devices of a node streaming at once, and on buckets that are many: the first that arrives before
+    the step and the last that leaves after its update are counted like all others.
+    """
+    update = update_seconds(config, cluster.device_type, rates)
+    if not config.engine.cpu_offload or cluster.device_type == "cpu":
+        return update
+    others, whole = updated_elements(config, cluster.device_type)
+    n_bytes = streamed_bytes(config) * others + streamed_bytes(config, whole=True) * whole
+    devices = min(config.parallel.world_size, cluster.devices_per_node)
+    _, memory, link = cluster.host
+    return max(update, n_bytes / (1e9 * link), 2 * n_bytes * devices / (1e9 * memory))
+
+
 def update_seconds(config: Config, device: str, rates: Rates) -> float:
     """Time the update on the device with the most elements, which all others wait for."""
+    elements, whole = updated_elements(config, device)
+    others = rates.update_s(elements, bytes_per_element(config, device))
+    if not whole:
+        return others
+    return others + rates.update_s(whole, bytes_per_element(config, device, whole=True))
+
+
+def updated_elements(config: Config, device: str) -> tuple[float, float]:
+    """Return the most elements that a device owns: others, and those that are taken whole."""
     stages = stages_of(config)
     traced = trace(config, device)
     size = config.parallel.pipeline_model_parallel_size
@@ -444,12 +495,7 @@ def update_seconds(config: Config, device: str, rates: Rates) -> float:
     whole, of_experts = _elements(found)
     experts = sum(experts_of(traced, stage) for stage in own)
     elements = owned_elements(config, most - whole, experts - of_experts)
-    others = rates.update_s(elements, bytes_per_element(config, device))
-    if not whole:
-        return others
-    return others + rates.update_s(
-        owned_elements(config, whole, of_experts), bytes_per_element(config, device, whole=True)
-    )
+    return elements, owned_elements(config, whole, of_experts)
 
 
 def _elements(parameters: Sequence[Parameter]) -> tuple[int, int]:
@@ -539,7 +585,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
         on_link = (2 if hides else 1) * m * config.parallel.num_chunks * occupies
         passes = max(passes + 2 * (size - 1) * (occupies + latency), on_link)
     after = _exchanged(config, traced, channels, seconds, hides)
-    after += update_seconds(config, cluster.device_type, rates)
+    after += optimizer_seconds(config, cluster, rates)
     after += whole_seconds(config, cluster, channels)
     return passes + crowd * after + rates.step_overhead_s
 
@@ -614,9 +660,9 @@ def _exchanged(
         )
 
     counts = [(count, of) for count, of in ((others, False), (experts, True)) if count]
-    up = sum(reduction_seconds(channels, zero, *count) for count in counts)
-    down = sum(gather_seconds(channels, zero, *count) for count in counts)
+    up = seconds_of_all(channels, (m for count in counts for m in zero.sums(*count)))
+    down = seconds_of_all(channels, (m for count in counts for m in zero.returns(*count)))
     forward, backward, weight = seconds[0]
-    return left(up, backward + weight, engine.overlap_grad_reduce and zero.stage < 2) + left(
+    return left(up, backward + weight, engine.overlap_grad_reduce) + left(
         down, forward, engine.overlap_param_gather
     )

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 from megatron.kernels.work import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
-from megatron.planner.events import Part, Pass
+from megatron.planner.events import Message, Part, Pass
+from megatron.planner.memory import host_bytes
 from megatron.planner.rates import BACKWARD_OPERATIONS, causal_pairs
-from megatron.planner.stage import rates_of, seconds_of, stages_of
+from megatron.planner.stage import messages_of_part, rates_of, seconds_of, stages_of
 from megatron.planner.table import Table
-from megatron.planner.timing.estimate import Estimate, busiest_rank
+from megatron.planner.timing.estimate import Estimate, buckets_of_rank, busiest_rank
 from megatron.planner.trace import LayerKind, kinds_of_layers, trace
+from megatron.planner.zero import Zero, zero_of
 
 _LAYER = re.compile(r"^layers\.\d+\.?")
 _GIB = 2**30
 _SMALL = 1e-3
+_Row = tuple[str, str, str, str]
 
 
 def explain(found: Estimate) -> list[Table]:
@@ -37,13 +41,33 @@ def explain(found: Estimate) -> list[Table]:
         "the embedding": traced.embedding if own[0].first else None,
         "the output layer": traced.head if own[-1].last else None,
     }
-    return [
-        _pass(found, f"{name}, {title}, on one {device_unit(found.cluster.device)}", of)
+    zero, outer = zero_of(found.config), (traced.embedding, traced.head)
+
+    def shared(part: Part, title: str) -> tuple[Message, ...]:
+        name = {"backward, inputs": "backward", "backward, weights": "weight"}.get(title, title)
+        return messages_of_part(zero, part, name, layer=part not in outer, split=stages[0].split)
+
+    passes = [
+        _pass(
+            found,
+            f"{name}, {title}, on one {device_unit(found.cluster.device)}",
+            of,
+            shared(part, title),
+        )
         for name, part in parts.items()
         if part is not None
         for title, of in _passes(part, stages[0].split).items()
         if of.steps
-    ] + [_stages(found, rank), _step(found, rank), _memory(found), _figures(found)]
+    ]
+    ends = [_end_of_step(found, rank)] if zero.line > 1 else []
+    return [
+        *passes,
+        _stages(found, rank),
+        _step(found, rank),
+        *ends,
+        _memory(found),
+        _figures(found),
+    ]
 
 
 def _kind(kind: LayerKind, kinds: int) -> str:
@@ -71,10 +95,13 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.4g} us"
 
 
-def _pass(found: Estimate, title: str, of: Pass) -> Table:
-    """Tabulate each distinct operation of each module, and each distinct message."""
+def _pass(found: Estimate, title: str, of: Pass, shared: tuple[Message, ...]) -> Table:
+    """Tabulate each distinct operation of each module, and each distinct message.
+
+    shared  messages of ZeRO
+    """
     rates = rates_of(found.cluster, found.config.precision.dtype_name)
-    channels, rows = found.channels, []
+    rows = list[_Row]()
     total = sum(seconds_of(operation, rates) for operation in of.computations())
     rest = 0.0
     for again in (False, True):
@@ -94,18 +121,20 @@ def _pass(found: Estimate, title: str, of: Pass) -> Table:
             )
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
     rows.append(("computations", "sum of the above", _time(total), ""))
-    for message, count in Counter(of.messages()).items():
-        each = channels.seconds(*message)
-        formula = f"{count} x {message.bytes / 1e6:.4g} MB, {_time(each)} each"
-        rows.append(
-            (
-                f"message: {message.group}, {message.kind}",
-                formula,
-                _time(count * each),
-                "hidden if it overlaps with a product",
-            )
-        )
+    rows += _messages(found, of.messages(), "hidden if it overlaps with a product")
+    rows += _messages(found, shared, "hidden as far as a pass of this length overlaps")
     return Table(title, ("operation", "formula", "time", "module"), rows)
+
+
+def _messages(found: Estimate, messages: Iterable[Message], overlap: str) -> list[_Row]:
+    """Return a row for each distinct message."""
+    rows = list[_Row]()
+    for message, count in Counter(messages).items():
+        each = found.channels.seconds(*message)
+        formula = f"{count} x {message.bytes / 1e6:.4g} MB, {_time(each)} each"
+        name = f"message: {message.group}, {message.kind}"
+        rows.append((name, formula, _time(count * each), overlap))
+    return rows
 
 
 def _described(operation: Computation, count: int, seconds: float) -> tuple[str, str]:
@@ -148,14 +177,23 @@ def _stages(found: Estimate, rank: int) -> Table:
             strict=True,
         ):
             if of.total:
-                times = (of.compute, of.again, of.waited, host, of.total + host)
+                times = (of.compute, of.again, of.waited, of.shared, host, of.total + host)
                 rows.append((f"{name}, {title}", *map(_time, times)))
-    columns = ("pass", "computations", "recomputation", "waiting for messages", "host", "all")
+    columns = (
+        "pass",
+        "computations",
+        "recomputation",
+        "waiting for messages",
+        "waiting for ZeRO",
+        "host",
+        "all",
+    )
     return Table(f"one micro-batch on pipeline rank {rank}, the busiest one", columns, rows)
 
 
 def _step(found: Estimate, rank: int) -> Table:
     config = found.config
+    zero = zero_of(config)
     run = found.run
     layout = found.placement.layout
     m = config.num_micro_batches()
@@ -169,6 +207,7 @@ def _step(found: Estimate, rank: int) -> Table:
             f"TP {layout.tensor} x PP {layout.pipeline} x DP {layout.data}",
             f"{found.devices}",
         ),
+        *_zero(zero),
         ("micro-batches", batch, f"{m}"),
         ("passes", f"{m} x {_time(run.busy[rank] / m)} on rank {rank}", _time(run.busy[rank])),
         *(
@@ -188,12 +227,46 @@ def _step(found: Estimate, rank: int) -> Table:
     return Table("one step", ("part", "formula", "value"), rows)
 
 
+def _zero(zero: Zero) -> list[tuple[str, str, str]]:
+    """Return the row of ZeRO's stage and sizes; none without data-parallel ranks."""
+    if zero.line == 1:
+        return []
+    divided = {
+        2: f"gradients over {zero.inner} ranks, ",
+        3: f"weights and gradients over {zero.inner} ranks, ",
+    }
+    sizes = f"{divided.get(zero.stage, '')}states over {zero.states}"
+    return [("ZeRO", sizes if zero.stage else "nothing is divided", f"stage {zero.stage}")]
+
+
+def _end_of_step(found: Estimate, rank: int) -> Table:
+    """Tabulate the messages that sum gradients and gather new weights."""
+    zero, engine = zero_of(found.config), found.config.engine
+    hides = found.cluster.device_type != "cpu"
+    traced = trace(found.config, found.cluster.device_type)
+    buckets = buckets_of_rank(found.config, traced, found.run, rank)
+    sums = (m for b in buckets for m in zero.sums(b.elements, b.experts))
+    news = (m for b in buckets for m in zero.returns(b.elements, b.experts, b.vectors))
+    rows = [
+        *_messages(
+            found, sums, "last backward pass" if engine.overlap_grad_reduce and hides else ""
+        ),
+        *_messages(
+            found, news, "first forward pass" if engine.overlap_param_gather and hides else ""
+        ),
+    ]
+    columns = ("message", "formula", "time", "overlaps with")
+    return Table(f"messages at the end of a step, pipeline rank {rank}", columns, rows)
+
+
 def _memory(found: Estimate) -> Table:
     peak = max(found.memory, key=lambda rank: rank.total)
     parts = {
         name: value for name, value in vars(peak).items() if isinstance(value, float) and value
     }
     rows = [(name, f"{value / _GIB:.2f}") for name, value in {**parts, "all": peak.total}.items()]
+    if on_host := host_bytes(found.config, peak.rank, found.cluster.device_type):
+        rows.append(("on the host, for each device", f"{on_host / _GIB:.2f}"))
     return Table(f"memory, rank {peak.rank}", ("tensors", "GiB"), rows)
 
 

@@ -56,6 +56,16 @@ def every_layout(of: Search) -> list[tuple[float, Layout]]:
     return sorted(found)
 
 
+def test_shards_of_a_node_are_its_ranks_beside_tensor_parallel_ones():
+    wanted = dict(tp=(2,), pp=(1,), zero=(3,), mbs=(1,), overlap=(False,), recompute=("none",))
+    node, number = (
+        search(given(worlds=(16,), batches=(16,), shard=(shard,), **wanted)) for shard in (-1, 4)
+    )
+    best = node.estimated[0].layout
+    assert (best.tp, best.shard) == (2, -1)
+    assert node.estimated[0].score == number.estimated[0].score
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("gib", "wanted"),

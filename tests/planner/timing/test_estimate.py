@@ -91,6 +91,7 @@ def test_the_folded_cost_is_near_the_estimate(machine, config):
         ("--num-layers-per-virtual-pipeline-stage 2", 0.02),
         ("--pipeline-model-parallel-size 8 --enable-zbh1-pipeline", 0.02),
         ("--zero-stage 0", 0.02),
+        ("--zero-stage 2 --zero-shard-size 4", 0.02),
         ("--sequence-parallel --tp-comm-overlap --micro-batch-size 2", 0.02),
     ],
 )
@@ -325,6 +326,32 @@ def test_the_explanation_adds_up(more: dict[str, Any]):
         {part: value for part, value in found.parts.items() if value}, rel=2e-3
     )
     assert step["MFU"] == f"{100 * found.mfu:.1f} %"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_listed_messages_of_zero_are_all_that_a_step_waits_for(stage: int):
+    """On a CPU nothing is hidden: the messages that are listed are the data-parallel part."""
+    config = run(
+        world_size=16,
+        global_batch_size=32,
+        zero_stage=stage,
+        zero_shard_size=4 if stage > 1 else 0,
+        zero_reduce_bucket_size=300_000,
+    )
+    found = estimate(config, dataclasses.replace(FRONTIER, device_type="cpu"))
+    tables = {table.title: table.rows for table in explain(found)}
+    listed = {
+        title: sum(_seconds(row[2]) for row in rows if row[0].startswith("message: data"))
+        for title, rows in tables.items()
+    }
+    times = {"one layer": 8, "the embedding": 1, "the output layer": 1}
+    passes = sum(n * s for title, s in listed.items() for k, n in times.items() if k in title)
+    ends = listed["messages at the end of a step, pipeline rank 0"]
+    assert (passes > 0) == (stage > 1) and ends > 0
+    assert found.parts["data-parallel"] == pytest.approx(2 * passes + ends, rel=1e-3)
+    row = next(row for row in tables["one step"] if row[0] == "ZeRO")
+    divided = {1: "", 2: "gradients over 4 ranks, ", 3: "weights and gradients over 4 ranks, "}
+    assert row[1:] == (f"{divided[stage]}states over 16", f"stage {stage}")
 
 
 def _seconds(text: str) -> float:

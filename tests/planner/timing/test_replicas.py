@@ -20,6 +20,7 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.stage import parameters_of, stages_of, tied_elements
 from megatron.planner.timing.estimate import buckets_of, exchange, weights_of
 from megatron.planner.trace import trace
+from megatron.planner.zero import zero_of
 from tests.planner.timing.configs import run
 
 FRONTIER = load_cluster("frontier")
@@ -46,8 +47,9 @@ def test_buckets_are_those_of_the_engine(layout):
         groups = [group["params"] for group in parameter_groups(parameters, 0.1, limit)]
         # in the order of Engine._connect
         groups.sort(key=lambda group: -min(place[p] for p in group))
+        zero = zero_of(config)._replace(limit=limit)
         weights = weights_of(of(config), *stages_of(config), passes(config), 0)
-        found = [bucket.elements for bucket in buckets_of(weights[::-1], limit)]
+        found = [bucket.elements for bucket in buckets_of(weights[::-1], zero)]
         expected = [sum(p.numel() for p in group) for group in groups]
         assert sum(found) == sum(expected) and len(found) == pytest.approx(len(expected), abs=1)
 
@@ -114,6 +116,63 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
     )
     assert exchange(off, of(off), links, clock, hides=True).reduced == pytest.approx(seconds)
     assert exchange(config, of(config), links, clock, hides=False).reduced == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "hidden"),
+    [
+        (dict(zero_stage=2, zero_reduce_bucket_size=256 * 1024), 1.5),
+        (dict(zero_stage=3), 0.5),
+        (dict(zero_stage=3, zero_state_shard_size=2), 0.5),
+        (dict(zero_stage=3, overlap_grad_reduce=False), 0.0),
+    ],
+)
+def test_sums_beyond_the_inner_ranks_begin_two_buckets_later(fields, hidden):
+    """Sums beyond two inner ranks take half of the bytes, from the third complete bucket on.
+
+    Four equal layers have their gradients after each quarter of the last pass of two seconds. A
+    bucket is a layer with stage 3, and less than a third of one with stage 2.
+    """
+    config = run(
+        world_size=4,
+        global_batch_size=8,
+        zero_shard_size=2,
+        add_bias_linear=False,
+        num_layers=4,
+        vocab_size=1,
+        make_vocab_size_divisible_by=1,
+        position_embedding_type="none",
+        normalization="rmsnorm",
+        num_key_value_heads=8,
+        **fields,
+    )
+    links = Links(1e-4)
+    seconds = 1e-4 * 4 * parameters_of(of(config), *stages_of(config)) / 2
+    if "zero_state_shard_size" in fields:
+        seconds *= 2  # an all-reduce among the copies
+    found = exchange(config, of(config), links, passes(config), hides=True)
+    assert found.reduced == pytest.approx(seconds - hidden)
+    shown = exchange(config, of(config), links, passes(config), hides=False)
+    assert shown.reduced == pytest.approx(seconds)
+
+
+def test_experts_are_sent_after_the_other_weights_of_their_layer():
+    """Links that are fast enough are free again before the last layer's sums."""
+    config = run(
+        world_size=4,
+        global_batch_size=8,
+        num_layers=4,
+        num_experts=4,
+        zero_reduce_bucket_size=300_000,
+        vocab_size=1,
+        make_vocab_size_divisible_by=1,
+        position_embedding_type="none",
+    )
+    traced = of(config)
+    layer = sum(p.elements for p in traced.layer.parameters)
+    links = Links(0.4 / (4 * layer))
+    found = exchange(config, traced, links, passes(config), hides=True)
+    assert 0 < found.reduced < 0.45
 
 
 def test_new_weights_are_waited_for_by_the_layers_that_need_them():

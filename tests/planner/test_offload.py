@@ -1,0 +1,157 @@
+"""Optimizer state in host memory, against closed forms and the engine's own buckets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.config.command_line import command_line_of
+from megatron.engine.optimizer import parameter_groups, unique_parameters
+from megatron.engine.optimizer_state import bucket_elements, optimizer_state, wants_whole
+from megatron.engine.sharded import units
+from megatron.errors import ConfigError
+from megatron.model.gpt import build_chunks
+from megatron.parallel.topology import Layout, Topology
+from megatron.planner.cluster import load_cluster
+from megatron.planner.layout import layout_of, parse_layout
+from megatron.planner.memory import memory_of_ranks, parameters_of_rank, working_bytes
+from megatron.planner.search.find import GIB, Search, search
+from megatron.planner.search.space import Space, make_config
+from megatron.planner.timing import estimate
+from tests.planner.timing.configs import run
+
+FRONTIER = load_cluster("frontier")
+BARE = dataclasses.replace(FRONTIER, host_memory_gb_per_s=None, host_link_gb_per_s=None)
+
+
+def on_host(**more: object) -> Config:
+    return run(cpu_offload=True, world_size=8, global_batch_size=16, **more)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "n_bytes"),
+    [
+        (dict(), 12),
+        (dict(zero_stage=3), 12),
+        (dict(bf16=None), 8),
+        (dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"), 8),
+        (dict(ema_decay=0.9, optimizer="sgd"), 12),
+    ],
+)
+def test_a_device_has_two_sets_and_a_cpu_the_state_as_well(fields, n_bytes):
+    """Each weight is a bucket of its own, and the embedding has the most elements."""
+    more = dict(zero_reduce_bucket_size=1, make_vocab_size_divisible_by=1, **fields)
+    config = on_host(**more)
+    elsewhere = run(world_size=8, global_batch_size=16, **more)
+    (gpu,), (cpu,) = memory_of_ranks(config), memory_of_ranks(config, "cpu")
+    assert gpu.optimizer == 2 * n_bytes * 3000 * 256 / 8
+    (whole,) = memory_of_ranks(elsewhere, "cpu")
+    assert whole.optimizer == n_bytes * parameters_of_rank(config, 0) / 8
+    assert cpu.optimizer == whole.optimizer + gpu.optimizer
+    assert dataclasses.replace(gpu, master=0, moments=0) == dataclasses.replace(
+        memory_of_ranks(elsewhere)[0], master=0, moments=0
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sets_are_as_large_as_the_largest_of_the_engines_buckets(stage, optimizer):
+    for size in (0, 300_000):
+        config = on_host(
+            zero_stage=stage, zero_reduce_bucket_size=size, optimizer=optimizer, swiglu=True
+        )
+        topology = Topology.from_layout(Layout(1, 1), 0, device=torch.device("cpu"))
+        chunks = build_chunks(config, topology)
+        cut = {"unit": units(dict(chunks.named_children()), stage)} if stage > 1 else {}
+        groups = parameter_groups(
+            unique_parameters(chunks), 0.1, bucket_elements(size, 8), wants_whole(config), **cut
+        )
+        most: dict[str, float] = {}
+        for group in groups:
+            elements = sum(p.numel() for p in group["params"]) / 8
+            names = {"master": 4, **optimizer_state(config).of(group["whole"]).tensors}
+            for name, n_bytes in names.items():
+                most[name] = max(most.get(name, 0), n_bytes * elements)
+        found = working_bytes(config, 0, "cuda")
+        assert found["master"] == 2 * most.pop("master")
+        assert found["moments"] == 2 * sum(most.values())
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def test_the_slowest_of_update_link_and_host_memory_counts():
+    """A GCD's state of 12 bytes an element moves over 36 GB/s, and in both directions over 205 / 8."""
+    config = on_host()
+    n = 12 * parameters_of_rank(config, 0) / 8
+
+    def optimizer_s(**facts: float) -> float:
+        cluster = dataclasses.replace(FRONTIER, **facts)
+        return estimate(config, cluster).parts["optimizer"]
+
+    assert optimizer_s() == pytest.approx(2 * n * 8 / 205e9)
+    assert optimizer_s(host_memory_gb_per_s=1e6) == pytest.approx(n / 36e9)
+    without = estimate(run(world_size=8, global_batch_size=16), FRONTIER)
+    assert optimizer_s(host_memory_gb_per_s=1e6, host_link_gb_per_s=1e6) == pytest.approx(
+        without.parts["optimizer"]
+    )
+    sources = {used.figure: used.basis for used in estimate(config, FRONTIER).confidence.used}
+    assert sources["host.memory_gb_per_s"] == "published"
+
+
+def test_on_a_cpu_the_state_is_copied_in_and_out():
+    """Each of 12 bytes of an element is read and written twice, at the rate of the update."""
+    cpu = dataclasses.replace(BARE, device_type="cpu")
+    update = dict(world_size=8, global_batch_size=16)
+    streamed, plain = (
+        estimate(run(cpu_offload=on, **update), cpu).parts["optimizer"] for on in (True, False)
+    )
+    owned = parameters_of_rank(on_host(), 0, "cpu") / 8
+    assert streamed - plain == pytest.approx(48 * owned / 1000e9)
+
+
+def test_a_machine_without_the_facts_is_refused():
+    with pytest.raises(ConfigError, match="--cpu-offload.*frontier.*memory_gb_per_s, link_gb"):
+        estimate(on_host(), BARE)
+    estimate(run(), BARE)
+
+
+# -- search ----------------------------------------------------------------------------------------
+
+
+def given(host_gib: float = 512.0, gib: float = 57.6, **wanted: tuple) -> Search:
+    flags = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16"
+    base = make_config(None, [*flags.split(), "--vocab-size", "50257"], 8)
+    cluster = dataclasses.replace(FRONTIER, host_memory_gib=host_gib)
+    fixed = dict(gbs=(8,), tp=(1,), pp=(1,), zero=(1,), mbs=(1,), recompute=("none",))
+    return Search(Space(base, "a model", cluster, (8,), {**fixed, **wanted}), gib * GIB)
+
+
+def test_the_search_offloads_where_it_is_asked_to():
+    assert {one.layout.offload for one in search(given()).estimated} == {False}
+    both = search(given(offload=(False, True))).estimated
+    assert [one.layout.offload for one in both] == [False, True]
+    assert both[1].memory < both[0].memory
+    layout = both[1].layout
+    assert "offload=on" in layout.write(8) and "offload" not in both[0].layout.write(8)
+    assert parse_layout(layout.write(8), "--layout")["offload"] == (True,)
+    config = given().space.config(layout)
+    assert "--cpu-offload" in command_line_of(config)
+    assert layout_of(config).offload
+
+
+def test_the_state_has_to_fit_on_the_host():
+    """Of 8 devices of a node, 12 bytes for each parameter; as much stays free as on a device."""
+    config = given().space.config(search(given()).estimated[0].layout)
+    needed = 12 * parameters_of_rank(config, 0) / GIB
+    for host_gib, fits in ((1.01 * needed / 0.9, True), (0.99 * needed / 0.9, False)):
+        found = search(given(host_gib, offload=(True,)))
+        assert bool(found.estimated) == fits
+        reasons = [reason for reason in found.rejections.counts if "on the host" in reason]
+        assert bool(reasons) != fits
