@@ -270,6 +270,9 @@ class Engine:
             kernels=config.kernels.optimizer_implementation != "torch",
             limits=norm_limits(config.optimizer.clip_grad_by_kind),
         )
+        models = dict(zip(self._zero.masters, exact, strict=True))
+        if not config.engine.cpu_offload:
+            models.clear()
         del exact
         wanted = [bool(group.get("whole")) for group in self._basic.param_groups]
         of_wholes = [b for b, whole in zip(self._zero.buckets, wanted, strict=True) if whole]
@@ -279,7 +282,8 @@ class Engine:
         self._connect(config, parameters)
         # the moments do not fit into any gap left by the initial weights
         release_free_memory()
-        create_state(self._basic, state, topology.device)
+        create_state(self._basic, state, topology.device, models)
+        models.clear()
         self.host_state = self._zero.offload() if config.engine.cpu_offload else None
         self._scale = LossScale(config.precision)
         # a step whose results have not been read yet

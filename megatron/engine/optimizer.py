@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,9 +163,14 @@ def build_optimizer(
 
 
 def create_state(
-    optimizer: torch.optim.Optimizer, state: OptimizerState, device: torch.device
+    optimizer: torch.optim.Optimizer,
+    state: OptimizerState,
+    device: torch.device,
+    models: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
 ) -> None:
     """Create the optimizer's state as zeros: tensors beside the weights, steps on `device`.
+
+    models  tensors beside which the state of a parameter is to be instead
 
     torch creates it at the first step. A fresh engine needs it earlier to load a checkpoint, and it
     is better to run out of memory at the start.
@@ -177,7 +183,7 @@ def create_state(
             for name, n_bytes in state.of(bool(group.get("whole"))).tensors.items():
                 if made.get(name) is None:
                     dtype = torch.bfloat16 if n_bytes == 2 else torch.float32
-                    made[name] = torch.zeros_like(p, dtype=dtype)
+                    made[name] = torch.zeros_like(models.get(p, p), dtype=dtype)
             if "step" not in made and (torchs or state.step is not None):
                 on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
                 step = torch.zeros((), dtype=torch.float32, device=device if on_device else "cpu")
