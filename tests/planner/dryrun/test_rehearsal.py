@@ -157,6 +157,14 @@ def test_a_rank_allocates_what_a_real_one_does(fields: dict[str, Any]) -> None:
         assert abs(found - peak) <= allowed, f"rank {rank}: {found} instead of {peak}"
 
 
+def test_at_most_two_layers_are_gathered_with_stage_3() -> None:
+    few_tokens = dict(seq_length=8, micro_batch_size=1, global_batch_size=4)
+    config = make(num_layers=24, zero_stage=3, world_size=2, **few_tokens)
+    (rank,) = rehearse(config, None, "cpu").ranks
+    whole, layer = 4 * rank.parameters, 4 * 12 * 64**2
+    assert rank.peak.weights < 1.1 * (whole / 2 + 2 * layer)
+
+
 def test_the_copy_of_a_save_in_the_background_is_counted() -> None:
     """A background save copies fp32 weights and two moments of each parameter, without padding.
 
