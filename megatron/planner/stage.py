@@ -129,7 +129,6 @@ def stage_passes(trace: Trace, stage: Stage, zero: Zero | None = None) -> dict[s
 
     In a group of layers of which only the input is kept, all layers are recomputed before the first
     backward pass. The last one stops early, as in torch: at the last tensor that is kept.
-
     """
     first = int(stage.first)
     last = int(stage.last)
