@@ -54,13 +54,9 @@ Parts = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 OLDEST_TESTED, NEWEST_TESTED = "0.19.5", "0.19.8"
 
-_BF16, _ZERO = "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage_1_and_2"
+_BF16 = "deepspeed.runtime.bf16_optimizer"
 _COMMUNICATION, _MUON = "deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"
 
-_STEP = {
-    "all_gather_dp_groups": "does nothing: WeightGather gathers the weights during the next "
-    "forward pass",
-}
 OF_MODULES: Mapping[str, Mapping[str, str]] = {
     _COMMUNICATION: {
         "build_shm_op": "does nothing on a CPU: it would compile an extension that is not used, "
@@ -75,16 +71,14 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
         "every CPU, only slower",
     },
     _BF16: {
-        **_STEP,
         "get_global_norm_of_tensors": "returns our norm: one pass over this rank's partition",
         "see_memory_usage": "does nothing: it collects garbage at each of many calls",
         "BF16_Optimizer.__init__": "gets the format of the sums as grad_acc_dtype: a configuration "
         "with bf16 sums would choose another optimizer",
     },
-    _ZERO: _STEP,
     "deepspeed.runtime.engine": {
-        "DeepSpeedEngine._broadcast_model": "does nothing: all ranks draw the same weights, and "
-        "those of experts differ",
+        "DeepSpeedEngine._broadcast_model": "does nothing: its group is this rank alone, and would "
+        "be connected for it",
     },
 }
 _BOTH = {
@@ -105,12 +99,11 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
     },
     "BF16_Optimizer": {
         **_BOTH,
-        "bf16_groups": "read: its parameters, which become this rank's parts of buckets",
+        "bf16_groups": "read: its parameters, one for each bucket",
         "fp32_groups_flat_partition": "read: the master weights, which get the exact values",
         "fp32_groups_gradient_flat_partition": "set to this rank's part of the gradient sums; "
         "emptied where FusedAdamW reads bf16 sums: DeepSpeed would copy them",
         **dict.fromkeys(_GRADIENTS, "emptied: the gradients of its parameters"),
-        "fp32_groups_has_gradients": "all true: a gradient of zeros counts, too",
         "grad_acc_dtype": "read: the format of the gradient sums",
         "get_grads_for_norm": "returns our flat gradients",
         "clear_hp_grads": "does nothing: sums restart without being filled with zeros",
@@ -118,7 +111,7 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
     },
     "DeepSpeedZeroOptimizer": {
         **_BOTH,
-        "bit16_groups": "read: its parameters, which become this rank's parts of buckets",
+        "bit16_groups": "read: its parameters, one for each bucket",
         "parallel_partitioned_bit16_groups": "replaced by what takes no copy: the working weights "
         "are written after the step",
         "partition_size": "set to the elements of this rank's parts",
@@ -128,16 +121,13 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
         "gradients",
         "scaled_global_norm": "returns our norm",
         "_optimizer_step": "waits for the last group: all are updated at once",
-        "_update_model_bit16_weights": "does nothing: the parameters are views of the flat "
-        "weights, and remain so",
         "unscale_and_clip_grads": "does nothing where the update reads the factor of the gradients "
         "on the device",
         "loss_scaler": "returns our scale: DeepSpeed's would be updated before the gradients are "
         "divided by it",
     },
     "Parameter": {
-        "_hp_mapping": "dropped in fp32: it keeps the memory of the master weights that are not "
-        "used"
+        "_hp_mapping": "dropped: it would keep tensors of the optimizer's state",
     },
 }
 
@@ -402,7 +392,7 @@ class ZeroStep:
     """One optimizer step on reduced gradients, run by DeepSpeed's engine.
 
     inner      the optimizer that DeepSpeed's optimizer calls on its master weights
-    buckets    one for each parameter group, in their order; DeepSpeed's parameters become this
+    buckets    one for each parameter group, in their order. DeepSpeed's parameters stand for this
                rank's parts of them
     exact      this rank's part of the fp32 weights of each bucket  # [n / ranks]
     shards     the ranks that share parameters other than those of experts
@@ -433,7 +423,6 @@ class ZeroStep:
         _check_object(outer, version)
         self._engine, self._inner, self._topology = engine, inner, topology
         self._bf16 = dtype == torch.bfloat16
-        self._module = importlib.import_module(_BF16 if self._bf16 else _ZERO)
         self._squares = (
             scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
         )
@@ -455,11 +444,9 @@ class ZeroStep:
             if self._bf16
             else outer.single_partition_of_fp32_groups
         )
-        for (p,), bucket, master, values in zip(
-            groups, self.buckets, self.masters, self._values, strict=True
-        ):
+        for (p,), master, values in zip(groups, self.masters, self._values, strict=True):
             _check_names(p, "Parameter", OF_OBJECTS["Parameter"], version)
-            p.data, p._hp_mapping = bucket.own_weights, None
+            p._hp_mapping = None
             master.data = values
         # whose working weights the optimizer does not write
         self._rounded: dict[torch.Tensor, Bucket] = {}
@@ -532,7 +519,6 @@ class ZeroStep:
         outer = self._outer
         outer.check_grad_overflow = False
         outer.scaled_global_norm = self._norm_for_deepspeed
-        outer._update_model_bit16_weights = _nothing
         outer.loss_scaler = SimpleNamespace(cur_scale=1.0, dynamic=False, update_scale=_nothing)
         outer.partition_size = [len(bucket.own_weights) for bucket in self.buckets]
         no_copy = SimpleNamespace(data=SimpleNamespace(copy_=_nothing))
@@ -584,11 +570,7 @@ class ZeroStep:
         `not_taken` once it has read the norm.
         """
         outer = self._outer
-        if self._bf16:
-            outer.fp32_groups_has_gradients[:] = [
-                [True] * len(bucket.parameters) for bucket in self.buckets
-            ]
-        else:
+        if not self._bf16:
             outer.loss_scaler.cur_scale = loss_scale
             for i, bucket in enumerate(self.buckets):
                 # What DeepSpeed takes for a group's gradients: a partition that is flat already.
@@ -605,10 +587,8 @@ class ZeroStep:
             self._set_factor(loss_scale)
         elif not torch.isfinite(norm):
             return norm
-        ours: dict[str, Any] = {"all_gather_dp_groups": _nothing}
-        if self._bf16:
-            ours["get_global_norm_of_tensors"] = self._norm_for_deepspeed
-        with patch.multiple(self._module, **ours):
+        module = importlib.import_module(_BF16)
+        with patch.object(module, "get_global_norm_of_tensors", self._norm_for_deepspeed):
             self._engine.step()
         if self._host is None:
             for master in self.masters:
