@@ -544,11 +544,10 @@ class ZeroStep:
         from megatron.engine.offload import HostState  # no part of other runs
 
         in_fp32 = self._values[0] is self.buckets[0].own_weights
+        if not in_fp32:
+            self._values.clear()  # so that memory that is copied can be given up
         self._host = HostState(self._inner, self._topology.device, not in_fp32, self._round)
-        self._values = [
-            self._host.kept[master].get(MASTER, values)
-            for master, values in zip(self.masters, self._values, strict=True)
-        ]
+        self._values = self._values or [self._host.kept[m][MASTER] for m in self.masters]
         return self._host
 
     def state_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -55,17 +55,14 @@ class HostState:
                 f"--cpu-offload: {type(optimizer).__name__} takes parameters whole, and has no "
                 "attribute `near` by which it would get their state: see megatron/engine/offload.py"
             )
-        self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for p in _parameters(optimizer.param_groups):
-            tensors = tensors_of(optimizer, p)
-            if masters:
-                tensors[MASTER] = p.detach()
-            if device.type == "cuda":
-                tensors = {name: self._locked(x) for name, x in tensors.items()}
-            self.kept[p] = tensors
+        parameters = [group["params"][0] for group in optimizer.param_groups]
+
+        def tensors(p: torch.Tensor) -> dict[str, torch.Tensor]:
+            return tensors_of(optimizer, p) | ({MASTER: p.detach()} if masters else {})
+
         most: dict[tuple[str, torch.dtype], int] = {}
-        for tensors in self.kept.values():
-            for name, x in tensors.items():
+        for p in parameters:
+            for name, x in tensors(p).items():
                 key = name, x.dtype
                 most[key] = max(most.get(key, 0), x.numel())
         self.working = [
@@ -73,6 +70,11 @@ class HostState:
             for _ in range(2)
         ]
         self._absent = {key: torch.zeros((), dtype=key[1], device=device) for key in most}
+        self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for p in parameters:  # of which each gives up its former memory
+            own = tensors(p).items()
+            self.kept[p] = {n: self._locked(x) if device.type == "cuda" else x for n, x in own}
+            self._show(p, None)
         self._in: Any = None
         self._out: Any = None
         if device.type == "cuda":
@@ -81,8 +83,6 @@ class HostState:
         self._uses: list[tuple[torch.Tensor, tuple[str, ...]]] = []
         self._begun = self._ended = 0
         self._arrived: dict[int, Any] = {}
-        for p in self.kept:
-            self._show(p, None)
         optimizer.step = self._by_group  # type: ignore[assignment, method-assign]
         if whole:
             optimizer.near = self.near  # type: ignore[attr-defined]
@@ -193,8 +193,3 @@ class HostState:
     @staticmethod
     def _on(stream: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _parameters(groups: Iterable[Mapping[str, Any]]) -> Iterator[torch.Tensor]:
-    for group in groups:
-        yield from group["params"]
