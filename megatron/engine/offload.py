@@ -131,6 +131,9 @@ class HostState:
         """Fetch state for the next uses, as far as there are free sets."""
         while self._begun < min(self._ended + 2, len(self._uses)):
             p, names = self._uses[self._begun]
+            now, used = self._uses[self._ended]
+            if self._begun > self._ended and p is now and set(names) & set(used):
+                return  # its values are about to change
             with self._on(self._in):
                 if self._in is not None:  # the set's last state, and this one's last values
                     self._in.wait_stream(self._out)

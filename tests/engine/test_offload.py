@@ -145,6 +145,38 @@ def test_groups_of_any_size_pass_through_two_sets() -> None:
     assert_offloading_changes_nothing(torch.device("cpu"), elements=1000)
 
 
+class Twice(torch.optim.Optimizer):
+    """An optimizer that uses all the state of its groups twice in a step."""
+
+    def __init__(self, p: torch.nn.Parameter) -> None:
+        super().__init__([{"params": [p], "whole": "whole"}], {})
+        self.state[p]["sum"] = torch.zeros_like(p)
+        self.near = lambda groups: groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for _ in range(2):
+            for group in self.near(self.param_groups):
+                (p,) = group["params"]
+                self.state[p]["sum"].add_(p.grad)
+                p.sub_(self.state[p]["sum"])
+
+
+def test_state_that_is_used_twice_in_a_row() -> None:
+    found = []
+    for offload in (False, True):
+        p = torch.nn.Parameter(torch.ones(10))
+        optimizer = Twice(p)
+        host = HostState(optimizer, p.device, True, lambda p: None) if offload else None
+        for step in range(4):
+            p.grad = torch.arange(10.0) + step
+            if host is not None:
+                host.prefetch()
+            optimizer.step()
+        found.append(p.detach() if host is None else host.kept[p]["master"])
+    assert torch.equal(*found)
+
+
 class Whole(Rate):
     """An optimizer that takes matrices whole, and has no attribute `near`."""
 
