@@ -25,8 +25,14 @@ if TYPE_CHECKING:
 
 
 def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trainable parameters in order; a weight that two layers share appears once."""
-    return [p for p in module.parameters() if p.requires_grad]
+    """Return the trainable parameters; a weight that two layers share appears once.
+
+    They are in the order of their first use, as far as chunks tell by `weight_users`, so that
+    backward passes complete buckets in about the reverse order.
+    """
+    users = (getattr(chunk, "weight_users", None) for chunk in (module, *module.children()))
+    used = (p for of_chunk in users if of_chunk for _, some in of_chunk() for p in some)
+    return [p for p in dict.fromkeys((*used, *module.parameters())) if p.requires_grad]
 
 
 def parameter_groups(
