@@ -353,7 +353,7 @@ class _Around:
         if self._shared is None:
             return np.concatenate([NOTHING, *passes])
         w, ahead, rows = self._weights, self._shared.ahead, list[Bytes]()
-        # the last table's use stands for the embedding
+        # the rows of the embedding are those around its last table
         for i, of_part in enumerate([*[NOTHING] * (len(w) - len(passes)), *passes]):
             # after the last one, a backward pass begins with the layer before it
             following = i + 1 if i + 1 < len(w) else max(0, i - 1)
@@ -380,10 +380,9 @@ class _Around:
             embedding = at <= self._tables
             if not (embedding or (self._head and number == 0)):
                 first = at - len(undone)
-                now = sum(w[first : at - ahead])
-                if ahead and first:  # before the embedding's, the first of a forward pass
-                    now += w[first - 1 if first > self._tables else 0]
-                rows.append(_row(now))
+                # after the first layer, a forward pass begins with the first table
+                following = first - 1 if first > self._tables else 0
+                rows.append(_row(sum(w[first : at - ahead]) + ahead * w[following]))
             rows += made
             for one in undone:
                 rise, fall = next(gradients) if reduces else (0.0, 0.0)
