@@ -3,7 +3,7 @@
     python benchmarks/memory_model.py [--part formulas|runs|both|device] [--only NAME ...] [--markdown]
 
 formulas  the planner's memory (megatron.planner.memory) against the allocations of the run's code
-          in a dry run (megatron.planner.dryrun), for every kind of rank of 56 layouts: peaks within
+          in a dry run (megatron.planner.dryrun), for every kind of rank of 62 layouts: peaks within
           2 %, and each category of more than a twentieth of the peak within 3 %.
 runs      the dry run against the peak anonymous memory of real processes, as the difference to a
           smaller model in the same layout, so that interpreter, libraries, connections and buffers

@@ -9,6 +9,7 @@ inside kernels, and fragmentation. Needs torch if a trace is not cached.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,7 +21,7 @@ from megatron.config import Config, ModelConfig
 from megatron.engine.optimizer_state import IN_FLIGHT, optimizer_state, wants_whole
 from megatron.pipeline.orders import SENDS_IN_FLIGHT
 from megatron.pipeline.schedule import moments_of_rank
-from megatron.planner.events import Give, Part, Step, Take, Trace
+from megatron.planner.events import Give, Parameter, Part, Step, Take, Trace
 from megatron.planner.stage import (
     Stage,
     experts_of,
@@ -252,6 +253,19 @@ def shared_of(config: Config) -> Shared | None:
     return Shared(zero_of(config), engine.overlap_param_gather, engine.overlap_grad_reduce)
 
 
+@dataclass(eq=False)
+class _Bucket:
+    """Gradients that are sent together.
+
+    first  place of its first parameter in the stage's module
+    due    contributions of a backward pass
+    """
+
+    elements: int = 0
+    first: int = 0
+    due: int = 0
+
+
 class _Around:
     """Rows of weights and gradients between the passes of a stage's parts.
 
@@ -260,79 +274,87 @@ class _Around:
 
     def __init__(self, traced: Trace, stage: Stage, shared: Shared | None) -> None:
         self._shared, self.carried = shared, NOTHING
-        layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
-        parts = [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
+        parts = _parts(traced, stage)
         self._head = stage.last
-        self._weights = [0.0] * len(parts)
+        # of each use in a forward pass; first come tables, which no backward pass needs
+        self._weights, self._tables = [0.0] * len(parts), int(stage.first)
         # of each part from the last one on: more while its backward pass runs, and after it
         self._gradients = [(0.0, 0.0)] * len(parts)
         if shared is None:
             return
         zero = shared.zero
-        self._weights = [
-            sum(
-                float(zero.weight_bytes * p.elements)
-                for p in part.parameters
-                if p.decays and zero.weight_ranks(p.experts) > 1
-            )
-            for part in parts
-        ]
-        self._follow(parts, shared, stage.first and stage.last)
 
-    def _follow(self, parts: Sequence[Part], shared: Shared, tied: bool) -> None:
-        """Simulate the buckets of gradients in a backward pass, as in engine/sharded.py."""
-        zero, sizes, last = shared.zero, list[int](), list[int]()
-        open_ones, in_parts = dict[object, int](), list[list[int]]()
-        for at, part in enumerate(reversed(parts)):
-            in_parts.append([])
-            for p in reversed(part.parameters):
-                again = p.tied and tied
-                of_layer = at if zero.stage == 3 and p.decays and not again else -1
-                kind = p.decays, again, p.experts, of_layer
-                bucket = open_ones.get(kind)
-                if bucket is not None and again:
-                    size = 0  # the same weights again
-                else:
-                    size = p.elements
-                    if bucket is None or sizes[bucket] + size > zero.limit:
-                        bucket = open_ones[kind] = len(sizes)
-                        sizes.append(0)
-                        last.append(at)
-                sizes[bucket] += size
-                last[bucket] = at
-                in_parts[-1].append(bucket)
-        live, flying, there = 0, list[int](), set[int]()
-        for at, buckets in enumerate(in_parts):
-            before = most = live
-            for i, bucket in enumerate(buckets):
-                live += sizes[bucket] * (bucket not in there)
-                there.add(bucket)
-                most = max(most, live)
-                if shared.early and last[bucket] == at and bucket not in buckets[i + 1 :]:
-                    flying.append(bucket)
-                if len(flying) > IN_FLIGHT:
-                    live -= sizes[flying.pop(0)]
-            if at == len(in_parts) - 1 and not shared.early:
-                flying = sorted(there, key=last.__getitem__)[-IN_FLIGHT:]
-                live = sum(sizes[bucket] for bucket in flying)
-            each = zero.gradient_bytes
-            self._gradients[at] = each * (most - before), each * (live - most)
+        def gathered(parameters: Iterable[Parameter]) -> list[float]:
+            return [
+                float(zero.weight_bytes * p.elements)
+                for p in parameters
+                if p.decays and zero.weight_ranks(p.experts) > 1
+            ]
+
+        tables = (gathered(traced.embedding.parameters) or [0.0]) * stage.first
+        others = (sum(gathered(part.parameters)) for part in parts[stage.first :])
+        self._weights, self._tables = [*tables, *others], len(tables)
+        self._follow(parts, stage, shared)
+
+    def _follow(self, parts: Sequence[Part], stage: Stage, shared: Shared) -> None:
+        """Simulate the gradients of a backward pass as engine/sharded.py keeps them."""
+        zero, twice = shared.zero, stage.first and stage.last
+        open_ones, order = dict[object, _Bucket](), list[_Bucket]()
+        in_parts: list[list[_Bucket]] = [[] for _ in parts]
+        for place, (at, p) in reversed(list(enumerate(_in_order(parts, stage)))):
+            again = p.tied and twice
+            unit = _unit(at, p) if zero.stage == 3 and not again else None
+            kind = p.decays, p.tied, p.experts, unit
+            bucket = open_ones.get(kind)
+            if bucket is None or (not p.tied and bucket.elements + p.elements > zero.limit):
+                bucket = open_ones[kind] = _Bucket()
+                order.append(bucket)
+            # two uses of one tied weight
+            bucket.elements = p.elements if again else bucket.elements + p.elements
+            bucket.first, bucket.due = place, bucket.due + 1
+            in_parts[at].append(bucket)
+        if stage.last:  # the output weight, the first of its parameters, is used last
+            in_parts[-1].reverse()
+        order.sort(key=lambda bucket: -bucket.first)
+        there, flying, live = set[_Bucket](), deque[_Bucket](), 0
+
+        def arrive() -> None:
+            nonlocal live
+            there.remove(bucket := flying.popleft())
+            live -= bucket.elements
+
+        def send(bucket: _Bucket) -> None:
+            while len(flying) >= IN_FLIGHT:
+                arrive()
+            flying.append(bucket)
+
+        for _ in range(2):  # the second pass begins with what is under way, as all later ones
+            waiting, added = deque(order), dict.fromkeys(order, 0)
+            for at, buckets in enumerate(reversed(in_parts)):
+                before = most = live
+                for bucket in buckets:
+                    while bucket in flying:
+                        arrive()
+                    if bucket not in there:
+                        there.add(bucket)
+                        live += bucket.elements
+                    most = max(most, live)
+                    added[bucket] += 1
+                    while shared.early and waiting and added[waiting[0]] == waiting[0].due:
+                        send(waiting.popleft())
+                while waiting and at == len(parts) - 1:
+                    send(waiting.popleft())
+                each = zero.gradient_bytes
+                self._gradients[at] = each * (most - before), each * (live - most)
         self.carried = _row(gradients=zero.gradient_bytes * live)
-        # Those that were under way when a pass begins have arrived when it ends; before that, those
-        # to which the first part adds, and the ones before them.
-        drained = [i + 1 for i, bucket in enumerate(flying) if bucket in in_parts[0]]
-        first = sum(sizes[bucket] for bucket in flying[: max(drained, default=0)])
-        for end, elements in ((0, first), (-1, live - first)):
-            (rise, fall), arrived = self._gradients[end], float(zero.gradient_bytes * elements)
-            more = rise if end else max(0.0, rise - arrived)
-            self._gradients[end] = more, rise + fall - more - arrived
 
     def forward(self, passes: Sequence[Bytes]) -> Bytes:
         """Return the rows of a forward pass with those around them."""
         if self._shared is None:
             return np.concatenate([NOTHING, *passes])
         w, ahead, rows = self._weights, self._shared.ahead, list[Bytes]()
-        for i, of_part in enumerate(passes):
+        # the rows of the embedding are those around its last table
+        for i, of_part in enumerate([*[NOTHING] * (len(w) - len(passes)), *passes]):
             # after the last one, a backward pass begins with the layer before it
             following = i + 1 if i + 1 < len(w) else max(0, i - 1)
             now = w[following] + (w[0] if i == 0 else 0.0) if ahead else w[i]
@@ -352,21 +374,46 @@ class _Around:
                 [NOTHING, *(rows for pair in passes for rows in (*pair[0], *pair[1]))]
             )
         w, ahead, rows = self._weights, self._shared.ahead, list[Bytes]()
-        at = len(w)  # parts before are left
+        gradients = iter(self._gradients)
+        at = len(w)  # uses before are left
         for number, (made, undone) in enumerate(passes):
-            first = at - len(undone)
-            head = self._head and number == 0
-            embedding = first == 0 and number == len(passes) - 1
-            if not (head or embedding):
-                now = sum(w[first : at - ahead]) + (w[first - 1] if ahead and first else 0.0)
-                rows.append(_row(now))
+            embedding = at <= self._tables
+            if not (embedding or (self._head and number == 0)):
+                first = at - len(undone)
+                # after the first layer, a forward pass begins with the first table
+                following = first - 1 if first > self._tables else 0
+                rows.append(_row(sum(w[first : at - ahead]) + ahead * w[following]))
             rows += made
             for one in undone:
-                rise, fall = self._gradients[len(w) - at] if reduces else (0.0, 0.0)
+                rise, fall = next(gradients) if reduces else (0.0, 0.0)
                 at -= 1
                 done = 0.0 if embedding else -w[at]
                 rows += [_row(gradients=rise), one, _row(done, fall)]
         return np.concatenate([NOTHING, *rows])
+
+
+def _parts(traced: Trace, stage: Stage) -> list[Part]:
+    """List a stage's parts in the order of a forward pass."""
+    layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
+    return [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
+
+
+def _in_order(parts: Sequence[Part], stage: Stage) -> list[tuple[int, Parameter]]:
+    """List a stage's parameters as its module does, each with the number of its part.
+
+    The output weight is the stage's own, and so comes before those of the modules in it.
+    """
+    found = [(at, p) for at, part in enumerate(parts) for p in part.parameters]
+    own = [(at, p) for at, p in found if stage.last and at == len(parts) - 1 and p.decays]
+    return own + [place for place in found if place not in own]
+
+
+def _unit(at: int, p: Parameter) -> object:
+    """Return what a bucket of ZeRO stage 3 may not go beyond (engine/sharded.py's units).
+
+    at  number of the part
+    """
+    return (at, *p.name.split(".", 2)[:2]) if p.decays else None
 
 
 def _row(weights: float = 0.0, gradients: float = 0.0) -> Bytes:
@@ -451,17 +498,14 @@ def _parts_of_buckets(config: Config, rank: int, device: str) -> Iterator[tuple[
     filled: dict[tuple[Any, ...], int] = {}
     for number in range(rank, len(stages), config.parallel.pipeline_model_parallel_size)[::-1]:
         stage = stages[number]
-        layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
-        head = [p for p in traced.head.parameters if not (p.tied and stage.first)]
-        parts = [
-            *[traced.embedding.parameters] * stage.first,
-            *(layer.parameters for layer in layers),
-            *[head] * stage.last,
+        places = [
+            (at, p)
+            for at, p in _in_order(_parts(traced, stage), stage)
+            if not (at and p.tied and stage.first)
         ]
-        places = [(at, p) for at, part in enumerate(parts) for p in part]
         for at, p in reversed(places):
             whole = bool(wants and wants(p.name, p.whole))
-            unit = (number, at if p.decays else -1)[: max(0, zero.stage - 1)]
+            unit = (number, _unit(at, p))[: max(0, zero.stage - 1)]
             kind = whole, p.experts, p.tied, p.decays, unit
             elements = filled.get(kind, 0)
             if elements and elements + p.elements > zero.limit:

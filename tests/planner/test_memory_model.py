@@ -1,4 +1,4 @@
-"""The planner's memory beside the dry run, in two layouts.
+"""The planner's memory beside the dry run, in four layouts.
 
 The campaign "memory" compares others.
 """
@@ -24,8 +24,22 @@ from benchmarks.memory_layouts import SMALL, Shape
             enable_zbh1_pipeline=True,
             world_size=4,
         ),
+        dict(
+            pipeline_model_parallel_size=1,
+            zero_stage=2,
+            untie_embeddings_and_output_weights=True,
+            world_size=2,
+        ),
+        dict(
+            tensor_model_parallel_size=2,
+            pipeline_model_parallel_size=1,
+            sequence_parallel=True,
+            zero_stage=3,
+            untie_embeddings_and_output_weights=True,
+            world_size=4,
+        ),
     ],
-    ids=["2 chunks", "TP 2, SP, zb-h1"],
+    ids=["2 chunks", "TP 2, SP, zb-h1", "DP 2, ZeRO 2, untied", "TP 2, SP, DP 2, ZeRO 3, untied"],
 )
 def test_the_planners_memory_is_what_the_code_allocates(layout: dict[str, Any]) -> None:
     fields = {**SMALL, "num_layers": 4, "pipeline_model_parallel_size": 2, **layout}
