@@ -202,17 +202,19 @@ def chunk_memory(
                 *map(again, reversed(groups)),
                 *[([], [embedding[half]])] * first,
             ],
-            reduces=half != "inputs",
+            half,
         )
 
     kept = forward.sum(axis=0)
     halves = [backward(half) for half in (("inputs", "weights") if stage.split else ("backward",))]
     most = find_peak(np.concatenate([kept[None], *halves]))[0]
+    waiting = halves[0].sum(axis=0)
+    waiting[_GRADIENTS] = 0.0  # of which all micro-batches have the same
     return ChunkMemory(
         kept,
         find_peak(forward)[0] + around.carried[0],
         most + around.carried[0],
-        kept + halves[0].sum(axis=0),
+        kept + waiting,
     )
 
 
@@ -278,8 +280,8 @@ class _Around:
         self._head = stage.last
         # of each use in a forward pass; first come tables, which no backward pass needs
         self._weights, self._tables = [0.0] * len(parts), int(stage.first)
-        # of each part from the last one on: more while its backward pass runs, and after it
-        self._gradients = [(0.0, 0.0)] * len(parts)
+        # for each half, of each part from the last one on: more while it runs, and after it
+        self._gradients: dict[str, list[tuple[float, float]]] = {}
         if shared is None:
             return
         zero = shared.zero
@@ -300,8 +302,10 @@ class _Around:
         """Simulate the gradients of a backward pass as engine/sharded.py keeps them."""
         zero, twice = shared.zero, stage.first and stage.last
         open_ones, order = dict[object, _Bucket](), list[_Bucket]()
-        in_parts: list[list[_Bucket]] = [[] for _ in parts]
-        for place, (at, p) in reversed(list(enumerate(_in_order(parts, stage)))):
+        # the first half of a split backward pass computes the gradients of norms and biases
+        names = ("inputs", "weights") if stage.split else ("backward",)
+        halves: dict[str, list[list[_Bucket]]] = {name: [[] for _ in parts] for name in names}
+        for place, (at, p) in reversed(list(enumerate(_in_order(parts)))):
             again = p.tied and twice
             unit = _unit(at, p) if zero.stage == 3 and not again else None
             kind = p.decays, p.tied, p.experts, unit
@@ -312,9 +316,7 @@ class _Around:
             # two uses of one tied weight
             bucket.elements = p.elements if again else bucket.elements + p.elements
             bucket.first, bucket.due = place, bucket.due + 1
-            in_parts[at].append(bucket)
-        if stage.last:  # the output weight, the first of its parameters, is used last
-            in_parts[-1].reverse()
+            halves[names[-1 if p.decays else 0]][at].append(bucket)
         order.sort(key=lambda bucket: -bucket.first)
         there, flying, live = set[_Bucket](), deque[_Bucket](), 0
 
@@ -330,22 +332,27 @@ class _Around:
 
         for _ in range(2):  # the second pass begins with what is under way, as all later ones
             waiting, added = deque(order), dict.fromkeys(order, 0)
-            for at, buckets in enumerate(reversed(in_parts)):
-                before = most = live
-                for bucket in buckets:
-                    while bucket in flying:
-                        arrive()
-                    if bucket not in there:
-                        there.add(bucket)
-                        live += bucket.elements
-                    most = max(most, live)
-                    added[bucket] += 1
-                    while shared.early and waiting and added[waiting[0]] == waiting[0].due:
+            for half, in_parts in halves.items():
+                self._gradients[half] = []
+                for buckets in reversed(in_parts):
+                    before = most = live
+                    for bucket in buckets:
+                        while bucket in flying:
+                            arrive()
+                        if bucket not in there:
+                            there.add(bucket)
+                            live += bucket.elements
+                        most = max(most, live)
+                        added[bucket] += 1
+                        while shared.early and waiting and added[waiting[0]] == waiting[0].due:
+                            send(waiting.popleft())
+                    while waiting and half == names[-1] and buckets is in_parts[0]:
                         send(waiting.popleft())
-                while waiting and at == len(parts) - 1:
-                    send(waiting.popleft())
-                each = zero.gradient_bytes
-                self._gradients[at] = each * (most - before), each * (live - most)
+                    change = (
+                        zero.gradient_bytes * (most - before),
+                        zero.gradient_bytes * (live - most),
+                    )
+                    self._gradients[half].append(change)
         self.carried = _row(gradients=zero.gradient_bytes * live)
 
     def forward(self, passes: Sequence[Bytes]) -> Bytes:
@@ -362,10 +369,8 @@ class _Around:
             rows += [_row(now), of_part, _row(0.0 if stays else -w[i])]
         return np.concatenate([NOTHING, *rows])
 
-    def backward(
-        self, passes: Sequence[tuple[list[Bytes], list[Bytes]]], *, reduces: bool
-    ) -> Bytes:
-        """Return the rows of a backward pass with those around them.
+    def backward(self, passes: Sequence[tuple[list[Bytes], list[Bytes]]], half: str) -> Bytes:
+        """Return the rows of a backward pass, or of a half of it, with those around them.
 
         passes  for each group of parts: what is recomputed first, and each part's backward pass
         """
@@ -374,7 +379,7 @@ class _Around:
                 [NOTHING, *(rows for pair in passes for rows in (*pair[0], *pair[1]))]
             )
         w, ahead, rows = self._weights, self._shared.ahead, list[Bytes]()
-        gradients = iter(self._gradients)
+        gradients = iter(self._gradients[half])
         at = len(w)  # uses before are left
         for number, (made, undone) in enumerate(passes):
             embedding = at <= self._tables
@@ -385,7 +390,7 @@ class _Around:
                 rows.append(_row(sum(w[first : at - ahead]) + ahead * w[following]))
             rows += made
             for one in undone:
-                rise, fall = next(gradients) if reduces else (0.0, 0.0)
+                rise, fall = next(gradients)
                 at -= 1
                 done = 0.0 if embedding else -w[at]
                 rows += [_row(gradients=rise), one, _row(done, fall)]
@@ -398,14 +403,9 @@ def _parts(traced: Trace, stage: Stage) -> list[Part]:
     return [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
 
 
-def _in_order(parts: Sequence[Part], stage: Stage) -> list[tuple[int, Parameter]]:
-    """List a stage's parameters as its module does, each with the number of its part.
-
-    The output weight is the stage's own, and so comes before those of the modules in it.
-    """
-    found = [(at, p) for at, part in enumerate(parts) for p in part.parameters]
-    own = [(at, p) for at, p in found if stage.last and at == len(parts) - 1 and p.decays]
-    return own + [place for place in found if place not in own]
+def _in_order(parts: Sequence[Part]) -> list[tuple[int, Parameter]]:
+    """List parameters in the order of their use, each with the number of its part."""
+    return [(at, p) for at, part in enumerate(parts) for p in part.parameters]
 
 
 def _unit(at: int, p: Parameter) -> object:
@@ -500,7 +500,7 @@ def _parts_of_buckets(config: Config, rank: int, device: str) -> Iterator[tuple[
         stage = stages[number]
         places = [
             (at, p)
-            for at, p in _in_order(_parts(traced, stage), stage)
+            for at, p in _in_order(_parts(traced, stage))
             if not (at and p.tied and stage.first)
         ]
         for at, p in reversed(places):

@@ -21,7 +21,7 @@ import torch
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.engine.gradients import Terms, to_sink
-from megatron.engine.optimizer import build_optimizer
+from megatron.engine.optimizer import build_optimizer, unique_parameters
 from megatron.kernels.library import WORK
 from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
 from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
@@ -375,9 +375,12 @@ class _Piece:
         return inputs, weights[0]
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """List the parameters; a forward pass must have found out which gradients are partial."""
+        """List the parameters in the order of their use.
+
+        A forward pass must have found out which gradients are partial.
+        """
         found = []
-        for p in self.chunk.parameters():
+        for p in unique_parameters(self.chunk):
             s = sharding_of(p)
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
             partial = s.copies > 1 or (partial and self.terms.partial(p, True))
