@@ -122,7 +122,8 @@ def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
 def test_zero_3_holds_parts_and_two_layers():
     """Bytes of a parameter: 18 over the ranks, but for vectors' weights.
 
-    Beyond them are the weights of two layers, and gradients of buckets that are filled or under way.
+    Beyond them are, at the output layer, its weights and those of the layer before, and gradients of
+    buckets that are filled or under way.
     """
     fields = dict(dp=4, zero_stage=3, num_layers=8, hidden_size=128, zero_reduce_bucket_size=1)
     config = small(**fields, untie_embeddings_and_output_weights=True)
@@ -132,7 +133,7 @@ def test_zero_3_holds_parts_and_two_layers():
     assert rank.optimizer == 3 * n
     weights = rank.weights - (2 * (n - vectors) / 4 + 2 * vectors)
     gradients = rank.gradients - n
-    assert weights == 2 * 2 * 12 * h * h, "of two layers"
+    assert weights == 2 * (table + 12 * h * h)
     assert 0 < gradients <= 4 * (2 * table + largest + vectors)
 
 
