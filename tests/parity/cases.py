@@ -484,7 +484,8 @@ CAMPAIGN = [
             dict(tp=2, sp=True, recompute=CHEAP, fused=True),
             dict(tp=2, pp=2, schedule="zb-h1", recompute=FULL),
             dict(pp=2, recompute=SELECTIVE),
-            dict(dp=2, fused=True, **BF16, fp32_residual_connection=True),
+            # after a third step, norms after layers are 4.5 % off in bf16, on one process, too
+            dict(dp=2, fused=True, **BF16, fp32_residual_connection=True, steps=2),
             # norms after small outputs have large gradients: a lower scale
             dict(tp=2, pp=2, sp=True, **{**FP16, "initial_loss_scale": 2.0**12}),
         )
