@@ -187,7 +187,7 @@ more from there on."""
 _SHORT: dict[str, Any] = dict(seq_length=256, max_position_embeddings=256)
 SHARED: dict[str, Any] = {**LARGE, **_SHORT, "num_layers": 8}
 SHARED_SMALLER: dict[str, Any] = {**SMALLER, **_SHORT}
-"""With few tokens, so that what ZeRO divides is most of the difference."""
+"""Sizes with few tokens, so that what ZeRO divides is most of the difference."""
 
 
 @dataclass(frozen=True)

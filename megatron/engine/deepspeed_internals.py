@@ -423,6 +423,7 @@ class ZeroStep:
         _check_object(outer, version)
         self._engine, self._inner, self._topology = engine, inner, topology
         self._bf16 = dtype == torch.bfloat16
+        self._module = importlib.import_module(_BF16)
         self._squares = (
             scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
         )
@@ -552,9 +553,8 @@ class ZeroStep:
 
     def state_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors of a master weight by name, where they are between steps: MASTER too."""
-        if self._host is not None:
-            return {MASTER: master.detach(), **self._host.kept[master]}
-        return {MASTER: master.detach(), **tensors_of(self._inner, master)}
+        kept = tensors_of(self._inner, master) if self._host is None else self._host.kept[master]
+        return {MASTER: master.detach(), **kept}
 
     def _round(self, master: torch.Tensor) -> None:
         """Write the working weights of a master weight, unless the optimizer has done so."""
@@ -586,8 +586,7 @@ class ZeroStep:
             self._set_factor(loss_scale)
         elif not torch.isfinite(norm):
             return norm
-        module = importlib.import_module(_BF16)
-        with patch.object(module, "get_global_norm_of_tensors", self._norm_for_deepspeed):
+        with patch.object(self._module, "get_global_norm_of_tensors", self._norm_for_deepspeed):
             self._engine.step()
         if self._host is None:
             for master in self.masters:

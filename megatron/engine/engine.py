@@ -270,9 +270,9 @@ class Engine:
             kernels=config.kernels.optimizer_implementation != "torch",
             limits=norm_limits(config.optimizer.clip_grad_by_kind),
         )
-        models = dict(zip(self._zero.masters, exact, strict=True))
-        if not config.engine.cpu_offload:
-            models.clear()
+        models: dict[torch.Tensor, torch.Tensor] = {}
+        if config.engine.cpu_offload:  # in fp32 the masters are on the device
+            models.update(zip(self._zero.masters, exact, strict=True))
         del exact
         wanted = [bool(group.get("whole")) for group in self._basic.param_groups]
         of_wholes = [b for b, whole in zip(self._zero.buckets, wanted, strict=True) if whole]

@@ -87,7 +87,7 @@ class Gradients:
         tied = [p for p in self._sinks if sharding_of(p).tied]
         self._tied = owned_gradients(self.buckets, tied)
         # reductions that have begun, with the messages under way of each
-        self._begun = deque[tuple[Messages, list[Any]]]()
+        self._begun: Begun = deque()
         self._sent = 0  # number of buckets sent
         self._micro_batches = 0  # of the current step; 0: not announced
         # contributions; empty until the first step is over
@@ -144,18 +144,20 @@ class Gradients:
         self._begin(reduce_to_owners(bucket))
         self._sent += 1
 
-    def _begin(self, messages: Messages) -> None:
+    def _begin(self, messages: Messages, begun: Begun | None = None) -> None:
+        """Begin a reduction, in a queue of its own if there is one (`begun`)."""
         works = next(messages, None)
         if works is not None:
-            self._begun.append((messages, works))
+            (self._begun if begun is None else begun).append((messages, works))
 
-    def _advance(self, most: int) -> None:
+    def _advance(self, most: int, begun: Begun | None = None) -> None:
         """Let the reductions that began first, `most` of them, take their next hop."""
-        for _ in range(min(most, len(self._begun))):
-            messages, works = self._begun.popleft()
+        queue = self._begun if begun is None else begun
+        for _ in range(min(most, len(queue))):
+            messages, works = queue.popleft()
             for work in works:
                 work.wait()
-            self._begin(messages)
+            self._begin(messages, queue)
 
     # -- between backward passes and the optimizer's step ------------------------------------------
 
@@ -226,9 +228,10 @@ class Gradients:
             self._send()
         self._drain()
 
-    def _drain(self) -> None:
-        while self._begun:
-            self._advance(len(self._begun))
+    def _drain(self, begun: Begun | None = None) -> None:
+        queue = self._begun if begun is None else begun
+        while queue:
+            self._advance(len(queue), queue)
 
     def renew(self) -> None:
         """Begin new sums, after the messages in flight have arrived.
@@ -383,6 +386,8 @@ NCCL leaves its wide path."""
 
 Messages = Iterator[list[Any]]
 """Hops of a transfer, as work handles: the next one begins once these have been waited for."""
+Begun = deque[tuple[Messages, list[Any]]]
+"""Transfers that have begun, in their order, with the work handles of their hops."""
 
 
 @dataclass(eq=False)

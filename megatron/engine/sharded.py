@@ -23,6 +23,7 @@ import torch
 from megatron.engine.copies import digest
 from megatron.engine.gradients import (
     REDUCED_ALREADY,
+    Begun,
     Bucket,
     Gradients,
     Messages,
@@ -98,7 +99,7 @@ class ShardedGradients(Gradients):
         self._flying = set[int]()
         # backward passes of a stage in this step, and messages beyond the inner ranks
         self._ended = dict.fromkeys(self._of_stage, 0)
-        self._outward = deque[tuple[Messages, list[Any]]]()
+        self._outward: Begun = deque()
         self._final = set[int]()  # whose sums over all ranks have begun
         self._empty = set(range(len(self.buckets)))  # without sums
         self._used = set[torch.nn.Parameter]()
@@ -188,15 +189,12 @@ class ShardedGradients(Gradients):
     def _go_beyond(self, bucket: Bucket) -> None:
         """Begin to sum a bucket over the other ranks."""
         assert bucket.sums is not None, "made by divide()"
-        messages = reduce_beyond(bucket, bucket.sums)
-        works = next(messages, None)
-        if works is not None:
-            self._outward.append((messages, works))
+        self._begin(reduce_beyond(bucket, bucket.sums), self._outward)
 
-    def _drain(self) -> None:
-        super()._drain()
-        self._begun, self._outward = self._outward, self._begun
-        super()._drain()
+    def _drain_all(self) -> None:
+        """Wait for the sums over the inner ranks, then for those beyond, which may follow them."""
+        self._drain()
+        self._drain(self._outward)
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return what `p` adds to the sum, in its shape: zero after a pass, unless it is `local`.
@@ -212,8 +210,7 @@ class ShardedGradients(Gradients):
         for number, bucket in enumerate(self.buckets):  # gradients that were put there by hand
             if any(self._new[p] for p in bucket.parameters):
                 self._send_bucket(number)
-        while self._begun:
-            self._advance(1)
+        self._drain()
         for number in self._empty:
             sums = self.buckets[number].sums
             assert sums is not None, "made by divide()"
@@ -221,7 +218,7 @@ class ShardedGradients(Gradients):
         for number, bucket in enumerate(self.buckets):
             if number not in self._final:
                 self._go_beyond(bucket)
-        self._drain()
+        self._drain_all()
         if not self.counted:
             self._look()
         self._over_model()
@@ -238,7 +235,7 @@ class ShardedGradients(Gradients):
 
     def renew(self) -> None:
         """Begin new sums, after the messages in flight have arrived."""
-        self._drain()
+        self._drain_all()
         self._empty = set(range(len(self.buckets)))
         self._sent_of = dict.fromkeys(self._of_stage, 0)
         self._ended, self._micro_batches = dict.fromkeys(self._of_stage, 0), 0

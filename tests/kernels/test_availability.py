@@ -117,7 +117,7 @@ def test_flash_attention_that_cannot_do_all(
     chosen: str,
     named: str,
 ) -> None:
-    """What cannot compute windows, caps or a ring's parts is not used; the log says why."""
+    """A version that cannot compute windows, caps or a ring's parts is not used; the log says why."""
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     make(packages, "flash_attn", "def flash_attn_func(): ...", version=version)

@@ -147,7 +147,7 @@ def test_the_search_offloads_where_it_is_asked_to():
 
 
 def test_the_state_has_to_fit_on_the_host():
-    """Of 8 devices of a node, 12 bytes for each parameter; as much stays free as on a device."""
+    """The state of a node's 8 devices has 12 bytes a parameter; a share stays free, as on a device."""
     config = given().space.config(search(given()).estimated[0].layout)
     needed = 12 * parameters_of_rank(config, 0) / GIB
     for host_gib, fits in ((1.01 * needed / 0.9, True), (0.99 * needed / 0.9, False)):

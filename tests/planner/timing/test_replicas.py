@@ -84,17 +84,9 @@ def passes(config, forward=1.0):
     )
 
 
-@given(st.floats(0.01, 100.0))
-def test_gradients_behind_the_last_pass_in_closed_form(seconds):
-    """Gradients behind the last pass have a closed form.
-
-    Four equal layers have theirs after each quarter of the last pass of two seconds. Links slower
-    than that are busy from the end of the first quarter on.
-    """
-    config = run(
-        world_size=2,
-        global_batch_size=4,
-        zero_reduce_bucket_size=256 * 1024,
+def of_equal_layers(**more):
+    """Return a run of four layers, beside which nothing weighs."""
+    return run(
         add_bias_linear=False,
         num_layers=4,
         vocab_size=1,
@@ -102,7 +94,18 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
         position_embedding_type="none",
         normalization="rmsnorm",
         num_key_value_heads=8,
+        **more,
     )
+
+
+@given(st.floats(0.01, 100.0))
+def test_gradients_behind_the_last_pass_in_closed_form(seconds):
+    """Gradients behind the last pass have a closed form.
+
+    Four equal layers have theirs after each quarter of the last pass of two seconds. Links slower
+    than that are busy from the end of the first quarter on.
+    """
+    config = of_equal_layers(world_size=2, global_batch_size=4, zero_reduce_bucket_size=256 * 1024)
     links, clock = (
         Links(seconds / (4 * parameters_of(of(config), *stages_of(config)))),
         passes(config),
@@ -133,19 +136,7 @@ def test_sums_beyond_the_inner_ranks_begin_two_buckets_later(fields, hidden):
     Four equal layers have their gradients after each quarter of the last pass of two seconds. A
     bucket is a layer with stage 3, and less than a third of one with stage 2.
     """
-    config = run(
-        world_size=4,
-        global_batch_size=8,
-        zero_shard_size=2,
-        add_bias_linear=False,
-        num_layers=4,
-        vocab_size=1,
-        make_vocab_size_divisible_by=1,
-        position_embedding_type="none",
-        normalization="rmsnorm",
-        num_key_value_heads=8,
-        **fields,
-    )
+    config = of_equal_layers(world_size=4, global_batch_size=8, zero_shard_size=2, **fields)
     links = Links(1e-4)
     seconds = 1e-4 * 4 * parameters_of(of(config), *stages_of(config)) / 2
     if "zero_state_shard_size" in fields:
