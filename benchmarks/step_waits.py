@@ -40,10 +40,11 @@ from sides import our_arguments  # noqa: E402
 from workloads import OURS, cuda_cases  # noqa: E402
 
 from megatron.planner.processes import gpus_here  # noqa: E402
+from megatron.training.run import loop  # noqa: E402
 from tests.helpers.launching import TINY  # noqa: E402
 
 SKIPPED, STEPS = 4, 4
-LOOP = str(ROOT / "megatron" / "training" / "loop.py")
+LOOP = str(Path(loop.__file__).resolve())
 PROGRAM = (f"{ROOT / 'megatron'}/", str(ROOT / "pretrain_gpt.py"))
 Line = tuple[str, str]  # file:line, and phase
 ELSEWHERE: Line = ("(no line of the program)", "")

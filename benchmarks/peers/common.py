@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,9 @@ def micro_batch(task: Task) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+def decay_groups(parameters: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
     """Parameter groups: matrices and embeddings decay, biases and norms do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(parameters)
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},

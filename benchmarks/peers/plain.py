@@ -1,9 +1,10 @@
 """Plain PyTorch training loop of a short GPT-2, eager or compiled, with DDP on several processes.
 
-It has fp32 weights under autocast, as usual in small training loops, attention by
-scaled_dot_product_attention, fused AdamW over fp32 weights, and gradient clipping. On several
-processes torch's DistributedDataParallel sums the gradients; every process then updates all weights
-(ZeRO-1 would divide that work).
+Attention is scaled_dot_product_attention, the optimizer fused AdamW over fp32 weights, with
+gradient clipping. Eager, it has fp32 weights under autocast, as usual in small training loops.
+Compiled, it has bf16 weights with fp32 masters and gradients, like our side: autocast would cast
+all weights again in every micro-batch. On several processes torch's DistributedDataParallel sums
+the gradients; every process then updates all weights (ZeRO-1 would divide that work).
 """
 
 from __future__ import annotations
@@ -73,7 +74,30 @@ class GPT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         logits = F.linear(self.last_norm(x), self.words.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Masters:
+    """fp32 copies of a model's bf16 weights, and their gradients, summed over micro-batches."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.working = [p for _, p in model.named_parameters()]
+        self.weights = [p.detach().float().requires_grad_() for p in self.working]
+        for weight in self.weights:
+            weight.grad = torch.zeros_like(weight)
+
+    def take_gradients(self) -> None:
+        """Add the gradients of a micro-batch."""
+        sums = [weight.grad for weight in self.weights]
+        torch._foreach_add_(sums, [p.grad for p in self.working])
+        for p in self.working:
+            p.grad = None
+
+    def give_weights(self) -> None:
+        """Round the new weights, and begin a new sum of gradients."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.working, self.weights)
+        torch._foreach_zero_([weight.grad for weight in self.weights])
 
 
 def main() -> None:
@@ -82,14 +106,19 @@ def main() -> None:
     torch.manual_seed(1)
     with torch.device(task.device):
         model = GPT(task)
+    masters = None
+    if task.compiled and task.bf16 and size == 1:
+        model.bfloat16()
+        masters = Masters(model)
+    weights = list(model.parameters()) if masters is None else masters.weights
     optimizer = torch.optim.AdamW(
-        decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True
+        decay_groups(weights), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True
     )
     run: nn.Module = torch.compile(model) if task.compiled else model  # type: ignore[assignment]
     if size > 1:
         dist.init_process_group("gloo", rank=rank, world_size=size)
         run = nn.parallel.DistributedDataParallel(run)
-    precision = torch.autocast(task.device, torch.bfloat16, enabled=task.bf16)
+    precision = torch.autocast(task.device, torch.bfloat16, enabled=task.bf16 and masters is None)
 
     def step() -> tuple[float, float]:
         total = torch.zeros((), device=task.device)
@@ -101,10 +130,15 @@ def main() -> None:
                     loss = run(tokens, targets) / task.accumulation
                 loss.backward()
             total += loss.detach()
+            if masters is not None:
+                masters.take_gradients()
         began = time.perf_counter()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(weights, CLIP)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        if masters is None:
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            masters.give_weights()
         return total.item(), began
 
     run_steps(

@@ -87,7 +87,7 @@ def main() -> None:
     )
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(
-        decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True
+        decay_groups(model.parameters()), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True
     )
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(task, size))
 

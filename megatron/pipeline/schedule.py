@@ -233,6 +233,16 @@ class Times:
     message_wait: Numbers
 
 
+def clock_missing() -> str:
+    """Return why `run` cannot run here, and what to do; empty if it can."""
+    if getattr(compiled, "interface", None) == 3:
+        return ""
+    return (
+        "megatron.pipeline._schedule_clock is missing or was built from other sources: run "
+        "`python setup.py build_ext --inplace` (with a C++ compiler) or `pip install .`"
+    )
+
+
 def run(
     lists: Lists,
     costs: Costs,
@@ -252,11 +262,8 @@ def run(
 
     Raises ValueError for a deadlock and MegatronError without the extension.
     """
-    if getattr(compiled, "interface", None) != 3:
-        raise MegatronError(
-            "megatron.pipeline._schedule_clock is missing or was built from other sources: run "
-            "`python setup.py build_ext --inplace` (with a C++ compiler) or `pip install .`"
-        )
+    if missing := clock_missing():
+        raise MegatronError(missing)
     assert compiled is not None and at_once > 0
     step = compiled.run if costs.passes.dtype == np.int64 else compiled.run_shared
     return Times(

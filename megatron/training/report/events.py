@@ -365,7 +365,8 @@ class LossSpike(Event):
 class Timeline(Event):
     """Measured share of the pipeline's time without computation in a step, and the predicted one.
 
-    file   Perfetto trace of the step, beside the metrics file; None without one
+    predicted_bubble   None where the extension that computes it is not built
+    file               Perfetto trace of the step, beside the metrics file; None without one
     """
 
     event = "timeline"
@@ -375,7 +376,7 @@ class Timeline(Event):
     }
     iteration: int
     bubble: float
-    predicted_bubble: float
+    predicted_bubble: float | None
     file: str | None
 
 

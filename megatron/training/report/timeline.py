@@ -28,6 +28,7 @@ from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.orders import Instruction, Op
+from megatron.pipeline.schedule import clock_missing
 
 PHASES = (
     "data",
@@ -160,8 +161,10 @@ def phases_s(activities: Sequence[Activity]) -> dict[str, float]:
     return spent
 
 
-def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[float, float]:
+def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[float, float | None]:
     """Return the share of the ranks' time without passes, measured and by the schedule's clock.
+
+    The second is None without that clock's extension (csrc/schedule_clock.cpp).
 
     `lanes` are the passes of each rank of one pipeline. On the clock all stages take the means of
     these passes, and messages take no time.
@@ -181,7 +184,8 @@ def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[fl
         StageTimes(*times),
     )
     busy = sum(length for _, length in lengths)
-    return 1 - busy / (whole * len(lanes)), run_pipeline(planned).bubble_fraction
+    predicted = None if clock_missing() else run_pipeline(planned).bubble_fraction
+    return 1 - busy / (whole * len(lanes)), predicted
 
 
 def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[float, float]:
@@ -231,6 +235,8 @@ class Timeline:
     ) -> None:
         self._topology, self._executor, self._path = topology, executor, path
         self._say, self.places, self._clock = say, places, clock
+        if topology.rank == 0 and (missing := clock_missing()):
+            say(f" timeline: the bubble is measured and not predicted: {missing}")
         small = topology.world.size <= _ALL_RANKS
         self._group = topology.world if small else topology.pipeline
         self._takes_part = small or topology.layout.coordinates(topology.rank)[:2] == (0, 0)
