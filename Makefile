@@ -20,6 +20,7 @@
 #                or steps of make gpu-check
 #   BUDGET       time of make gpu-check: 90s, 8m, 1h. It sets up nothing if it finds a torch: that of PYTHON if given,
 #                otherwise of VENV, otherwise of python3
+#   THERE, ARCH  of make gpu-kit: an interpreter of the version on the GPU machine, and the GPUs to build kernels for
 #   BENCH        arguments of benchmarks/bench.py, e.g. make bench BENCH='--only W1'
 #   MEGATRON_KERNELS_TARGETS
 #                kernels to build during set-up, e.g. host,hip; none; default: host, and torch's kind of GPU
@@ -46,7 +47,7 @@ export PIP_NO_INPUT := 1
 # Without compiled files each of the many test processes would compile the library, and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test quick prove lint bench gpu-check kernels kernels-check clean
+.PHONY: help setup train test quick prove lint bench gpu-check gpu-kit kernels kernels-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -58,6 +59,7 @@ help:
 	@echo 'make bench   set up, then measure training beside public peers (about 12 minutes on 2 quiet cores); BENCH=--quick'
 	@echo 'make gpu-check'
 	@echo '             what the GPUs here can prove and measure, in runs/gpu/REPORT.md; BUDGET=8m; again: what is left'
+	@echo 'make gpu-kit what make gpu-check needs on a machine without a network: THERE=its-python ARCH=sm_90'
 	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
 	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'
 	@echo 'make kernels-check'
@@ -114,6 +116,9 @@ endif
 
 gpu-check: $(if $(WITH_TORCH),,$(STAMP))
 	@$(or $(WITH_TORCH),$(PY)) benchmarks/gpu_check.py --budget $(BUDGET) $(if $(ONLY),--only $(ONLY))
+
+gpu-kit: $(STAMP)
+	@$(PY) benchmarks/gpu_kit.py $(if $(THERE),--python $(THERE)) $(if $(ARCH),--arch $(ARCH))
 
 kernels: $(STAMP)
 	@$(PY) setup.py -q build_kernels

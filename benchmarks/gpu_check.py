@@ -3,13 +3,14 @@
     make gpu-check [BUDGET=8m] [ONLY='kernels G1'] [VENV=FOLDER]
     python benchmarks/gpu_check.py [--budget 8m] [--only STEP ...] [--fresh] [--output runs/gpu]
 
-The most valuable steps come first. Each step is a separate process, whose output goes to STEP.log;
-REPORT.md and report.json are written after each. A step starts only if the remaining budget covers
-its expected time on one GPU, and is stopped at four times that time. The same command continues:
-finished steps are not repeated, unless they failed and sources have changed; stopped steps come
-last and get all remaining time; on another device everything starts over. This program needs only
-Python, and lists the missing packages of each step. Without a GPU it tests itself: small, on the
-CPU, with the reasons for skipped steps. Exit code 1 if a step failed.
+The most valuable steps come first, and what needs several devices last if there is one. Each step
+is a separate process, whose output goes to STEP.log; REPORT.md and report.json are written after
+each. A step starts only if the remaining budget covers its expected time on one GPU, and is stopped
+at four times that time. The same command continues: finished steps are not repeated, unless they
+failed and sources have changed; stopped steps come last and get all remaining time; on another
+device everything starts over. This program needs only Python, and lists the missing packages of
+each step; what benchmarks/gpu_kit.py has packed into .gpu-kit is used. Without a GPU it tests
+itself: small, on the CPU, with the reasons for skipped steps. Exit code 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +39,7 @@ from typing import Any
 from workloads import cuda_cases
 
 ROOT = Path(__file__).resolve().parents[1]
+KIT = ROOT / ".gpu-kit"
 PASSED, FAILED, CUT, NOT_DONE = "passed", "FAILED", "cut", "not done"
 GRACE_S = 10.0  # from a polite signal to force
 LEEWAY = 4.0  # how many times as long as foreseen a step may take before it is cut
@@ -380,9 +384,37 @@ def rates(log: str, tables: list[Table]) -> str:
     return "; ".join(said) or last_line(log, tables)
 
 
+def speed(log: str, tables: list[Table]) -> str:
+    """Return time, rate and MFU of the last interval in the log of a training."""
+    lines = [line for line in log.splitlines() if line.startswith(" iteration ")]
+    names = {
+        "elapsed time per iteration (ms)": "ms a step",
+        "tokens per gpu per second (tgs)": "tokens/s",
+        "MFU": "MFU",
+        "lm loss": "loss",
+    }
+    cells = dict(cell.split(":", 1) for cell in lines[-1].split("|") if ":" in cell)
+    values = {name.strip(): value.strip() for name, value in cells.items()}
+    return ", ".join(f"{said} {values[name]}" for name, said in names.items() if name in values)
+
+
 TRAINS = (
     "torch numpy xxhash filelock deepspeed einops hjson msgpack packaging psutil pydantic tqdm"
 ).split()
+EXTENSIONS = ("megatron.data._index_helpers", "megatron.pipeline._schedule_clock")
+MODEL = (
+    "--vocab-size 50304 --train-iters 8 --lr 1e-4 --bf16 --mock-data --log-interval 2 --eval-iters 0 "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+ALONE = (
+    f"{MODEL} --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "
+    "--max-position-embeddings 2048 --micro-batch-size 4 --global-batch-size 32"
+)
+ALONE_SMALL = (
+    f"{MODEL} --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 4 "
+    "--distributed-backend gloo"
+)
 TESTED = r"^(?:\d+ \w+, )*\d+ passed"
 TESTS = "pytest pytest_timeout hypothesis torch numpy".split()
 
@@ -441,48 +473,25 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     no_gpu = "torch sees no GPU" + (
         f", but there is a driver: {facts['driver']}" if facts["driver"] else ""
     )
-    cases = ["G1", "G2", "G3"] if gpu else ["W0"]
+    cases = {"G1": 150, "G2": 170, "G3": 150} if gpu else {"W0": 10}
     fit = {case.workload for case in cuda_cases(facts["memory_bytes"])} if gpu else {"W0"}
     trains, shows = lacks(*TRAINS), lacks(*TRAINS, "rich")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    extensions = all((ROOT / (name.replace(".", "/") + suffix)).exists() for name in EXTENSIONS)
     two = facts["count"] > 1
-    g1, *larger = (
+    *beside, largest = (
         step(
             name,
             f"training beside torch, workload {name}",
-            (150, 10),
+            (seconds, 10),
             f"benchmarks/bench.py --device DEVICE --only {name} --output OUT "
             + either("--rounds 1 --steps 5", "--quick --threads 1"),
             cannot=shows or ("" if name in fit else "it does not fit"),
             figures=rates,
         )
-        for name in cases
+        for name, seconds in cases.items()
     )
-    # On one GPU those up to `g1` are to answer within 6 minutes, by these estimates.
-    return [
-        step(
-            "kernels",
-            "built for the device, and once beside torch's",
-            (75, 10),
-            *[build] * compiles,
-            "tools/check_kernels.py --device DEVICE",
-            cannot=no_kernels,
-            figures=self_test,
-        ),
-        step(
-            "parity",
-            "training beside the CPU's",
-            (60, 10),
-            "benchmarks/parity.py --device DEVICE --ranks 1 --output OUT",
-            cannot=trains,
-        ),
-        step(
-            "host-waits",
-            "where the host waits for the device",
-            (65 + 40 * two, 20),
-            "benchmarks/step_waits.py --device DEVICE --output OUT",
-            cannot=trains,
-        ),
-        g1,
+    several = [
         step(
             "ranks",
             "training of two ranks beside the CPU's",
@@ -505,11 +514,55 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
             "benchmarks/points.py --device DEVICE --part trainings --output OUT",
             cannot=trains,
         ),
+    ]
+    # On one GPU those up to `beside` are to answer within 10 minutes, by these estimates.
+    return [
+        step(
+            "extensions",
+            "csrc's C++ extensions",
+            (5 if extensions else 40, 5 if extensions else 40),
+            *["setup.py -q build_ext --inplace"] * (not extensions),
+            f"-c 'import {', '.join(EXTENSIONS)}'",
+            cannot="" if extensions else lacks("setuptools", "pybind11"),
+        ),
+        step(
+            "kernels",
+            "built for the device, and once beside torch's",
+            (15 if built else 75, 10),
+            *[build] * compiles,
+            "tools/check_kernels.py --device DEVICE",
+            cannot=no_kernels,
+            figures=self_test,
+        ),
+        step(
+            "parity",
+            "training beside the CPU's, and resumed",
+            (60, 20),
+            "benchmarks/parity.py --device DEVICE --ranks 1 --output OUT",
+            cannot=trains,
+        ),
+        step(
+            "MFU",
+            either("1.3B alone", "a small model alone"),
+            (40, 10),
+            f"pretrain_gpt.py {either(ALONE, ALONE_SMALL)} --metrics-file OUT/metrics.jsonl",
+            cannot=trains or ("" if "G2" in fit or not gpu else "it does not fit"),
+            figures=speed,
+        ),
+        *beside,
+        *several * two,
         step(
             "idle",
             "gaps on the compute stream",
             (45, 5),
             "benchmarks/idle_gaps.py --device DEVICE --output OUT",
+            cannot=trains,
+        ),
+        step(
+            "host-waits",
+            "where the host waits for the device",
+            (65 + 40 * two, 20),
+            "benchmarks/step_waits.py --device DEVICE --output OUT",
             cannot=trains,
         ),
         step(
@@ -537,7 +590,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
             cannot=either(lacks(*TESTS), no_gpu),
             proof=TESTED,
         ),
-        *larger,
+        largest,
         step(
             "attention",
             either("flash-attn beside torch's", "in blocks beside torch's"),
@@ -562,6 +615,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
             f"{either('--set gpu', '--set tiny --minutes 0.02')}",
             cannot=trains,
         ),
+        *several * (not two),
     ]
 
 
@@ -581,6 +635,20 @@ def duration(text: str) -> float:
     if not found:
         raise argparse.ArgumentTypeError(f"{text}: write 90s, 8m or 1h")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def use_kit(kit: Path, root: Path) -> str:
+    """Use what gpu_kit.py has packed, if it is here; return a line for the log."""
+    if not kit.is_dir():
+        return ""
+    for path in kit.glob("built/**/*.so"):
+        place = root / path.relative_to(kit / "built")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, place)
+    site = str(kit / "site")
+    sys.path.insert(0, site)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
+    return f"{kit.name}: its packages, kernels and extensions are used"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -608,6 +676,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # an exception, so that what was started is ended
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
+    if line := use_kit(KIT, ROOT):
+        print(line)
     began, found = time.monotonic(), folder / "device.json"
     first = Step(
         "device",

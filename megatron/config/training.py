@@ -422,6 +422,11 @@ class TrainingConfig:
     seed: int = option(
         1234, "Random seed for weights, data order and dropout.", at_least=0, at_most=2**32 - 1
     )
+    deterministic_mode: bool = option(
+        False,
+        "On a GPU, use only algorithms that give the same bits each time, so that a resumed run is "
+        "bit-identical; slower attention. On a CPU all are.",
+    )
     eval_iters: int = option(
         100,
         "Number of iterations per evaluation. 0: no evaluation.",

@@ -115,6 +115,13 @@ SETTINGS = (
         "the flight recorder's files go to the run's folder",
         TRACE_FILE[1:],
     ),
+    Setting(
+        "CUBLAS_WORKSPACE_CONFIG",
+        _CUDA,
+        lambda c: ":4096:8" if c.training.deterministic_mode else None,
+        "products on several streams give the same bits each time; torch demands it for "
+        "--deterministic-mode",
+    ),
     # Not on ROCm: older torch and ROCm before 7 cannot, and with ROCm 7 it hangs or leaks file
     # descriptors (github.com/pytorch/pytorch/issues/192259 and pull/192814).
     Setting(

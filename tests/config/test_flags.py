@@ -435,7 +435,6 @@ ACCEPTED = """
 --fp8-interval 1
 --fp8-amax-history-len 1024
 --fp8-amax-compute-algo max
---deterministic-mode
 --ckpt-fully-parallel-save
 --dist-ckpt-strictness log_all
 --use-persistent-ckpt-worker

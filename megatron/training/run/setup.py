@@ -194,8 +194,11 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[str]:
-    """Set the threads of this process and, on a CPU, malloc; return lines for the log."""
+    """Set this process's threads, determinism and, on a CPU, malloc; return lines for the log."""
     lines = []
+    if config.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no result
     if device.type == "cpu":  # first: torch reads the variable for huge pages at the first tensor
         tuned = config.training.allocator_tuning
         lines.append(tune_allocator() if tuned else "malloc: left as it is (--no-allocator-tuning)")

@@ -1,0 +1,131 @@
+"""Pack what `make gpu-check` needs on a GPU machine without a network into the folder .gpu-kit.
+
+    make gpu-kit [THERE=/path/to/python3.12] [ARCH=sm_90]
+    python benchmarks/gpu_kit.py [--python /path/to/python3.12] [--arch sm_90] [--output .gpu-kit]
+
+Take the checkout there, with this folder in its root: `make gpu-check` uses it. That machine needs
+Python and torch, this one PyPI and compilers.
+
+    site/   packages that installations of torch lack, of the versions in constraints.txt, for the
+            Python of --python (headers included, for the C++ extensions)
+    built/  C++ extensions for that Python, and kernels for --arch and for x86-64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_check import KIT, ROOT
+
+PACKAGES = "deepspeed hjson pydantic pydantic_core annotated-types typing-inspection".split()
+PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
+ABOUT = """
+import json, os, platform, sysconfig
+headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+print(json.dumps([platform.python_version(), platform.machine(), headers]))
+"""
+
+
+def run(command: Sequence[str], **variables: str) -> None:
+    """Run a command. Raises SystemExit, with its last lines, if it fails."""
+    ran = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    if ran.returncode:
+        raise SystemExit(f"error: {' '.join(command)}\n{(ran.stdout + ran.stderr)[-2000:]}")
+
+
+def pinned() -> dict[str, str]:
+    """Return the tested versions by name, as constraints.txt spells it."""
+    lines = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def fetch(site: Path, version: str, machine: str, wheels: Path) -> None:
+    """Fetch the packages for a version of Python, and unpack them."""
+    pip, pins = [sys.executable, "-m", "pip", "-q"], pinned()
+    minor = ".".join(version.split(".")[:2])
+    tags = ["--python-version", minor, "--implementation", "cp", "--only-binary=:all:"]
+    tags += [word for name in PLATFORMS for word in ("--platform", f"{name}_{machine}")]
+    for name in PACKAGES:
+        what = f"{name}=={pins[name]}"
+        if name == "deepspeed":  # has no wheel; no op is compiled
+            command = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(wheels), what]
+            run(command, DS_BUILD_OPS="0")
+        else:
+            run([*pip, "download", "--no-deps", *tags, "-d", str(wheels), what])
+    for wheel in sorted(wheels.glob("*.whl")):
+        zipfile.ZipFile(wheel).extractall(site)
+
+
+def build(built: Path, python: str, headers: bool, archs: Sequence[str], scratch: Path) -> None:
+    """Build the extensions for an interpreter, and the kernels whose compilers are here."""
+    if headers:
+        tools = [f"{name}=={pinned()[name]}" for name in ("setuptools", "pybind11")]
+        install = [sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--target"]
+        run([*install, str(scratch), *tools])
+        command = [python, "setup.py", "-q", "build_ext", "--build-lib", str(built)]
+        command += ["--build-temp", str(scratch / "temp")]
+        run(command, PYTHONPATH=str(scratch), MEGATRON_KERNELS_TARGETS="none")
+    else:
+        print(f"gpu-kit: {python} has no Python.h: the check builds the extensions there")
+    folder = str(built / "megatron" / "kernels" / "lib")
+    for arch in (*archs, "x86-64-v3", "x86-64-v4"):  # after the extensions, which remove others
+        run(
+            [
+                sys.executable,
+                "setup.py",
+                "-q",
+                "build_kernels",
+                "--arch",
+                arch,
+                "--output-dir",
+                folder,
+            ]
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="an interpreter of the version that is there"
+    )
+    parser.add_argument(
+        "--arch", default="sm_90", help="GPUs to build kernels for; several with commas"
+    )
+    parser.add_argument("--output", type=Path, default=KIT, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    folder: Path = options.output.resolve()
+    asked = subprocess.run(
+        [options.python, "-c", ABOUT], capture_output=True, text=True, check=True
+    ).stdout
+    version, machine, headers = json.loads(asked)
+    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        (wheels := Path(scratch, "wheels")).mkdir()
+        fetch(folder / "site", version, machine, wheels)
+        build(
+            folder / "built",
+            options.python,
+            headers,
+            options.arch.split(","),
+            Path(scratch, "tools"),
+        )
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"gpu-kit: {size / 2**20:.0f} MiB in {folder}, for Python {version} and {options.arch}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
