@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import parity
 from benchmarks.parity import LOSS, NO_DROPOUT, NORM, ON_CPU, PRECISION
@@ -22,7 +24,7 @@ from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
 from megatron.kernels.ops.attention import Law
 from megatron.layers import ring
-from megatron.layers.attention import flash_attention, torch_attention
+from megatron.layers.attention import PLAIN, Scoring, flash_attention, torch_attention
 from megatron.layers.context import ParameterFactory, normal
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.layers.ring_flash import Flash
@@ -218,12 +220,12 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def attention_case(heads: int, groups: int, alibi: bool, documents: bool) -> tuple:
+def attention_case(heads: int, groups: int, alibi: bool, documents: bool, d: int = 64) -> tuple:
     """Return q, k, v in float64 on the CPU, their ALiBi slopes, and lengths of documents.
 
     The size is one that no kernel divides evenly.
     """
-    s, b, d = 200, 2, 64
+    s, b = 200, 2
     generator = torch.Generator().manual_seed(3)
     q, k, v = (
         torch.randn(s, b, n, d, generator=generator, dtype=torch.float64)
@@ -268,6 +270,47 @@ def test_torch_attention(heads, groups, alibi, documents, dtype, tolerance) -> N
     case = attention_case(heads, groups, alibi, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
     close(run_attention(torch_attention, case, dtype, DEVICE), expected, tolerance)
+
+
+class AttentionOperators(TorchDispatchMode):
+    """Record the names of torch's operators of attention, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if "attention" in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="ROCm has batches of documents")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("groups", [8, 2])
+@pytest.mark.parametrize("scoring", [PLAIN, Scoring(0.2, window=20)], ids=["all", "window"])
+def test_torch_gets_all_documents_in_one_call(scoring, groups, head_dim) -> None:
+    case = attention_case(8, groups, False, True, head_dim)
+    attend = partial(torch_attention, scoring=scoring)
+    expected = run_attention(attend, case, torch.float64, torch.device("cpu"))
+    with AttentionOperators() as seen:
+        found = run_attention(attend, case, torch.bfloat16, DEVICE)
+    close(found, expected, 2e-2)
+    assert seen.names == ["_flash_attention_forward", "_flash_attention_backward"]
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_cudnn_makes_no_plans_for_shapes_that_change(alibi) -> None:
+    """Neither batches of documents nor passes without gradients are cuDNN's."""
+    q, k, v, bias, lengths = attention_case(8, 8, alibi, True)
+    q, k, v = (x.to(DEVICE, torch.bfloat16).requires_grad_() for x in (q, k, v))
+    bias = None if bias is None else Alibi(bias.slopes.to(DEVICE))
+    with AttentionOperators() as seen:
+        torch_attention(q, k, v, bias, documents_on(DEVICE, lengths), 0.0).sum().backward()
+        with torch.no_grad():
+            torch_attention(q, k, v, bias, None, 0.0)
+    assert len(seen.names) >= 3 and not any("cudnn" in name for name in seen.names)
 
 
 @CASES

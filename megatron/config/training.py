@@ -336,10 +336,9 @@ class KernelConfig:
     attention_backend: str = option(
         "auto",
         "Attention implementation. auto: flash-attn where it runs; else blocked where that is "
-        "faster (on a CPU, but no ring: bf16, and fp32 up to 512 tokens); else torch's "
-        "scaled_dot_product_attention. flash: flash-attn, else torch's. fused: torch's. blocked: "
-        "matrix products over blocks of queries, without storing scores. unfused, local: explicit "
-        "softmax(q k^T) v.",
+        "faster (on a CPU, but no ring: bf16, and fp32 up to 512 tokens); else torch's. "
+        "flash: flash-attn, else torch's. fused: torch's. blocked: matrix products over blocks of "
+        "queries, without storing scores. unfused, local: explicit softmax(q k^T) v.",
         choices=("auto", "flash", "fused", "blocked", "unfused", "local"),
     )
     masked_softmax_fusion: bool = option(

@@ -29,7 +29,7 @@ UNFUSED_BACKENDS = ("unfused", "local")
 """Values of --attention-backend that mean an explicit softmax(q k^T) v."""
 _NAMES = {
     "flash": "flash-attn",
-    "torch": "torch's scaled_dot_product_attention",
+    "torch": "torch's attention",
     "blocked": "matrix products of blocks",
     "unfused": "an explicit softmax(q k^T) v",
 }
@@ -142,7 +142,7 @@ def choose_attention(
 ) -> str:
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
-    "flash" is flash-attn, "torch" scaled_dot_product_attention. `windowed`: there is a sliding window;
+    "flash" is flash-attn, "torch" torch's attention. `windowed`: there is a sliding window;
     `capped`: scores have a soft cap, which torch lacks. `ring`: keys and values rotate over
     context-parallel ranks, so that a kernel must return the logarithms by which the parts of a
     softmax are merged. `biased`: there is ALiBi, or a size of heads that flash kernels lack; only

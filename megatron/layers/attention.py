@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,8 @@ from megatron.parallel.sharding import WHOLE, DropoutKey, Place, Rows, Site, mix
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
+
+_aten = torch.ops.aten
 
 
 class Scoring(NamedTuple):
@@ -150,6 +153,44 @@ def _one_sample(x: Tensor) -> Tensor:
     return x.flatten(1, 2).unsqueeze(0)
 
 
+def _by_bounds(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: Documents
+) -> Tensor:
+    """Return attention inside documents: [s, b, heads, d].
+
+    attend maps rows [b * s, heads, d] of q, k, v, the bounds of documents in queries and keys,
+    and the lengths of the longest ones to rows.
+    """
+    rows = [x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)]
+    bounds, longest = documents.cu_seqlens, documents.longest
+    out = attend(*rows, bounds, bounds, longest, longest)
+    return out.view(q.transpose(0, 1).shape).transpose(0, 1)
+
+
+def _takes_bounds(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
+    """Return whether torch's flash attention computes such documents in one call.
+
+    Not on ROCm: logarithms of sums are [documents, heads, longest] there, and windows are ignored,
+    or their gradients exchanged, in some versions
+    (aten/src/ATen/native/transformers/hip/flash_attn/aot/mha_all_aot.hip).
+    """
+    if q.device.type != "cuda" or torch.version.hip is not None or q.shape[-1] % 8:
+        return False
+    case: list[Any] = [*(x.permute(1, 2, 0, 3) for x in (q, k, v)), None, dropout, True, True]
+    return torch.backends.cuda.can_use_flash_attention(torch.backends.cuda.SDPAParams(*case))
+
+
+@contextlib.contextmanager
+def _cudnn(allowed: bool) -> Iterator[None]:
+    """Let scaled_dot_product_attention choose cuDNN only if `allowed`."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and allowed)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def torch_attention(
     q: Tensor,
     k: Tensor,
@@ -159,15 +200,33 @@ def torch_attention(
     dropout: float,
     scoring: Scoring = PLAIN,
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v by torch's scaled_dot_product_attention.
+    """Return softmax(q k^T / sqrt(d)) v by torch's kernels: [s, b, heads, d].
 
-    q [s, b, heads, d], k and v [s, b, kv heads, d] -> [s, b, heads, d].
+    q [s, b, heads, d], k and v [s, b, kv heads, d].
 
-    Documents of similar length are one batch, padded at the end, which no causal query sees, so
-    that no mask of documents is needed. ALiBi's bias is as long as the longest document and used
-    for all. There is no soft cap.
+    On a GPU that can, all documents are one call of torch's flash attention, otherwise calls of
+    scaled_dot_product_attention: documents of similar length are one batch, padded at the end,
+    which no causal query sees, so that no mask of documents is needed. ALiBi's bias is as long as
+    the longest document and used for all. There is no soft cap.
     """
     assert not scoring.cap, "torch has no soft cap: see choose_attention"
+    if documents is not None and alibi is None and _takes_bounds(q, k, v, dropout):
+
+        def by_bounds(*tensors: Any) -> Tensor:
+            # torch.nn.attention.varlen calls the same operator, but lacks dropout, and windows
+            # before torch 2.11.
+            out: Tensor = _aten._flash_attention_forward(
+                *tensors,
+                dropout,
+                True,
+                False,
+                scale=scoring.scale,
+                window_size_left=scoring.window if scoring.window < documents.longest else -1,
+                window_size_right=0,
+            )[0]
+            return out
+
+        return _by_bounds(by_bounds, q, k, v, documents)
     positions = q.shape[0]
     bias = None
     if alibi is not None:
@@ -181,13 +240,16 @@ def torch_attention(
             return _in_window(q, k, v, alibi, corner, dropout, scoring)
         return _causal(q, k, v, corner, dropout, scoring.scale)
 
-    if documents is None:
+    # cuDNN plans for about a second for each new shape. Documents, prompts and the examples of an
+    # evaluation have new ones all the time.
+    with _cudnn(allowed=documents is None and torch.is_grad_enabled()):
+        if documents is not None:
+            batches = zip(*(documents.batches(x) for x in (q, k, v)), strict=True)
+            outs = [attend(*batch).flatten(0, 1) for batch in batches]
+            return torch.cat(outs).index_select(0, documents.groups.scatter).view(q.shape)
         if alibi is None:
             return attend(_one_sample(q), _one_sample(k), _one_sample(v)).reshape(q.shape)
         return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
-    batches = zip(*(documents.batches(x) for x in (q, k, v)), strict=True)
-    outs = [attend(*batch).flatten(0, 1) for batch in batches]
-    return torch.cat(outs).index_select(0, documents.groups.scatter).view(q.shape)
 
 
 def flash_attention(
@@ -217,24 +279,10 @@ def flash_attention(
             *one, dropout_p=dropout, causal=True, alibi_slopes=slopes, **more
         )
         return out.reshape(q.shape)
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [b, s, heads, d]
-    flat, bounds, longest = (
-        [x.flatten(0, 1) for x in (q, k, v)],
-        documents.cu_seqlens,
-        documents.longest,
+    attend = partial(
+        flash_attn_varlen_func, dropout_p=dropout, causal=True, alibi_slopes=slopes, **more
     )
-    out = flash_attn_varlen_func(
-        *flat,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        dropout_p=dropout,
-        causal=True,
-        alibi_slopes=slopes,
-        **more,
-    )
-    return out.view(q.shape).transpose(0, 1)
+    return _by_bounds(attend, q, k, v, documents)
 
 
 def unfused_attention(

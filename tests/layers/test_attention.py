@@ -14,7 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.kernels.choose import ALL, NONE
-from megatron.layers.attention import PLAIN, SelfAttention, flash_attention, torch_attention
+from megatron.layers import attention
+from megatron.layers.attention import (
+    PLAIN,
+    Scoring,
+    SelfAttention,
+    flash_attention,
+    torch_attention,
+)
 from megatron.layers.context import CallContext, normal
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.model.gpt import build_chunks, layer_context
@@ -245,6 +252,17 @@ def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, 
         assert torch.equal(a, b)
 
 
+def by_document(q, k, v, bounds, slopes=None, scoring=PLAIN):
+    """Return what a kernel of packed rows [tokens, heads, d] returns, from the reference."""
+    pieces = zip(*(x.split(bounds.diff().tolist()) for x in (q, k, v)), strict=True)
+    return torch.cat(
+        [
+            dense(*(x.unsqueeze(1) for x in piece), slopes, [[len(piece[0])]], scoring).squeeze(1)
+            for piece in pieces
+        ]
+    )
+
+
 def test_flash_attention_is_given_the_lengths(monkeypatch):
     """Flash attention gets the lengths: packed rows, int32 bounds, the longest as a number.
 
@@ -256,11 +274,7 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
         assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
         assert causal and dropout_p == 0.0
         seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k))
-        out = []
-        for start, end in zip(cu_q.tolist()[:-1], cu_q.tolist()[1:], strict=True):
-            piece = [x[start:end].unsqueeze(1) for x in (q, k, v)]
-            out.append(dense(*piece, alibi_slopes, [[end - start]]).squeeze(1))
-        return torch.cat(out)
+        return by_document(q, k, v, cu_q, alibi_slopes)
 
     def whole(q, k, v, *, dropout_p, causal, alibi_slopes):
         assert causal and dropout_p == 0.0
@@ -281,6 +295,56 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     bounds = [0, 7, 8, 20, 23, 46]
     assert seen == [(bounds, bounds, 23, 23)]
+
+
+@pytest.mark.parametrize(
+    "scoring", [PLAIN, Scoring(0.3, window=4), Scoring(window=23)], ids=["all", "4", "longest"]
+)
+def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
+    """Torch's flash attention, by a stand-in with its interface, gets all documents in one call."""
+    seen = []
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **more):
+        left, right = more.pop("window_size_left"), more.pop("window_size_right")
+        assert is_causal and right == 0 and not dropout_p and not return_debug_mask
+        assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
+        seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k))
+        law = PLAIN._replace(**more) if left < 0 else Scoring(window=left, **more)
+        return by_document(q, k, v, cu_q, None, law), None, None, None, None
+
+    monkeypatch.setattr(attention, "_takes_bounds", lambda *_: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    lengths, tensors = CASES["two samples"], inputs(23, 2, 4, 2)
+    found = output_and_gradients(
+        lambda *x: torch_attention(*x, None, documents_of(lengths), 0.0, scoring), tensors
+    )
+    expected = output_and_gradients(lambda *x: dense(*x, None, lengths, scoring), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    bounds = [0, 7, 8, 20, 23, 46]
+    assert seen == [(bounds, bounds, 23, 23)]
+
+
+def test_cudnn_gets_fixed_shapes_alone(monkeypatch):
+    """cuDNN, which plans for each new shape, may compute training without documents alone."""
+    allowed, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    tensors, documents = inputs(23, 2, 4, 2), documents_of(CASES["two samples"])
+    _, bias = slopes_and_bias(4)
+    for alibi in (None, bias):
+        torch_attention(*tensors, alibi, None, 0.0)
+        assert allowed == [True]
+        torch_attention(*tensors, alibi, documents, 0.0)
+        with torch.no_grad():
+            torch_attention(*tensors, alibi, None, 0.0)
+        assert len(allowed) > 2 and not any(allowed[1:])
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        allowed.clear()
 
 
 class Copies(TorchDispatchMode):
