@@ -270,6 +270,8 @@ def flash_attention(
         more["softmax_scale"] = scoring.scale
     if scoring.cap:
         more["softcap"] = scoring.cap
+    if torch.are_deterministic_algorithms_enabled():
+        more["deterministic"] = True
     if scoring.window < q.shape[0]:
         more["window_size"] = (scoring.window, 0)
     if documents is None:
