@@ -287,9 +287,8 @@ def _for_each(contributions: int, micro_batches: int) -> int:
     return count if count and not rest else _NEVER
 
 
-@torch.no_grad()
 def to_sink(p: torch.Tensor) -> None:
-    """Move the gradient of autograd to the sink.
+    """Move the gradient of autograd to the sink; a hook of its backward pass, which records nothing.
 
     There is none where a layer added its own.
     """

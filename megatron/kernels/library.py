@@ -7,7 +7,8 @@ runs on.
 `operator` registers an operator under `torch.ops.megatron`. Each has an implementation for CPU and
 CUDA (ROCm) tensors, a rule for the shapes of its results, so that torch.compile can trace it, and,
 where it has a gradient, an autograd rule. The implementation calls the compiled kernel if there is
-one, and torch's own operators otherwise.
+one, and torch's own operators otherwise. Only tracers and profilers need torch's dispatcher,
+which costs the host more than the kernel's launch, so ordinary calls go past it.
 """
 
 from __future__ import annotations
@@ -347,6 +348,7 @@ def operator(
 
     WORK[name] = work
     _LIBRARY.define(schema)
+    differentiable: Any = None
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"megatron::{name}", shapes or (lambda *_: None), lib=_LIBRARY)
@@ -362,7 +364,50 @@ def operator(
             return differentiate(ctx, *gradients)
 
         torch.library.register_autograd(f"megatron::{name}", once, setup_context=save, lib=_LIBRARY)
-    return getattr(torch.ops.megatron, name).default
+        if save is not None:
+            differentiable = _function(name, run, save, once)
+    registered = getattr(torch.ops.megatron, name).default
+    if shapes is None:  # writes to its inputs: autograd has to know
+        return registered
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _ordinary(inputs[0]):
+            return registered(*inputs)
+        if torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in inputs
+        ):
+            return registered(*inputs) if differentiable is None else differentiable(*inputs)
+        return run(*inputs)
+
+    return call
+
+
+def _function(
+    name: str, run: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the operator as a function of autograd's, without torch's dispatcher."""
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = run(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    passes = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(f"megatron::{name}", (torch.autograd.Function,), passes)
+    apply: Callable[..., Any] = function.apply
+    return apply
+
+
+def _ordinary(x: Any) -> bool:
+    """Return whether nothing but the operator's kernel has to see a call: no tracer or profiler."""
+    return (
+        (type(x) is Tensor or type(x) is torch.nn.Parameter)
+        and x.device.type in ("cpu", "cuda")
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
+    )
 
 
 def empty_like_first(first: Tensor, *_: Any) -> Tensor:
@@ -427,6 +472,12 @@ def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -
 
 def check_all(operator: str, **tensors: Tensor | None) -> None:
     """Check that the tensors have one floating type and device, are contiguous, and not scalars."""
+    listed = [tensor for tensor in tensors.values() if tensor is not None]
+    dtype, device = listed[0].dtype, listed[0].device
+    if dtype in TYPES and all(
+        x.dtype is dtype and x.device == device and x.is_contiguous() and x.dim() for x in listed
+    ):
+        return
     check_type(operator, TYPES, **tensors)
     check_device(operator, **tensors)
     check_contiguous(operator, **tensors)

@@ -181,10 +181,10 @@ def _takes_bounds(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
 
 
 @contextlib.contextmanager
-def _cudnn(allowed: bool) -> Iterator[None]:
-    """Let scaled_dot_product_attention choose cuDNN only if `allowed`."""
+def _without_cudnn() -> Iterator[None]:
+    """Let scaled_dot_product_attention choose anything but cuDNN."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(before and allowed)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
@@ -242,7 +242,8 @@ def torch_attention(
 
     # cuDNN plans for about a second for each new shape. Documents, prompts and the examples of an
     # evaluation have new ones all the time.
-    with _cudnn(allowed=documents is None and torch.is_grad_enabled()):
+    fixed = documents is None and torch.is_grad_enabled()
+    with contextlib.nullcontext() if fixed else _without_cudnn():
         if documents is not None:
             batches = zip(*(documents.batches(x) for x in (q, k, v)), strict=True)
             outs = [attend(*batch).flatten(0, 1) for batch in batches]

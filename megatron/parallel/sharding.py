@@ -258,16 +258,14 @@ class GradientSink:
             self.fresh = False
         return self.total
 
-    @torch.no_grad()
     def add(self, gradient: torch.Tensor) -> None:
-        """Add a gradient in the parameter's shape, in any floating format."""
+        """Add a gradient in the parameter's shape, in any floating format, without autograd."""
         if self.fresh:
             self.total.copy_(gradient)
         else:
             self.total.add_(gradient)
         self.done()
 
-    @torch.no_grad()
     def add_product(
         self,
         dy: torch.Tensor,
@@ -275,16 +273,18 @@ class GradientSink:
         last: bool = True,
         counts: Sequence[int] | None = None,
     ) -> None:
-        """Add dy^T x: dy [tokens, out], x [tokens, in], of one format.
+        """Add dy^T x, without autograd: dy [tokens, out], x [tokens, in], of one format.
 
         The last dimension of the weight is `in`.
 
         `last` False: more parts of this pass's contribution follow. `counts`: the weight is a
         matrix for each entry, which gets the product of that many tokens, one after the other.
         """
-        totals, sizes = (self.total, counts) if counts is not None else ([self.total], [len(x)])
-        for total, a, b in zip(totals, dy.split(sizes), x.split(sizes), strict=True):
-            self._add_one(total.view(dy.shape[-1], x.shape[-1]), a, b)
+        if counts is None:
+            self._add_one(self.total.view(dy.shape[-1], x.shape[-1]), dy, x)
+        else:
+            for total, a, b in zip(self.total, dy.split(counts), x.split(counts), strict=True):
+                self._add_one(total.view(dy.shape[-1], x.shape[-1]), a, b)
         self.fresh = False
         if last:
             self.done()
@@ -327,6 +327,19 @@ def sink_of(parameter: torch.Tensor) -> GradientSink | None:
     """Return the sink to which a layer adds; None where it leaves its gradient to autograd."""
     found = _any_sink(parameter)
     return found if found is not None and found.direct else None
+
+
+def left_to_autograd(parameter: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Add a gradient to the parameter's sink, and return None; return it where there is no sink.
+
+    For a backward pass that has the gradient in fp32: autograd would round it to the parameter's
+    type, and take several more calls.
+    """
+    sink = None if parameter is None else sink_of(parameter)
+    if sink is None:
+        return gradient
+    sink.add(gradient)
+    return None
 
 
 class _Wide(torch.autograd.Function):

@@ -70,9 +70,11 @@ def left(x: Any, context: Any) -> Any:
     return rules.all_reduce(x, group.handle, src=spmd.P, dst=spmd.I)
 
 
-def linear_type(*, x: Any, column: bool, context: Any, weights: Any) -> Any:
+def linear_type(*, x: Any, column: bool, context: Any, bias: Any, weights: Any) -> Any:
     x = entered(x, context) if column else x
     y = spmd.rules.einsum(f"sbi,{'_' * (weights[0].ndim - 2)}oi->sbo", x, *weights)
+    if bias is not None:  # whose type is that of a factor: not a sum's term
+        y = spmd.rules.einsum("sbo,o->sbo", y, bias)
     return y if column else left(y, context)
 
 

@@ -37,7 +37,7 @@ from megatron.kernels.library import (
     operator,
     partial_sums,
 )
-from megatron.parallel.sharding import WHOLE, Place, dropout_mask
+from megatron.parallel.sharding import WHOLE, Place, dropout_mask, left_to_autograd
 
 KINDS = {
     "gelu": 0,
@@ -156,12 +156,13 @@ def _like_gradients(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, bias, ctx.kind = inputs
     ctx.save_for_backward(x, bias)
+    ctx.bias = bias  # itself: a saved tensor may be a copy, without a sink
 
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
     x, bias = ctx.saved_tensors
     dx, dbias = _bias_activation_backward(gradient.contiguous(), x, bias, ctx.kind)
-    return dx, None if bias is None else dbias, None
+    return dx, None if bias is None else left_to_autograd(ctx.bias, dbias), None
 
 
 _bias_activation_backward = operator(
@@ -281,15 +282,19 @@ def _like_sum_gradients(gradient: Tensor, biased: bool, *_: Any) -> tuple[Tensor
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, bias, residual, ctx.probability, ctx.seed, ctx.place = inputs
-    ctx.biased, ctx.added = bias is not None, residual is not None
+    _, ctx.bias, residual, ctx.probability, ctx.seed, ctx.place = inputs
+    ctx.added = residual is not None
 
 
 def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     dx, dbias = _bias_dropout_add_backward(
-        gradient.contiguous(), ctx.biased, ctx.probability, ctx.seed, ctx.place
+        gradient.contiguous(), ctx.bias is not None, ctx.probability, ctx.seed, ctx.place
     )
-    return dx, dbias if ctx.biased else None, gradient if ctx.added else None, None, None, None
+    if ctx.bias is not None:
+        dbias = left_to_autograd(ctx.bias, dbias)
+    else:
+        dbias = None
+    return dx, dbias, gradient if ctx.added else None, None, None, None
 
 
 # Seed and place are SymInts, so that torch.compile does not compile once for each.

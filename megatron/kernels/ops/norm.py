@@ -32,6 +32,7 @@ from megatron.kernels.library import (
     narrow,
     operator,
 )
+from megatron.parallel.sharding import left_to_autograd
 
 _FORWARD = Function("mk_norm", "ppppppppllffi")
 _BACKWARD = Function("mk_norm_backward", "ppppppppplllfi")
@@ -177,7 +178,8 @@ def _like_gradients(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     x, residual, weight, bias, _, ctx.one_plus, ctx.rms = inputs
     _, total, mean, rstd = output
-    ctx.added, ctx.biased = residual is not None, bias is not None
+    ctx.added = residual is not None
+    ctx.parameters = weight, bias  # themselves: saved tensors may be copies, without sinks
     ctx.save_for_backward(total if ctx.added else x, weight, mean, rstd)
     ctx.mark_non_differentiable(mean, rstd)
     ctx.set_materialize_grads(False)
@@ -193,7 +195,9 @@ def _gradient(
         dx, parameters = _norm_backward(
             dy.contiguous(), dsum, x, weight, mean, rstd, ctx.one_plus, ctx.rms
         )
-        dweight, dbias = parameters[0], parameters[-1] if ctx.biased else None
+        weight, bias = ctx.parameters
+        dweight = left_to_autograd(weight, parameters[0])
+        dbias = None if bias is None else left_to_autograd(bias, parameters[-1])
     return dx, dx if ctx.added else None, dweight, dbias, None, None, None
 
 

@@ -198,7 +198,8 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
     lines = []
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no result
+        # costs time, changes no result
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     if device.type == "cpu":  # first: torch reads the variable for huge pages at the first tensor
         tuned = config.training.allocator_tuning
         lines.append(tune_allocator() if tuned else "malloc: left as it is (--no-allocator-tuning)")
