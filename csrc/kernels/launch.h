@@ -84,6 +84,9 @@ template <class T, class Op> static int launch_rows(const Op &op, int64_t rows, 
     if (packs <= W) return rows_held<W, V, 1>(op, rows, stream);
     if (packs <= 2 * W) return rows_held<W, V, 2>(op, rows, stream);
     if (packs <= 4 * W) return rows_held<W, V, 4>(op, rows, stream);
+    if constexpr (4 * W < BLOCK) {
+        if (packs <= BLOCK) return rows_held<BLOCK, V, 1>(op, rows, stream);
+    }
     if (packs <= 2 * BLOCK) return rows_held<BLOCK, V, 2>(op, rows, stream);
     if (packs <= 4 * BLOCK) return rows_held<BLOCK, V, 4>(op, rows, stream);
     if (packs <= 2 * 1024) return rows_held<1024, V, 2>(op, rows, stream);

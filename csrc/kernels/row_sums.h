@@ -96,6 +96,7 @@ static int launch_row_sums(const Op &op, const Columns &columns, int64_t rows, i
         if (packs <= 16) return row_sums_held<16, 1, T>(op, rows, n, parts, partial, stream);
         if (packs <= W) return row_sums_held<W, 1, T>(op, rows, n, parts, partial, stream);
         if (packs <= 2 * W) return row_sums_held<W, 2, T>(op, rows, n, parts, partial, stream);
+        if (packs <= 256) return row_sums_held<256, 1, T>(op, rows, n, parts, partial, stream);
         if (packs <= 512) return row_sums_held<256, 2, T>(op, rows, n, parts, partial, stream);
         if (packs <= 1024) return row_sums_held<512, 2, T>(op, rows, n, parts, partial, stream);
         if (packs <= 2048) return row_sums_held<WIDE, 2048 / WIDE, T>(op, rows, n, parts, partial, stream);
