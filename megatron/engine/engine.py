@@ -53,6 +53,7 @@ from megatron.engine.optimizer_state import (
 from megatron.engine.qk_clip import Part, QKClip
 from megatron.engine.whole import WholeParameters
 from megatron.errors import ConfigError
+from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
 from megatron.parallel.collectives import all_reduce
@@ -133,26 +134,6 @@ class StepResult:
     loss_scale: float
     num_zeros: float | None = None
     params_norm: float | None = None
-
-
-class _HostCopy:
-    """Asynchronous copy of numbers from a device to the host.
-
-    `read` waits until they have arrived, but not for later work of the device.
-    """
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._copy = x.detach().to("cpu", non_blocking=True, copy=True)  # into page-locked memory
-        self._arrived: Any = None
-        if x.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def read(self) -> list[float]:
-        """Return the numbers of a tensor [n]."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [x.item() for x in self._copy.unbind()]
 
 
 class Engine:
@@ -287,7 +268,7 @@ class Engine:
         self.host_state = self._zero.offload() if config.engine.cpu_offload else None
         self._scale = LossScale(config.precision)
         # a step whose results have not been read yet
-        self._under_way: tuple[float, float, _HostCopy] | None = None
+        self._under_way: tuple[float, float, HostCopy] | None = None
         self._result: StepResult | None = None
         held = [self._zero.state_of(master) for master in self._zero.masters]
         owned = [
@@ -451,7 +432,7 @@ class Engine:
         self._weights.start()
         squares = [self._params_squares()] if self._logging.log_params_norm else []
         figures = torch.stack([(norm / scale).double(), *zeros, *squares])
-        self._under_way = scale, new, _HostCopy(figures)
+        self._under_way = scale, new, HostCopy(figures)
         if not self._gradients.counted:
             self._settle()
 

@@ -46,10 +46,41 @@ class AdamW(Untraced, torch.optim.AdamW):
             self.param_groups = every
 
 
+class SkipsOnDevice:
+    """Step that is skipped by numbers on the device, so that the host need not wait for them.
+
+    The engine sets the attributes, as torch.amp.GradScaler does for torch's fused optimizers.
+
+    grad_scale  divides all gradients
+    found_inf   1 where the step is to change nothing, or else 0; fp32 like grad_scale
+    """
+
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    def gradient(self, p: torch.Tensor) -> torch.Tensor:
+        """Return the gradient, scaled in place; zeros in a step that is skipped."""
+        assert p.grad is not None, "every parameter of a step has a gradient"
+        if self.grad_scale is not None and self.found_inf is not None:
+            p.grad.div_(self.grad_scale).masked_fill_(self.found_inf > 0, 0.0)
+        return p.grad
+
+    def taken(self, p: torch.Tensor) -> torch.Tensor:
+        """Return 1, or 0 in a step that is skipped: a factor of what moves weights and state."""
+        none = torch.zeros((), device=p.device)
+        return 1.0 - (none if self.found_inf is None else self.found_inf)
+
+    def move(self, p: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
+        """Subtract the weight decay and the update, both times the learning rate."""
+        lr = group["lr"] * self.taken(p).double()  # rounded last, as a number of the host is
+        p.mul_(1.0 - lr * group["weight_decay"]).addcmul_(update, lr.float(), value=-1.0)
+
+
 # -- Lion ------------------------------------------------------------------------------------------
 
 
-class Lion(Untraced, torch.optim.Optimizer):
+class Lion(Untraced, SkipsOnDevice, torch.optim.Optimizer):
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2), with decoupled weight decay."""
 
     def __init__(self, groups: Any, lr: float, betas: tuple[float, float]) -> None:
@@ -58,12 +89,12 @@ class Lion(Untraced, torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            (beta1, beta2), lr = group["betas"], group["lr"]
+            beta1, beta2 = group["betas"]
             for p in group["params"]:
                 momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                update = torch.lerp(p.grad, momentum, beta1).sign_()
-                p.mul_(1.0 - lr * group["weight_decay"]).add_(update, alpha=-lr)
-                momentum.lerp_(p.grad, 1.0 - beta2)
+                gradient = self.gradient(p)
+                self.move(p, torch.lerp(gradient, momentum, beta1).sign_(), group)
+                momentum.lerp_(gradient, (1.0 - beta2) * self.taken(p))
 
 
 # -- Muon ------------------------------------------------------------------------------------------
@@ -128,7 +159,7 @@ def update_scale(mode: str, shape: Sequence[int]) -> float:
     return math.sqrt(scale)
 
 
-class Muon(AdamW):
+class Muon(SkipsOnDevice, AdamW):
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for groups of whole matrices.
 
     Other groups have torch's fused AdamW. The scales are those of Liu et al., arXiv 2502.16982,
@@ -143,7 +174,6 @@ class Muon(AdamW):
         self._settings = settings
         betas = settings.adam_beta1, settings.adam_beta2
         super().__init__(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
-        self._step_supports_amp_scaling = False  # the host reads the norm before the update
         self.near: Callable[..., Iterable[dict[str, Any]]] = lambda groups, *names: groups
         self._steps = coefficients(settings.muon_coefficient_type, settings.muon_num_ns_steps)
         self._dtype = torch.bfloat16
@@ -158,19 +188,19 @@ class Muon(AdamW):
         for group in self.near(matrices, "momentum_buffer"):
             (p,) = group["params"]  # this rank's part of a bucket
             momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            momentum.lerp_(p.grad, 1.0 - beta)
+            gradient, taken = self.gradient(p), self.taken(p)
+            momentum.lerp_(gradient, (1.0 - beta) * taken)
             updates.append(
-                p.grad.lerp_(momentum, beta)
+                gradient.lerp_(momentum, beta)
                 if self._settings.muon_nesterov
-                else p.grad.copy_(momentum)
+                else gradient.copy_(momentum)
             )
             if "step" in self.state[p]:
-                self.state[p]["step"] += 1
+                self.state[p]["step"] += taken
         if matrices:
             matrices[0]["whole"](updates, self.orthogonalized, self._dtype)
         for group, update in zip(self.near(matrices, MASTER), updates, strict=True):
-            (p,), lr = group["params"], group["lr"]
-            p.mul_(1.0 - lr * group["weight_decay"]).add_(update, alpha=-lr)
+            self.move(group["params"][0], update, group)
 
     def orthogonalized(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return the update of a parameter [.., rows, columns], which may be several matrices.

@@ -38,7 +38,7 @@ from megatron.engine.gradients import (
 )
 from megatron.engine.optimizer_state import IN_FLIGHT
 from megatron.errors import ConfigError
-from megatron.parallel.sharding import kind_of, sharding_of
+from megatron.parallel.sharding import kind_of, sharding_of, within_backward
 from megatron.parallel.topology import Topology
 
 
@@ -303,7 +303,7 @@ class ShardedWeights(WeightGather):
 
         def before(_: Any, args: Any) -> None:
             self._need(use)
-            if torch.is_grad_enabled() and not _in_backward():
+            if torch.is_grad_enabled() and not within_backward():
                 given = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
                 for x in given[:1]:  # its gradient is the last that the module computes
                     ended = getattr(x, "uses_ended", None)
@@ -315,7 +315,7 @@ class ShardedWeights(WeightGather):
                 use.backward = bool(given) or not tables
 
         def after(_: Any, __: Any, output: Any) -> None:
-            if _in_backward():  # recomputed: its backward pass follows
+            if within_backward():  # recomputed: its backward pass follows
                 return
             if use.backward and torch.is_grad_enabled():
                 outputs = output if isinstance(output, tuple) else (output,)
@@ -352,7 +352,9 @@ class ShardedWeights(WeightGather):
             if following is None or bucket not in following.buckets:
                 self._arrive([bucket])
                 self._free([bucket])
-        if following is None or (self._passes == 1 and not following.backward and _in_backward()):
+        if following is None or (
+            self._passes == 1 and not following.backward and within_backward()
+        ):
             return  # no forward pass follows
         self._gather(following)
 
@@ -418,8 +420,3 @@ class ShardedWeights(WeightGather):
             self._arrive([bucket])
             yield p
             self._free([bucket])
-
-
-def _in_backward() -> bool:
-    """Return whether autograd runs a backward pass now: what is called is recomputed."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.choose import NONE, Fusions
+from megatron.kernels.host_copy import HostCopy
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.parallel.sharding import (
@@ -307,12 +308,15 @@ class CallContext:
     dropout        the key of this micro-batch's masks; None switches dropout off
     cache          keys and values of earlier tokens, to which attention adds those of this pass;
                    None in training
+
+    numbers        of rows of each layer with experts, for its recomputation
     """
 
     position_ids: Tensor | None = None
     documents: Documents | None = None
     dropout: DropoutKey | None = None
     cache: KeyValueCache | None = None
+    numbers: dict[int, HostCopy] = field(default_factory=dict, init=False)
 
     def hidden_mask(
         self, x: Tensor, layer: int, site: Site, context: LayerContext

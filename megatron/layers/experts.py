@@ -8,7 +8,8 @@ With expert parallelism, a layer's experts are distributed over some of the data
 token is sent once to each rank with experts of its choice, multiplied there by all of these, and
 the sum of their weighted outputs returns: messages have as many rows as there are such pairs, and
 two small ones before them have their numbers and choices. Over several nodes, it is sent once to
-each node, and there to the ranks; results are summed on the node (X-MoE, arXiv 2508.13337).
+each node, and there to the ranks; results are summed on the node (X-MoE, arXiv 2508.13337). The
+host waits for the device once in a layer's forward pass, for the numbers of rows.
 
 A token's weights and choices are the same on any layout: routers compute in fp32, and with sequence
 parallelism each tensor rank scores its own tokens and gets the scores of all, so that losses and
@@ -22,6 +23,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,8 +32,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.ops.elementwise import activate, bias_activation, wider
 from megatron.kernels.ops.experts import (
+    RowCounts,
     grouped_product,
     permute,
     permute_reference,
@@ -56,7 +60,7 @@ from megatron.parallel.collectives import (
     reduce_scatter_first,
     split_first,
 )
-from megatron.parallel.sharding import Site, placed_noise, shard, wide
+from megatron.parallel.sharding import Site, placed_noise, shard, wide, within_backward
 from megatron.parallel.topology import Group, Topology
 
 if TYPE_CHECKING:
@@ -216,8 +220,11 @@ class Router(torch.nn.Module):
             groups[:, 1:] = groups[:, :1]
         kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
         self.balancing = {kind: factor for kind, factor in kinds if factor}
+        z = [config.moe_z_loss_coeff] if config.moe_z_loss_coeff else []
+        factors = [*self.balancing.values(), *z]
         # Plain attributes: buffers would be rounded with the weights.
         zeros = torch.zeros(self.experts, device=context.parameters.device)
+        self.factors = zeros.new_tensor(factors)
         self.load, self.interval = zeros, zeros.clone()
         self.last_load = zeros.clone() if "global_aux_loss" in self.balancing else None
         self.losses = zeros.new_zeros(len(self.balancing) + 1)
@@ -247,17 +254,16 @@ class Router(torch.nn.Module):
         if context.sequence_parallel:
             logits = _Gather.apply(logits, context.tensor, True)  # type: ignore[no-untyped-call]
         weights, experts = self.choose(logits.flatten(0, 1))
-        # A recomputation runs within a backward pass.
-        counts = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        counts = torch.is_grad_enabled() and not within_backward()
         if torch.is_grad_enabled() and self.training:
             weights = self._with_losses(logits, weights, experts, counts)
         kept = self._kept(weights, experts, x.shape[1])
         if counts and self.training:
             self.passes += 1
             with torch.no_grad():
-                self.load += self._count(experts)
+                self.load += (load := self._count(experts))
                 if self.measured:
-                    self.interval += self._count(experts)
+                    self.interval += load
                     self.entropy -= torch.xlogy(p := self.shares(logits), p).sum()
                     self.dropped += 0 if kept is None else kept.logical_not().sum()
         if kept is not None:
@@ -309,13 +315,13 @@ class Router(torch.nn.Module):
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _count(self, experts: Tensor) -> Tensor:
-        return torch.bincount(experts.flatten(), minlength=self.experts).to(self.load.dtype)
+        return count_choices(experts, self.experts)
 
     def _with_losses(
         self, logits: Tensor, weights: Tensor, experts: Tensor, counts: bool
     ) -> Tensor:
         """Return the weights, through whose gradient that of the losses of logits [s, b, E] flows."""
-        losses, factors = list[Tensor](), list[float]()
+        losses = list[Tensor]()
         if (parts := self.context.parts) is not None:  # losses are of whole sequences
             logits = _Gather.apply(logits, parts.group, False)  # type: ignore[no-untyped-call]
             experts = self.choose(logits.detach().flatten(0, 1))[1]
@@ -326,7 +332,7 @@ class Router(torch.nn.Module):
             # Losses are of the scores, without bias and groups (arXiv 2412.19437, eq. 18).
             experts = shares.detach().topk(self.config.moe_router_topk, dim=-1).indices
         experts = experts.view(*logits.shape[:2], -1)
-        for kind, factor in self.balancing.items():
+        for kind in self.balancing:
             if kind == "aux_loss":
                 loss = balancing_loss(shares, self._count(experts))
             elif kind == "seq_aux_loss":
@@ -338,17 +344,15 @@ class Router(torch.nn.Module):
                 even = self.last_load.sum() == 0
                 loss = balancing_loss(shares, torch.where(even, 1.0, self.last_load))
             losses.append(loss)
-            factors.append(factor)
         if self.config.moe_z_loss_coeff:  # Zoph et al., arXiv 2202.08906, eq. 5
             losses.append(logits.logsumexp(-1).square().mean())
-            factors.append(self.config.moe_z_loss_coeff)
         if not losses:
             return weights
         found = torch.stack(losses)
         if counts:
             with torch.no_grad():
                 self.losses[: len(found)] += found
-        shared, total = shared_by(self.context), found @ found.new_tensor(factors)
+        shared, total = shared_by(self.context), found @ self.factors
         return _WithLoss.apply(weights, total, shared)  # type: ignore[no-untyped-call, no-any-return]
 
     @torch.no_grad()
@@ -448,7 +452,7 @@ class _Grouped(torch.nn.Module):
 
         return factory.make(sharding, local, values)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, counts: RowCounts) -> Tensor:
         """Return each expert's rows [n, in], `counts` of them, times its matrix: [n, out]."""
         y = grouped_product(rows, self.weight, counts, self.context.weight_gradients)
         if self.bias is None:
@@ -456,9 +460,8 @@ class _Grouped(torch.nn.Module):
         bias, size = wide(self.bias).flatten(1), self.context.tensor.size
         if self.divided and size > 1:
             bias = _Part.apply(bias, size)  # type: ignore[no-untyped-call]
-        expert = torch.arange(len(counts), device=y.device).repeat_interleave(
-            counts.to(y.device), output_size=len(y)
-        )
+        row = torch.arange(len(y), dtype=counts.ends.dtype, device=y.device)
+        expert = torch.bucketize(row, counts.ends, right=True)
         return y + F.embedding(expert, bias).to(y.dtype)
 
 
@@ -502,7 +505,8 @@ class ExpertMLP(torch.nn.Module):
         self.context, self.summed = context, summed
         self.operators = KERNELS if context.fusions.permute else REFERENCES
         self.group, self.overlap = shared_by(context).group, config.moe_shared_expert_overlap
-        self.hops = shared_by(context).hops or (self.group,)
+        self.hops = shared_by(context).hops or (self.group,) if self.group.size > 1 else ()
+        self.dropless = self.group.size == 1 and config.moe_expert_capacity_factor is None
         self.activation, self.fused = config.activation, context.fusions.bias_activation
         self.activation_again, self.again = activation_again, again
         self.router = Router(context, f"{name}.router", config, index, fill)
@@ -547,29 +551,27 @@ class ExpertMLP(torch.nn.Module):
         if group.size > 1:
             weights = _Whole.apply(weights, group)  # type: ignore[no-untyped-call]
             x = _Enter.apply(x, context)  # type: ignore[no-untyped-call]
-        tokens = x.flatten(0, 1)
-        if self.group.size == 1:
-            out = self._experts(tokens, weights, experts).view_as(x)
-            shared = self._shared(x)
-        else:
-            trips, choices = list[Trip](), (weights, experts)
-            each, shared = len(self.dense_h_to_4h.weight) * self.group.size, None
-            for hop in self.hops:  # first numbers, for which the host waits
-                each //= hop.size
-                trips.append(Trip(choices[1], each, hop, self.operators))
-                choices = trips[-1].send_choices(*choices)
-            for trip in trips:
-                tokens, arrival = trip.send(tokens)
-                if self.overlap and trip is trips[0]:
-                    # Its place in the graph decides: in the backward pass, it is computed while
-                    # the gradients of the tokens return.
-                    shared = self._shared(x)
-                tokens = arrival.wait(tokens)
-            rows = self._experts(tokens, *choices, counts=trips[-1].counts)
-            for trip in reversed(trips):
-                rows = trip.back(rows)
-            out = rows.view_as(x)
-            shared = self._shared(x) if shared is None else shared
+        tokens, choices = x.flatten(0, 1), (weights, experts)
+        numbers, trips = self._numbers(experts, call), list[Trip]()
+        # The device has something to do while the host waits for the numbers.
+        shared = None if self.hops and self.overlap else self._shared(x)
+        each, at = len(self.dense_h_to_4h.weight) * self.group.size, 0
+        for hop in self.hops:
+            each //= hop.size
+            trips.append(Trip(choices[1], each, hop, self.operators, numbers, at))
+            at += 2 * hop.size
+            choices = trips[-1].send_choices(*choices)
+        for trip in trips:
+            tokens, arrival = trip.send(tokens)
+            if self.overlap and trip is trips[0]:
+                # Its place in the graph decides: in the backward pass, it is computed while the
+                # gradients of the tokens return.
+                shared = self._shared(x)
+            tokens = arrival.wait(tokens)
+        rows = self._experts(tokens, *choices, lambda: numbers()[at:])
+        for trip in reversed(trips):
+            rows = trip.back(rows)
+        out = rows.view_as(x)
         if shared is not None:
             out = out + shared
         if not self.summed:
@@ -585,11 +587,19 @@ class ExpertMLP(torch.nn.Module):
             return out
         return out * (F.linear(x, self.gate) * self.router.config.router_scale).sigmoid()
 
-    def _experts(
-        self, tokens: Tensor, weights: Tensor, experts: Tensor, counts: Tensor | None = None
-    ) -> Tensor:
+    def _numbers(self, experts: Tensor, call: CallContext) -> Numbers:
+        """Return what reads the numbers of rows; a recomputation has those of the first pass."""
+        layer, each = self.router.layer, len(self.dense_h_to_4h.weight)
+        if not within_backward() or layer not in call.numbers:
+            call.numbers[layer] = HostCopy(exchange_numbers(experts, self.hops, each))
+        return partial(read_numbers, call.numbers[layer], experts.shape, self.hops, each)
+
+    def _experts(self, tokens: Tensor, weights: Tensor, experts: Tensor, sizes: Numbers) -> Tensor:
         """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h]."""
-        order, places, counts = sorted_choices(experts, len(self.dense_h_to_4h.weight), counts)
+        order, places, ends = sorted_choices(experts, len(self.dense_h_to_4h.weight))
+        counts = RowCounts(ends, sizes)
+        if not self.dropless:
+            order = order[: sum(sizes())]
         rows = self.operators.permute(tokens, order, places)  # [n, h]
         up = self.dense_h_to_4h(rows, counts)
         activated = self._activate(up)
@@ -619,35 +629,83 @@ class ExpertMLP(torch.nn.Module):
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def sorted_choices(
-    experts: Tensor, count: int, counts: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token of each row, the row of each choice, and each expert's number of rows.
+def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the token of each row, the row of each choice, and the last row of each expert.
 
-    Rows are sorted by expert, those of one by token. The numbers are on the host, which waits for
-    them unless `counts` has them.
+    Rows are sorted by expert, those of one by token. After them come choices without a row. The last
+    row is excluded, [count], int32.
 
     experts  the expert of each choice, of `count`; -1: none  # [t, k], int64
     """
     flat = experts.flatten()
-    flat = flat.masked_fill(flat < 0, count)
-    if counts is None:
-        counts = count_rows(flat, count)
-    by_expert = flat.argsort(stable=True)[: sum(counts.tolist())]
-    places = torch.full_like(flat, -1)
-    places[by_expert] = torch.arange(len(by_expert), device=flat.device)
-    return by_expert // experts.shape[1], places.view_as(experts), counts
+    none = flat < 0
+    by_row, by_expert = flat.masked_fill(none, count).sort(stable=True)
+    every = torch.arange(max(len(flat), count), device=flat.device)
+    ends = torch.searchsorted(by_row, every[:count], right=True, out_int32=True)
+    places = torch.empty_like(flat).scatter_(0, by_expert, every[: len(flat)]).masked_fill(none, -1)
+    return by_expert // experts.shape[1], places.view_as(experts), ends
 
 
-def count_rows(experts: Tensor, count: int) -> Tensor:
-    """Return on the host how many choices each of `count` experts has; `count` stands for none.
+def count_choices(experts: Tensor, count: int) -> Tensor:
+    """Return how many choices each of `count` experts has, [count] in fp32; -1 stands for none.
 
-    The planner, which has no data, replaces this.
+    Unlike torch.bincount, this needs no wait. On a CPU it is faster in fp32 than in integers.
     """
-    return torch.bincount(experts, minlength=count + 1)[:count].cpu()
+    flat = experts.flatten() + 1
+    one = torch.ones(1, device=flat.device)
+    return one.new_zeros(count + 1).scatter_add_(0, flat, one.expand(len(flat)))[1:]
 
 
 # -- messages between expert-parallel ranks --------------------------------------------------------
+
+
+Numbers = Callable[[], list[int]]
+"""Returns numbers of rows on the host, which waits for them the first time."""
+
+
+def members_chosen(experts: Tensor, each: int, members: int) -> Tensor:
+    """Return of each token which members have experts of its choice, `each` a member; [t, members].
+
+    experts  -1: none  # [t, k]
+    """
+    chosen = torch.zeros(len(experts), members + 1, dtype=torch.bool, device=experts.device)
+    return chosen.scatter_(1, experts.div(each, rounding_mode="floor") + 1, True)[:, 1:]
+
+
+def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tensor:
+    """Return all numbers of rows that the host needs for a layer, on the device.
+
+    They are, for each hop, the rows sent to each member and those received, then the rows of each
+    of this rank's experts. Each hop has one message, of as many numbers for every member.
+
+    experts  of this rank's tokens, -1: none  # [t, k]
+    each     experts of a rank
+    """
+    count = each * math.prod(hop.size for hop in hops)
+    levels, members = list[Tensor](), 1  # what each member of a hop, and then each expert, gets
+    for hop in hops:
+        members *= hop.size
+        levels.append(members_chosen(experts, count // members, members).sum(0))
+    levels.append(count_choices(experts, count).long())
+    found = list[Tensor]()
+    for hop in hops:
+        mine = torch.cat([level.view(hop.size, -1) for level in levels], dim=1)
+        even = [1] * hop.size
+        theirs = all_to_all(mine, hop, even, even)
+        found += [mine[:, 0], theirs[:, 0]]
+        widths = [len(level) // hop.size for level in levels]
+        levels = list(theirs.sum(0).split(widths)[1:])
+    return torch.cat([*found, *levels])
+
+
+def read_numbers(
+    numbers: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
+) -> list[int]:
+    """Return the numbers of `exchange_numbers`, which had `choices` [t, k].
+
+    The planner, which has no data, replaces this.
+    """
+    return numbers.read()
 
 
 class Trip:
@@ -659,31 +717,29 @@ class Trip:
     experts    of this rank's tokens, -1: none  # [t, k]
     each       experts of each member, the others of its node included
     operators  move the rows
-
-    counts     rows of each of this rank's experts, on the host  # [each]
+    numbers    has from the place `at` on the rows sent to each member, and those received
     """
 
-    def __init__(self, experts: Tensor, each: int, group: Group, operators: Operators) -> None:
-        self.group, self.each, self.operators = group, each, operators
-        ranks, size = experts.div(each, rounding_mode="floor"), group.size
-        of_rank = torch.arange(size, device=experts.device).view(size, 1, 1)
-        chosen = (ranks == of_rank).any(-1)  # [ranks, t]
-        where = (chosen.flatten().cumsum(0) - 1).view_as(chosen)  # by rank, then by token
-        self.places = where.masked_fill(~chosen, -1).t().contiguous()  # [t, ranks]
-        self.sent, self.received, self.counts = self._numbers(chosen, experts)
-        self.rank_of, self.order = chosen.nonzero().t().contiguous()
-
-    def _numbers(self, chosen: Tensor, experts: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """Return the rows sent to each rank and received from it, and those of each expert.
-
-        The planner, which has no data, replaces this.
-        """
-        size, even = self.group.size, [1] * self.group.size
-        choices = torch.bincount(experts.flatten() + 1, minlength=size * self.each + 1)[1:]
-        mine = torch.cat([chosen.sum(1, keepdim=True), choices.view(size, self.each)], dim=1)
-        theirs = all_to_all(mine, self.group, even, even)
-        sent, received = torch.stack([mine[:, 0], theirs[:, 0]]).tolist()
-        return sent, received, theirs[:, 1:].sum(0).cpu()
+    def __init__(
+        self,
+        experts: Tensor,
+        each: int,
+        group: Group,
+        operators: Operators,
+        numbers: Numbers,
+        at: int,
+    ) -> None:
+        self.group, self.each, self.operators, size = group, each, operators, group.size
+        chosen = members_chosen(experts, each, size).t()  # [ranks, t]
+        flat = chosen.flatten()
+        where, absent = flat.cumsum(0) - 1, flat.logical_not()  # by rank, then by token
+        self.places = where.masked_fill(absent, -1).view_as(chosen).t().contiguous()  # [t, ranks]
+        pairs = where.new_empty(len(flat) + 1)  # the last one takes those that were not chosen
+        every = torch.arange(len(flat), device=flat.device)
+        pairs.scatter_(0, where.masked_fill(absent, len(flat)), every)
+        self.sent, self.received = numbers()[at : at + size], numbers()[at + size : at + 2 * size]
+        pairs = pairs[: sum(self.sent)]
+        self.rank_of, self.order = pairs // len(experts), pairs % len(experts)
 
     def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
         """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""

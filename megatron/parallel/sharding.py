@@ -384,6 +384,11 @@ def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
+def within_backward() -> bool:
+    """Return whether a backward pass is under way: a forward pass within it is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 class WeightGradients:
     """The queue of deferred weight gradients, shared by a rank's linear layers and its executor.
 

@@ -14,16 +14,17 @@ import math
 import unittest.mock
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.kernels.host_copy import HostCopy
 from megatron.layers import experts, ring
-from megatron.parallel.collectives import all_to_all
+from megatron.parallel.topology import Group
 from megatron.planner.events import Give, Take
 
 _aten = torch.ops.aten
@@ -32,8 +33,6 @@ _RESIZE = torch.UntypedStorage.resize_
 
 class Follower(TorchDispatchMode):
     """Run operators on tensors without data, and observe their memory and messages.
-
-    rows        of the next search for the true entries of a tensor
 
     category    of memory that is allocated from now on; outside of forward passes, rows of
                 `vocabulary` numbers are "logits"
@@ -46,7 +45,6 @@ class Follower(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.category = "activations"
         self.vocabulary = -1
-        self.rows = 0
         self.number = 0  # of the storage that was seen last
         self._seen: dict[int, tuple[int, Any]] = {}
         self._works: dict[int, Work] = {}
@@ -66,15 +64,14 @@ class Follower(TorchDispatchMode):
             )
         if func is _aten.equal.default and is_empty(args[0]):
             return True
-        if func is _aten.bincount.default and is_empty(args[0]):  # whose length depends on the data
-            length = (kwargs or {}).get("minlength", args[-1])
-            return self.run(_aten.new_zeros.default, (args[0], [length]), {"dtype": torch.int64})
-        if func is _aten.nonzero.default and is_empty(args[0]):
-            size = [self.rows, args[0].dim()]
-            return self.run(_aten.new_zeros.default, (args[0], size), {"dtype": torch.int64})
         if func is _aten._fused_sgd_.default and is_empty(args[0][0]):
             return None  # torch has no rule for it, and it has no result
-        return self.run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func is _aten._to_copy.default and args[0].is_meta and _on_host(kwargs.get("device")):
+            out = func(*args, **{**kwargs, "device": args[0].device})
+            self.see(out, counts=False)  # host memory does not count
+            return out
+        return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and record the memory of its results."""
@@ -242,13 +239,12 @@ def _one_by_one(operations: Iterable[dist.P2POp]) -> list[Any]:
     return [each.op(each.tensor, each.peer, each.group) for each in operations]
 
 
+def _on_host(device: torch.device | str | None) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
+
+
 def _even(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
-
-
-def _on_host(numbers: list[int]) -> torch.Tensor:
-    with unset_fake_temporarily():
-        return torch.tensor(numbers)
 
 
 def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
@@ -264,30 +260,30 @@ def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
     return round(tokens * ranks * (1 - none))
 
 
+def _as_list(x: torch.Tensor) -> Any:
+    """Replace torch.Tensor.tolist, which looks at memory."""
+    return [_as_list(part) for part in x.unbind()] if x.dim() else x.item()
+
+
 @contextlib.contextmanager
-def _shortened(follower: Follower) -> Iterator[None]:
+def _shortened() -> Iterator[None]:
     """Let experts get equally many rows, whose tokens choose at random; shorten rings."""
-    before = [0, 1]  # tokens of a layer, and the nodes that they have gone to
 
     def numbers(
-        trip: experts.Trip, chosen: torch.Tensor, choices: torch.Tensor
-    ) -> tuple[list[int], list[int], torch.Tensor]:
-        topk, size, each = choices.shape[1], trip.group.size, trip.each
-        one = [1] * size
-        all_to_all(choices.new_empty(size, each + 1), trip.group, one, one)
-        tokens, nodes = before if trip.group.kind == "expert_within" else (len(choices), 1)
-        before[:] = tokens, nodes * size
-        rows = _even(rows_to_ranks(tokens, topk, nodes * size, each), size)
-        follower.rows = sum(rows)
-        return rows, rows, _on_host(_even(tokens * topk, each))
-
-    def count_rows(choices: torch.Tensor, count: int) -> torch.Tensor:
-        return _on_host(_even(choices.numel(), count))
+        copy: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
+    ) -> list[int]:
+        copy.read()
+        (tokens, topk), members, result = choices, 1, list[int]()
+        ranks = math.prod(hop.size for hop in hops)
+        for hop in hops:
+            members *= hop.size
+            pairs = rows_to_ranks(tokens, topk, members, each * ranks // members)
+            result += 2 * _even(pairs, hop.size)
+        return result + _even(tokens * topk, each)
 
     patch = unittest.mock.patch.object
     with (
-        patch(experts.Trip, "_numbers", numbers),
-        patch(experts, "count_rows", count_rows),
+        patch(experts, "read_numbers", numbers),
         patch(ring.Ring, "blocks", _first_block),
         patch(dist, "batch_isend_irecv", _one_by_one),
     ):
@@ -330,9 +326,10 @@ def without_data(device: str, follower: Follower) -> Iterator[None]:
         stack.enter_context(
             patch(torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args))
         )
+        stack.enter_context(patch(torch.Tensor, "tolist", _as_list))
         sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
         # torch's check that a fused optimizer has the device's operator
         stack.enter_context(patch(sgd, "_device_dtype_check_for_fused"))
-        stack.enter_context(_shortened(follower))
+        stack.enter_context(_shortened())
         stack.enter_context(follower)
         yield

@@ -312,6 +312,9 @@ def on_one(rank: int) -> dict[str, Any]:
     out: dict[str, Any] = {f"1x1x1 {p} {z}": train(topology, p, z) for p, z in ALL if z == 1}
     momentum = dict(optimizer="sgd", sgd_momentum=0.9)
     out |= {f"bad sgd {p}": bad_gradient(topology, p, 1, "mixed", **momentum) for p in PRECISIONS}
+    out |= {
+        f"bad lion {p}": bad_gradient(topology, p, 1, "mixed", optimizer="lion") for p in PRECISIONS
+    }
     out |= {f"bad host {p}": bad_gradient_on_host(topology, p) for p in PRECISIONS}
     return out | {"scale grows": scale_grows(topology)}
 

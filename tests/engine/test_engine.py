@@ -147,9 +147,9 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, layout: str, preci
         )
 
 
-@pytest.mark.parametrize("decides", ["sgd", "host"])
+@pytest.mark.parametrize("decides", ["sgd", "lion", "host"])
 @pytest.mark.parametrize("precision", cases.PRECISIONS)
-def test_a_skipped_step_of_sgd_leaves_weights_and_momentum(
+def test_a_skipped_step_leaves_weights_and_momentum(
     runs: Any, precision: str, decides: str
 ) -> None:
     ranks = runs[f"bad {decides} {precision}"]

@@ -105,6 +105,27 @@ def test_fused_queries_keys_and_values(split: bool) -> None:
         torch.testing.assert_close(found[part].double(), expected, rtol=0, atol=1e-3)
 
 
+def test_a_skipped_step_of_muon_leaves_weights_and_momentum() -> None:
+    """A step before it divides the gradients by their scale. Updates are signs of the momentum."""
+
+    def signs(flats: list[torch.Tensor], change: Any, dtype: torch.dtype) -> None:
+        for flat in flats:
+            flat.copy_(flat.sign())
+
+    optimizer, _ = muon(muon_momentum=0.5, muon_nesterov=False)
+    (group,) = optimizer.param_groups
+    group.update(whole=signs, lr=0.125, weight_decay=0.5)
+    (p,) = group["params"]
+    p.data.fill_(2.0)
+    optimizer.grad_scale = torch.tensor(4.0)
+    for bad in (False, True):
+        p.grad = torch.tensor([8.0, -8.0, math.inf if bad else 16.0, math.nan if bad else -4.0])
+        optimizer.found_inf = torch.tensor(float(bad))
+        optimizer.step()
+        assert optimizer.state[p]["momentum_buffer"].tolist() == [1.0, -1.0, 2.0, -0.5]
+        assert p.tolist() == [1.75, 2.0, 1.75, 2.0]
+
+
 # -- whole parameters ------------------------------------------------------------------------------
 
 

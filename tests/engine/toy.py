@@ -83,6 +83,8 @@ class ToyOptimizer:
     adam_beta2: float = 0.95
     adam_eps: float = EPS
     sgd_momentum: float = 0.9
+    lion_beta1: float = 0.9
+    lion_beta2: float = 0.99
     ema_decay: float | None = None
     clip_grad_by_kind: tuple[str, ...] | None = None
     exp_avg_dtype: str = "fp32"

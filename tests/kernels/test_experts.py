@@ -5,6 +5,7 @@ import torch
 from torch.autograd import gradcheck
 
 from megatron.kernels.ops.experts import (
+    RowCounts,
     grouped_product,
     permute,
     permute_reference,
@@ -16,7 +17,9 @@ from megatron.parallel.sharding import GradientSink, WeightGradients
 # 5 tokens of 3 choices; expert rows 0..8 in which row 4 is padding; token 2 has no row at all
 PLACES = torch.tensor([[0, 5, -1], [8, -1, 1], [-1, -1, -1], [2, 6, 3], [-1, 7, -1]])
 ORDER = torch.tensor([0, 1, 3, 3, -1, 0, 3, 4, 1])
-COUNTS = torch.tensor([2, 0, 3, 4])  # of the rows, by expert
+SIZES = [2, 0, 3, 4]  # of the rows, by expert
+COUNTS = RowCounts(torch.tensor(SIZES).cumsum(0).int(), lambda: SIZES)
+NONE = RowCounts(torch.zeros(4, dtype=torch.int32), lambda: [0] * 4)
 
 
 def numbers(*shape, seed=0):
@@ -54,7 +57,7 @@ def test_no_rows_and_no_tokens():
     assert tokens.shape == (5, 7) and not tokens.any() and not weights.grad.any()
     assert rows.shape == x.grad.shape == (0, 7)
     weight = numbers(4, 6, 7)
-    grouped_product(numbers(0, 7), weight, 0 * COUNTS).sum().backward()
+    grouped_product(numbers(0, 7), weight, NONE).sum().backward()
     assert not weight.grad.any()
 
 
@@ -86,7 +89,7 @@ def test_weight_gradients_reach_their_sink(dtype, direct, defers):
             weight.gradient_sink.add(weight.grad)
             weight.grad = None
         assert len(added) == passes and weight.grad is None
-        experts = torch.arange(4).repeat_interleave(COUNTS)
+        experts = torch.arange(4).repeat_interleave(torch.tensor(SIZES))
         assert torch.equal(y, torch.einsum("ni,noi->no", x, weight[experts]))
         assert torch.equal(x.grad, torch.einsum("no,noi->ni", dy, weight.detach()[experts]))
         for e, a, b in zip(experts, dy.double(), x.detach().double(), strict=True):

@@ -6,9 +6,10 @@ names the token of each row, `places` the row of each choice; they are inverse t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -208,51 +209,58 @@ def unpermute(y: Tensor, places: Tensor, weights: Tensor, padded: bool = False) 
 _torchs_own = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
+class RowCounts(NamedTuple):
+    """Rows of each expert.
+
+    ends  the last row of each, excluded, on the device  # [E], int32
+    read  returns how many rows each has; the host may wait for them
+    """
+
+    ends: Tensor
+    read: Callable[[], list[int]]
+
+
 @cache
-def _groups_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch has one kernel for products of groups of rows (grouped_mm).
+def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why torch has no kernel for products of groups of rows (grouped_mm); "" if it has.
 
-    On a CPU it is no faster than a loop. Builds that lack it raise, so a small product whose
-    result is exact is tried once for each device.
+    torch 2.9 to 2.13 have one in bf16 on CUDA devices of capability 9 and 10; on ROCm, gfx942 and
+    gfx950 have one in builds with composable kernels, since 2.10 only where
+    ROCM_ALLOW_GROUP_GEMM_CK=1 (pytorch pull request 170159). Elsewhere it is a loop for which the
+    host waits in each call, or an error. So a small product whose result is exact is tried once for
+    each device, in a mode in which a wait is an error.
     """
-    if device.type == "cpu" or _torchs_own is None:
-        return False
+    if device.type != "cuda":
+        return f"no faster than a loop on {device.type}"
+    if _torchs_own is None:
+        return f"torch {torch.__version__} has none"
     x = (torch.arange(64, device=device) % 7).to(dtype).expand(48, 64).contiguous()
-    w = (
-        (torch.arange(32, device=device) % 5)
-        .to(dtype)
-        .view(1, 32, 1)
-        .expand(3, 32, 64)
-        .contiguous()
-    )
+    w = (torch.arange(32, device=device) % 5).to(dtype).view(1, 32, 1).repeat(3, 1, 64)
     ends = torch.tensor([16, 16, 48], dtype=torch.int32, device=device)
+    before = torch.cuda.get_sync_debug_mode()
     try:
+        with warnings.catch_warnings(action="ignore"):  # the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         y = _torchs_own(x, w.transpose(1, 2), offs=ends)
-    except (RuntimeError, TypeError):
-        return False
-    return torch.equal(y, x @ w[0].t())
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        waits = "synchronizing" in reason
+        return "torch's is a loop here, for which the host waits" if waits else reason
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return "" if torch.equal(y, x @ w[0].t()) else "torch's gives wrong results"
 
 
-def _products(x: Tensor, matrices: Tensor, sizes: Sequence[int], ends: Tensor | None) -> Tensor:
-    """Return the product of each expert's rows of x [n, in] and its matrix [E, in, out], [n, out].
-
-    ends: see _ends.
-    """
-    if ends is not None and _torchs_own is not None:
-        y: Tensor = _torchs_own(x, matrices, offs=ends)
+def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
+    """Return the product of each expert's rows of x [n, in] and its matrix [E, in, out], [n, out]."""
+    wide = all(n * x.element_size() % 16 == 0 for n in matrices.shape[1:])
+    if wide and _torchs_own is not None and not why_no_grouped_product(x.device, x.dtype):
+        y: Tensor = _torchs_own(x, matrices, offs=counts.ends)
         return y
-    y = x.new_empty(len(x), matrices.shape[-1])
+    y, sizes = x.new_empty(len(x), matrices.shape[-1]), counts.read()
     for rows, matrix, out in zip(x.split(sizes), matrices, y.split(sizes), strict=True):
         torch.mm(rows, matrix, out=out)
     return y
-
-
-def _ends(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor | None:
-    """Return the last row of each expert, excluded, for torch's own; None where it is not used."""
-    wide = all(n * x.element_size() % 16 == 0 for n in (x.shape[-1], weight[0, ..., 0].numel()))
-    if x.is_meta or not wide or not _groups_products(x.device, x.dtype):
-        return None
-    return counts.cumsum(0).to(device=x.device, dtype=torch.int32, non_blocking=True)
 
 
 @torch.no_grad()
@@ -277,17 +285,12 @@ def _deferred(weight: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> No
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradients | None
+        ctx: Any, x: Tensor, weight: Tensor, counts: RowCounts, queue: WeightGradients | None
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.queue = weight, queue  # not saved: see layers/linear.py
-        if x.is_meta:  # without data all experts count as equally busy
-            first, more = divmod(len(x), len(weight))
-            ctx.sizes = [first + (e < more) for e in range(len(weight))]
-        else:
-            ctx.sizes = counts.tolist()
-        ctx.ends = _ends(x, weight, counts)
-        return _products(x, _matrices(weight).transpose(1, 2), ctx.sizes, ctx.ends)
+        ctx.counts = counts
+        return _products(x, _matrices(weight).transpose(1, 2), counts)
 
     @staticmethod
     @once_differentiable
@@ -295,12 +298,13 @@ class _Grouped(torch.autograd.Function):
         (x,), dx, dw = ctx.saved_tensors, None, None
         dy = dy.contiguous()
         if ctx.needs_input_grad[0]:
-            dx = _products(dy, _matrices(ctx.weight), ctx.sizes, ctx.ends)
+            dx = _products(dy, _matrices(ctx.weight), ctx.counts)
         if ctx.needs_input_grad[1]:
+            sizes = ctx.counts.read()
             if ctx.queue is not None and ctx.queue.deferring:
-                ctx.queue.add(partial(_deferred, ctx.weight, dy, x.detach(), ctx.sizes))
+                ctx.queue.add(partial(_deferred, ctx.weight, dy, x.detach(), sizes))
             else:
-                dw = _weight_gradient(ctx.weight, dy, x, ctx.sizes)
+                dw = _weight_gradient(ctx.weight, dy, x, sizes)
         return dx, dw, None, None
 
 
@@ -309,16 +313,16 @@ def _matrices(weight: Tensor) -> Tensor:
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, counts: Tensor, queue: WeightGradients | None = None
+    x: Tensor, weight: Tensor, counts: RowCounts, queue: WeightGradients | None = None
 ) -> Tensor:
     """Return x W^T for each expert's rows of x [n, in], [n, out].
 
     weight  a matrix for each expert  # [E, out, in], or [E, m, out/m, in] for m side by side
-    counts  rows of each expert, in all n; may be 0  # [E], int64
+    counts  rows of each expert, in all n; may be 0
     queue   where the weight's gradient waits while a schedule defers it
 
-    counts on a GPU make the host wait for it once; on the host they do not. The weight's gradient
-    is added to its sink, without a second tensor of its size.
+    The host reads the counts for the weight's gradient; for products only where torch has no kernel
+    for them. The weight's gradient is added to its sink, without a second tensor of its size.
     """
     y: Tensor = _Grouped.apply(x, weight, counts, queue)  # type: ignore[no-untyped-call]
     return y

@@ -162,19 +162,10 @@ class Follower(tensors.Follower):
         self._calls: dict[str, list[Collective]] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        to = _type(kwargs.get("device"))
-        to_host = (
-            self.device == "meta"
-            and func is _aten._to_copy.default
-            and args[0].is_meta
-            and to == "cpu"
-        )
-        if to_host:
-            kwargs = {**kwargs, "device": torch.device("meta")}
         out = func(*args, **kwargs)
-        # host memory does not count, nor what is made like a tensor there
+        # what is made like a tensor in host memory does not count either
         like_there = func is _aten.zeros_like.default and self.number_of(args[0]) not in self.alive
-        self.see(out, counts=not (to_host or like_there))
+        self.see(out, counts=not like_there)
         return out
 
     def taken(self, step: Take, tensor: torch.Tensor) -> None:
@@ -270,10 +261,6 @@ class _Flight(FlightRecorder):
         super().computed()
         self._follower.category = "temporary"
         self._follower.vocabulary = -1
-
-
-def _type(device: Any) -> str:
-    return "" if device is None else torch.device(device).type
 
 
 def _word(dtype: torch.dtype) -> str:
