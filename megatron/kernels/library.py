@@ -13,7 +13,6 @@ which costs the host more than the kernel's launch, so ordinary calls go past it
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -287,9 +286,10 @@ class Function:
         values.insert(0, TYPES[(like if type_of is None else type_of).dtype])
         if device.type == "cpu":
             code = function(*values, None)
+        elif device.index == torch._C._cuda_getDevice():
+            code = function(*values, torch._C._cuda_getCurrentRawStream(device.index))
         else:
-            here = device.index == torch._C._cuda_getDevice()
-            with contextlib.nullcontext() if here else torch.cuda.device(device.index):
+            with torch.cuda.device(device.index):
                 code = function(*values, torch._C._cuda_getCurrentRawStream(device.index))
         if code:
             message = found.handle.mk_error(code).decode()
@@ -429,6 +429,23 @@ def check(operator: str, condition: bool, message: str) -> None:
         raise KernelError(f"{operator}: {message}")
 
 
+def fits(x: Tensor, *columns: Tensor | None, residual: Tensor | None = None) -> bool:
+    """Return whether a call is as usual, so that the checks below would find nothing.
+
+    All tensors are contiguous, of one floating type, on one device; `columns` have the length of
+    the last dimension of x, the residual has its shape.
+    """
+    dtype, device, shape = x.dtype, x.device, x.shape
+    if dtype not in TYPES or not shape or not x.is_contiguous():
+        return False
+    if residual is not None and residual.shape != shape:
+        return False
+    rest = [tensor for tensor in (residual, *columns) if tensor is not None]
+    return all(t.dtype is dtype and t.device == device and t.is_contiguous() for t in rest) and all(
+        tensor is None or tensor.shape == shape[-1:] for tensor in columns
+    )
+
+
 def check_type(
     operator: str, allowed: Iterable[torch.dtype] = TYPES, **tensors: Tensor | None
 ) -> None:
@@ -472,12 +489,6 @@ def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -
 
 def check_all(operator: str, **tensors: Tensor | None) -> None:
     """Check that the tensors have one floating type and device, are contiguous, and not scalars."""
-    listed = [tensor for tensor in tensors.values() if tensor is not None]
-    dtype, device = listed[0].dtype, listed[0].device
-    if dtype in TYPES and all(
-        x.dtype is dtype and x.device == device and x.is_contiguous() and x.dim() for x in listed
-    ):
-        return
     check_type(operator, TYPES, **tensors)
     check_device(operator, **tensors)
     check_contiguous(operator, **tensors)

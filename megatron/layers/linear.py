@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.errors import KernelError
 from megatron.kernels.work import recomputed
 from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
@@ -241,8 +241,9 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True; cheaper than once_differentiable
+            raise KernelError("linear layers have no second derivative")
         if ctx.again is None:
             (x,) = ctx.saved_tensors
         else:

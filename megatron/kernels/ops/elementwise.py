@@ -33,6 +33,7 @@ from megatron.kernels.library import (
     check_beside,
     check_shape,
     empty_like_first,
+    fits,
     narrow,
     operator,
     partial_sums,
@@ -227,6 +228,8 @@ def _check_sum(
     name: str, x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any
 ) -> None:
     check_key(name, *law[:2])
+    if fits(x, bias, residual=residual):
+        return
     check_all(name, x=x, residual=residual)
     check_beside(name, x, (torch.float32, x.dtype), bias=bias)
     check_shape(name, x.shape[-1:], bias=bias)

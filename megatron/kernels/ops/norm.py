@@ -29,6 +29,7 @@ from megatron.kernels.library import (
     check_all,
     check_beside,
     check_shape,
+    fits,
     narrow,
     operator,
 )
@@ -44,6 +45,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 def _check(
     name: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
 ) -> None:
+    if fits(x, weight, bias, residual=residual):
+        return
     name = "rms_norm" if rest[-1] else "layer_norm"
     check_all(name, x=x, residual=residual)
     check_beside(name, x, (torch.float32, x.dtype), weight=weight, bias=bias)
