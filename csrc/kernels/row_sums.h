@@ -75,7 +75,7 @@ __global__ void MK_OCCUPANCY(THREADS, Op::WAVES) row_sums_kernel(Op op, int64_t 
 
 template <int LANES, int ITEMS, class T, class Op>
 static int row_sums_held(const Op &op, int64_t rows, int64_t n, int64_t parts, float *partial, mk_stream stream) {
-    constexpr int THREADS = LANES < BLOCK ? BLOCK : LANES, V = Full<T>::V;
+    constexpr int THREADS = LANES <= MK_WAVE ? BLOCK : LANES, V = Full<T>::V;
     MK_LAUNCH((row_sums_kernel<Op, LANES, THREADS, V, ITEMS>), dim3((unsigned)parts), dim3(THREADS), stream, op, rows,
               (int)n, partial);
     return MK_LAST_ERROR();
@@ -96,6 +96,9 @@ static int launch_row_sums(const Op &op, const Columns &columns, int64_t rows, i
         if (packs <= 16) return row_sums_held<16, 1, T>(op, rows, n, parts, partial, stream);
         if (packs <= W) return row_sums_held<W, 1, T>(op, rows, n, parts, partial, stream);
         if (packs <= 2 * W) return row_sums_held<W, 2, T>(op, rows, n, parts, partial, stream);
+        if constexpr (W == 32) {
+            if (packs <= 128) return row_sums_held<128, 1, T>(op, rows, n, parts, partial, stream);
+        }
         if (packs <= 256) return row_sums_held<256, 1, T>(op, rows, n, parts, partial, stream);
         if (packs <= 512) return row_sums_held<256, 2, T>(op, rows, n, parts, partial, stream);
         if (packs <= 1024) return row_sums_held<512, 2, T>(op, rows, n, parts, partial, stream);

@@ -113,14 +113,18 @@ def _parts(x: Tensor, rows: int, sums: int) -> int:
     """Return how many parts the rows are divided into, one for each block of a GPU.
 
     Each part has separate sums. The number depends on the shape and the device alone, so that
-    results are reproducible. There are as many blocks as the compute units hold at once, but fewer
-    if their sums were more than a twelfth of the bytes moved, down to one for each unit.
+    results are reproducible. There are as many blocks as the compute units hold at once (on CUDA
+    those that were fastest on an H200), but fewer if their sums were more than a twelfth of the
+    bytes moved, down to one for each unit.
     """
     if x.device.type == "cpu":
         return min(HOST_PARTS, -(-rows // PART_ROWS))
     units = _compute_units(x.device.index)
     row_bytes = x.shape[-1] * x.element_size()
-    held = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1
+    if torch.version.hip is None:
+        held = 8 if row_bytes <= 2048 else 4 if row_bytes <= 4096 else 2 if row_bytes <= 8192 else 1
+    else:
+        held = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1
     # 8 bytes of sums, out and in, to 3 elements of each row
     cheap = rows * x.element_size() // (32 * sums * units)
     return min(units * max(1, min(held, cheap)), -(-rows // 4))
