@@ -213,6 +213,17 @@ LONGEST_BLOCKED_IN_FP32 = 512
 """Tokens of a sequence up to which attention in blocks is the faster one on a CPU in fp32."""
 
 
+def grouped_product(device: torch.device, dtype_name: str) -> Finding:
+    """Check whether torch has a kernel for the products of all experts of a layer."""
+    import torch
+
+    from megatron.kernels.ops.experts import why_no_grouped_product
+
+    reason = why_no_grouped_product(device, getattr(torch, dtype_name))
+    fallback = "a product for each expert"
+    return Finding("torch's grouped product", torch.__version__, not reason, reason, fallback)
+
+
 def _loaded(device_type: str) -> bool:
     """Return whether there is a library of kernels for a kind of device."""
     from megatron.kernels import library
@@ -422,6 +433,8 @@ def report(config: Config, device: torch.device) -> list[str]:
         used = ", ".join(names.pop("")) or "none"
         others = "; ".join(f"{', '.join(left)} ({reason})" for reason, left in names.items())
         lines.append(f"through fused kernels: {used}; others: {others or 'none'}")
+    if model.num_experts is not None:
+        lines.append(grouped_product(device, dtype_name).line)
     return lines + packages(config.kernels, device.type, dtype_name, attention, **wishes)
 
 

@@ -61,6 +61,32 @@ def test_no_rows_and_no_tokens():
     assert not weight.grad.any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_host_does_not_wait_for_products(dtype):
+    """Whatever torch has for them. Integers are exact, so that the products are those of a CPU."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, dy = (
+        torch.randint(-3, 4, shape, generator=generator).to(dtype)
+        for shape in ((9, 16), (4, 32, 16), (9, 32))
+    )
+
+    def results(device):
+        a, w = (y.to(device).requires_grad_() for y in (x, weight))
+        gradient, counts = dy.to(device), COUNTS._replace(ends=COUNTS.ends.to(device))
+        try:
+            for _ in range(2):  # torch is tried in the first one
+                y = grouped_product(a, w, counts)
+                y.backward(gradient)
+                torch.cuda.set_sync_debug_mode("error")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return y, a.grad, w.grad
+
+    for found, expected in zip(results("cuda"), results("cpu"), strict=True):
+        assert torch.equal(found.cpu(), expected)
+
+
 @pytest.mark.parametrize("defers", [False, True])
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

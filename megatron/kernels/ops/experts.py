@@ -224,11 +224,11 @@ class RowCounts(NamedTuple):
 def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
     """Return why torch has no kernel for products of groups of rows (grouped_mm); "" if it has.
 
-    torch 2.9 to 2.13 have one in bf16 on CUDA devices of capability 9 and 10; on ROCm, gfx942 and
+    torch 2.9 to 2.13 have one in bf16 on CUDA devices of capability 9 and 10. On ROCm, gfx942 and
     gfx950 have one in builds with composable kernels, since 2.10 only where
-    ROCM_ALLOW_GROUP_GEMM_CK=1 (pytorch pull request 170159). Elsewhere it is a loop for which the
-    host waits in each call, or an error. So a small product whose result is exact is tried once for
-    each device, in a mode in which a wait is an error.
+    ROCM_ALLOW_GROUP_GEMM_CK=1 (pytorch pull request 170159). Elsewhere torch copies `ends` to the
+    host in each call and loops, or raises. So a small product whose result is exact is tried once
+    for each device, and torch reports whether the host waited.
     """
     if device.type != "cuda":
         return f"no faster than a loop on {device.type}"
@@ -238,17 +238,18 @@ def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
     w = (torch.arange(32, device=device) % 5).to(dtype).view(1, 32, 1).repeat(3, 1, 64)
     ends = torch.tensor([16, 16, 48], dtype=torch.int32, device=device)
     before = torch.cuda.get_sync_debug_mode()
-    try:
-        with warnings.catch_warnings(action="ignore"):  # the mode is a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        y = _torchs_own(x, w.transpose(1, 2), offs=ends)
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        waits = "synchronizing" in reason
-        return "torch's is a loop here, for which the host waits" if waits else reason
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return "" if torch.equal(y, x @ w[0].t()) else "torch's gives wrong results"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            torch.cuda.set_sync_debug_mode("warn")
+            y = _torchs_own(x, w.transpose(1, 2), offs=ends)
+        except (RuntimeError, TypeError) as error:
+            return str(error).partition("\n")[0]
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if any("synchronizing" in str(warning.message) for warning in warned):
+        return "a loop here, for which the host waits"
+    return "" if torch.equal(y, x @ w[0].t()) else "wrong results"
 
 
 def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:

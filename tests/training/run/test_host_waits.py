@@ -32,7 +32,7 @@ MODEL: dict[str, Any] = dict(
     seq_length=64,
     vocab_size=250,
     micro_batch_size=2,
-    global_batch_size=16,
+    global_batch_size=8,
     hidden_dropout=0.1,
     attention_dropout=0.1,
 )
@@ -110,6 +110,11 @@ def on_meta(rank: int, cases: list[tuple[int, dict[str, Any]]]) -> list[dict[str
     return [count(Config.create(**{**MODEL, **fields}), one) for one, fields in cases]
 
 
+MOE: dict[str, Any] = dict(
+    bf16=True, num_experts=8, moe_aux_loss_coeff=(0.01,), moe_z_loss_coeff=0.01
+)
+SHARED: dict[str, Any] = dict(moe_shared_expert_intermediate_size=32, add_bias_linear=False)
+RING: dict[str, Any] = dict(context_parallel_size=2, seq_length=128)
 CASES: list[tuple[int, dict[str, Any]]] = [
     (1, dict(world_size=2, bf16=True)),
     (0, dict(world_size=2, zero_stage=0, log_num_zeros_in_grad=True, log_params_norm=True)),
@@ -123,13 +128,55 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (0, dict(world_size=4, **PP2, enable_zbh1_pipeline=True, recompute_granularity="selective")),
     (1, dict(world_size=2, bf16=True, **PP2, optimizer="sgd", attention_backend="unfused")),
     (0, dict(world_size=2, bf16=True, **TP2, **LLAMA, optimizer_implementation="torch")),
+    (1, dict(world_size=2, bf16=True, **RING, zero_stage=2)),
+    (1, dict(world_size=4, bf16=True, **LLAMA, **RING, zero_stage=3, optimizer="lion")),
+    (0, dict(world_size=2, fp16=True, context_parallel_size=2, cp_comm_type="a2a", qk_clip=True)),
+    (1, dict(world_size=2, bf16=True, optimizer="muon", cpu_offload=True)),
+    (0, dict(world_size=1, **MOE, moe_layer_freq=(2,))),
+    (
+        1,
+        dict(
+            world_size=4,
+            **MOE,
+            **TP2,
+            expert_model_parallel_size=2,
+            moe_router_load_balancing_type=("global_aux_loss",),
+            moe_expert_capacity_factor=1.0,
+            recompute_granularity="full",
+            recompute_method="block",
+        ),
+    ),
+    (
+        3,
+        dict(
+            world_size=4,
+            **MOE,
+            **SHARED,
+            **RING,
+            expert_model_parallel_size=4,
+            expert_ranks_per_node=2,
+            moe_shared_expert_overlap=True,
+            moe_router_load_balancing_type=("seq_aux_loss",),
+            moe_router_enable_expert_bias=True,
+            moe_router_score_function="sigmoid",
+            recompute_granularity="selective",
+            recompute_modules=("moe",),
+        ),
+    ),
 ]
+
+
+def reads(fields: dict[str, Any]) -> int:
+    """Return the waits for numbers of rows in the passes: one a layer with experts, once."""
+    config = Config.create(**{**MODEL, **fields})
+    layers = filter(config.model.has_experts, range(config.model.num_layers))
+    return config.num_micro_batches() * len(list(layers))
 
 
 def test_a_step_has_no_wait_before_its_figures_are_read() -> None:
     (found,) = run_processes(1, on_meta, CASES)
     for case, waits in zip(CASES, found, strict=True):
-        assert (waits["train"], waits["start_step"]) == ([], []), case
+        assert (len(waits["train"]), waits["start_step"]) == (reads(case[1]), []), (case, waits)
         assert len(waits["finish_step"]) == 1, (case, waits)
 
 
@@ -170,7 +217,16 @@ def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
             ),
         ),
         (1, dict(fp16=True, initial_loss_scale=1024.0, log_interval=1)),
-        (1, dict(loss_spike_factor=3.0, calculate_per_token_loss=True)),
+        (
+            1,
+            dict(
+                loss_spike_factor=3.0,
+                reset_attention_mask=True,
+                reset_position_ids=True,
+                tokenizer_type="NullTokenizer",
+                vocab_size=23,
+            ),
+        ),
     ],
     ids=lambda fields: "-".join(fields) if isinstance(fields, dict) else str(fields),
 )
