@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron.parallel.topology import Group, Topology
+from megatron.errors import LaunchError
+from megatron.parallel.topology import Group, Topology, compress_ranks, neighbours
 
 # torch 2.13 renamed these two calls and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -179,6 +181,25 @@ def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
     return carried[0]
 
 
+# -- messages ------------------------------------------------------------------------------------
+
+
+def post(call: bytes, x: torch.Tensor, group: Group, peer: int) -> Any:
+    """Post a message of x, b"send" to the global rank `peer` or b"receive" from it.
+
+    Returns torch's work handle. The caller records it, and posts the messages of a pair in the same
+    order on both ranks.
+    """
+    operation = dist.isend if call == b"send" else dist.irecv
+    handle = group.pairs.get(peer, group).handle
+    if not x.is_cuda:
+        return operation(x, peer, group=handle)
+    # A batch uses the communicator of the pair's group. Without one torch would make a communicator
+    # of its own in the middle of a step, and warn.
+    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, peer, handle)])
+    return work
+
+
 # -- the first use of every group ----------------------------------------------------------------
 
 
@@ -186,40 +207,70 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
     """Use each group of this rank once, before anything depends on it; return the number of uses.
 
     NCCL and RCCL connect a group at its first collective and two pipeline neighbours at their first
-    message, where they may hang without an error. So each rank sums one number over every group
-    that training reduces over (no pipeline group), and exchanges one with each neighbour, all in
-    the same order, so that groups do not wait in a circle. The world comes last: no rank continues
-    before all groups work. All ranks call this. With `ring`, the last pipeline rank also has
-    messages for the first.
+    message, where they may hang without an error: some on the host, others on the device, for which
+    the host therefore waits. So each rank sums one number over every group (over the pipeline only
+    where it is one of them), sends one to each rank with other experts, and exchanges one with each
+    neighbour, all in the same order, so that groups do not wait in a circle. The world comes last:
+    no rank continues before all groups work. All ranks call this. With `ring`, the last pipeline
+    rank also has messages for the first. Raises LaunchError where a result is wrong.
     """
-    x = torch.ones(1, device=topology.device)
-    if x.is_cuda:
-        torch.cuda.set_device(x.device)  # the current device is per thread
-    world, line = topology.world, topology.pipeline
-    groups: dict[Any, Group] = {}
-    parts = [topology.context, topology.expert_data, *topology.expert_hops]
-    for of in (topology.shards, topology.expert_shards):
-        parts += of.inner, of.outer, of.states, of.copies
-    for group in (topology.tensor, topology.data, topology.model, topology.embedding, *parts):
-        if group is not None and group.handle not in (None, world.handle):
-            groups.setdefault(group.handle, group)
-    for group in groups.values():
+    device, world, line = topology.device, topology.world, topology.pipeline
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # the current device is per thread
+    groups = [group for group in topology.groups if group.handle is not world.handle]
+    if line is not topology.model and line is not topology.embedding:
+        groups = [group for group in groups if group is not line]
+
+    def add(group: Group) -> None:
+        x = torch.ones(1, device=device)
+        call = partial(dist.all_reduce, x, group=group.handle)
+        _use(b"all_reduce", group, x, call, [group.size])
+        if any(hop.handle is group.handle for hop in topology.expert_hops):
+            x = torch.zeros(group.size, device=device)
+            call = partial(dist.all_to_all_single, x, x + group.rank, group=group.handle)
+            _use(b"all_to_all", group, x, call, range(group.size))
+
+    for group in groups:
         sys.audit("megatron.parallel.group", group.kind)
-        all_reduce(x, group)
-    # First the pairs that begin with an even stage, then the others, then the ends of the ring.
-    pairs = sorted(((low, low + 1) for low in range(line.size - 1)), key=lambda pair: pair[0] % 2)
-    if ring and line.size > 2:
-        pairs.append((line.size - 1, 0))
-    own_pairs = [pair for pair in pairs if line.rank in pair]
-    for first, second in own_pairs:
+        add(group)
+    pairs = [pair for some in neighbours(line.size) for pair in some if line.rank in pair]
+    pairs = [pair for pair in pairs if ring or pair[0] < pair[1]]
+
+    def exchange(name: bytes, peer: int) -> None:
+        x = torch.full((1,), float(topology.rank if name == b"send" else -1), device=device)
+        right = [topology.rank if name == b"send" else peer]
+        _use(name, line, x, lambda: post(name, x, line, peer).wait(), right, peer)
+
+    for first, second in pairs:
         peer = line.ranks[second if line.rank == first else first]
-        for sends in (line.rank == first, line.rank != first):
-            call, exchange = (b"send", dist.send) if sends else (b"receive", dist.recv)
-            line.flight.enter(call, line.kind, x.nbytes, peer=peer)
-            exchange(x, peer, group=line.handle)
-            line.flight.leave()
-    all_reduce(x, world)
-    return len(groups) + len(own_pairs) + (world.size > 1)
+        for name in (b"send", b"receive") if line.rank == first else (b"receive", b"send"):
+            exchange(name, peer)
+    if world.handle is not None:
+        add(world)
+    return len(groups) + len(pairs) + (world.size > 1)
+
+
+def _use(
+    name: bytes,
+    group: Group,
+    x: torch.Tensor,
+    call: Callable[[], object],
+    right: Sequence[int],
+    peer: int = -1,
+) -> None:
+    """Make a call and read its result `x` on the host, in the entry of the flight record."""
+    group.flight.enter(name, group.kind, x.nbytes, x.is_cpu, peer=peer)
+    call()
+    read = [int(number.item()) for number in x]
+    group.flight.leave()
+    if read != list(right):
+        place = f"over its {group.kind} group, ranks {compress_ranks(group.ranks)}"
+        raise LaunchError(
+            f"the first {name.decode()} of rank {group.ranks[group.rank]} "
+            f"{place if peer < 0 else f'with rank {peer} of {place}'} gave {read} instead of "
+            f"{list(right)}: NCCL, RCCL or its network plugin moves wrong data between these "
+            "ranks; try other nodes, or other versions of them"
+        )
 
 
 # -- with a gradient -----------------------------------------------------------------------------

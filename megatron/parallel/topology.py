@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from megatron.config.parallel import RANK_ORDERS
@@ -250,13 +250,26 @@ def _line(first: int, size: int, stride: int) -> range:
     return range(first, first + size * stride, stride)
 
 
+def neighbours(size: int) -> list[list[tuple[int, int]]]:
+    """Return the pairs of neighbours in a ring of `size`, in rounds in which each member has one.
+
+    >>> neighbours(4)
+    [[(0, 1), (2, 3)], [(1, 2)], [(3, 0)]]
+    """
+    rounds = [[(low, low + 1) for low in range(first, size - 1, 2)] for first in (0, 1)]
+    if size > 2:
+        rounds.append([(size - 1, 0)])
+    return [pairs for pairs in rounds if pairs]
+
+
 @dataclass(frozen=True)
 class Group:
     """Some ranks that communicate, seen from one of them.
 
     `handle` is the torch process group; None for a group of one, which never communicates.
     Communication over the group is recorded in `flight`, under the group's `kind` (one of
-    flight.KINDS).
+    flight.KINDS). `pairs` has, by the global rank of the other member, groups of two for messages
+    (collectives.post).
     """
 
     ranks: Sequence[int]
@@ -264,6 +277,7 @@ class Group:
     handle: Any = None
     kind: str = "other"
     flight: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
+    pairs: dict[int, Group] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -357,6 +371,18 @@ class Topology:
         return (self.expert_between, self.expert_within) if two else (self.expert,)
 
     @property
+    def groups(self) -> list[Group]:
+        """The groups of more than this rank, each once, in the same order on all ranks."""
+        groups: dict[int, Group] = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            parts = vars(value).values() if isinstance(value, Shards) else (value,)
+            for part in parts:
+                if isinstance(part, Group) and part.handle is not None:
+                    groups.setdefault(id(part.handle), part)
+        return list(groups.values())
+
+    @property
     def flight(self) -> FlightRecorder:
         """The recorder of this rank's current activity, for others to read when it hangs."""
         return self.world.flight
@@ -417,9 +443,6 @@ class Topology:
         seconds = (timeout or dist.default_pg_timeout).total_seconds() + _LATE_S
 
         def new_group(ranks: Sequence[int]) -> Any:
-            if len(ranks) == world_size:
-                return dist.group.WORLD
-
             def form() -> Any:
                 if device.type == "cuda" and device.index is not None:
                     torch.cuda.set_device(device)  # the current device is per thread
@@ -434,6 +457,7 @@ class Topology:
             rank,
             device=device,
             new_group=new_group if running else None,
+            all_ranks=dist.group.WORLD if running else None,
             tied_embeddings=tied_embeddings,
             flight=flight,
         )
@@ -446,19 +470,38 @@ class Topology:
         *,
         device: Any = None,
         new_group: GroupFactory | None = None,
+        all_ranks: Any = None,
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
     ) -> Topology:
         """Return the view of `rank` on `layout`.
 
-        Without `new_group` nothing communicates: for planning and tests.
+        Without `new_group` nothing communicates: for planning and tests. `all_ranks` is the handle
+        of the world where there is one; `new_group` makes the others.
         """
         t, d, p = layout.coordinates(rank)
         recorder = flight or FlightRecorder()
 
         def group(kind: str, ranks: Sequence[int]) -> Group:
-            handle = new_group(ranks) if new_group is not None and len(ranks) > 1 else None
+            nonlocal all_ranks
+            handle = None
+            if new_group is not None and len(ranks) == layout.world_size > 1:
+                handle = all_ranks = all_ranks or new_group(ranks)
+            elif new_group is not None and len(ranks) > 1:
+                handle = new_group(ranks)
             return Group(ranks, ranks.index(rank), handle, kind, recorder)
+
+        def pair(line: Group) -> None:
+            """Give the pairs of neighbours their groups, in which nothing but messages goes."""
+            if new_group is None:
+                return
+            for pairs in neighbours(line.size):
+                ends = next((each for each in pairs if line.rank in each), (line.rank,))
+                ranks = sorted(line.ranks[member] for member in ends)
+                handle = new_group(ranks)  # also where it is alone: see tied embeddings
+                for peer in set(ranks) - {rank}:
+                    made = Group(ranks, ranks.index(rank), handle, line.kind, recorder)
+                    line.pairs[peer] = made
 
         def shards(name: str, line: Group, each: int) -> Shards:
             """Divide a line, of which a member stands for `each` of the data line."""
@@ -510,6 +553,7 @@ class Topology:
             group("expert_between", between),
             group("expert_within", layout.expert_within_ranks(rank)),
         )
+        pair(pipeline)
         return cls(
             layout,
             rank,

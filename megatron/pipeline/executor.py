@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron.errors import ConfigError, LaunchError
+from megatron.parallel.collectives import post
 from megatron.parallel.sharding import WeightGradients
 from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.orders import (
@@ -319,11 +319,10 @@ class _Pass:
 
 # --- messages
 #
-# Sends and receives are posted one by one, without tags and without batching. On NCCL and RCCL the
-# messages of a communicator run in the order in which they were posted, and the first message of a
-# pair sets up its communicator, which blocks both hosts. Neither can deadlock, because a schedule
-# lists the messages of all ranks in one common sequence (schedule.py). So never post a message that
-# is not in the schedule.
+# Sends and receives are posted one by one, without tags. On NCCL and RCCL the messages of a pair of
+# ranks, in both directions, run in the order in which they were posted. This cannot deadlock,
+# because a schedule lists the messages of all ranks in one common sequence (schedule.py). So never
+# post a message that is not in the schedule.
 
 
 class _Message(NamedTuple):
@@ -345,7 +344,7 @@ class Exchange:
         tensor = tensor.contiguous()
         self._release(SENDS_IN_FLIGHT - 1)
         with self._recorded(instruction, tensor):
-            work = dist.isend(tensor, self._peer(instruction), group=self._pipeline.handle)
+            work = post(b"send", tensor, self._pipeline, self._peer(instruction))
         self._sent.append(_Message(instruction, work, tensor))
 
     def receive(
@@ -358,7 +357,7 @@ class Exchange:
         """Post a receive; `take` with the same instruction returns the tensor."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
         with self._recorded(instruction, buffer):
-            work = dist.irecv(buffer, self._peer(instruction), group=self._pipeline.handle)
+            work = post(b"receive", buffer, self._pipeline, self._peer(instruction))
         self._received[instruction] = _Message(instruction, work, buffer)
 
     def take(self, instruction: Instruction) -> torch.Tensor:

@@ -270,12 +270,12 @@ def _message(group: Group, size: int, device: torch.device) -> Make:
     def make() -> Work:
         tensors = _in_turn(device, size)
         peer = group.ranks[1 - group.rank]
-        calls = (dist.send, dist.recv) if group.is_first else (dist.recv, dist.send)
+        calls = (b"send", b"receive") if group.is_first else (b"receive", b"send")
 
         def run() -> None:
             x = next(tensors)
             for call in calls:
-                call(x, peer, group=group.handle)
+                collectives.post(call, x, group, peer).wait()
 
         return run
 

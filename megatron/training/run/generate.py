@@ -389,7 +389,7 @@ class _Decoder:
         here, previous = stage % pipeline.size, (stage - 1) % pipeline.size
         if stage > 0 and pipeline.rank == previous != here:
             assert hidden is not None
-            dist.send(hidden.contiguous(), pipeline.ranks[here], group=pipeline.handle)
+            collectives.post(b"send", hidden.contiguous(), pipeline, pipeline.ranks[here]).wait()
         if pipeline.rank != here:
             return None
         chunk: Any = self._chunks[str(stage)]
@@ -401,7 +401,7 @@ class _Decoder:
             hidden = torch.empty(
                 s // self._multiple, b, model.hidden_size, dtype=dtype, device=self._topology.device
             )
-            dist.recv(hidden, pipeline.ranks[previous], group=pipeline.handle)
+            collectives.post(b"receive", hidden, pipeline, pipeline.ranks[previous]).wait()
         more = {} if self._cache is None else {"cache": self._cache}
         out: torch.Tensor = (
             chunk.logits(batch, hidden, ends, **more)

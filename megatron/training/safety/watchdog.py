@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import TRACE_FILE, Variables
-from megatron.parallel.flight import KINDS, Call, DeviceCalls, FlightRecorder, FlightState
+from megatron.parallel.flight import Call, DeviceCalls, FlightRecorder, FlightState
 from megatron.parallel.processes import DEAD, GONE, STOPPED, bounded, kill_process, python_stacks
 from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Layout, Topology, compress_ranks
@@ -365,13 +365,11 @@ def nccl_error(topology: Topology) -> str:
     torch's threads notice an error, but under TORCH_NCCL_ASYNC_ERROR_HANDLING=0 do not act on it.
     Local.
     """
-    for kind in KINDS:
-        group = getattr(topology, kind, None)
+    for group in (*topology.groups, *topology.pipeline.pairs.values()):
         error = "SUCCESS"
-        if group is not None and group.handle is not None:
-            with contextlib.suppress(AttributeError, RuntimeError):
-                error = group.handle._get_backend(topology.device).get_error().name
-        if group is not None and error != "SUCCESS":
+        with contextlib.suppress(AttributeError, RuntimeError):
+            error = group.handle._get_backend(topology.device).get_error().name
+        if error != "SUCCESS":
             return f"NCCL reports {error} in the {group.kind} group of {len(group.ranks)} ranks"
     return ""
 

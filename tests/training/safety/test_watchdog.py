@@ -174,13 +174,14 @@ def test_what_nccl_reports_of_a_group_is_named() -> None:
                 Layout(tensor=2, data=2, pipeline=3),
                 0,
                 device=torch.device("cpu"),
-                new_group=lambda ranks: handle(errors.get(next(made), "SUCCESS")),
+                new_group=lambda ranks: handle(errors.get(next(made, "pair"), "SUCCESS")),
             )
         )
 
     assert error_of() == ""
     assert "REMOTE_ERROR in the data group of 2 ranks" in error_of(data="REMOTE_ERROR")
     assert "TIMEOUT in the world group" in error_of(world="TIMEOUT")
+    assert "TIMEOUT in the pipeline group of 2 ranks" in error_of(pair="TIMEOUT")
     # of a torch that cannot be asked
     old: Any = SimpleNamespace(_get_backend=lambda device: object())
     assert nccl_error(Topology.from_layout(Layout(data=2), 0, new_group=lambda ranks: old)) == ""
