@@ -1,6 +1,7 @@
 """Imports needed by every test process, done once by the fork server."""
 
 import contextlib
+import gc
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -29,3 +30,5 @@ import tests.helpers.training  # noqa: E402, F401
 
 with contextlib.suppress(ImportError):  # DeepSpeed's initialize uses it if present
     import deepspeed.module_inject.auto_ep_layer  # noqa: F401
+
+gc.freeze()  # a collection in a forked process looks at its own objects alone

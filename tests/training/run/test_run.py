@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron.metrics_file import read_records
 from megatron.model import gpt
 from megatron.program import pretrain
 from megatron.training.report.reporter import Console
+from megatron.training.run.loop import garbage_collection
 from tests.helpers.fault_points import strike
 from tests.helpers.processes import run_processes, run_processes_raw
 
@@ -375,3 +377,10 @@ def test_an_evaluation_changes_no_step(tmp_path: Path) -> None:
         losses.append(values(found["iteration"], "lm_loss"))
     assert values(found["validation"], "iteration") == [(1,), (2,), (3,), (3,), (3,)]
     assert losses[0] == losses[1]
+
+
+def test_collections_inside_a_training_skip_what_was_there_before() -> None:
+    automatic = gc.isenabled()
+    with garbage_collection(automatic=False):
+        assert gc.get_freeze_count() > 10_000 and not gc.isenabled()
+    assert gc.get_freeze_count() == 0 and gc.isenabled() == automatic
