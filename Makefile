@@ -61,7 +61,7 @@ help:
 	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
 	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'
 	@echo 'make kernels-check'
-	@echo '             registers, LDS and occupancy of the kernels on gfx90a; fails where they break the rules (hipcc)'
+	@echo '             registers, LDS and occupancy of the kernels on AMD GPUs; fails where they break the rules (hipcc)'
 	@echo 'make clean   remove caches and built files; the environment and runs/ stay'
 	@echo
 	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS, TESTS, ONLY, BENCH, BUDGET; see the head of the Makefile.'

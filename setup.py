@@ -50,7 +50,11 @@ class BuildKernels(Command):
             None,
             "hip, cuda or host; several with commas; all whose compiler is there by default",
         ),
-        ("arch=", None, "e.g. gfx90a,gfx942; gfx90a, sm_90 or this processor by default"),
+        (
+            "arch=",
+            None,
+            "e.g. gfx90a,gfx942; by default gfx90a,gfx942,gfx950, sm_90 or this processor",
+        ),
         ("jobs=", None, "compilers that run side by side; one per processor by default"),
         ("output-dir=", None, "where the libraries go; megatron/kernels/lib by default"),
         ("force", None, "build also what is up to date"),

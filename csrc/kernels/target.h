@@ -21,6 +21,9 @@ typedef cudaStream_t mk_stream;
 #define MK_SHUFFLE_XOR(mask, value, lanes) __shfl_xor_sync(mask, value, lanes)
 #define MK_LAST_ERROR() ((int)cudaGetLastError())
 #elif defined(__HIP__)
+#if defined(__HIP_DEVICE_COMPILE__) && !defined(__GFX9__)
+#error "the kernels assume waves of 64 lanes: of AMD's GPUs only gfx9 (gfx90a, gfx942, gfx950) can be built for"
+#endif
 #include <hip/hip_fp16.h>
 #include <hip/hip_runtime.h>
 #define MK_DEVICE 1
@@ -53,7 +56,7 @@ typedef void *mk_stream;
 #endif
 #endif
 
-// At least this many waves on each SIMD: the compiler may use 512 / waves vector registers of gfx90a, or has to spill,
+// At least this many waves on each SIMD: the compiler may use 512 / waves vector registers of gfx9, or has to spill,
 // which the build check refuses.
 #if defined(__HIP__)
 #define MK_OCCUPANCY(threads, waves) __launch_bounds__(threads) __attribute__((amdgpu_waves_per_eu(waves)))

@@ -81,6 +81,12 @@ unset -f _choose
 # Readers of training data need no setting: they are threads (--num-workers), not processes, and nothing is forked after
 # the network is open, where a fork would hang.
 
+# Let libraries of a cpe module that is not the system's default take precedence over the default ones, as OLCF says.
+prefer_cray_libraries() {
+    [[ -z ${CRAY_LD_LIBRARY_PATH:-} ]] ||
+        export LD_LIBRARY_PATH="$CRAY_LD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+}
+
 # Load the modules of SITE_MODULES in order. Without a module command: do nothing, and return 1.
 load_site_modules() {
     [[ -n ${SITE_MODULES:-} ]] || return 0
@@ -93,6 +99,7 @@ load_site_modules() {
         answer=2
         break
     done
+    prefer_cray_libraries
     [[ $flags != *u* ]] || set -u
     [[ $flags != *e* ]] || set -e
     return "$answer"

@@ -69,6 +69,7 @@ step_modules() {
             die "module load $name failed: see 'module avail ${name%%/*}', and SITE_MODULES in site.env"
         set -eu
     done
+    run prefer_cray_libraries
     ((dry)) || [[ -n ${ROCM_PATH:-} ]] || die "the rocm module set no ROCM_PATH: see 'module avail rocm'"
     ((dry)) || "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         die "$("$PYTHON" --version 2>&1) is too old, 3.11 is needed: 'module avail cray-python', or set PYTHON"

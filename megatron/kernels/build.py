@@ -23,7 +23,7 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "kernels"
 LIBRARIES = Path(__file__).resolve().parent / "lib"
 TARGETS = ("host", "hip", "cuda")
-DEFAULT_ARCH = {"hip": "gfx90a", "cuda": "sm_90"}
+DEFAULT_ARCHS = {"hip": ("gfx90a", "gfx942", "gfx950"), "cuda": ("sm_90",)}
 
 CHOICE = "MEGATRON_KERNELS_TARGETS"
 """Environment variable: the targets that an installation builds, e.g. "host,hip", or "none"; unset:
@@ -120,10 +120,41 @@ def no_compiler(target: str) -> str:
 
 
 def default_archs(target: str) -> list[str]:
-    """Return the architectures without --arch: for the host, this processor."""
+    """Return the architectures without --arch.
+
+    For the host this processor; for HIP those that the compiler knows.
+    """
     if target == "simulator":
         return ["wave64"]
-    return host_archs()[:1] if target == "host" else [DEFAULT_ARCH[target]]
+    if target == "host":
+        return host_archs()[:1]
+    archs, tool = list(DEFAULT_ARCHS[target]), compiler(target)
+    return (known_archs(tool, archs) if target == "hip" and tool else []) or archs
+
+
+def without_kernels(arch: str) -> str:
+    """Return why there can be no kernels for one of AMD's GPUs; "" for those that can have them."""
+    if re.fullmatch(r"gfx9[0-9a-f]{2}", arch):
+        return ""
+    return (
+        f"the kernels assume waves of 64 lanes, as gfx9 has ({', '.join(DEFAULT_ARCHS['hip'])}), "
+        f"and cannot run on {arch}"
+    )
+
+
+def known_archs(tool: str, archs: Sequence[str]) -> list[str]:
+    """Return those of AMD's architectures that a compiler can build for."""
+    command = [tool, "-x", "hip", "-fsyntax-only", "-nogpuinc", "-nogpulib", "--cuda-device-only"]
+
+    def knows(arch: str) -> bool:
+        done = subprocess.run(
+            [*command, f"--offload-arch={arch}", os.devnull],
+            capture_output=True,
+            env={**os.environ, "HIP_PLATFORM": "amd"},
+        )
+        return not done.returncode
+
+    return [arch for arch in archs if knows(arch)]
 
 
 def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
@@ -306,6 +337,10 @@ def make(
         tool = compiler(target)
         if tool is None:
             raise BuildError(no_compiler(target))
+        if target == "hip" and not any(arch.startswith("gfx") for arch in archs):
+            unknown = ", ".join(arch for arch in DEFAULT_ARCHS["hip"] if arch not in names)
+            if unknown:
+                say(f"hip: left out {unknown}, which {tool} does not know; a newer ROCm does")
         if not force and is_current(path, target, names):
             say(f"{target} {'+'.join(names)}: up to date, {path}")
         else:
@@ -345,6 +380,8 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
 
 def _target_of(arch: str) -> str:
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
+        if reason := without_kernels(arch):
+            raise BuildError(f"--arch {arch}: {reason}; without a library torch's operators run")
         return "hip"
     if re.fullmatch(r"sm_[0-9]{2,3}", arch):
         return "cuda"

@@ -27,7 +27,13 @@ import torch
 from torch import Tensor
 
 from megatron.errors import KernelError
-from megatron.kernels.build import LIBRARIES, host_archs, library_name, source_hash
+from megatron.kernels.build import (
+    LIBRARIES,
+    host_archs,
+    library_name,
+    source_hash,
+    without_kernels,
+)
 from megatron.kernels.work import Computation
 
 OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
@@ -96,7 +102,10 @@ def find(device_type: str) -> Found:
         return Found(reason=f"there are none for {device_type}")
     if not torch.cuda.is_available():
         return Found(reason="torch sees no GPU")
-    return _first([device_arch()])
+    target, arch = device_arch()
+    if target == "hip" and (reason := without_kernels(arch)):
+        return Found(reason=reason)
+    return _first([(target, arch)])
 
 
 def available(device: torch.device) -> bool:

@@ -118,6 +118,32 @@ def test_every_variable_of_env_can_be_set_before(tmp_path):
     assert on_frontier(tmp_path, SLURM_JOB_NUM_NODES="2", **mine) == {}
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("", "/cpe/lib"), ("/mine", "/cpe/lib:/mine")],
+)
+def test_libraries_of_a_cpe_that_is_not_the_default_come_first(before: str, after: str) -> None:
+    """CRAY_LD_LIBRARY_PATH precedes LD_LIBRARY_PATH, as in the user guide."""
+    done = subprocess.run(
+        [
+            "bash",
+            "-euc",
+            'source "$0"; load_site_modules; echo "$LD_LIBRARY_PATH"',
+            FRONTIER / "env.sh",
+        ],
+        env={
+            "PATH": os.environ["PATH"],
+            "SITE_MODULES": "cpe",
+            "BASH_FUNC_module%%": "() { export CRAY_LD_LIBRARY_PATH=/$2/lib; }",
+            **({"LD_LIBRARY_PATH": before} if before else {}),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{after}\n"), done.stderr
+
+
 def test_site_asks_for_an_account():
     done, _ = sourced(FRONTIER / "site.env")
     assert done.returncode == 2

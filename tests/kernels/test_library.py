@@ -162,6 +162,9 @@ def test_a_gpu_in_a_library_of_several(folder: Path, monkeypatch: pytest.MonkeyP
     fake(folder / "libmegatron-hip-gfx908+gfx90a.so", current("hip", "gfx908+gfx90a"))
     library.forget()
     assert library.find("cuda").arch == "gfx908+gfx90a"
+    gpu(monkeypatch, "gfx1100", "7.1")  # whose waves have 32 lanes
+    library.forget()
+    assert "gfx1100" in reason("cuda") and "--arch" not in reason("cuda")
 
 
 def test_a_gpu_that_cannot_run_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

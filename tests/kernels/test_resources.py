@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,13 @@ def test_each_rule(
     assert resources.check(kernel(CAUSAL, vgprs=128), rules) == []
 
 
+def test_scalar_registers_may_spill_where_the_kernels_are_not_tuned(
+    rules: resources.Rules,
+) -> None:
+    assert resources.check(kernel(CAUSAL, spills=2), rules, "gfx942") == []
+    assert resources.check(kernel(CAUSAL, spills=2, scratch_bytes=8), rules, "gfx942")
+
+
 def test_announced_narrow_accesses(rules: resources.Rules) -> None:
     """Narrow accesses may be announced by an operation, a struct argument or a __global__ function.
 
@@ -166,6 +174,8 @@ amdhsa.kernels:
 
 def test_what_is_read_from_assembly() -> None:
     (found,) = resources.parse_assembly(ASSEMBLY)
+    newer = ASSEMBLY.replace("NumSgprs", "TotalNumSgprs")  # LLVM 20
+    assert resources.parse_assembly(newer) == [found]
     assert found == Kernel("_Z1k", 26, 3, 41, 128, 8, 5, 7, narrow=4, wide=2)
 
 
@@ -267,6 +277,43 @@ def test_planted_spills_in_what_nvcc_makes(tmp_path: Path) -> None:
 def test_no_cuda_kernel_spills() -> None:
     needs("cuda")
     assert resources.cuda_spills() == []
+
+
+@pytest.mark.parametrize(
+    ("known", "compiled", "code"),
+    [
+        (["gfx90a", "gfx940"], ["gfx90a", "gfx940"], 0),
+        (["gfx90a", "gfx942", "gfx950"], ["gfx90a", "gfx942", "gfx950"], 0),
+        ([], [], 1),
+    ],
+)
+def test_each_gpu_is_checked_or_named(
+    known: list[str],
+    compiled: list[str],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A sample that an older compiler knows stands in for the GPU; what is unknown is named."""
+    built: list[str] = []
+
+    def compile_kernels(arch: str, **_: Any) -> list[Kernel]:
+        built.append(arch)
+        return []
+
+    monkeypatch.setattr(resources, "compiler", lambda target: "hipcc")
+    monkeypatch.setattr(
+        resources, "known_archs", lambda tool, archs: [arch for arch in archs if arch in known]
+    )
+    monkeypatch.setattr(resources, "compile_kernels", compile_kernels)
+    assert resources.main([]) == code and built == compiled
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert [line for line in lines if "hipcc" in line] == [
+        line
+        for line, arch in zip(lines, ("gfx90a", "gfx942", "gfx950"), strict=True)
+        if line.startswith(f"{arch}:")
+    ]
 
 
 def test_what_checks_nothing_is_refused(
