@@ -120,10 +120,16 @@ def no_compiler(target: str) -> str:
 
 
 def default_archs(target: str) -> list[str]:
-    """Return the architectures without --arch: for the host, this processor."""
+    """Return the architectures without --arch.
+
+    For the host this processor; for HIP those that the compiler knows.
+    """
     if target == "simulator":
         return ["wave64"]
-    return host_archs()[:1] if target == "host" else list(DEFAULT_ARCHS[target])
+    if target == "host":
+        return host_archs()[:1]
+    archs, tool = list(DEFAULT_ARCHS[target]), compiler(target)
+    return (known_archs(tool, archs) if target == "hip" and tool else []) or archs
 
 
 def without_kernels(arch: str) -> str:
@@ -332,12 +338,9 @@ def make(
         if tool is None:
             raise BuildError(no_compiler(target))
         if target == "hip" and not any(arch.startswith("gfx") for arch in archs):
-            known = known_archs(tool, names)
-            if known and known != names:
-                unknown = ", ".join(arch for arch in names if arch not in known)
-                say(f"hip: left out {unknown}: {tool} does not know it; a newer ROCm does")
-            names = known or names
-            path = folder / library_name(target, "+".join(names))
+            unknown = ", ".join(arch for arch in DEFAULT_ARCHS["hip"] if arch not in names)
+            if unknown:
+                say(f"hip: left out {unknown}, which {tool} does not know; a newer ROCm does")
         if not force and is_current(path, target, names):
             say(f"{target} {'+'.join(names)}: up to date, {path}")
         else:

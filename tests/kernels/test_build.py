@@ -78,7 +78,8 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_plans() -> None:
+def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIPCC", "nowhere")  # which would know only some
     for arguments, libraries in (
         ((["hip"], []), [("hip", ["gfx90a", "gfx942", "gfx950"])]),
         ((["cuda"], []), [("cuda", ["sm_90"])]),
@@ -288,7 +289,7 @@ library.source_hash = lambda: ""
 assert library._load(path, "hip").handle is None
 ctypes.CDLL(runtime)
 found = library._load(path, "hip")
-assert found.handle is not None and found.arch == "gfx90a", found
+assert found.handle is not None and "gfx90a" in found.arch, found
 """
     path = build.build("hip", folder=tmp_path, only=("scaling",))
     subprocess.run([sys.executable, "-c", program, str(path), runtime], check=True, cwd=ROOT)
