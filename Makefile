@@ -18,7 +18,7 @@
 #   TESTS        arguments of pytest, e.g. make test TESTS=tests/parity
 #   ONLY         campaigns of make prove, e.g. make prove ONLY="kills parity"; PROVE: additional arguments for them;
 #                or steps of make gpu-check
-#   BUDGET       time of make gpu-check: 90s, 8m, 1h. It sets up nothing if it finds a torch: that of PYTHON if given,
+#   BUDGET       time of make gpu-check: 90s, 10m, 1h. It sets up nothing if it finds a torch: that of PYTHON if given,
 #                otherwise of VENV, otherwise of python3
 #   THERE, ARCH  of make gpu-kit: an interpreter of the version on the GPU machine, and the GPUs to build kernels for
 #   BENCH        arguments of benchmarks/bench.py, e.g. make bench BENCH='--only W1'
@@ -34,7 +34,7 @@ TESTS       ?=
 BENCH       ?=
 ONLY        ?=
 PROVE       ?=
-BUDGET      ?= 8m
+BUDGET      ?= 10m
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
@@ -58,7 +58,7 @@ help:
 	@echo 'make lint    ruff and mypy'
 	@echo 'make bench   set up, then measure training beside public peers (about 12 minutes on 2 quiet cores); BENCH=--quick'
 	@echo 'make gpu-check'
-	@echo '             what the GPUs here can prove and measure, in runs/gpu/REPORT.md; BUDGET=8m; again: what is left'
+	@echo '             what the GPUs here can prove and measure, in runs/gpu/REPORT.md; BUDGET=10m; again: what is left'
 	@echo 'make gpu-kit what make gpu-check needs on a machine without a network: THERE=its-python ARCH=sm_90'
 	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
 	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'

@@ -1,7 +1,7 @@
 """`make gpu-check`: test and measure this machine's GPUs within a time budget.
 
-    make gpu-check [BUDGET=8m] [ONLY='kernels G1'] [VENV=FOLDER]
-    python benchmarks/gpu_check.py [--budget 8m] [--only STEP ...] [--fresh] [--output runs/gpu]
+    make gpu-check [BUDGET=10m] [ONLY='kernels G1'] [VENV=FOLDER]
+    python benchmarks/gpu_check.py [--budget 10m] [--only STEP ...] [--fresh] [--output runs/gpu]
 
 The most valuable steps come first, and what needs several devices last if there is one. Each step
 is a separate process, whose output goes to STEP.log; REPORT.md and report.json are written after
@@ -656,7 +656,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--budget", type=duration, default=480.0, metavar="TIME", help="90s, 8m, 1h (default 8m)"
+        "--budget", type=duration, default=600.0, metavar="TIME", help="90s, 10m, 1h (default 10m)"
     )
     parser.add_argument(
         "--only",

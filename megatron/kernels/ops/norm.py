@@ -113,9 +113,9 @@ def _parts(x: Tensor, rows: int, sums: int) -> int:
     """Return how many parts the rows are divided into, one for each block of a GPU.
 
     Each part has separate sums. The number depends on the shape and the device alone, so that
-    results are reproducible. There are as many blocks as the compute units hold at once (on CUDA
-    those that were fastest on an H200), but fewer if their sums were more than a twelfth of the
-    bytes moved, down to one for each unit.
+    results are reproducible. There are as many blocks as the compute units hold at once, but fewer
+    if their sums were more than a twelfth of the bytes moved, down to one for each unit. On CUDA
+    they are those that were fastest on an H200, with up to a third.
     """
     if x.device.type == "cpu":
         return min(HOST_PARTS, -(-rows // PART_ROWS))
@@ -123,10 +123,11 @@ def _parts(x: Tensor, rows: int, sums: int) -> int:
     row_bytes = x.shape[-1] * x.element_size()
     if torch.version.hip is None:
         held = 8 if row_bytes <= 2048 else 4 if row_bytes <= 4096 else 2 if row_bytes <= 8192 else 1
+        share = 8
     else:
-        held = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1
+        held, share = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1, 32
     # 8 bytes of sums, out and in, to 3 elements of each row
-    cheap = rows * x.element_size() // (32 * sums * units)
+    cheap = rows * x.element_size() // (share * sums * units)
     return min(units * max(1, min(held, cheap)), -(-rows // 4))
 
 
