@@ -639,7 +639,7 @@ def duration(text: str) -> float:
 
 def use_kit(kit: Path, root: Path) -> str:
     """Use what gpu_kit.py has packed, if it is here; return a line for the log."""
-    if not kit.is_dir():
+    if not (kit / "built").is_dir():
         return ""
     for path in kit.glob("built/**/*.so"):
         place = root / path.relative_to(kit / "built")
