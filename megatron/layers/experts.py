@@ -315,7 +315,7 @@ class Router(torch.nn.Module):
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _count(self, experts: Tensor) -> Tensor:
-        return count_choices(experts, self.experts)
+        return count_choices(experts, torch.zeros_like(self.load))
 
     def _with_losses(
         self, logits: Tensor, weights: Tensor, experts: Tensor, counts: bool
@@ -642,18 +642,19 @@ def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     by_row, by_expert = flat.masked_fill(none, count).sort(stable=True)
     every = torch.arange(max(len(flat), count), device=flat.device)
     ends = torch.searchsorted(by_row, every[:count], right=True, out_int32=True)
-    places = torch.empty_like(flat).scatter_(0, by_expert, every[: len(flat)]).masked_fill(none, -1)
-    return by_expert // experts.shape[1], places.view_as(experts), ends
+    places = torch.empty_like(flat)
+    places[by_expert] = every[: len(flat)]
+    places = places.masked_fill(none, -1).view_as(experts)
+    return by_expert // experts.shape[1], places, ends
 
 
-def count_choices(experts: Tensor, count: int) -> Tensor:
-    """Return how many choices each of `count` experts has, [count] in fp32; -1 stands for none.
+def count_choices(experts: Tensor, none: Tensor) -> Tensor:
+    """Return how many choices each expert has, [E] in fp32; `none` are zeros of this shape.
 
     Unlike torch.bincount, this needs no wait. On a CPU it is faster in fp32 than in integers.
     """
-    flat = experts.flatten() + 1
-    one = torch.ones(1, device=flat.device)
-    return one.new_zeros(count + 1).scatter_add_(0, flat, one.expand(len(flat)))[1:]
+    flat = experts.flatten()
+    return none.scatter_add(0, flat, torch.ones_like(flat, dtype=none.dtype))
 
 
 # -- messages between expert-parallel ranks --------------------------------------------------------
@@ -686,7 +687,8 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
     for hop in hops:
         members *= hop.size
         levels.append(members_chosen(experts, count // members, members).sum(0))
-    levels.append(count_choices(experts, count).long())
+    none = torch.zeros(count + 1, device=experts.device)
+    levels.append(count_choices(experts + 1, none)[1:].long())
     found = list[Tensor]()
     for hop in hops:
         mine = torch.cat([level.view(hop.size, -1) for level in levels], dim=1)
