@@ -570,7 +570,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
             "kernels beside a copy and torch's operators",
             (150, 10),
             "benchmarks/kernels.py --device DEVICE --quick --output OUT "
-            + either("", "--busy --op causal_softmax rms_norm"),
+            + either("", "--busy --op rms_norm --dtype bfloat16"),
             cannot=no_kernels or lacks("torch", "numpy", "rich"),
             figures=shares,
         ),
@@ -596,7 +596,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
             either("flash-attn beside torch's", "in blocks beside torch's"),
             (40, 10),
             "benchmarks/attention.py --device DEVICE "
-            f"{either('', '--rounds 1 --dtype bfloat16 --threads 1')}",
+            f"{either('', '--quick --dtype bfloat16 --threads 1')}",
             cannot=lacks("torch", "numpy", *["flash_attn"] * gpu),
         ),
         step(
