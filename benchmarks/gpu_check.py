@@ -473,7 +473,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     no_gpu = "torch sees no GPU" + (
         f", but there is a driver: {facts['driver']}" if facts["driver"] else ""
     )
-    cases = {"G1": 150, "G2": 170, "G3": 150} if gpu else {"W0": 10}
+    cases = {"G1": 120, "G2": 150, "G3": 150} if gpu else {"W0": 10}
     fit = {case.workload for case in cuda_cases(facts["memory_bytes"])} if gpu else {"W0"}
     trains, shows = lacks(*TRAINS), lacks(*TRAINS, "rich")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -528,7 +528,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "kernels",
             "built for the device, and once beside torch's",
-            (15 if built else 75, 10),
+            (15 if built else 50, 10),
             *[build] * compiles,
             "tools/check_kernels.py --device DEVICE",
             cannot=no_kernels,
@@ -544,7 +544,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "MFU",
             either("1.3B alone", "a small model alone"),
-            (40, 10),
+            (25, 10),
             f"pretrain_gpt.py {either(ALONE, ALONE_SMALL)} --metrics-file OUT/metrics.jsonl",
             cannot=trains or ("" if "G2" in fit or not gpu else "it does not fit"),
             figures=speed,
