@@ -106,12 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="the first shape, in one round")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     gpu = chosen.device == "cuda"
     ways, shapes, beside = (
         (GPU_WAYS, GPU_SHAPES, "flash-attn") if gpu else (WAYS, SHAPES, "blocked")
     )
+    if chosen.quick:
+        shapes, chosen.rounds = shapes[:1], 1
     dtypes, ratios = chosen.dtype or types[: 1 if gpu else 2], []
     for flash in (look_for_flash("cuda", dtype) for dtype in dtypes if gpu):
         if not flash.usable:

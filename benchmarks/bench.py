@@ -10,11 +10,12 @@ with peers from PyPI that do the same work. The machine's ceiling, the rate of l
 on the same number of threads, is measured in the same run, and every figure is also given as a
 share of it.
 
-Sides take turns in rounds of short runs: each round starts every side once for a few warm-up and
-measured steps, and the next round runs them in the opposite order. A machine that becomes slower
+Sides take turns in rounds of short runs: the first round starts every side once for a few warm-up
+and measured steps, and the next one runs them in the opposite order. A machine that becomes slower
 thus affects all sides, no side's memory restricts another one, and the spread includes differences
 between two starts of one program (such as its memory layout). Ratios are computed within a round.
-At least two rounds are run, more within --minutes.
+Rounds after the first take the cases that end within --minutes of the start, those of the shortest
+steps first; notes name what had fewer rounds.
 
 A JSON file and its tables as Markdown are written to --output, and the run is compared with the
 last one there of the same machine.
@@ -46,8 +47,7 @@ from workloads import LEFT_OUT, OURS, ROOT, Case, Side, cpu_cases, cuda_cases, q
 from megatron.model.formulas import peak_tflops
 
 PEAKS_OF = {"bf16": "bfloat16", "fp32": "float32"}
-LEAST_ROUNDS, MOST_ROUNDS = 2, 5
-WARM_UP, STEPS = 1, 2
+MOST_ROUNDS, WARM_UP = 5, 1
 Key = tuple[Case, Side]
 
 
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="tiny models and one round, as a smoke test",
+        help="one tiny model of each workload and one round, as a smoke test",
     )
     parser.add_argument(
         "--only",
@@ -73,14 +73,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         default=10.0,
         metavar="N",
-        help="run further rounds if they would end within this time (default 10; at least "
-        f"{LEAST_ROUNDS} rounds)",
+        help="time of the parts and all rounds (default 10; one round is always run)",
     )
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="number of rounds; overrides --minutes"
     )
     parser.add_argument(
-        "--steps", type=int, default=STEPS, metavar="N", help=f"measured steps (default {STEPS})"
+        "--steps", type=int, metavar="N", help="measured steps (default: 1 of W1, 2 of others)"
     )
     parser.add_argument(
         "--threads",
@@ -135,31 +134,67 @@ def beside(case: Case, clone: Path) -> Case:
 
 
 def play(
-    keys: list[Key], options: argparse.Namespace, threads: int, folder: Path, console: Console
+    keys: list[Key],
+    options: argparse.Namespace,
+    threads: int,
+    folder: Path,
+    console: Console,
+    spent_s: float = 0.0,
 ) -> tuple[dict[Key, list[Outcome]], dict[str, list[float]]]:
-    """Run rounds over all cases and sides; return the outcomes and the ceilings of each round."""
+    """Run rounds over the cases and sides; return the outcomes and the ceilings of each round.
+
+    `spent_s` of --minutes are over. What a round leaves out has an empty outcome in it.
+    """
     outcomes: dict[Key, list[Outcome]] = {key: [] for key in keys}
     ceilings: dict[str, list[float]] = {}
-    began, last = time.monotonic(), 0.0
-    rounds = options.rounds or (1 if options.quick else LEAST_ROUNDS)
-    most = rounds if options.rounds or options.quick else MOST_ROUNDS
-    count = 0
-    while count < rounds or (
-        count < most and time.monotonic() - began + last <= 60 * options.minutes
-    ):
+    end, ceiling_s = time.monotonic() + 60 * options.minutes - spent_s, 0.0
+    rounds = options.rounds or (1 if options.quick else 0)
+    for count in range(rounds or MOST_ROUNDS):
+        chosen = {case for case, _ in keys}
+        if count and not rounds:
+            chosen = fitting(outcomes, end - time.monotonic() - ceiling_s)
+        if not chosen:
+            break
         start = time.monotonic()
-        for name, rate in measure_ceilings(keys, threads, folder, options.device).items():
+        rates = measure_ceilings(keys, threads, folder, options.device, options.quick)
+        for name, rate in rates.items():
             ceilings.setdefault(name, []).append(rate)
+        ceiling_s = time.monotonic() - start
         for case, side in keys if count % 2 == 0 else reversed(keys):
             # it is not tried again
-            failed = next((o for o in outcomes[case, side] if o.reason), None)
-            outcome = failed or run(
-                case, side, warm_up=WARM_UP, steps=options.steps, threads=threads, folder=folder
-            )
+            outcome = next((o for o in outcomes[case, side] if o.reason), None)
+            if outcome is None and (case not in chosen or (count and side.once)):
+                outcome = Outcome()
+            else:
+                outcome = outcome or run(
+                    case,
+                    side,
+                    warm_up=WARM_UP,
+                    steps=options.steps or case.steps,
+                    threads=threads,
+                    folder=folder,
+                )
+                console.print(line(count, case, side, outcome), highlight=False)
             outcomes[case, side].append(outcome)
-            console.print(line(count, case, side, outcome), highlight=False)
-        count, last = count + 1, time.monotonic() - start
     return outcomes, ceilings
+
+
+def fitting(outcomes: dict[Key, list[Outcome]], left_s: float) -> set[Case]:
+    """Choose the cases of a further round, by the time that their sides took in the first one.
+
+    Those of the fewest rounds come first, and among them those of the shortest starts.
+    """
+    seconds: dict[Case, list[float]] = {}
+    for (case, side), rounds in outcomes.items():
+        again = not side.once and not any(o.reason for o in rounds)
+        seconds.setdefault(case, []).extend([rounds[0].wall_s] * again)
+    played = {case: sum(bool(o.step_s) for o in outcomes[case, case.sides[0]]) for case in seconds}
+    chosen = set()
+    for case in sorted(seconds, key=lambda case: (played[case], max(seconds[case], default=0.0))):
+        if seconds[case] and sum(seconds[case]) <= left_s:
+            chosen.add(case)
+            left_s -= sum(seconds[case])
+    return chosen
 
 
 def line(count: int, case: Case, side: Side, outcome: Outcome) -> str:
@@ -173,12 +208,14 @@ def line(count: int, case: Case, side: Side, outcome: Outcome) -> str:
     )
 
 
-def measure_ceilings(keys: list[Key], threads: int, folder: Path, device: str) -> dict[str, float]:
+def measure_ceilings(
+    keys: list[Key], threads: int, folder: Path, device: str, quick: bool
+) -> dict[str, float]:
     """GFLOP/s of matrix products by ceiling_name, for the layouts of processes that are run."""
     rates = {}
     for processes in sorted({case.processes for case, _ in keys}):
         each = max(1, threads // processes)
-        found = machine.ceiling(each, processes, environment(each, folder), device)
+        found = machine.ceiling(each, processes, environment(each, folder), device, quick)
         rates |= {
             ceiling_name(dtype, processes, each, device): rate for dtype, rate in found.items()
         }
@@ -287,18 +324,30 @@ def main() -> int:
             return 2
         cases = [beside(case, options.beside.resolve()) for case in cases]
     parts_wanted = options.device == "cpu" and (not options.only or "parts" in options.only)
-    small = [quick(case) for case in cases] if options.quick else cases
+    if options.quick:  # the first of each workload has all its programs
+        cases = [quick(case) for case in {c.workload: c for c in reversed(cases)}.values()][::-1]
     folder = options.output.resolve() / "last"
     folder.mkdir(parents=True, exist_ok=True)
     # What is told nothing takes all threads, which compares with others only where they have them,
     # too.
     fair = threads == about["threads"]
-    keys = [(case, side) for case in small for side in case.sides if fair or not side.untouched]
+    keys = [(case, side) for case in cases for side in case.sides if fair or not side.untouched]
     if about["load"] > 0.5:
         console.print(
             f"warning: the load is {about['load']}: something else runs here, and figures will vary"
         )
-    outcomes, ceilings = play(keys, options, threads, folder, console)
+    measured = []
+    if parts_wanted:
+        first = cpu_cases()[0]
+        measured = parts.measure(
+            quick(first) if options.quick else first,
+            quick=options.quick,
+            threads=threads,
+            folder=folder,
+        )
+    outcomes, ceilings = play(
+        keys, options, threads, folder, console, spent_s=time.monotonic() - began
+    )
     ceiling = {name: results.figure(rates) for name, rates in ceilings.items()}
     record = {
         "date": date,
@@ -309,33 +358,23 @@ def main() -> int:
         "threads": threads,
         "allocator": ALLOCATOR,
         "rounds": max((len(o) for o in outcomes.values()), default=0),
-        "steps": options.steps,
+        "steps": options.steps or " or ".join(sorted({str(case.steps) for case in cases})),
         "warm_up": WARM_UP,
         "ceiling": ceiling,
         "rows": rows_of(keys, outcomes, ceiling, threads, about.get("gpu", "")),
         "left_out": LEFT_OUT,
-        "parts": [],
-        "seconds": 0.0,
+        "parts": measured,
+        "seconds": time.monotonic() - began,
     }
-    if parts_wanted:
-        first = cpu_cases()[0]
-        record["parts"] = parts.measure(
-            quick(first) if options.quick else first,
-            quick=options.quick,
-            threads=threads,
-            folder=folder,
-        )
-    record["seconds"] = time.monotonic() - began
     path = results.write(record, options.output)  # before anything of other files is read
     path.with_suffix(".md").write_text(results.markdown(record))
     earlier = results.last_of(options.output, record)
     show(record, console)
     show_comparison(record, earlier, console)
     console.print(f"{path}; logs in {folder}", highlight=False, soft_wrap=True)
-    # A peer that is absent or fails is a row; a run of ours that fails is an error.
-    return (
-        1 if any(row["reason"] for row in record["rows"] if row["side"].startswith("ours")) else 0
-    )
+    # A peer that is absent or fails is a row; a run of ours or a part that fails is an error.
+    failed = any(row["reason"] for row in record["rows"] if row["side"].startswith("ours"))
+    return 1 if failed or any("value" not in part for part in measured) else 0
 
 
 if __name__ == "__main__":

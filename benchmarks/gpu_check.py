@@ -41,6 +41,7 @@ from workloads import cuda_cases
 ROOT = Path(__file__).resolve().parents[1]
 KIT = ROOT / ".gpu-kit"
 PASSED, FAILED, CUT, NOT_DONE = "passed", "FAILED", "cut", "not done"
+SMALL_S = 30.0  # expected time of a step on a CPU, also a busy one
 GRACE_S = 10.0  # from a polite signal to force
 LEEWAY = 4.0  # how many times as long as foreseen a step may take before it is cut
 _SUBREAPER = 36  # prctl(2): orphans below this process become its children
@@ -432,12 +433,12 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     def step(
         name: str,
         what: str,
-        seconds: tuple[float, float],
+        seconds: float,
         *commands: str,
         cannot: str = "",
         **more: Any,
     ) -> Step:
-        """`seconds`: on a GPU, and small on a CPU. In `commands` DEVICE and OUT stand for the
+        """`seconds`: on a GPU. In `commands` DEVICE and OUT stand for the
         device and a folder.
         """
         out = shlex.quote(str(folder / name))
@@ -445,7 +446,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         return Step(
             name,
             what,
-            seconds[not gpu],
+            seconds if gpu else SMALL_S,
             tuple(tuple(shlex.split(line)) for line in filled),
             cannot,
             **more,
@@ -473,7 +474,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     no_gpu = "torch sees no GPU" + (
         f", but there is a driver: {facts['driver']}" if facts["driver"] else ""
     )
-    cases = {"G1": 150, "G2": 170, "G3": 150} if gpu else {"W0": 10}
+    cases = {"G1": 120, "G2": 150, "G3": 150} if gpu else {"W0": 10}
     fit = {case.workload for case in cuda_cases(facts["memory_bytes"])} if gpu else {"W0"}
     trains, shows = lacks(*TRAINS), lacks(*TRAINS, "rich")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -483,7 +484,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             name,
             f"training beside torch, workload {name}",
-            (seconds, 10),
+            seconds,
             f"benchmarks/bench.py --device DEVICE --only {name} --output OUT "
             + either("--rounds 1 --steps 5", "--quick --threads 1"),
             cannot=shows or ("" if name in fit else "it does not fit"),
@@ -495,21 +496,21 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "ranks",
             "training of two ranks beside the CPU's",
-            (140, 15),
+            140,
             "benchmarks/parity.py --device DEVICE --ranks 2 --output OUT",
             cannot=trains,
         ),
         step(
             "lost-rank",
             "a rank killed or stopped, and what the other says",
-            (150, 25),
+            150,
             "benchmarks/lost_rank.py --device DEVICE --output OUT",
             cannot=trains or ("needs two devices" if gpu and not two else ""),
         ),
         step(
             "points",
             "choices of the GPU path, before and after",
-            (180 + 250 * two, 25),
+            180 + 250 * two,
             "benchmarks/points.py --device DEVICE --part operators --output OUT",
             "benchmarks/points.py --device DEVICE --part trainings --output OUT",
             cannot=trains,
@@ -520,7 +521,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "extensions",
             "csrc's C++ extensions",
-            (5 if extensions else 40, 5 if extensions else 40),
+            5 if extensions else 40,
             *["setup.py -q build_ext --inplace"] * (not extensions),
             f"-c 'import {', '.join(EXTENSIONS)}'",
             cannot="" if extensions else lacks("setuptools", "pybind11"),
@@ -528,7 +529,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "kernels",
             "built for the device, and once beside torch's",
-            (15 if built else 75, 10),
+            15 if built else 50,
             *[build] * compiles,
             "tools/check_kernels.py --device DEVICE",
             cannot=no_kernels,
@@ -537,14 +538,14 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "parity",
             "training beside the CPU's, and resumed",
-            (60, 20),
+            60,
             "benchmarks/parity.py --device DEVICE --ranks 1 --output OUT",
             cannot=trains,
         ),
         step(
             "MFU",
             either("1.3B alone", "a small model alone"),
-            (40, 10),
+            25,
             f"pretrain_gpt.py {either(ALONE, ALONE_SMALL)} --metrics-file OUT/metrics.jsonl",
             cannot=trains or ("" if "G2" in fit or not gpu else "it does not fit"),
             figures=speed,
@@ -554,30 +555,30 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "idle",
             "gaps on the compute stream",
-            (45, 5),
+            45,
             "benchmarks/idle_gaps.py --device DEVICE --output OUT",
             cannot=trains,
         ),
         step(
             "host-waits",
             "where the host waits for the device",
-            (65 + 40 * two, 20),
+            65 + 40 * two,
             "benchmarks/step_waits.py --device DEVICE --output OUT",
             cannot=trains,
         ),
         step(
             "bandwidth",
             "kernels beside a copy and torch's operators",
-            (150, 10),
+            150,
             "benchmarks/kernels.py --device DEVICE --quick --output OUT "
-            + either("", "--busy --op causal_softmax rms_norm"),
+            + either("", "--busy --op rms_norm --dtype bfloat16"),
             cannot=no_kernels or lacks("torch", "numpy", "rich"),
             figures=shares,
         ),
         step(
             "numerics",
             "kernels against float64, in every shape",
-            (120, 10),
+            120,
             numerics,
             cannot=no_kernels or lacks(*TESTS),
             proof=TESTED,
@@ -585,7 +586,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "tests",
             "those marked gpu",
-            (300, 0),
+            300,
             f"{pytest} {files}",
             cannot=either(lacks(*TESTS), no_gpu),
             proof=TESTED,
@@ -594,15 +595,15 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "attention",
             either("flash-attn beside torch's", "in blocks beside torch's"),
-            (40, 10),
+            40,
             "benchmarks/attention.py --device DEVICE "
-            f"{either('', '--rounds 1 --dtype bfloat16 --threads 1')}",
+            f"{either('', '--quick --dtype bfloat16 --threads 1')}",
             cannot=lacks("torch", "numpy", *["flash_attn"] * gpu),
         ),
         step(
             "memory",
             either("peak beside the dry run's", "closed form beside the dry run"),
-            (100, 10),
+            100,
             "benchmarks/memory_model.py --markdown --part "
             + either("device", "formulas --only '1 rank (cpu)'"),
             cannot=shows,
@@ -610,7 +611,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step(
             "prediction",
             "a step, predicted and measured",
-            (180, 20),
+            180,
             "benchmarks/predict.py --folder OUT "
             f"{either('--set gpu', '--set tiny --minutes 0.02')}",
             cannot=trains,

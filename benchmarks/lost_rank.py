@@ -24,7 +24,7 @@ from megatron.metrics_file import read_records
 from megatron.training.run.process import EXIT_LOST_RANK
 from tests.helpers.launching import TINY
 
-STEP, HANG_TIMEOUT_S = 3, 10
+STEP, HANG_TIMEOUT_S = 3, {"cuda": 10, "cpu": 3}
 LEEWAY_S = 60  # for questions among the ranks, and for a loaded machine
 STRIKE = """
 import os, runpy, sys
@@ -53,7 +53,7 @@ def lose(what: str, flags: list[str], device: str, folder: Path) -> tuple[float,
         "--lr-decay-style",
         "constant",
         "--hang-timeout",
-        str(HANG_TIMEOUT_S),
+        str(HANG_TIMEOUT_S[device]),
     ]
     metrics = folder / "metrics.jsonl"
     codes, logs = launch(
@@ -82,8 +82,8 @@ def main() -> int:
         options.output.mkdir(parents=True, exist_ok=True)
     cases = [("TP 2", "kill"), ("PP 2", "kill"), ("ZeRO-1", "kill"), ("ZeRO-1", "stop")]
     if options.device == "cpu":
-        cases = cases[::3]
-    good = 0
+        cases = cases[-1:]
+    good, timeout_s = 0, HANG_TIMEOUT_S[options.device]
     print(
         "| layout | rank 1 | rank 0 ended after, s | exit code | it says | |\n" + "|---" * 6 + "|"
     )
@@ -91,7 +91,7 @@ def main() -> int:
         folder = Path(tempfile.mkdtemp(dir=options.output, prefix="lost-"))
         try:
             seconds, code, said = lose(what, LAYOUTS[layout], options.device, folder)
-            well = code == EXIT_LOST_RANK and bool(said) and seconds <= HANG_TIMEOUT_S + LEEWAY_S
+            well = code == EXIT_LOST_RANK and bool(said) and seconds <= timeout_s + LEEWAY_S
             cells = (
                 f"{seconds:.1f} | {code} | {said[:200].replace('|', '/') or 'nothing about rank 1'}"
             )
@@ -100,7 +100,7 @@ def main() -> int:
         good += well
         print(f"| {layout} | {what} | {cells} | {'named' if well else 'WRONG'} |", flush=True)
     print(
-        f"{good} of {len(cases)} lost ranks are named by the other, within {HANG_TIMEOUT_S} s and "
+        f"{good} of {len(cases)} lost ranks are named by the other, within {timeout_s} s and "
         "what asking takes"
     )
     return 0 if good == len(cases) else 1

@@ -1,6 +1,6 @@
 """Machine of a benchmark: hardware, versions, and its ceiling, the rate of matrix products.
 
-    python benchmarks/machine.py ceiling THREADS PROCESSES [cpu|cuda]
+    python benchmarks/machine.py ceiling THREADS PROCESSES cpu|cuda SIZE
     python benchmarks/machine.py device [FILE.json]
 
 The first command prints the rate of large matrix products by dtype as JSON, in GFLOP/s of one
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "numpy")
-SIZES = {"cpu": 4096, "cuda": 8192}
+SIZES, SMALL = {"cpu": 4096, "cuda": 8192}, 512
 CEILING_S = 0.8  # for each dtype: a few products
 
 
@@ -81,12 +81,12 @@ def revision() -> dict[str, Any]:
     }
 
 
-def product_rates(threads: int, device: str) -> dict[str, float]:
+def product_rates(threads: int, device: str, n: int) -> dict[str, float]:
     """GFLOP/s of square products in fp32 and bf16, the best of those that fit into CEILING_S."""
     import torch
 
     torch.set_num_threads(threads)
-    n, rates = SIZES[device], {}
+    rates = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         out, best, began = torch.empty_like(a), float("inf"), time.perf_counter()
@@ -113,10 +113,11 @@ def seconds_of(call: Any, device: str) -> float:
 
 
 def ceiling(
-    threads: int, processes: int, environment: dict[str, str], device: str = "cpu"
+    threads: int, processes: int, environment: dict[str, str], device: str, quick: bool
 ) -> dict[str, float]:
     """Return the total rate of products of concurrent processes, in GFLOP/s by dtype."""
-    command = [sys.executable, __file__, "ceiling", str(threads), str(processes), device]
+    words = [str(threads), str(processes), device, str(SMALL if quick else SIZES[device])]
+    command = [sys.executable, __file__, "ceiling", *words]
     children = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(processes)
@@ -216,4 +217,4 @@ def show_accelerator(path: Path | None) -> None:
 if __name__ == "__main__" and sys.argv[1] == "device":
     show_accelerator(Path(sys.argv[2]) if len(sys.argv) > 2 else None)
 elif __name__ == "__main__":
-    print(json.dumps(product_rates(int(sys.argv[2]), sys.argv[4])))
+    print(json.dumps(product_rates(int(sys.argv[2]), sys.argv[4], int(sys.argv[5]))))

@@ -2,7 +2,8 @@
 
 Start-up, kernels and data loading use the separate benchmarks in this folder, with fewer repeats.
 The optimizer step and saving are those of GPT-2 124M in bf16 by pretrain_gpt.py, compared with
-torch's AdamW with clipping and torch.save of the same state to the same disk, in the plain loop.
+torch's AdamW with clipping and torch.save of the same state to the same disk, in the plain loop;
+the batch, which changes neither, is a single sequence.
 
     python benchmarks/parts.py loading [--quick]     prints tokens/s of the loader as JSON, for a process of its own
 """
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,7 @@ def start_up(repeat: int) -> Iterator[Record]:
 
 def optimizer_and_save(case: Case, threads: int, folder: Path) -> Iterator[Record]:
     """The optimizer's part of a step and a checkpoint, ours and the plain loop's."""
+    case = replace(case, micro_batch=1, micro_batches=1)
     for side in (OURS, EAGER):
         outcome = run(
             case, side, warm_up=1, steps=REPEAT, threads=threads, folder=folder, save=True
@@ -85,7 +88,7 @@ def optimizer_and_save(case: Case, threads: int, folder: Path) -> Iterator[Recor
             )
 
 
-def kernels(threads: int, folder: Path) -> Iterator[Record]:
+def kernels(quick: bool, threads: int, folder: Path) -> Iterator[Record]:
     """Cross entropy and AdamW, our kernels and torch's operators, by benchmarks/kernels.py."""
     command = [
         sys.executable,
@@ -93,9 +96,9 @@ def kernels(threads: int, folder: Path) -> Iterator[Record]:
         "--quick",
         "--op",
         "cross_entropy",
-        "adamw",
+        *([] if quick else ["adamw"]),
         "--dtype",
-        "float32",
+        *([] if quick else ["float32"]),
         "bfloat16",
         "--output",
         str(folder / "kernels"),
@@ -146,7 +149,7 @@ def measure(case: Case, *, quick: bool, threads: int, folder: Path) -> list[Reco
     makers: list[tuple[str, Callable[[], Iterator[Record]]]] = [
         ("start-up", lambda: start_up(1 if quick else REPEAT)),
         ("optimizer step and save", lambda: optimizer_and_save(case, threads, folder)),
-        ("kernels", lambda: kernels(threads, folder)),
+        ("kernels", lambda: kernels(quick, threads, folder)),
         ("data loading", lambda: data_loading(quick, threads, folder)),
     ]
     rows: list[Record] = []

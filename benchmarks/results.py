@@ -290,6 +290,12 @@ def notes(record: Record) -> list[str]:
         for r in record["rows"]
         if r["reason"] and "step_s" in r
     ]
+    fewer: dict[int, list[str]] = {}
+    for r in record["rows"]:
+        count = r.get("ratio", {}).get("count", record.get("rounds", 0))
+        if count < record.get("rounds", 0):
+            fewer.setdefault(count, []).append(f"{r['workload']} {r['case']}, {r['side']}")
+    lines += [f"in {count} round(s) only: {'; '.join(names)}" for count, names in fewer.items()]
     return lines + [f"not run: {name}: {why}" for name, why in record.get("left_out", {}).items()]
 
 

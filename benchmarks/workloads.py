@@ -33,6 +33,7 @@ class Side:
     untouched   nothing is set in its environment
     defaults    its libraries use their defaults, even if these are slower
     less        work that it omits compared with the others
+    once        a variant of another side, which is started in the first round only
     root        clone whose pretrain_gpt.py runs; version_of: the side that it is compared with
     """
 
@@ -44,6 +45,7 @@ class Side:
     untouched: bool = False
     defaults: bool = False
     less: str = ""
+    once: bool = False
     root: Path = ROOT
     version_of: Side | None = None
 
@@ -52,6 +54,7 @@ class Side:
 class Case:
     """Model, batch and layout. micro_batches: of one replica in a step; the first side is ours.
 
+    steps     measured steps of a start
     experts   of each layer, two of which a token passes through, each half as wide as the MLP whose
               place they take: the FLOPs are those of the model without experts
     """
@@ -72,6 +75,7 @@ class Case:
     data: int = 1
     device: str = "cpu"
     experts: int = 0
+    steps: int = 2
 
     @property
     def processes(self) -> int:
@@ -117,14 +121,18 @@ AS_THEY_COME = (
 )
 ALL_WEIGHTS = "no ZeRO: every process updates all weights"
 OURS = Side("ours")
-UNTOUCHED = Side("ours, nothing set", untouched=True)
+UNTOUCHED = Side("ours, nothing set", untouched=True, once=True)
 EAGER, COMPILED = (
     Side("torch, eager", "plain.py"),
     Side("torch, compiled", "plain.py", compiled=True),
 )
 TRANSFORMERS = Side("transformers + DeepSpeed", "transformers_deepspeed.py")
 TRANSFORMERS_DEFAULTS = replace(
-    TRANSFORMERS, name="transformers + DeepSpeed, defaults", defaults=True, less=AS_THEY_COME
+    TRANSFORMERS,
+    name="transformers + DeepSpeed, defaults",
+    defaults=True,
+    less=AS_THEY_COME,
+    once=True,
 )
 MEGATRON_CORE = Side("megatron-core", "megatron_core.py")
 DDP = replace(EAGER, name="torch, DDP", less=ALL_WEIGHTS)
@@ -135,7 +143,8 @@ LEFT_OUT = {
     "picotron, nanoGPT, Megatron-DeepSpeed": "not on PyPI; `torch, eager` and `torch, compiled` "
     "stand for nanoGPT",
 }
-GPT2 = dict(workload="W1", layers=12, hidden=768, heads=12, vocabulary=50304)
+# Its steps take seconds each.
+GPT2 = dict(workload="W1", layers=12, hidden=768, heads=12, vocabulary=50304, steps=1)
 SMALL = dict(layers=6, hidden=512, heads=8, vocabulary=8192, sequence=512, dtype="bf16")
 
 
@@ -235,7 +244,7 @@ def cpu_cases() -> list[Case]:
 
 def quick(case: Case) -> Case:
     """The case with a tiny model, to see that everything runs."""
-    layers = min(case.layers, 6)
+    layers = min(case.layers, 6 if case.pipeline > 1 else 2)
     return replace(
         case, layers=layers, hidden=64, heads=4, vocabulary=512, sequence=case.sequence // 8
     )

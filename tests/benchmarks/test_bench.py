@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from megatron.config import parse_args
+from tests.helpers.clock import VirtualClock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,7 +61,7 @@ def test_the_plain_loop_starts_at_the_loss_of_a_uniform_guess() -> None:
     and half its square is 0.013.
     """
     workloads, sides, plain = module("workloads"), module("sides"), module("plain")
-    case = workloads.quick(workloads.cpu_cases()[0])
+    case = replace(workloads.quick(workloads.cpu_cases()[0]), layers=6)
     task = module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
     torch.manual_seed(0)
     loss = plain.GPT(task)(*module("common").micro_batch(task)).item()
@@ -188,6 +190,37 @@ def test_a_round_after_a_failure_repeats_no_figures(
     assert any("killed" in note for note in module("results").notes({"rows": [row]}))
 
 
+def test_further_rounds_take_what_fits_and_start_no_variant_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A start of W0 takes 10 s, one of W1 100 s: of 8 minutes, one round takes 310 s."""
+    bench, sides = module("bench"), module("sides")
+    cases, clock = module("workloads").cpu_cases(), VirtualClock()
+    keys = [(cases[0], side) for side in cases[0].sides[:3]] + [(cases[4], cases[4].sides[0])]
+    started: list[str] = []
+
+    def run(case: Any, side: Any, **more: Any) -> Any:
+        seconds = 10.0 if case.workload == "W0" else 100.0
+        started.append(f"{case.workload} {side.name}")
+        clock.advance(seconds)
+        return sides.Outcome(step_s=[1.0], wall_s=seconds)
+
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {})
+    monkeypatch.setattr(bench.time, "monotonic", clock)
+    first = ["W1 ours", "W1 ours, nothing set", "W1 torch, eager", "W0 ours"]
+    for minutes, expected in (
+        (5.0, first),
+        (6.0, [*first, *["W0 ours"] * 4]),
+        (8.7, [*first, "W0 ours", "W1 torch, eager", "W1 ours"]),
+    ):
+        started.clear()
+        options = bench.parse(["--minutes", str(minutes)])
+        found, _ = bench.play(keys, options, 1, tmp_path, bench.Console(quiet=True))
+        assert started == expected
+        assert len({len(rounds) for rounds in found.values()}) == 1
+
+
 def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
     results, case = module("results"), module("workloads").cpu_cases()[0]
     row = results.row_of(
@@ -233,3 +266,18 @@ def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_bytes(b"\xff")
     assert results.last_of(tmp_path, run_record(1.0, [1.0]))["date"] == dates["c"]
     assert results.last_of(tmp_path, run_record(1.0, [1.0], quick=True))["date"] == dates["b"]
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_runs_whole_and_no_row_of_ours_fails(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/bench.py", "--quick", "--output", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    assert {row["workload"] for row in record["rows"]} == {"W0", "W1", "W2", "W3", "W4"}
+    assert all("step_s" in row for row in record["rows"] if not row["reason"])
+    assert {part["name"] for part in record["parts"]} >= {"start-up", "optimizer step", "save"}
+    assert all("value" in part for part in record["parts"])

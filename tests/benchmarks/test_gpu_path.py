@@ -89,7 +89,7 @@ def test_every_training_looked_at_is_one_that_pretrain_gpt_takes() -> None:
     ]
     for training in found:
         config = parse_args([*training.arguments, "--save", "saved"], training.ranks)
-        assert config.batch.train_iters == 8
+        assert config.batch.train_iters == 2 * config.logging.log_interval
     assert {training.ranks for training in found} == {1, 2}
 
 
