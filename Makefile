@@ -56,7 +56,7 @@ help:
 	@echo 'make quick   the fast tests only (about a minute)'
 	@echo 'make prove   the long proofs, hours in all; ONLY=list names them, ONLY=kills runs one'
 	@echo 'make lint    ruff and mypy'
-	@echo 'make bench   set up, then measure training beside public peers (about 12 minutes on 2 quiet cores); BENCH=--quick'
+	@echo 'make bench   set up, then measure training beside public peers (about 11 minutes on 2 quiet cores); BENCH=--quick'
 	@echo 'make gpu-check'
 	@echo '             what the GPUs here can prove and measure, in runs/gpu/REPORT.md; BUDGET=10m; again: what is left'
 	@echo 'make gpu-kit what make gpu-check needs on a machine without a network: THERE=its-python ARCH=sm_90'

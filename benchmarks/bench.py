@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one tiny model of each workload and one round, as a smoke test",
+        help="one tiny model of each workload, without variants, and one round, as a smoke test",
     )
     parser.add_argument(
         "--only",
@@ -331,7 +331,12 @@ def main() -> int:
     # What is told nothing takes all threads, which compares with others only where they have them,
     # too.
     fair = threads == about["threads"]
-    keys = [(case, side) for case in cases for side in case.sides if fair or not side.untouched]
+    keys = [
+        (case, side)
+        for case in cases
+        for side in case.sides
+        if (fair or not side.untouched) and not (options.quick and side.once)
+    ]
     if about["load"] > 0.5:
         console.print(
             f"warning: the load is {about['load']}: something else runs here, and figures will vary"
