@@ -22,7 +22,9 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -39,7 +41,7 @@ from typing import Any
 from workloads import cuda_cases
 
 ROOT = Path(__file__).resolve().parents[1]
-KIT = ROOT / ".gpu-kit"
+KIT, LABEL = ROOT / ".gpu-kit", "kit.json"
 PASSED, FAILED, CUT, NOT_DONE = "passed", "FAILED", "cut", "not done"
 SMALL_S = 30.0  # expected time of a step on a CPU, also a busy one
 GRACE_S = 10.0  # from a polite signal to force
@@ -143,7 +145,7 @@ class Check:
         )
 
     def _no_time(self, step: Step) -> str:
-        left = self._end - self._clock()
+        left = max(0.0, self._end - self._clock())
         needed = max(
             step.seconds, self.results[step.name]["seconds"] if self._verdict(step) == CUT else 0.0
         )
@@ -193,7 +195,7 @@ class Check:
     def _keep(
         self, step: Step, verdict: str, reason: str, seconds: float = 0.0, **more: Any
     ) -> None:
-        commands = [shlex.join(("python", *words)) for words in step.commands]
+        commands = [shlex.join((sys.executable, *words)) for words in step.commands]
         self.results[step.name] = {
             "name": step.name,
             "what": step.what,
@@ -251,7 +253,8 @@ class Check:
             "",
             "```",
         ]
-        text.append("export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}")
+        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        text.append(f"export PYTHONPATH={shlex.quote(os.pathsep.join([str(ROOT), *paths]))}")
         for result in done:
             text += (
                 [f"# {result['name']}", *result["commands"]]
@@ -639,17 +642,32 @@ def duration(text: str) -> float:
 
 
 def use_kit(kit: Path, root: Path) -> str:
-    """Use what gpu_kit.py has packed, if it is here; return a line for the log."""
-    if not (kit / "built").is_dir():
+    """Use what gpu_kit.py has packed, if it is here and for this Python; return a line for the log."""
+    try:
+        label = json.loads((kit / LABEL).read_text())
+    except (OSError, ValueError):
         return ""
+    here = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}", "machine": platform.machine()}
+    if {name: label.get(name) for name in here} != here:
+        return (
+            f"{kit.name} is not used: it is for Python {label.get('python')} on "
+            f"{label.get('machine')}, this is {here['python']} on {here['machine']}"
+        )
     for path in kit.glob("built/**/*.so"):
         place = root / path.relative_to(kit / "built")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, place)
+        if not place.exists() or place.read_bytes() != path.read_bytes():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            new = place.with_name(f"{place.name}.{os.getpid()}")
+            shutil.copy2(path, new)
+            new.replace(place)  # another process may have the old one mapped
     site = str(kit / "site")
     sys.path.insert(0, site)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
-    return f"{kit.name}: its packages, kernels and extensions are used"
+    sources = runpy.run_path(str(ROOT / "megatron" / "kernels" / "build.py"))["source_hash"]()
+    older = (
+        "" if label.get("kernels") == sources else "; its kernels are of other sources, not used"
+    )
+    return f"{kit.name}: its packages, kernels and extensions are used{older}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -670,7 +688,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER")
     options = parser.parse_args(arguments)
     folder: Path = options.output.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output {folder}: {error.strerror}")
     os.chdir(ROOT)
     # so that commands can be copied
     folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
@@ -691,7 +712,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code != 0:  # of which device earlier results are is not known: they stay
         print(
             (folder / "device.log").read_text(errors="replace"),
-            "device: torch does not run here",
+            "device: the budget ended while torch was imported"
+            if code is None
+            else "device: torch does not run here",
             file=sys.stderr,
         )
         return 1

@@ -4,7 +4,7 @@
     python benchmarks/gpu_kit.py [--python /path/to/python3.12] [--arch sm_90] [--output .gpu-kit]
 
 Take the checkout there, with this folder in its root: `make gpu-check` uses it. That machine needs
-Python and torch, this one PyPI and compilers.
+Python and torch, this one PyPI and compilers. Both need the same commit.
 
     site/   packages that installations of torch lack, of the versions in constraints.txt, for the
             Python of --python (headers included, for the C++ extensions)
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -24,8 +25,9 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_check import KIT, ROOT
+from gpu_check import KIT, LABEL, ROOT
 
+HOST_ARCHS = ("x86-64-v3", "x86-64-v4")
 PACKAGES = "deepspeed hjson pydantic pydantic_core annotated-types typing-inspection".split()
 PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
 ABOUT = """
@@ -79,7 +81,7 @@ def build(built: Path, python: str, headers: bool, archs: Sequence[str], scratch
     else:
         print(f"gpu-kit: {python} has no Python.h: the check builds the extensions there")
     folder = str(built / "megatron" / "kernels" / "lib")
-    for arch in (*archs, "x86-64-v3", "x86-64-v4"):  # after the extensions, which remove others
+    for arch in archs:  # after the extensions, which remove others
         run(
             [
                 sys.executable,
@@ -107,23 +109,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=KIT, metavar="FOLDER")
     options = parser.parse_args(arguments)
     folder: Path = options.output.resolve()
-    asked = subprocess.run(
-        [options.python, "-c", ABOUT], capture_output=True, text=True, check=True
-    ).stdout
-    version, machine, headers = json.loads(asked)
-    shutil.rmtree(folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as scratch:
+    if folder.exists() and not (folder / LABEL).exists() and any(folder.iterdir()):
+        parser.error(f"--output {folder}: it has other files, which would be removed")
+    kernels = runpy.run_path(str(ROOT / "megatron" / "kernels" / "build.py"))
+    archs = [*options.arch.split(","), *HOST_ARCHS]
+    try:
+        kernels["plan"]((), archs)
+        asked = subprocess.run(
+            [options.python, "-c", ABOUT], capture_output=True, text=True, check=True
+        ).stdout
+        version, machine, headers = json.loads(asked)
+    except (kernels["BuildError"], OSError, subprocess.CalledProcessError, ValueError) as error:
+        parser.error(f"--python {options.python} --arch {options.arch}: {error}")
+    minor = ".".join(version.split(".")[:2])
+    if tuple(map(int, minor.split("."))) < (3, 11):
+        parser.error(f"--python {options.python}: Python {version}; 3.11 or newer is needed")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as scratch:
         (wheels := Path(scratch, "wheels")).mkdir()
-        fetch(folder / "site", version, machine, wheels)
-        build(
-            folder / "built",
-            options.python,
-            headers,
-            options.arch.split(","),
-            Path(scratch, "tools"),
-        )
+        made = Path(scratch, "made")
+        print(f"gpu-kit: fetching {', '.join(PACKAGES)} for Python {minor}", flush=True)
+        fetch(made / "site", version, machine, wheels)
+        print(f"gpu-kit: building extensions, and kernels for {', '.join(archs)}", flush=True)
+        build(made / "built", options.python, headers, archs, Path(scratch, "tools"))
+        label = {"python": minor, "machine": machine, "kernels": kernels["source_hash"]()}
+        (made / LABEL).write_text(json.dumps(label) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"gpu-kit: {size / 2**20:.0f} MiB in {folder}, for Python {version} and {options.arch}")
+    print(f"gpu-kit: {size / 2**20:.0f} MiB in {folder}, for Python {minor} and {options.arch}")
     return 0
 
 

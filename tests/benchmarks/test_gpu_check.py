@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -177,7 +178,7 @@ def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here: M
     )
     assert steps["other"]["tables"] == [[["value"], ["new"]]]
     assert steps["slow"]["seconds"] == 100 and "17" in steps["slow"]["reason"]
-    assert "| 1 | 2.5 |" in text and "ValueError: 17" in text and "python fast 'a b'" in text
+    assert "| 1 | 2.5 |" in text and "ValueError: 17" in text and f"{sys.executable} fast 'a b'" in text
     assert module("gpu_check").tables_of("\n".join(text))[0][1:3] == [
         ["fast", "passed", "10", "4 of 5 are good"],
         ["slow", "FAILED", "100", steps["slow"]["reason"]],
@@ -405,7 +406,10 @@ def test_without_a_gpu_every_step_is_rehearsed(tmp_path: Path) -> None:
 
 
 def test_a_kit_is_put_in_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed kernels and extensions come into the tree, and packed packages first on the path."""
+    """Packed kernels and extensions come into the tree, and packed packages first on the path.
+
+    Not those for another version of Python.
+    """
     gpu_check, kit, root = module("gpu_check"), tmp_path / "kit", tmp_path / "root"
     root.mkdir()
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -415,6 +419,11 @@ def test_a_kit_is_put_in_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for path in (kit / "built" / library, kit / "site" / "packed_here.py"):
         path.parent.mkdir(parents=True)
         path.write_text("17")
+    label = {"python": "2.7", "machine": platform.machine(), "kernels": ""}
+    (kit / "kit.json").write_text(json.dumps(label))
+    assert "2.7" in gpu_check.use_kit(kit, root) and not (root / library).exists()
+    label["python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    (kit / "kit.json").write_text(json.dumps(label))
     assert gpu_check.use_kit(kit, root)
     assert (root / library).read_text() == "17"
     found = importlib.util.find_spec("packed_here")
