@@ -178,7 +178,11 @@ def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here: M
     )
     assert steps["other"]["tables"] == [[["value"], ["new"]]]
     assert steps["slow"]["seconds"] == 100 and "17" in steps["slow"]["reason"]
-    assert "| 1 | 2.5 |" in text and "ValueError: 17" in text and f"{sys.executable} fast 'a b'" in text
+    assert (
+        "| 1 | 2.5 |" in text
+        and "ValueError: 17" in text
+        and f"{sys.executable} fast 'a b'" in text
+    )
     assert module("gpu_check").tables_of("\n".join(text))[0][1:3] == [
         ["fast", "passed", "10", "4 of 5 are good"],
         ["slow", "FAILED", "100", steps["slow"]["reason"]],

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
+from megatron.kernels.ops.norm import norm
 from megatron.parallel import sharding as module
 from megatron.parallel.sharding import GradientSink, deliver, sink_of
 
@@ -141,3 +143,16 @@ class FakeGPU(str):
 
     def __new__(cls):
         return super().__new__(cls, "cpu")
+
+
+def test_a_frozen_vector_gets_no_gradient_beside_one_that_is_trained() -> None:
+    """The kernels' backward passes add to sums themselves; a weight may be frozen at any time."""
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    (weight, of_weight), (bias, of_bias) = make((8,)), make((8,))
+    weight.requires_grad_(False)
+    norm(x, None, weight, bias, 1e-5)[0].sum().backward()
+    assert of_weight.fresh and not of_bias.fresh
+    bias.requires_grad_(False)
+    of_bias.renew()
+    bias_dropout_add(bias_activation(x, bias, "gelu"), bias, x, 0.0, 0).sum().backward()
+    assert x.grad is not None and of_bias.fresh
