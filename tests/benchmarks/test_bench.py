@@ -272,7 +272,7 @@ def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)  # for hangs: a busy machine takes several times as long
 def test_it_runs_whole_and_no_row_of_ours_fails(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/bench.py", "--quick", "--output", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
