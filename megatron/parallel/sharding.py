@@ -332,12 +332,15 @@ def sink_of(parameter: torch.Tensor) -> GradientSink | None:
 def left_to_autograd(parameter: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
     """Add a gradient to the parameter's sink, and return None; return it where there is no sink.
 
-    A parameter that was frozen after it got a sink gets nothing: autograd drops what is returned.
+    Without a parameter there is no gradient: None. One that was frozen after it got a sink gets
+    nothing: autograd drops what is returned.
 
     For a backward pass that has the gradient in fp32: autograd would round it to the parameter's
     type, and take several more calls.
     """
-    sink = sink_of(parameter) if parameter is not None and parameter.requires_grad else None
+    if parameter is None:
+        return None
+    sink = sink_of(parameter) if parameter.requires_grad else None
     if sink is None:
         return gradient
     sink.add(gradient)

@@ -301,7 +301,7 @@ def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(
 
 
 def test_correctness_mfu_and_the_peers_come_within_ten_minutes() -> None:
-    """What a GPU session must answer comes first, also where kernels are still to be built.
+    """Steps that a GPU session must answer come first, also where kernels are still to be built.
 
     What takes two ranks comes next on two devices, and last on one.
     """

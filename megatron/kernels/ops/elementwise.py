@@ -163,7 +163,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
     x, bias = ctx.saved_tensors
     dx, dbias = _bias_activation_backward(gradient.contiguous(), x, bias, ctx.kind)
-    return dx, None if bias is None else left_to_autograd(ctx.bias, dbias), None
+    return dx, left_to_autograd(ctx.bias, dbias), None
 
 
 _bias_activation_backward = operator(
@@ -293,10 +293,7 @@ def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     dx, dbias = _bias_dropout_add_backward(
         gradient.contiguous(), ctx.bias is not None, ctx.probability, ctx.seed, ctx.place
     )
-    if ctx.bias is not None:
-        dbias = left_to_autograd(ctx.bias, dbias)
-    else:
-        dbias = None
+    dbias = left_to_autograd(ctx.bias, dbias)
     return dx, dbias, gradient if ctx.added else None, None, None, None
 
 

@@ -205,7 +205,7 @@ def _gradient(
         )
         weight, bias = ctx.parameters
         dweight = left_to_autograd(weight, parameters[0])
-        dbias = None if bias is None else left_to_autograd(bias, parameters[-1])
+        dbias = left_to_autograd(bias, parameters[-1])
     return dx, dx if ctx.added else None, dweight, dbias, None, None, None
 
 
