@@ -43,6 +43,7 @@ from megatron.checkpoint.together import decided_by_first, together
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
 from megatron.config.model import ModelConfig, TokenizerConfig
+from megatron.config.settings import all_options
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.optimizer import unique_parameters
 from megatron.errors import CheckpointError, ConfigError
@@ -197,7 +198,7 @@ class Companions:
     files   of the tokenizer, and generation_config.json, by name
     ids     fields of config.json that name special tokens
     kind    model_type of the folder that they are from
-    note    why there is no tokenizer; "" if there is one
+    note    what the folder will lack; "" if nothing
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -206,11 +207,42 @@ class Companions:
     note: str = ""
 
 
+_OF_TRAINING = (
+    "moe_expert_capacity_factor",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "logit_z_loss",
+)
+
+
+def lacking(model: ModelConfig) -> list[str]:
+    """Return sentences on the settings of a model for which config.json has no place."""
+    known, found = all_options(), list[str]()
+    flags = [
+        known[name].written(value)
+        for name in _OF_TRAINING
+        if (value := getattr(model, name)) != known[name].default
+    ]
+    if flags:
+        found.append(f"config.json does not hold {', '.join(flags)}: to train on, give them again")
+    if model.moe_eval_capacity_factor is not None:
+        flag = known["moe_eval_capacity_factor"].written(model.moe_eval_capacity_factor)
+        found.append(f"transformers drops no tokens, evaluation here does ({flag}): results differ")
+    return found
+
+
 def companions_of(config: Config) -> Companions:
     """Return the files of the tokenizer of `config`, as transformers reads them.
 
     Raises DataError or CheckpointError for files that cannot be read.
     """
+    found = _of_model(config)
+    notes = [found.note] if found.note else []
+    return dataclasses.replace(found, note="; ".join(notes + lacking(config.model)))
+
+
+def _of_model(config: Config) -> Companions:
     tokenizer, theirs = config.tokenizer, None
     kind = tokenizer.tokenizer_type
     if kind in (None, "NullTokenizer"):

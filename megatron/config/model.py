@@ -463,11 +463,19 @@ class ModelConfig:
     )
     moe_expert_capacity_factor: float | None = option(
         None,
-        "Drop the choices beyond this multiple of an expert's even share of the choices of a "
-        "micro-batch.",
+        "In training, drop the choices beyond this multiple of an expert's even share of the choices "
+        "of a micro-batch.",
         above=0,
         at_most=1e6,
         flags=("--moe-expert-capacity-factor", "--moe-train-capacity-factor"),
+        derived="nothing is dropped",
+    )
+    moe_eval_capacity_factor: float | None = option(
+        None,
+        "The same for evaluation, tasks and generation, whose results then depend on what is "
+        "computed together.",
+        above=0,
+        at_most=1e6,
         derived="nothing is dropped",
     )
     moe_token_drop_policy: str = option(

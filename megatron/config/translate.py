@@ -41,7 +41,7 @@ LATE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys((PARTITION, FIRST, LAST, EMBEDDING, LOSS, LAYOUT), ("pipeline_layout",)),
     **dict.fromkeys(CHUNKS, (_PER_CHUNK,)),
     EXPERT_INTERVAL: ("moe_layer_freq",),
-    NO_DROPS: ("moe_expert_capacity_factor",),
+    NO_DROPS: ("moe_expert_capacity_factor", "moe_eval_capacity_factor"),
 }
 
 
@@ -223,7 +223,8 @@ def translate_late(settings: Settings, flags: Flags) -> None:
     if NO_PIPELINE in present:
         _no_pipeline(settings)
     if NO_DROPS in present:
-        settings.give("moe_expert_capacity_factor", None, NO_DROPS)
+        for name in LATE[NO_DROPS]:
+            settings.give(name, None, NO_DROPS)
         settings.notices.append(
             f"{NO_DROPS} means no --moe-expert-capacity-factor: all tokens count"
         )

@@ -320,6 +320,8 @@ class MicroBatch:
         keys dropout.
     document_lengths: int64 [documents], the differences of cu_seqlens; None together with it.
         Attention needs them on the host, and reading them from a device would synchronise with it.
+    padding: bool [b, s], which positions are no text but fill up a sample, and count nowhere; None:
+        none.
     """
 
     tokens: torch.Tensor
@@ -329,6 +331,7 @@ class MicroBatch:
     cu_seqlens: torch.Tensor | None
     first_sample: int
     document_lengths: npt.NDArray[np.int64] | None = None
+    padding: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         both = (self.cu_seqlens is None) == (self.document_lengths is None)
@@ -391,11 +394,13 @@ def make_micro_batch(
     ends = inputs == eod if eod is not None else np.zeros(inputs.shape, bool)
     in_loss = ~ends if eod_mask_loss else np.ones(inputs.shape, bool)
     opens = np.ones(tokens.shape, bool)  # the first token of each document, labels included
+    padding = np.zeros(inputs.shape, bool)
     if segments is None:
         opens[:, 1:] = ends
     else:
         opens[:, 1:], real = _pieces(segments, tokens.shape, first_sample)
-        in_loss &= ~opens[:, 1:] & real
+        in_loss &= ~opens[:, 1:] & real[:, 1:]
+        padding = ~real[:, :-1]
     for row, marked in enumerate(loss_tokens or ()):
         if marked is not None:
             in_loss[row] &= marked[1:] != 0
@@ -417,13 +422,14 @@ def make_micro_batch(
         else None,
         first_sample=first_sample,
         document_lengths=lengths if apart else None,
+        padding=torch.from_numpy(padding) if padding.any() else None,
     ).to(device)
 
 
 def _pieces(
     segments: Sequence[npt.NDArray[np.int64]], shape: tuple[int, ...], first_sample: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return which of tokens 1 ... s start a piece or the padding, and which are not padding.
+    """Return which of tokens 1 ... s start a piece or the padding, and which are no padding.
 
     Samples are [b, s + 1].
     """
@@ -441,7 +447,7 @@ def _pieces(
             )
         opens[row, ends] = True
         filled[row] = ends[-1] if len(ends) else 0
-    return opens[:, 1:-1], np.arange(1, size) < filled
+    return opens[:, 1:-1], np.arange(size) < filled
 
 
 # --- ledger

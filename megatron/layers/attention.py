@@ -445,7 +445,7 @@ class CoreAttention:
         """
         if self.largest is not None and torch.is_grad_enabled():
             largest = self.largest if heads is None else self.largest[heads]
-            update_largest(largest, tensors, call.documents, self.scoring)
+            update_largest(largest, tensors, call.documents, self.scoring, call.padding)
         core = partial(self._core, call.documents, *self.masks(call, tensors[0].shape[0]))
         return self.again(core, *tensors)
 
@@ -854,11 +854,16 @@ _FEWER_KERNELS = 512
 
 @torch.no_grad()
 def update_largest(
-    largest: Tensor, tensors: tuple[Tensor, ...], documents: Documents | None, scoring: Scoring
+    largest: Tensor,
+    tensors: tuple[Tensor, ...],
+    documents: Documents | None,
+    scoring: Scoring,
+    padding: Tensor | None = None,
 ) -> None:
     """Raise `largest` [heads] to the largest scaled product of a query and a key that it sees.
 
     tensors  as in blocked_attention
+    padding  queries that do not count  # [b, s]
 
     Before soft cap and ALiBi. It works on blocks, so that no scores [s, s] are stored, beside any
     implementation of attention. Its product is half of the work of a forward pass.
@@ -872,6 +877,8 @@ def update_largest(
         rows = torch.arange(s * b, device=q.device)
         document = torch.searchsorted(documents.cu_seqlens, rows, right=True).view(b, s)
         document = document.repeat_interleave(groups, dim=0)
+    if padding is not None:
+        padding = padding.repeat_interleave(groups, dim=0)
     block = block_length(s, q.dtype) if q.device.type == "cpu" else _FEWER_KERNELS
     scores = min(block, s) * share * min(s, block + window + kernel.TILE)
     found = largest.new_empty(b * groups, share).fill_(float("-inf"))
@@ -889,6 +896,9 @@ def update_largest(
                 queried, seen = document[part, first:last], document[part, start:last]
                 hidden = hidden | (queried.unsqueeze(2) != seen.unsqueeze(1))
             products[..., start - key :].masked_fill_(hidden.unsqueeze(2), float("-inf"))
+            if padding is not None:
+                rows = padding[part, first:last, None, None]
+                products.masked_fill_(rows, float("-inf"))
             torch.maximum(found[part], products.amax(dim=(1, 3)).float(), out=found[part])
     of_heads = found.view(b, groups * share).amax(0) * scoring.factor(q.shape[-1])
     torch.maximum(largest, of_heads, out=largest)

@@ -308,6 +308,7 @@ class CallContext:
     dropout        the key of this micro-batch's masks; None switches dropout off
     cache          keys and values of earlier tokens, to which attention adds those of this pass;
                    None in training
+    padding        bool [b, s]: tokens of whole sequences that fill up a sample; None: there are none
 
     numbers        of rows of each layer with experts, for its recomputation
     """
@@ -316,6 +317,7 @@ class CallContext:
     documents: Documents | None = None
     dropout: DropoutKey | None = None
     cache: KeyValueCache | None = None
+    padding: Tensor | None = None
     numbers: dict[int, HostCopy] = field(default_factory=dict, init=False)
 
     def hidden_mask(

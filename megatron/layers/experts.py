@@ -172,22 +172,29 @@ class _WithLoss(torch.autograd.Function):
         return gradient, one * ctx.experts.loss_scale, None
 
 
-def balancing_loss(scores: Tensor, load: Tensor) -> Tensor:
+def balancing_loss(scores: Tensor, load: Tensor, real: Tensor | None = None) -> Tensor:
     """Return E sum_i f_i P_i, of E experts: 1 where the load is even (fp32, a scalar).
 
     Fedus et al., arXiv 2101.03961, eq. 4 to 6.
 
     scores  normalised scores of tokens; P is their mean  # [.., E]
     load    choices of each expert; f is its share in all. No gradient flows through it.  # [E]
+    real    which tokens are no padding, 0 or 1; None: all  # [tokens]
     """
     share = load / load.sum().clamp(min=1)
-    return len(load) * (share * scores.flatten(0, -2).mean(0)).sum()
+    return len(load) * (share * mean_over(scores.flatten(0, -2), real)).sum()
+
+
+def mean_over(values: Tensor, real: Tensor | None) -> Tensor:
+    """Return the mean of values [n, ..] over those that `real` [n] marks by 1; None: over all."""
+    return values.mean(0) if real is None else real @ values / real.sum().clamp(min=1)
 
 
 class Router(torch.nn.Module):
     """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k], of all tokens.
 
-    Weights are fp32, experts int64; a choice that is dropped has the weight 0 and the expert -1.
+    Weights are fp32, experts int64; a choice that is dropped has the weight 0 and the expert -1. So
+    have the choices of padding, which enters no load, loss, capacity or figure.
 
     load         choices of each expert since the last step, before drops  # [E], fp32
 
@@ -254,9 +261,14 @@ class Router(torch.nn.Module):
         if context.sequence_parallel:
             logits = _Gather.apply(logits, context.tensor, True)  # type: ignore[no-untyped-call]
         weights, experts = self.choose(logits.flatten(0, 1))
+        if (padding := call.padding) is not None:
+            padding = padding if context.parts is None else context.parts.cut(padding)
+            padding = padding.t().reshape(-1, 1)
+            weights, experts = weights.masked_fill(padding, 0.0), experts.masked_fill(padding, -1)
         counts = torch.is_grad_enabled() and not within_backward()
         if torch.is_grad_enabled() and self.training:
-            weights = self._with_losses(logits, weights, experts, counts)
+            real = None if padding is None else padding.logical_not().float().view(-1, x.shape[1])
+            weights = self._with_losses(logits, weights, experts, real, counts)
         kept = self._kept(weights, experts, x.shape[1])
         if counts and self.training:
             self.passes += 1
@@ -264,8 +276,10 @@ class Router(torch.nn.Module):
                 self.load += (load := self._count(experts))
                 if self.measured:
                     self.interval += load
-                    self.entropy -= torch.xlogy(p := self.shares(logits), p).sum()
-                    self.dropped += 0 if kept is None else kept.logical_not().sum()
+                    chosen = experts >= 0
+                    entropies = torch.xlogy(p := self.shares(logits), p).sum(-1).flatten()
+                    self.entropy -= (entropies * chosen[:, 0]).sum()
+                    self.dropped += 0 if kept is None else (chosen & ~kept).sum()
         if kept is not None:
             weights = weights.masked_fill(~kept, 0.0)
             experts = experts.masked_fill(~kept, -1)
@@ -315,16 +329,25 @@ class Router(torch.nn.Module):
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _count(self, experts: Tensor) -> Tensor:
-        return count_choices(experts, torch.zeros_like(self.load))
+        return count_choices(experts, self.experts)
 
     def _with_losses(
-        self, logits: Tensor, weights: Tensor, experts: Tensor, counts: bool
+        self,
+        logits: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        real: Tensor | None,
+        counts: bool,
     ) -> Tensor:
-        """Return the weights, through whose gradient that of the losses of logits [s, b, E] flows."""
+        """Return the weights, through whose gradient that of the losses of logits [s, b, E] flows.
+
+        real  see balancing_loss  # [s, b]
+        """
         losses = list[Tensor]()
         if (parts := self.context.parts) is not None:  # losses are of whole sequences
             logits = _Gather.apply(logits, parts.group, False)  # type: ignore[no-untyped-call]
             experts = self.choose(logits.detach().flatten(0, 1))[1]
+            real = None if real is None else gather_first(real, parts.group)
         shares = self.shares(logits) if self.balancing else logits
         if self.balancing and (
             self.expert_bias is not None or self.config.moe_router_num_groups is not None
@@ -332,20 +355,31 @@ class Router(torch.nn.Module):
             # Losses are of the scores, without bias and groups (arXiv 2412.19437, eq. 18).
             experts = shares.detach().topk(self.config.moe_router_topk, dim=-1).indices
         experts = experts.view(*logits.shape[:2], -1)
+        if real is not None:
+            experts = experts.masked_fill(real.unsqueeze(-1) == 0, -1)
+        of_all = None if real is None else real.flatten()
         for kind in self.balancing:
             if kind == "aux_loss":
-                loss = balancing_loss(shares, self._count(experts))
+                loss = balancing_loss(shares, self._count(experts), of_all)
             elif kind == "seq_aux_loss":
-                samples = zip(shares.unbind(1), experts.unbind(1), strict=True)
-                each = [balancing_loss(of_one, self._count(its)) for of_one, its in samples]
-                loss = torch.stack(each).mean()
+                each = [
+                    balancing_loss(
+                        shares[:, i],
+                        self._count(experts[:, i]),
+                        None if real is None else real[:, i],
+                    )
+                    for i in range(shares.shape[1])
+                ]
+                with_text = None if real is None else real.amax(0)
+                loss = mean_over(torch.stack(each), with_text)
             else:  # before the first step the load counts as even
                 assert self.last_load is not None, "made for this loss"
                 even = self.last_load.sum() == 0
-                loss = balancing_loss(shares, torch.where(even, 1.0, self.last_load))
+                loss = balancing_loss(shares, torch.where(even, 1.0, self.last_load), of_all)
             losses.append(loss)
         if self.config.moe_z_loss_coeff:  # Zoph et al., arXiv 2202.08906, eq. 5
-            losses.append(logits.logsumexp(-1).square().mean())
+            squares = logits.logsumexp(-1).square().flatten()
+            losses.append(mean_over(squares, of_all))
         if not losses:
             return weights
         found = torch.stack(losses)
@@ -358,25 +392,38 @@ class Router(torch.nn.Module):
     @torch.no_grad()
     def _kept(self, weights: Tensor, experts: Tensor, samples: int) -> Tensor | None:
         """Return which choices [t, k] are within their expert's capacity; None: all."""
-        factor, (tokens, k), parts = self.config.moe_expert_capacity_factor, experts.shape, None
-        if factor is not None and (parts := self.context.parts) is not None:
+        (tokens, k), parts, config = experts.shape, self.context.parts, self.config
+        factor = config.moe_eval_capacity_factor
+        if self.training:
+            factor = config.moe_expert_capacity_factor
+        if factor is None:
+            return None
+        if parts is not None:
             # The capacity is of whole sequences: [b k, s/c] -> [b k, s], and the order by position.
             tokens *= parts.size
             weights, experts = (
                 parts.gather(y.view(-1, samples * k).t()).t().reshape(tokens, k)
                 for y in (weights, experts)
             )
-        capacity = tokens if factor is None else math.ceil(tokens * k / self.experts * factor)
+        capacity = math.ceil(tokens * k / self.experts * factor)
         if capacity >= tokens:
             return None
-        if self.config.moe_token_drop_policy == "probs":
-            found = weights.new_full((tokens, self.experts), -1.0).scatter_(1, experts, weights)
-            best = found.topk(capacity, dim=0).indices
-            inside = torch.zeros_like(found, dtype=torch.bool).scatter_(0, best, True)
+        # The capacity is that of the tokens without padding, whose number the host does not know.
+        real = (experts[:, 0] >= 0).sum().double()
+        limit = (real * k / self.experts * factor).ceil()
+        columns = experts + 1  # the first one takes the choices of padding
+        table = weights.new_full((tokens, self.experts + 1), -1.0)
+        if config.moe_token_drop_policy == "probs":
+            best = table.scatter_(1, columns, weights).topk(capacity, dim=0).indices
+            within = (torch.arange(capacity, device=limit.device) < limit).unsqueeze(1)
+            inside = torch.zeros_like(table, dtype=torch.bool).scatter_(
+                0, best, within.expand_as(best)
+            )
         else:
-            chosen = torch.zeros(tokens, self.experts, dtype=torch.int32, device=experts.device)
-            inside = chosen.scatter_(1, experts, 1).cumsum(0) <= capacity
-        inside = inside.gather(1, experts)
+            chosen = torch.zeros_like(table, dtype=torch.int32).scatter_(1, columns, 1)
+            inside = chosen.cumsum(0) <= limit
+        inside[:, 0] = False
+        inside = inside.gather(1, columns)
         if parts is None:
             return inside
         positions = parts.positions(tokens // samples, experts.device)
@@ -506,7 +553,8 @@ class ExpertMLP(torch.nn.Module):
         self.operators = KERNELS if context.fusions.permute else REFERENCES
         self.group, self.overlap = shared_by(context).group, config.moe_shared_expert_overlap
         self.hops = shared_by(context).hops or (self.group,) if self.group.size > 1 else ()
-        self.dropless = self.group.size == 1 and config.moe_expert_capacity_factor is None
+        factors = config.moe_expert_capacity_factor, config.moe_eval_capacity_factor
+        self.dropless = self.group.size == 1 and factors == (None, None)
         self.activation, self.fused = config.activation, context.fusions.bias_activation
         self.activation_again, self.again = activation_again, again
         self.router = Router(context, f"{name}.router", config, index, fill)
@@ -568,7 +616,8 @@ class ExpertMLP(torch.nn.Module):
                 # gradients of the tokens return.
                 shared = self._shared(x)
             tokens = arrival.wait(tokens)
-        rows = self._experts(tokens, *choices, lambda: numbers()[at:])
+        dropless = self.dropless and call.padding is None
+        rows = self._experts(tokens, *choices, lambda: numbers()[at:], dropless)
         for trip in reversed(trips):
             rows = trip.back(rows)
         out = rows.view_as(x)
@@ -594,11 +643,16 @@ class ExpertMLP(torch.nn.Module):
             call.numbers[layer] = HostCopy(exchange_numbers(experts, self.hops, each))
         return partial(read_numbers, call.numbers[layer], experts.shape, self.hops, each)
 
-    def _experts(self, tokens: Tensor, weights: Tensor, experts: Tensor, sizes: Numbers) -> Tensor:
-        """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h]."""
+    def _experts(
+        self, tokens: Tensor, weights: Tensor, experts: Tensor, sizes: Numbers, dropless: bool
+    ) -> Tensor:
+        """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h].
+
+        dropless  whether each choice is of one of these experts, so that the host need not wait
+        """
         order, places, ends = sorted_choices(experts, len(self.dense_h_to_4h.weight))
         counts = RowCounts(ends, sizes)
-        if not self.dropless:
+        if not dropless:
             order = order[: sum(sizes())]
         rows = self.operators.permute(tokens, order, places)  # [n, h]
         up = self.dense_h_to_4h(rows, counts)
@@ -648,13 +702,14 @@ def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     return by_expert // experts.shape[1], places, ends
 
 
-def count_choices(experts: Tensor, none: Tensor) -> Tensor:
-    """Return how many choices each expert has, [E] in fp32; `none` are zeros of this shape.
+def count_choices(experts: Tensor, count: int) -> Tensor:
+    """Return how many choices each of `count` experts has, in fp32; -1 is no expert.
 
     Unlike torch.bincount, this needs no wait. On a CPU it is faster in fp32 than in integers.
     """
-    flat = experts.flatten()
-    return none.scatter_add(0, flat, torch.ones_like(flat, dtype=none.dtype))
+    flat = experts.flatten() + 1
+    counts = torch.zeros(count + 1, device=flat.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))[1:]
 
 
 # -- messages between expert-parallel ranks --------------------------------------------------------
@@ -687,8 +742,7 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
     for hop in hops:
         members *= hop.size
         levels.append(members_chosen(experts, count // members, members).sum(0))
-    none = torch.zeros(count + 1, device=experts.device)
-    levels.append(count_choices(experts + 1, none)[1:].long())
+    levels.append(count_choices(experts, count).long())
     found = list[Tensor]()
     for hop in hops:
         mine = torch.cat([level.view(hop.size, -1) for level in levels], dim=1)

@@ -199,7 +199,7 @@ class GPTChunk(torch.nn.Module):
         ids = batch.position_ids if given else None
         if ids is not None and self.context.parts is not None:
             ids = self.context.parts.cut(ids)
-        return CallContext(ids, documents, dropout, cache)
+        return CallContext(ids, documents, dropout, cache, batch.padding)
 
     def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
         assert batch.tokens is not None

@@ -137,6 +137,7 @@ SETTINGS = """
 --moe-input-jitter-eps 0.1
 --moe-expert-capacity-factor 1.5
 --moe-train-capacity-factor 1.25 => moe_expert_capacity_factor 1.25
+--moe-eval-capacity-factor 2.0
 --moe-token-drop-policy position
 --moe-per-layer-logging
 --sequence-parallel
@@ -365,7 +366,6 @@ ACCEPTED = """
 --num-experts 1
 --expert-interval 2
 --mlp-type standard
---moe-eval-capacity-factor 1.0
 --moe-min-capacity 4
 --create-moe-param-group
 --disable-moe-token-dropping
@@ -611,6 +611,7 @@ OF_EXPERTS = {
         for name in (
             *("layer-freq", "ffn-hidden-size", "aux-loss-coeff", "loss-coeff", "z-loss-coeff"),
             *("input-jitter-eps", "expert-capacity-factor", "train-capacity-factor"),
+            "eval-capacity-factor",
             *("router-topk", "router-topk-scaling-factor", "router-pre-softmax"),
             *("router-score-function", "router-bias-update-rate", "token-drop-policy"),
             "per-layer-logging",

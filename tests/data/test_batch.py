@@ -105,6 +105,7 @@ def test_pieces_against_loop(
             assert batch.position_ids[b, j] == place
             counts = piece == owner[j + 1][0] != -1 and not (eod_mask_loss and tokens[b, j] == EOD)
             assert batch.loss_mask[b, j] == float(counts)
+            assert (batch.padding is not None and batch.padding[b, j]) == (piece == -1)
             if place == 0:
                 bounds.append(b * length + j)
     check_documents(batch, [*bounds, len(samples) * length])

@@ -190,13 +190,17 @@ def test_largest_logits_are_those_of_all_scores(packed: bool, window: int) -> No
     lengths = [70, 80, 10, 140]
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     documents = Documents(starts, torch.tensor(lengths).numpy(), b) if packed else None
+    padding = None
+    if packed:  # the last document
+        q[-140:, 1], k[-140:, 1] = 9.0, 9.0
+        padding = torch.arange(s) >= torch.tensor([s, 10]).unsqueeze(1)
     found = torch.zeros(groups * share)
-    update_largest(found, (q, k, k), documents, Scoring(scale=0.3, window=window))
+    update_largest(found, (q, k, k), documents, Scoring(scale=0.3, window=window), padding)
     scores = torch.einsum("sbhd,tbhd->bhst", q.double(), k.double().repeat_interleave(share, 2))
     behind = torch.arange(s).unsqueeze(1) - torch.arange(s)
     seen = ((behind >= 0) & (behind <= window)).expand(b, s, s)
     if packed:
         of = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).view(b, s)
-        seen = seen & (of.unsqueeze(2) == of.unsqueeze(1))
+        seen = seen & (of.unsqueeze(2) == of.unsqueeze(1)) & (of != 3).unsqueeze(2)
     expected = scores.masked_fill(~seen.unsqueeze(1), -math.inf).amax((0, 2, 3)) * 0.3
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

@@ -90,35 +90,43 @@ def made(fields: dict[str, Any], **again: bool) -> tuple[ExpertMLP, Config]:
 
 
 def reference(
-    x: torch.Tensor, p: dict[str, torch.Tensor], layer: ExpertMLP, config: Config
+    x: torch.Tensor,
+    p: dict[str, torch.Tensor],
+    layer: ExpertMLP,
+    config: Config,
+    lengths: tuple[int, ...],
 ) -> tuple[torch.Tensor, list[torch.Tensor], np.ndarray]:
-    """Return output, weighted losses and the experts of each token, by loops over tokens."""
+    """Return output, weighted losses and the experts of each token, by loops over tokens.
+
+    Samples have these lengths, and the output of the rest is zero.
+    """
+    text = [(s, b) for s in range(S) for b in range(B) if s < lengths[b]]
+    of_text = tuple(torch.tensor(text).t())
     m, router = config.model, layer.router
     output = 0.25 if m.use_mup else 1.0  # of 4 times the inputs of the base model
     logits = x @ p["router.weight"].t() * output
     bias = None if router.expert_bias is None else router.expert_bias.double()
     softmax, k = m.moe_router_score_function == "softmax", m.moe_router_topk
     scores = logits.softmax(-1) if softmax else logits.sigmoid()
-    chosen = np.zeros((S, B, k), dtype=np.int64)
+    chosen = np.full((S, B, k), -1)
     weights: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-    for s in range(S):
-        for b in range(B):
-            wanted = (scores[s, b] if bias is None else scores[s, b] + bias).detach().numpy().copy()
-            if m.moe_router_num_groups:
-                parts = wanted.reshape(m.moe_router_num_groups, -1)
-                each = k // m.moe_router_group_topk
-                sums = [np.sort(part)[::-1][:each].sum() for part in parts]
-                for group in np.argsort(sums)[: -m.moe_router_group_topk]:
-                    parts[group] = -np.inf
-                wanted = parts.reshape(-1)
-            best = np.argsort(-wanted)[:k]
-            chosen[s, b] = best
-            of = {int(e): scores[s, b, e] for e in best}
-            whole = sum(of.values()) if softmax or k > 1 else 1.0
-            if softmax and m.moe_router_pre_softmax:
-                whole = 1.0
-            factor = m.moe_router_topk_scaling_factor or 1.0
-            weights[s, b] = {e: w / whole * factor for e, w in of.items()}
+    for s, b in text:
+        wanted = (scores[s, b] if bias is None else scores[s, b] + bias).detach().numpy().copy()
+        if m.moe_router_num_groups:
+            parts = wanted.reshape(m.moe_router_num_groups, -1)
+            each = k // m.moe_router_group_topk
+            sums = [np.sort(part)[::-1][:each].sum() for part in parts]
+            for group in np.argsort(sums)[: -m.moe_router_group_topk]:
+                parts[group] = -np.inf
+            wanted = parts.reshape(-1)
+        best = np.argsort(-wanted)[:k]
+        chosen[s, b] = best
+        of = {int(e): scores[s, b, e] for e in best}
+        whole = sum(of.values()) if softmax or k > 1 else 1.0
+        if softmax and m.moe_router_pre_softmax:
+            whole = 1.0
+        factor = m.moe_router_topk_scaling_factor or 1.0
+        weights[s, b] = {e: w / whole * factor for e, w in of.items()}
     shares = scores / scores.sum(-1, keepdim=True)
     plain = np.argsort(-shares.detach().numpy(), axis=-1)[..., :k]
 
@@ -133,16 +141,18 @@ def reference(
     kinds = zip(m.moe_router_load_balancing_type, m.moe_aux_loss_coeff, strict=True)
     for kind, factor in kinds:
         if kind == "aux_loss" and factor:
-            losses.append(factor * balance(shares, load_of(plain)))
+            losses.append(factor * balance(shares[of_text], load_of(plain[of_text])))
         elif kind == "seq_aux_loss" and factor:
-            each = [balance(shares[:, b], load_of(plain[:, b])) for b in range(B)]
-            losses.append(factor * sum(each) / B)
+            samples = [(shares[:n, b], plain[:n, b]) for b, n in enumerate(lengths) if n]
+            each = [balance(of, load_of(picked)) for of, picked in samples]
+            losses.append(factor * sum(each) / len(each))
         elif factor:
-            losses.append(factor * balance(shares, router.last_load))
+            losses.append(factor * balance(shares[of_text], router.last_load))
     if m.moe_z_loss_coeff:
-        losses.append(m.moe_z_loss_coeff * logits.exp().sum(-1).log().square().mean())
+        squares = logits[of_text].exp().sum(-1).log().square()
+        losses.append(m.moe_z_loss_coeff * squares.mean())
     if m.moe_expert_capacity_factor:
-        capacity = math.ceil(S * B * k / E * m.moe_expert_capacity_factor)
+        capacity = math.ceil(len(text) * k / E * m.moe_expert_capacity_factor)
         for e in range(E):
             takers = [place for place, of in weights.items() if e in of]
             if m.moe_token_drop_policy == "probs":
@@ -158,7 +168,7 @@ def reference(
         inner = up @ y + (b[0] if b else 0.0)
         return down @ F.gelu(inner, approximate="tanh") + (b[1] if b else 0.0)
 
-    rows = []
+    rows = {}
     names = [f"dense_{way}.{kind}" for kind in ("weight", "bias") for way in ("h_to_4h", "4h_to_h")]
     for (s, b), of in weights.items():
         y = x[s, b]
@@ -168,39 +178,68 @@ def reference(
         if "shared_experts.gate.weight" in p:
             of_all = mlp(y, *(p[f"shared_experts.{n}"] for n in names[:2]))
             out = out + (p["shared_experts.gate.weight"] @ y * output).sigmoid() * of_all
-        rows.append(out)
-    return torch.stack(rows).view(S, B, H), losses, chosen
+        rows[s, b] = out
+    none = torch.zeros(H, dtype=torch.float64)
+    every = [rows.get((s, b), none) for s in range(S) for b in range(B)]
+    return torch.stack(every).view(S, B, H), losses, chosen
 
 
+@pytest.mark.parametrize(
+    "lengths", [(S, S), (S - 3, S - 1), (0, S - 1)], ids=["full", "padded", "half empty"]
+)
 @pytest.mark.parametrize("again", AGAIN)
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_is_that_of_a_loop_over_tokens(name: str, again: str) -> None:
-    """Values and gradients agree to the rounding of fp32, recomputed or not."""
+def test_a_layer_is_that_of_a_loop_over_tokens(
+    name: str, again: str, lengths: tuple[int, ...]
+) -> None:
+    """Values and gradients agree to the rounding of fp32, recomputed or not.
+
+    Padding enters no load, loss or capacity, whatever it contains.
+    """
     layer, config = made(CASES[name], **AGAIN[again])
     generator = torch.Generator().manual_seed(5)
     x, g = torch.randn(2, S, B, H, generator=generator)
+    padding = torch.arange(S) >= torch.tensor(lengths).unsqueeze(1)  # [b, s]
+    x[padding.t()] = 3.0  # one id
+    g[padding.t()] = 0.0  # no attention and no loss reads it
     mine = x.clone().requires_grad_()
-    call = CallContext(dropout=DropoutKey(1, 0))
+    call = CallContext(dropout=DropoutKey(1, 0), padding=padding if padding.any() else None)
     layer(mine, call).backward(g)
     of = {sharding_of(p).name.removeprefix("layers.0.mlp."): p for p in layer.parameters()}
     wide = {n: p.detach().double().requires_grad_() for n, p in of.items()}
     theirs = x.double().requires_grad_()
-    y, losses, chosen = reference(theirs, wide, layer, config)
+    y, losses, chosen = reference(theirs, wide, layer, config, lengths)
     ((y * g.double()).sum() + SCALE * sum(losses)).backward()
     with torch.no_grad():
-        again_y = layer(x, CallContext())
-    np.testing.assert_allclose(again_y, y.detach(), rtol=1e-4, atol=1e-5)
+        again_y = layer(x, CallContext(padding=call.padding))
+    np.testing.assert_allclose(
+        again_y[~padding.t()], y.detach()[~padding.t()], rtol=1e-4, atol=1e-5
+    )
     np.testing.assert_allclose(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
     for n, p in of.items():
         expected = wide[n].grad
         np.testing.assert_allclose(p.grad, expected, rtol=1e-4, atol=1e-5, err_msg=n)
         assert expected.abs().max() > 1e-3, f"the comparison of {n} needs a gradient"
     # A recomputation, and a pass without gradients, count nothing.
-    load = np.bincount(chosen.reshape(-1), minlength=E)
+    load = np.bincount(chosen[chosen >= 0], minlength=E)
     np.testing.assert_array_equal(layer.router.load, load)
     factors = [*layer.router.balancing.values(), config.model.moe_z_loss_coeff or 0.0]
     found = layer.router.losses[: len(losses)].double() * torch.tensor(factors)[: len(losses)]
     np.testing.assert_allclose(found, [float(loss.detach()) for loss in losses], rtol=1e-5)
+
+
+def test_evaluation_drops_only_when_asked() -> None:
+    """A token's output depends neither on other tokens nor, as in a cache, on how many there are."""
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(2))
+    capacities = dict(moe_expert_capacity_factor=0.7), dict(moe_eval_capacity_factor=0.7)
+    of_training, of_evaluation = (made(fields)[0] for fields in capacities)
+    with torch.no_grad():
+        dropped = of_training(x, CallContext())
+        torch.testing.assert_close(of_evaluation.eval()(x, CallContext()), dropped)
+        whole = of_evaluation.train()(x, CallContext())
+        assert (whole - dropped).abs().max() > 1e-3
+        alone = [of_training.eval()(row, CallContext()) for row in x.view(S * B, 1, 1, H)]
+        torch.testing.assert_close(torch.cat(alone).view_as(x), whole)
 
 
 def test_biases_move_towards_an_even_load_where_the_step_counts() -> None:
@@ -237,10 +276,11 @@ def test_figures_are_means_over_layers_and_shares_of_the_interval() -> None:
     router.layer, router.measured = 1, True
     xs = torch.randn(2, S, B, H, generator=torch.Generator().manual_seed(1))
     chosen, dropped, logits = [], 0, []
-    for x in xs:
-        _, experts = router(x, CallContext())
-        dropped += int((experts < 0).sum())
-        logits.append((x.double() @ router.weight.detach().double().t()).view(-1, E))
+    for x, length in zip(xs, (S, S - 2), strict=True):
+        padding = torch.arange(S).expand(B, S) >= length
+        _, experts = router(x, CallContext(padding=padding if padding.any() else None))
+        dropped += int((experts.view(S, B, -1)[:length] < 0).sum())
+        logits.append((x[:length].double() @ router.weight.detach().double().t()).view(-1, E))
         chosen.append(logits[-1].topk(2).indices)
     figures = take_figures([router], config.model, topology)
     tokens = np.bincount(torch.cat(chosen).flatten(), minlength=E)

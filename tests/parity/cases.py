@@ -351,8 +351,8 @@ TOGETHER = [
     layout(dp=2, **LION),
     layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False),
     experts(2, dp=2, recompute=MOE, **EXPERTS, **MUON),
-    experts(2, tp=2, dp=2, sp=True, recompute=MOE_ACT, **BIASED),
-    experts(2, pp=2, dp=2, schedule="zb-h1", **DROPS),
+    experts(2, tp=2, dp=2, sp=True, recompute=MOE_ACT, packed=True, **DOCUMENTS, **BIASED),
+    experts(2, pp=2, dp=2, schedule="zb-h1", packed=True, **DOCUMENTS, **DROPS),
     layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
     layout(tp=2, dp=2, sp=True, zero=3, fused=True, recompute=CHEAP, **FAMILIES["gemma2"]),
     experts(2, dp=4, zero=3, zero_shard_size=2, recompute=MOE, **BIASED),
@@ -538,7 +538,7 @@ CAMPAIGN = [
             (4, dict(tp=2, dp=4, sp=True, rank_order="dp-pp-tp"), EXPERTS),
             (2, dict(cp=2), {**BIASED, "moe_input_jitter_eps": 0.1}),
             (4, dict(cp=2, dp=2, zero=0), BY_SEQUENCE),
-            (2, dict(tp=2, cp=2, sp=True, micro_batch_size=2), BIASED),
+            (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS), BIASED),
             (2, dict(pp=2, cp=2, schedule="zb-h1", recompute=MOE), EXPERTS),
             (2, dict(dp=2, fused=True, micro_batch_size=2, **DROPOUT), BY_SEQUENCE),
             # over nodes
@@ -554,7 +554,7 @@ CAMPAIGN = [
             (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS), BY_GLOBAL_BATCH),
             (2, dict(tp=2, cp=2, sp=True, recompute=MOE, rank_order="dp-pp-tp"), BIASED),
             # capacities, optimizers and sizes
-            (2, dict(cp=2, micro_batch_size=2), DROPS),
+            (2, dict(cp=2, micro_batch_size=2, packed=True, **DOCUMENTS), DROPS),
             (2, dict(tp=2, cp=2, sp=True, recompute=MOE), LATE_DROPS),
             (1, dict(cp=4, **BOTH), DROPS),
             (2, dict(cp=2, zero=0), {**SWITCH, **MUON}),

@@ -60,9 +60,10 @@ def reads_data(config: Config, topology: Topology) -> bool:
     """Return whether this rank's stages read micro-batches.
 
     The first stage needs tokens, the last one labels, and all of them need data when positions or
-    attention depend on where documents end.
+    attention depend on where documents end, as they may in a user's own data.
     """
     ends = topology.pipeline.is_first or topology.pipeline.is_last
+    ends |= config.pieces.datasets is not None
     return ends or config.data.reset_position_ids or config.data.reset_attention_mask
 
 

@@ -415,7 +415,7 @@ class _Decoder:
 
         Texts are side by side, padded at the end, where no real token attends to the padding.
         """
-        device, cache = self._topology.device, self._cache
+        device, cache, padding = self._topology.device, self._cache, None
         if cache is not None and cache.used:
             tokens = torch.tensor([text[-1:] for text in self._texts], device=device)
             ends, positions = tokens.new_zeros(len(tokens)), cache.position_ids
@@ -426,4 +426,7 @@ class _Decoder:
             tokens = torch.tensor(rows, device=device)
             ends = torch.tensor([len(text) - 1 for text in texts], device=device)
             positions = torch.arange(length, device=device).expand_as(tokens)
-        return MicroBatch(tokens, tokens, torch.ones_like(tokens), positions, None, 0), ends
+            if min(map(len, texts)) < length:
+                padding = positions > ends.unsqueeze(1)
+        ones = torch.ones_like(tokens)
+        return MicroBatch(tokens, tokens, ones, positions, None, 0, padding=padding), ends

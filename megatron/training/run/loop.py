@@ -586,7 +586,11 @@ def batches_of(run: Run, stream: Stream, samples: int) -> Iterator[list[MicroBat
             if over > 0:
                 mask = batch.loss_mask.clone()
                 mask[-over:] = 0.0
-                found[i] = dataclasses.replace(batch, loss_mask=mask)
+                padding = torch.zeros_like(mask, dtype=torch.bool)
+                if batch.padding is not None:
+                    padding |= batch.padding
+                padding[-over:] = True
+                found[i] = dataclasses.replace(batch, loss_mask=mask, padding=padding)
         yield found
 
 

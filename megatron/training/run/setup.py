@@ -368,7 +368,7 @@ def assemble(
 def check_export(config: Config) -> str:
     """Raise MegatronError at the start where --save-hf could not write the model at the end.
 
-    Returns why it will not write a tokenizer; "" if it will.
+    Returns what it will not write; "" if nothing.
     """
     from megatron.checkpoint.huggingface_save import check_target, companions_of, family_of
 

@@ -160,7 +160,9 @@ def _batch(
         reset_attention_mask=data.reset_attention_mask,
         first_sample=number,
     )
-    marked = dataclasses.replace(batch, loss_mask=torch.from_numpy(marks))
+    lengths = np.array([len(request.ids) - 1 for request in requests] + [0] * size)[:size]
+    padding = torch.from_numpy(np.arange(length) >= lengths[:, None])
+    marked = dataclasses.replace(batch, loss_mask=torch.from_numpy(marks), padding=padding)
     return marked.to(model.topology.device)
 
 

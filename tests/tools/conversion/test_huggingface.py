@@ -287,6 +287,9 @@ def test_models_of_experts_without_a_family() -> None:
     ):
         with pytest.raises(ConfigError, match=next(iter(changed))):
             huggingface_save.family_of(config.replace(**changed).model)
+    factors = dict(moe_expert_capacity_factor=1.25, moe_eval_capacity_factor=1.75)
+    note = huggingface_save.companions_of(config.replace(**factors)).note
+    assert "1.25" in note and "1.75" in note
 
 
 def test_formats_that_contradict_flags(llama: Path, tmp_path: Path) -> None:
