@@ -61,7 +61,8 @@ def build(config: Config, workers: int) -> None:
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.data.datasets import prebuild
     from megatron.training.report.reporter import Reporter
-    from megatron.training.run.checkpoints import progress_from, with_checkpoint_settings
+    from megatron.training.run.checkpoints import progress_from
+    from megatron.training.run.resume import with_checkpoint_settings
     from megatron.training.run.schedules import (
         BatchSchedule,
         Progress,

@@ -213,7 +213,7 @@ class CheckpointConfig:
     )
     override_opt_param_scheduler: bool = option(
         False,
-        "Use the learning rate settings of the command line, not the checkpoint's.",
+        "Use the learning rate settings of the command line, not the checkpoint's, without a note.",
         flags=(
             "--override-opt_param-scheduler",
             "--override-opt-param-scheduler",
@@ -222,7 +222,8 @@ class CheckpointConfig:
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "Use the learning rate settings of the checkpoint, not the command line's.",
+        "Use the schedules of learning rate, weight decay and betas of the checkpoint's run, not the "
+        "command line's.",
         flags=(
             "--use-checkpoint-opt_param-scheduler",
             "--use-checkpoint-opt-param-scheduler",

@@ -151,6 +151,12 @@ class OptimizerConfig:
         "Weight decay by phases, from --weight-decay: 'constant 50%, linear to 0.01'.",
         metavar="PHASES",
     )
+    schedule_basis: dict[str, Any] = option(  # noqa: RUF009
+        dict,
+        "The settings that the schedules follow, where --use-checkpoint-opt_param-scheduler took "
+        "them from a checkpoint.",
+        flags=(),
+    )
     clip_grad: float = option(1.0, "Maximum global gradient norm. 0: no clipping.", at_least=0)
     clip_grad_by_kind: tuple[str, ...] | None = option(
         None,

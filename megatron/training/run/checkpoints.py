@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import Found, find, required
-from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.config.files import hugging_face_folder
-from megatron.config.phases import PHASED
 from megatron.data.sampler import are_ranges, is_consumed
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
@@ -40,16 +37,6 @@ if TYPE_CHECKING:  # both import torch's checkpoints, which takes long
 _DUE, _WRITING = "save", "writing"
 # between a failed save and the next try: trying at every step would slow training and fill the log
 _RETRY_S = 60.0
-
-# Prefixes of the settings that shape learning rate, weight decay and betas over the run.
-SCHEDULE = (
-    "lr",
-    "min_lr",
-    "start_weight_decay",
-    "end_weight_decay",
-    "weight_decay_incr_style",
-    *PHASED,
-)
 
 
 @dataclass(frozen=True)
@@ -281,39 +268,6 @@ def say_found(
         publish(CheckpointRejected(folder=folder, reason=one.reason, instead=instead))
 
 
-def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Reporter) -> Config:
-    """Return `config`, with --use-checkpoint-opt_param-scheduler with the checkpoint's schedule.
-
-    Otherwise the schedule given here holds; the log reports where it differs from the checkpoint's.
-    """
-    if folder is None:
-        return config
-    stored, taken = read_manifest(folder).read_json(CONFIG), dict[str, Any]()
-    if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
-        raise CheckpointError(
-            f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint"
-        )
-    theirs, ours = stored["optimizer"], plain(config.optimizer)
-    different = {
-        name: theirs[name]
-        for name in ours
-        if name.startswith(SCHEDULE) and name in theirs and theirs[name] != ours[name]
-    }
-    if config.checkpoint.use_checkpoint_opt_param_scheduler:
-        taken |= different
-    elif different and not (
-        config.checkpoint.override_opt_param_scheduler or config.checkpoint.finetune
-    ):
-        listed = ", ".join(
-            f"{name} {ours[name]} (was {value})" for name, value in different.items()
-        )
-        reporter.say(
-            " note: the schedule differs from the checkpoint's and is the one given here: "
-            f"{listed}. --use-checkpoint-opt_param-scheduler takes the checkpoint's"
-        )
-    return config.replace(**taken) if taken else config
-
-
 def load_checkpoint(
     config: Config, topology: Topology, engine: Engine, folder: Path | None, reporter: Reporter
 ) -> Progress:
@@ -341,6 +295,8 @@ def load_checkpoint(
     reporter.say(
         f" loaded checkpoint {loaded.folder} in {time.perf_counter() - start:.2f} s"
         + ("" if loaded.optimizer else ", without optimizer state")
+        + (" (--finetune)" if settings.finetune else "")
+        + (" (--reset-iteration)" if settings.reset_iteration else "")
         + (": each expert begins with its MLP" if loaded.dense else "")
     )
     if settings.finetune or settings.reset_iteration or loaded.dense:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config.duration import show_duration
 from megatron.config.option import MOST_SAMPLES
-from megatron.config.phases import parse_batch_sizes, parse_phases
+from megatron.config.phases import PHASED, parse_batch_sizes, parse_phases
 from megatron.engine.optimizer_state import StepValues
 from megatron.errors import ConfigError
 from megatron.model.formulas import flops_per_token_of, parameters_of
@@ -288,6 +288,24 @@ _DECAYS: dict[str, Callable[[float], float]] = {
 
 _ENDLESS = ("constant", "inverse-square-root", "power")  # forms that need no length
 _POWER = {"amplitude": 4.0, "exponent": -0.51}  # Shen et al., section 4
+# Prefixes of the settings that shape learning rate, weight decay and betas over the run.
+SCHEDULE = (
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "start_weight_decay",
+    "end_weight_decay",
+    "adam_beta",
+    *PHASED,
+)
+_BATCH_BASIS = (
+    "train_iters",
+    "train_samples",
+    "train_tokens",
+    "global_batch_size",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+)
 _UNITS = {"tokens": "tokens", "samples": "samples", "iters": "iterations"}
 
 
@@ -441,6 +459,27 @@ def _phased(config: Config, name: str, start: float, low: float) -> Schedule:
     return Schedule(tuple(pieces or [_constant(start)]), unit)
 
 
+def schedule_basis(config: Config) -> dict[str, Any]:
+    """Return all settings that determine the schedules of a run."""
+    o = config.optimizer
+    return o.schedule_basis or {
+        **{name: config.get(name) for name in ("seq_length", *_BATCH_BASIS)},
+        **{name: value for name, value in vars(o).items() if name.startswith(SCHEDULE)},
+    }
+
+
+def _on_basis(config: Config) -> Config:
+    """Return `config` with the settings that its schedules follow."""
+    if not (basis := config.optimizer.schedule_basis):
+        return config
+    sections = {
+        name: replace(part, **{n: basis[n] for n in basis if hasattr(part, n)})
+        for name in ("model", "batch", "optimizer")
+        for part in [getattr(config, name)]
+    }
+    return replace(config, **sections)
+
+
 def learning_rate(config: Config) -> Schedule:
     """Return the schedule of the learning rate.
 
@@ -530,12 +569,15 @@ class Schedules:
     @classmethod
     def from_config(cls, config: Config) -> Schedules:
         """Return the schedules of a run. Raises ConfigError."""
+        config = _on_basis(config)
         o = config.optimizer
         betas = (
             _phased(config, "adam_beta1_schedule", o.adam_beta1, 0.0),
             _phased(config, "adam_beta2_schedule", o.adam_beta2, 0.0),
         )
         scheduled = (o.adam_beta1_schedule, o.adam_beta2_schedule) != (None, None)
+        if o.schedule_basis and o.optimizer == "adam" and config.pieces.optimizer is None:
+            scheduled = True  # the engine has the betas given here
         return cls(o, learning_rate(config), weight_decay(config), betas if scheduled else None)
 
     def at(self, progress: Progress) -> StepValues:
@@ -554,6 +596,10 @@ class Schedules:
             return 0.0
         updates = steps // interval
         return 1.0 - min(decay, (1 + updates) / (10 + updates) if self.settings.ema_warmup else 1.0)
+
+    def all(self) -> tuple[Schedule, ...]:
+        """Return each schedule."""
+        return (self.learning_rate, self.weight_decay, *(self.betas or ()))
 
     def __str__(self) -> str:
         named = {"learning rate": self.learning_rate, "weight decay": self.weight_decay}

@@ -45,7 +45,6 @@ from megatron.training.run.checkpoints import (
     Saves,
     checkpoint_to_load,
     load_checkpoint,
-    with_checkpoint_settings,
 )
 from megatron.training.run.data import first_builds, open_stream, staged_locations
 from megatron.training.run.host import (
@@ -58,6 +57,11 @@ from megatron.training.run.host import (
 from megatron.training.run.loop import call_back, train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, identity, layout_record, versions
+from megatron.training.run.resume import (
+    describe_changes,
+    stored_settings,
+    with_checkpoint_settings,
+)
 from megatron.training.run.schedules import (
     BatchSchedule,
     Progress,
@@ -299,6 +303,9 @@ def assemble(
     )
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
+    if checkpoint is not None and not config.checkpoint.finetune and topology.world.is_first:
+        stored = stored_settings(checkpoint, config)
+        describe_changes(stored, config, progress, end, reporter.console.say_wrapped)
     nodes = len({place.partition(":")[0] for place in places}) or 1
     costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)
     reporter.say(f" the whole run: {costs.size}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from megatron.config import Config, parse_args
 from megatron.errors import CheckpointError, ConfigError
 from megatron.metrics_file import read_records
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.run.checkpoints import (
-    checkpoint_to_load,
-    progress_from,
+from megatron.training.run.checkpoints import checkpoint_to_load, progress_from
+from megatron.training.run.resume import (
+    describe_changes,
+    other_values,
+    stored_settings,
     with_checkpoint_settings,
 )
-from megatron.training.run.schedules import Progress
+from megatron.training.run.schedules import Progress, Schedules
 from megatron.training.run.setup import record_settings
 from tests.helpers.launching import TINY, launch
 
@@ -77,24 +80,126 @@ def test_a_checkpoint_that_must_be_there_is_missed(tmp_path: Path, flag: dict[st
         checkpoint_to_load(config(load=str(tmp_path), **flag), SINGLE)
 
 
-def test_a_schedule_that_differs_is_ours_and_said(tmp_path: Path) -> None:
-    checkpoint, listener = store(tmp_path, config(lr=5e-4, train_iters=8)), Listener()
-    ours = config(load=str(tmp_path))
-    assert with_checkpoint_settings(ours, checkpoint, listener) == ours  # type: ignore[arg-type]
-    (said,) = listener.said
-    assert all(part in said for part in ("lr 0.001", "0.0005", "lr_decay_iters 10", "8"))
-    silent = Listener()
-    with_checkpoint_settings(
-        config(load=str(tmp_path), override_opt_param_scheduler=True), checkpoint, silent
-    )  # type: ignore[arg-type]
-    assert silent.said == []
+BEFORE: dict[str, Any] = dict(
+    lr=1e-2, lr_schedule="warmup 2, cosine", train_iters=20, global_batch_size=4
+)
 
 
-def test_the_schedule_is_taken_where_a_flag_asks_for_it(tmp_path: Path) -> None:
-    checkpoint = store(tmp_path, config(lr=5e-4))
-    asked = config(load=str(tmp_path), use_checkpoint_opt_param_scheduler=True)
-    taken = with_checkpoint_settings(asked, checkpoint, Listener())  # type: ignore[arg-type]
-    assert taken.optimizer.lr == 5e-4 and taken.batch == asked.batch
+def cosine(length: int, at: int) -> float:
+    """Return the learning rate of BEFORE after `at` of the iterations of a run of this length."""
+    return 1e-2 * (1 + math.cos(math.pi * (at - 2) / (length - 2))) / 2
+
+
+def stopped(iteration: int = 10) -> Progress:
+    """Return the progress of BEFORE, without skipped steps."""
+    samples = 4 * iteration
+    counts = (iteration, samples, 8 * samples)
+    return Progress(*counts, 0, 0, *counts)
+
+
+def changed(folder: Path, end: int = 40, **changes: Any) -> dict[str, tuple[str, str, str]]:
+    """Return each quantity that differs: its value, the iteration, and the checkpoint's value."""
+    stored = stored_settings(store(folder, config(**BEFORE)), ours := config(**BEFORE | changes))
+    lines = other_values(stored, ours, stopped(), end)
+    pattern = r"(.+) (\S+) at iteration (\d+) \(was (\S+)\)"
+    return {m[1]: m.groups()[1:] for line in lines if (m := re.fullmatch(pattern, line))}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "ours", "iteration", "theirs"),
+    [
+        (dict(train_iters=40), "learning rate", cosine(40, 10), 11, cosine(20, 10)),
+        (dict(lr_schedule="warmup 2, cosine 18, constant 5 from 0.5"), "learning rate", 0.5, 21, 0),
+        (dict(weight_decay=0.1), "weight decay", 0.1, 11, 0.01),
+        (
+            dict(end_weight_decay=0.11, weight_decay_incr_style="linear"),
+            "weight decay",
+            0.01 + 0.1 * 10 / 20,
+            11,
+            0.01,
+        ),
+        (dict(adam_beta2_schedule="constant 15, linear to 0.9"), "beta2", 0.9792, 17, 0.999),
+        (dict(adam_beta1=0.8), "beta1", 0.8, 11, 0.9),
+        (dict(global_batch_size=8), "global batch size", 8, 11, 4),
+        (dict(rampup_batch_size=(1, 1, 48)), "global batch size", 3, 11, 4),
+        (dict(ema_decay=0.99), "decay of the average", 0.99, 11, 1),
+    ],
+)
+def test_values_of_schedules_are_compared_over_the_rest_of_the_run(
+    tmp_path: Path, changes: dict[str, Any], name: str, ours: float, iteration: int, theirs: float
+) -> None:
+    found = changed(tmp_path, 40 if "train_iters" in changes else 20 + (iteration > 20), **changes)
+    assert list(found) == [name]
+    here, at, there = map(float, found[name])
+    assert (here, there) == pytest.approx((ours, theirs), rel=1e-5) and at == iteration
+
+
+def test_other_words_for_the_same_values_and_what_is_over_are_not_said(tmp_path: Path) -> None:
+    same = dict(lr_schedule="warmup 10%, cosine 18 to 0", min_lr=1e-3)
+    assert changed(tmp_path / "words", 20, **same) == {}
+    over = dict(lr_schedule="warmup 1, constant 1, cosine")
+    assert changed(tmp_path / "over", 20, **over) == {}
+
+
+def test_a_short_change_in_a_long_run_is_found(tmp_path: Path) -> None:
+    plain = dict(lr=1e-2, lr_schedule="constant", train_iters=10**6)
+    ours = config(
+        **plain | dict(lr_schedule="constant 777777, constant 1 from 0.5, constant from 0.01")
+    )
+    (line,) = other_values(
+        stored_settings(store(tmp_path, config(**plain)), ours), ours, stopped(), 10**6
+    )
+    assert "0.5 at iteration 777778 " in line
+
+
+def test_all_settings_that_differ_are_named_and_a_flag_keeps_still(tmp_path: Path) -> None:
+    checkpoint = store(tmp_path, config(**BEFORE, hidden_dropout=0.1))
+    said: list[str] = []
+    for flags in ({}, dict(override_opt_param_scheduler=True)):
+        ours = config(**BEFORE | dict(lr=5e-3, hidden_dropout=0.2, log_interval=7), **flags)
+        describe_changes(stored_settings(checkpoint, ours), ours, stopped(), 20, said.append)
+    settings, schedules, again = said
+    assert "hidden_dropout 0.2 (was 0.1), lr 0.005 (was 0.01)" in settings == again
+    assert "log_interval" not in settings and "learning rate" in schedules
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(train_iters=40),
+        dict(train_iters=None, train_samples=160, global_batch_size=8),
+        dict(train_iters=None, train_tokens=10**6, seq_length=4, rampup_batch_size=(2, 2, 9)),
+        dict(lr_schedule=None, lr_decay_style="cosine", min_lr=1e-4, lr_warmup_iters=3),
+    ],
+)
+@pytest.mark.parametrize(
+    "before",
+    [
+        dict(weight_decay_schedule="constant 50%, linear to 0.5", adam_beta1_schedule="warmup 12"),
+        dict(weight_decay_incr_style="cosine", end_weight_decay=0.3, adam_beta2=0.95),
+        dict(train_iters=None, train_samples=80, lr_schedule=None, lr_warmup_samples=9),
+    ],
+)
+def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(
+    tmp_path: Path, before: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """They keep the values also through another checkpoint, and what they replace is said."""
+    theirs = config(**BEFORE | before)
+    ours = BEFORE | dict(lr=1.0, use_checkpoint_opt_param_scheduler=True) | changes
+    listener, folder = Listener(), store(tmp_path / "0", theirs)
+    for again in range(2):
+        taken = with_checkpoint_settings(config(**ours), folder, listener)  # type: ignore[arg-type]
+        for step in (0, 1, 2, 10, 11, 15, 19, 20, 30):
+            at = Progress(*3 * [0], 0, 0, step, 4 * step, 32 * step)
+            values = Schedules.from_config(taken).at(at)
+            assert values.betas is not None
+            expected = Schedules.from_config(theirs).at(at)
+            if expected.betas is None:
+                expected = expected._replace(betas=(0.9, theirs.optimizer.adam_beta2))
+            assert values == expected
+        assert taken.batch == config(**ours).batch
+        folder = store(tmp_path / f"{again + 1}", taken.replace(hidden_dropout=0.3))
+    assert "lr 0.01 (here 1.0)" in listener.said[0]
 
 
 RUN = "--micro-batch-size 2 --mock-data --train-iters 3 --lr 1e-3".split()
