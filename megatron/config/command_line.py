@@ -260,7 +260,7 @@ def _give_flags(
 ) -> None:
     chosen = _chosen_values(settings, flags)
     if "--config" in flags:
-        file, origins = _flags_of_file(settings, flags["--config"])
+        file, origins = _flags_of_file(settings, flags["--config"], _values_of(chosen))
         below = _chosen_values(settings, file, origins)
         winners = yielding(_values_of(below), _values_of(chosen))
         for name, winner in winners.items():
@@ -324,22 +324,31 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
 
 
 def _flags_of_file(
-    settings: Settings, words: list[str]
+    settings: Settings, words: list[str], chosen: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the flags of the file that --config names, with their words, and their origins."""
-    from megatron.config.settings_file import read_settings_file
+    """Return the flags of the file that --config names, with their words, and their origins.
+
+    Settings of one start are left out where a run wrote the file, also an older version. A notice
+    lists them, except those that are `chosen` again.
+    """
+    from megatron.config.settings_file import read_settings_file, words_of
 
     flags: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
+    left_out: list[str] = []
     try:
         if len(words) != 1:
             raise ConfigError(f"takes one file, got {len(words)}")
-        entries = read_settings_file(words[0])
+        entries, of_a_run = read_settings_file(words[0])
     except ConfigError as error:
         settings.problems.append(f"--config {error}")
         return flags, origins
     for key, values, origin in entries:
         option = all_options().get(key.replace("-", "_"))
+        if of_a_run and option and option.one_start:
+            if values != words_of(option.default) and option.name not in chosen:
+                left_out.append(" ".join([option.flag, *values]))
+            continue
         scanned = scan([option.flags[0] if option and option.flags else f"--{key}"])
         spelling = next(iter(scanned.flags), "")
         problems = scanned.problems if spelling or scanned.problems else ["it names no flag"]
@@ -350,6 +359,11 @@ def _flags_of_file(
         elif spelling:
             flags[spelling], origins[spelling] = values, origin
         settings.problems += [f"{problem} ({origin})" for problem in problems]
+    if left_out:
+        settings.notices.append(
+            f"not repeated, as of the start that wrote {words[0]}: {', '.join(left_out)}. Give on "
+            "the command line what this start is to do, too"
+        )
     return flags, origins
 
 

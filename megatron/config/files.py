@@ -189,27 +189,35 @@ class CheckpointConfig:
         "Folder to load the latest checkpoint from. hf:FOLDER: weights, model and, unless given, "
         "tokenizer from a model of Hugging Face; training starts at iteration 0.",
         metavar="FOLDER",
+        one_start=True,
     )
     load_tag: str | None = option(
         None,
         "Name or iteration of the checkpoint to load, instead of the latest.",
         flags=("--load-tag", "--ckpt-step", "--load-iteration"),
+        one_start=True,
     )
-    no_load_optim: bool = option(False, "Do not load the optimizer state.")
+    no_load_optim: bool = option(False, "Do not load the optimizer state.", one_start=True)
     no_load_rng: bool = option(
         False,
         "Do not load random number generator states.",
         inert=_NO_RANDOM_STATES,
+        one_start=True,
     )
-    finetune: bool = option(False, "Load weights only, and start at iteration 0.")
-    reset_iteration: bool = option(False, "Load the whole checkpoint, but start at iteration 0.")
+    finetune: bool = option(False, "Load weights only, and start at iteration 0.", one_start=True)
+    reset_iteration: bool = option(
+        False, "Load the whole checkpoint, but start at iteration 0.", one_start=True
+    )
     use_checkpoint_args: bool = option(
         False,
         "Take the model from the checkpoint of --load; where none are given also its sequence "
         "length, dropout and tokenizer.",
+        one_start=True,
     )
     exit_on_missing_checkpoint: bool = option(
-        False, "Exit with an error if --load holds no checkpoint, instead of starting from scratch."
+        False,
+        "Exit with an error if --load holds no checkpoint, instead of starting from scratch.",
+        one_start=True,
     )
     override_opt_param_scheduler: bool = option(
         False,
@@ -219,6 +227,7 @@ class CheckpointConfig:
             "--override-opt-param-scheduler",
             "--override-lr-scheduler",
         ),
+        one_start=True,
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
@@ -229,6 +238,7 @@ class CheckpointConfig:
             "--use-checkpoint-opt-param-scheduler",
             "--use-checkpoint-lr-scheduler",
         ),
+        one_start=True,
     )
     ckpt_format: str = option(
         "torch_dist",
@@ -325,11 +335,19 @@ class LoggingConfig:
         "Run the torch profiler. pt-full also records shapes and stacks.",
         choices=("pt", "pt-full"),
         implied="pt",
+        one_start=True,
     )
-    profile_step_start: int = option(10, "First iteration to profile.", at_least=0)
-    profile_step_end: int = option(12, "Iteration at which profiling stops.", at_least=1)
+    profile_step_start: int = option(10, "First iteration to profile.", at_least=0, one_start=True)
+    profile_step_end: int = option(
+        12, "Iteration at which profiling stops.", at_least=1, one_start=True
+    )
     profile_ranks: tuple[int, ...] = option(
-        (0,), "Ranks to profile.", at_least=0, at_most=MOST_PROCESSES, metavar="RANK ..."
+        (0,),
+        "Ranks to profile.",
+        at_least=0,
+        at_most=MOST_PROCESSES,
+        metavar="RANK ...",
+        one_start=True,
     )
     trace_dir: str | None = option(
         None,
@@ -341,6 +359,7 @@ class LoggingConfig:
         False,
         "Record on --profile-ranks which code allocates the memory of a GPU, and write a snapshot "
         "when the run ends.",
+        one_start=True,
     )
     memory_snapshot_path: str = option(
         "snapshot.pickle",

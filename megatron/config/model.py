@@ -392,6 +392,7 @@ class ModelConfig:
         False,
         "Make the experts from the MLPs of the dense checkpoint of --load, and start at iteration 0. "
         "A checkpoint that has experts is loaded as usual.",
+        one_start=True,
     )
     moe_shared_expert_gate: bool = option(
         False, "Multiply the output of the shared expert by a learned sigmoid of each token."

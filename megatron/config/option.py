@@ -80,6 +80,9 @@ class Option:
     below: float | None = None
     derived: str = ""  # how an absent value is filled in, for --help
     internal: bool = False  # never set from outside: always computed
+    # a setting of one start, such as what it loads and when it ends; else of the run, of which
+    # settings.toml repeats it
+    one_start: bool = False
     none_word: bool = False  # the word none also resets a setting without choices
 
     @property

@@ -170,12 +170,20 @@ class ParallelConfig:
         flags=("--local_rank", "--local-rank"),
         at_least=0,
         at_most=MOST_PROCESSES,
+        one_start=True,
     )
     master_addr: str | None = option(
-        None, "Address of rank 0. Set by the launcher.", metavar="HOST"
+        None,
+        "Address of rank 0. Set by the launcher.",
+        metavar="HOST",
+        one_start=True,
     )
     master_port: int | None = option(
-        None, "Port of rank 0. Set by the launcher.", at_least=1, at_most=65535
+        None,
+        "Port of rank 0. Set by the launcher.",
+        at_least=1,
+        at_most=65535,
+        one_start=True,
     )
     world_size: int = option(
         None,
@@ -184,6 +192,7 @@ class ParallelConfig:
         at_most=MOST_PROCESSES,
         derived="set by the launcher, else tensor x pipeline x context-parallel size, or more for "
         "the experts",
+        one_start=True,
     )
     data_parallel_size: int = option(
         1, "Data-parallel size: number of replicas with samples of their own.", internal=True

@@ -3,7 +3,7 @@
 A key is the name of a setting or any flag, with underscores or dashes. Tables named after the
 sections of a configuration may group keys; as names are unique, a key may stand in any of them.
 TOML is written here because each line carries the origin of its value, which a library that writes
-only data would lose.
+only data would lose. Settings of one start stand in [start], which --config does not repeat.
 """
 
 from __future__ import annotations
@@ -25,30 +25,38 @@ if TYPE_CHECKING:
     from megatron.config.config import Config
 
 _MOST_BYTES = 1 << 20
-# Facts of a launch, which is another one when the file is given back.
-_OF_A_LAUNCH = ("world_size", "local_rank", "master_addr", "master_port")
+_FIRST_LINE = "# Every setting of a run."  # of the files that runs write, in all versions
+_START = "start"
 
 
-def read_settings_file(path: str) -> Iterator[tuple[str, list[str], str]]:
+def read_settings_file(path: str) -> tuple[Iterator[tuple[str, list[str], str]], bool]:
     """Return each key of a file, its value as the words of a flag, and 'FILE:LINE: key'.
 
-    Raises ConfigError.
+    Also returns whether a run wrote the file. Raises ConfigError.
     """
     content = read_toml(path, _MOST_BYTES, error=ConfigError)
     text = read_text(path, _MOST_BYTES, error=ConfigError)
 
     def entries(table: dict[str, Any]) -> Iterator[tuple[str, list[str], str]]:
         for key, value in table.items():
-            if key in SECTIONS and isinstance(value, dict):
+            if key in (*SECTIONS, _START) and isinstance(value, dict):
                 yield from entries(value)
                 continue
-            values = value if isinstance(value, list) else [] if value is True else [value]
-            words = ["false" if item is False else str(item) for item in values]
             line = re.search(rf"^[ \t]*[\"']?{re.escape(key)}[\"']?[ \t]*=", text, re.MULTILINE)
             at = "" if line is None else f":{1 + text.count(chr(10), 0, line.start())}"
-            yield key, words, f"{path}{at}: {key}"
+            yield key, words_of(value), f"{path}{at}: {key}"
 
-    return entries(content)
+    return entries(content), text.startswith(_FIRST_LINE)
+
+
+def words_of(value: Any) -> list[str]:
+    """Return a value as the words of a flag.
+
+    >>> words_of(True), words_of([0.3, "a"]), words_of(False)
+    ([], ['0.3', 'a'], ['false'])
+    """
+    values = value if isinstance(value, (list, tuple)) else [] if value is True else [value]
+    return ["false" if item is False else str(item) for item in values]
 
 
 # --- writing
@@ -57,9 +65,11 @@ def read_settings_file(path: str) -> Iterator[tuple[str, list[str], str]]:
 def render_settings(config: Config) -> str:
     """Return all settings as a TOML file that --config accepts, each with its origin.
 
-    Values that follow from others or from the launch are comments: they are derived again.
+    Values that follow from others or from the launch are comments: they are derived again. Chosen
+    settings of one start stand apart.
     """
-    lines = ["# Every setting of a run. --config takes this file; flags override its values."]
+    lines = [f"{_FIRST_LINE} --config takes this file; flags override its values."]
+    start = ["", f"[{_START}]  # of the start that wrote this file: --config does not repeat it"]
     if config.pieces.file is not None:
         lines.append(f"pieces = {written(config.pieces.file)}")
     for attribute, section in SECTIONS.items():
@@ -70,10 +80,14 @@ def render_settings(config: Config) -> str:
             value = config.given.get(name, used)
             if value != used:
                 origin += f": {written(used)}"
+            line = f"{name} = {written(value)}  # {origin}"
             chosen = name in config.given or origin == "default"
-            again = value in (None, ()) or not option.flags or name in _OF_A_LAUNCH or not chosen
-            lines.append(f"{'# ' * again}{name} = {written(value)}  # {origin}")
-    return "\n".join(lines) + "\n"
+            again = value in (None, ()) or not option.flags or option.one_start or not chosen
+            if option.one_start and value != option.default and chosen and origin != "launcher":
+                start.append(line)
+            else:
+                lines.append(f"{'# ' * again}{line}")
+    return "\n".join([*lines, *(start if len(start) > 2 else ()), ""])
 
 
 def written(value: Any) -> str:

@@ -455,10 +455,17 @@ class TrainingConfig:
         False, "Also evaluate before the first step of a run that starts at iteration 0."
     )
     exit_interval: int | None = option(
-        None, "Exit after an iteration that is a multiple of N. 0: never.", at_least=0
+        None,
+        "Exit after an iteration that is a multiple of N. 0: never.",
+        at_least=0,
+        one_start=True,
     )
     exit_duration_in_mins: float | None = option(
-        None, "Exit after this many minutes.", above=0, metavar="MINUTES"
+        None,
+        "Exit after this many minutes.",
+        above=0,
+        metavar="MINUTES",
+        one_start=True,
     )
     exit_signal_handler: bool = option(
         None,
@@ -472,10 +479,12 @@ class TrainingConfig:
         "saves and exits before it. none: no limit.",
         metavar="TIME",
         derived="under Slurm, the remaining time of the job",
+        one_start=True,
     )
     requeue: bool = option(
         False,
         "Requeue the Slurm job if a signal or its time limit ends it before training is done.",
+        one_start=True,
     )
     max_consecutive_skips: int = option(
         None,
@@ -508,7 +517,7 @@ class TrainingConfig:
         "checked after the first step and before every save.",
         at_least=1,
     )
-    skip_train: bool = option(False, "Evaluate only.")
+    skip_train: bool = option(False, "Evaluate only.", one_start=True)
     allocator_tuning: bool = option(
         True,
         "Let malloc keep the freed memory of a step for the next step (CPU only).",
@@ -520,6 +529,7 @@ class TrainingConfig:
         "Save and exit once this file exists.",
         metavar="FILE",
         flags=("--kill-switch-file", "--kill-switch-path"),
+        one_start=True,
     )
     manual_gc: bool = option(
         False, "Run Python's garbage collection at fixed iterations on all ranks."

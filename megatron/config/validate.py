@@ -143,6 +143,7 @@ def _problems_of_tables(settings: Settings) -> Iterator[str]:
 def run_requirements(settings: Settings) -> None:
     """Add problems for missing settings that a training run needs, before defaults replace them."""
     known, add = {*settings.given, *settings.bad}, settings.problems.append
+    _requeued(settings)
     skips_training = settings.given.get("skip_train")
     if not known & {"train_iters", "train_samples", "train_tokens"} and not skips_training:
         add(
@@ -159,6 +160,22 @@ def run_requirements(settings: Settings) -> None:
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")
+
+
+def _requeued(settings: Settings) -> None:
+    """Add a problem where a requeued job, which has the same command, would lose what it saved."""
+    given, names = settings.given, ("finetune", "reset_iteration", "load_tag", "no_load_optim")
+    if not given.get("requeue") or "save" not in given:
+        return
+    others = [all_options()[name].written(given[name]) for name in names if given.get(name)]
+    if given.get("load") != given["save"]:
+        others.insert(0, f"--load {given['load']}" if "load" in given else "no --load")
+    if others:
+        settings.problems.append(
+            f"--requeue starts the same command again, which with {', '.join(others)} does not "
+            f"continue from --save {given['save']}: start once without --requeue (REQUEUE=0 in the "
+            f"job scripts), then with it, with --load {given['save']} and without the others"
+        )
 
 
 def nearest_multiples(value: int, step: int) -> str:
@@ -930,14 +947,8 @@ def _checkpoints(v: Values) -> Iterator[str]:
                 "and resume from that one without the flag"
             )
 
-    if hugging_face_folder(v["load"]) is not None:
-        if v["load_tag"] is not None:
-            yield f"--load-tag {v['load_tag']} names a checkpoint, but --load {v['load']} has none"
-        if v["requeue"]:
-            yield (
-                f"--requeue would start at iteration 0 from {v['load']} after each restart: train "
-                "from --load FOLDER, the --save FOLDER of a first job without --requeue"
-            )
+    if hugging_face_folder(v["load"]) is not None and v["load_tag"] is not None:
+        yield f"--load-tag {v['load_tag']} names a checkpoint, but --load {v['load']} has none"
 
 
 @check("walltime")

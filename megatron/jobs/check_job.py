@@ -578,7 +578,7 @@ def check_saving(job: Job, config: Config) -> None:
         return
     if load != save:
         job.find(
-            "error" if config.training.requeue else "warning",
+            "warning",
             "saving",
             f"--load is {load or 'absent'}, --save is {save}: a restarted job does not resume from "
             f"its checkpoints. Give --load {save}",

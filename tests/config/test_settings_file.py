@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron.config import PRESETS, Config, parse_args
 from megatron.config.command_line import parse_plan, read_settings
-from megatron.config.settings import all_options
+from megatron.config.option import Option
+from megatron.config.settings import all_options, section_of
 from megatron.config.settings_file import render_settings, write_settings, written
 from megatron.errors import ConfigError
 from megatron.untrusted import read_toml
@@ -132,16 +134,48 @@ def test_a_resolved_file_gives_the_same_run(tmp_path: Path, argv: list[str]) -> 
     )
 
 
-def test_every_setting_is_known_by_its_name(tmp_path: Path) -> None:
-    for name, option in all_options().items():
-        if not option.flags:
-            continue
-        value = option.default
-        if value is None:
-            words = {bool: True, int: 1, float: 0.5, str: "x"}[option.kind]
-            value = option.choices[0] if option.choices else [words] if option.many else words
-        settings = read_settings(["--config", stored(tmp_path, f"{name} = {written(value)}\n")])
-        assert name in settings.given or name in settings.bad, name
+OF_ONE_START = """
+world_size local_rank master_addr master_port moe_use_upcycling load load_tag no_load_optim
+no_load_rng finetune reset_iteration use_checkpoint_args exit_on_missing_checkpoint
+override_opt_param_scheduler use_checkpoint_opt_param_scheduler exit_interval exit_duration_in_mins
+walltime requeue skip_train kill_switch_file profile profile_step_start profile_step_end
+profile_ranks record_memory_history
+""".split()
+
+
+def other_value(option: Option) -> Any:
+    """Return a value that is not the default."""
+    if option.choices:
+        value = next((c for c in option.choices if c != option.default), option.default)
+    else:
+        kinds: dict[type, Any] = {bool: not option.default, int: 77, float: 0.5, str: "x"}
+        value = kinds[option.kind]
+    return (value,) if option.many else value
+
+
+def test_each_setting_is_of_the_run_or_of_one_start(tmp_path: Path) -> None:
+    """Files that a run wrote repeat settings of the run only, files of users all."""
+    plain, options = Config.create(**SIZES), {n: o for n, o in all_options().items() if o.flags}
+    values = {name: other_value(option) for name, option in options.items()}
+    sections = {
+        section: dataclasses.replace(
+            getattr(plain, section), **{n: v for n, v in values.items() if section_of(n) == section}
+        )
+        for section in set(map(section_of, values))
+    }
+    given = {"given": values, "origins": {**plain.origins, **dict.fromkeys(values, "argument")}}
+    new = render_settings(dataclasses.replace(plain, **sections, **given))
+    lines = "".join(f"{name} = {written(value)}\n" for name, value in values.items())
+    older = f"{new.splitlines()[0]}\n[model]\n{lines}"
+    for text, of_a_run in ((new, True), (older, True), (lines, False)):
+        settings = read_settings(["--config", stored(tmp_path, text)])
+        left_out = values.keys() - settings.given.keys() - settings.bad
+        assert left_out == (set(OF_ONE_START) if of_a_run else set())
+        (said,) = [n for n in settings.notices if "run.toml" in n] if of_a_run else [""]
+        assert all(f"{options[name].flag}" in said for name in left_out)
+    assert [name for name, option in options.items() if option.one_start] == sorted(
+        OF_ONE_START, key=list(options).index
+    )
 
 
 def test_a_resolved_file_on_other_processes(tmp_path: Path) -> None:

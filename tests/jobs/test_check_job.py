@@ -88,6 +88,7 @@ def test_a_sound_job() -> None:
     )
 
 
+SAVE = "--save ckpt --load ckpt"
 MISTAKES = [
     # (replaced text, replacement, level, subject)
     ("#SBATCH -A abc123\n", "", "warning", "account"),
@@ -114,9 +115,9 @@ MISTAKES = [
         "error",
         "tokenizer",
     ),
-    ("--save ckpt", "--save /mnt/bb/ada/ckpt", "error", "saving"),
-    ("--save ckpt", "--save /proc/1/ckpt", "error", "saving"),
-    ("--save ckpt", "--save other", "error", "saving"),
+    (SAVE, SAVE.replace("ckpt", "/mnt/bb/ada/ckpt"), "error", "saving"),
+    (SAVE, SAVE.replace("ckpt", "/proc/1/ckpt"), "error", "saving"),
+    ("--save ckpt", "--save other", "error", "configuration"),
     ("--save-interval-minutes 20", "", "warning", "saving"),
     (
         "--preset tiny",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.find import Found, find, required
+from megatron.checkpoint.find import Found, find, read_tracker, required
 from megatron.config import Config
 from megatron.config.files import hugging_face_folder
 from megatron.data.sampler import are_ranges, is_consumed
@@ -221,6 +221,34 @@ class Saves:
                 f"costs everything since the last good checkpoint ({self._last_good})"
             )
         self._reporter.publish(CheckpointFailed(iteration=iteration, reason=str(error)))
+
+
+def check_save_folder(config: Config, topology: Topology, reporter: Reporter) -> None:
+    """Report checkpoints in the --save folder that this start does not continue.
+
+    Raises CheckpointError where only a settings file names the folder: continuing is meant, or
+    another folder.
+    """
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if not save or load == save:
+        return
+    from megatron.checkpoint.together import decided_by_first
+
+    def look() -> int | None:
+        newest, origin = read_tracker(save).iteration, config.origin("save")
+        if newest is not None and origin not in ("command line", "argument"):
+            raise CheckpointError(
+                f"--save {save} ({origin}) has checkpoints up to iteration {newest}, which this "
+                f"start would not continue: give --load {save} to continue, or --save with another "
+                "folder"
+            )
+        return newest
+
+    if (newest := decided_by_first(topology, look)) is not None:
+        reporter.say(
+            f" note: --save {save} has checkpoints up to iteration {newest}, which this start does "
+            f"not continue and may replace: --load {save} continues"
+        )
 
 
 def checkpoint_to_load(

@@ -43,6 +43,7 @@ from megatron.training.report.reporter import Console, Reporter
 from megatron.training.report.timeline import Timeline
 from megatron.training.run.checkpoints import (
     Saves,
+    check_save_folder,
     checkpoint_to_load,
     load_checkpoint,
 )
@@ -257,6 +258,7 @@ def assemble(
     device = topology.device
     torch.manual_seed(config.training.seed)
     signals, reporter = signals or Signals(enabled=False), Reporter(config, topology.rank)
+    check_save_folder(config, topology, reporter)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     config = with_checkpoint_settings(config, checkpoint, reporter)
     settings = config  # for --config: the tokenizer gives the vocabulary size again

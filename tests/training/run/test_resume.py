@@ -304,11 +304,11 @@ def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path: Path) -> 
     rest = [*TINY[len(model) : TINY.index("--tokenizer-type")], "--log-interval", "1"]
     rest += ["--eval-iters", "0", "--save", str(tmp_path), "--load", str(tmp_path)]
     tensor = ["--tensor-model-parallel-size", "2"]
-    settings = ["--config", str(tmp_path / "settings.toml"), "--train-iters", "6"]
+    settings = ["--config", str(tmp_path / "settings.toml"), "--load", str(tmp_path)]
     for processes, flags in (
         (1, [*TINY, "--window-size", "7", "0", *rest]),
         (2, [*rest, *tensor, "--use-checkpoint-args", "--train-iters", "5"]),
-        (2, settings),
+        (2, [*settings, "--train-iters", "6"]),
     ):
         for outcome in launch(processes, flags):
             assert outcome is not None and outcome.code == 0, outcome
@@ -320,6 +320,27 @@ def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path: Path) -> 
     assert (last.batch.train_iters, last.parallel.tensor_model_parallel_size) == (6, 2)
     kept = sorted(file.name for file in tmp_path.glob("settings-*.toml"))
     assert kept == ["settings-0000004.toml", "settings-0000005.toml"]
+
+
+@pytest.mark.slow
+def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path: Path) -> None:
+    """A start that went back and ended early is continued, and another run begins anew."""
+    a, b, settings = tmp_path / "a", tmp_path / "b", ["--config", str(tmp_path / "a/settings.toml")]
+    load = ["--load", str(a)]
+
+    def steps(folder: Path, *words: str) -> list[tuple[int, float]]:
+        (outcome,) = launch(1, words)
+        assert outcome is not None and outcome.code == 0, outcome
+        records = read_records(folder / "metrics.jsonl", "iteration")
+        return [(record["iteration"], record["lm_loss"]) for record in records]
+
+    first = steps(a, *TINY, "--save", str(a), "--exit-interval", "2")
+    steps(a, *settings, *load, "--load-tag", "2", "--exit-interval", "3")
+    assert [n for n, _ in steps(a, *settings, *load)] == [1, 2, 3, 4]
+    other = steps(b, *settings, "--lr", "1e-2", "--save", str(b))
+    assert [n for n, _ in other] == [1, 2, 3, 4] and other[0] == first[0]
+    (outcome,) = launch(1, settings)  # it would replace the checkpoints
+    assert outcome is not None and outcome.code == 2 and f"--load {a}" in outcome.output
 
 
 def test_settings_that_cannot_be_written_are_a_note(tmp_path: Path) -> None:
