@@ -227,8 +227,11 @@ def run_huggingface(args: argparse.Namespace, settings: dict[str, Any], incoming
     def body() -> None:
         from megatron.parallel.rendezvous import connect
         from megatron.parallel.topology import Topology
+        from megatron.training.run.identity import file_digests, model_files
 
-        with connect(launch, alike={"flags": {**vars(args), **settings}}) as rendezvous:
+        read = file_digests(model_files(Path(args.source))) if incoming else {}
+        alike = {"flags": {**vars(args), **settings}, "files": read}
+        with connect(launch, alike=alike) as rendezvous:
             try:
                 topology = Topology.create(device="cpu")
                 (from_huggingface if incoming else to_huggingface)(args, settings, topology)

@@ -44,6 +44,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, whole
+from megatron.data.indexed_dataset import data_files
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool, leave
 from megatron_inference import tokens
@@ -158,7 +159,9 @@ def main(argv: Sequence[str]) -> int:
         use = evaluate_tasks if args.tasks else evaluate_with_lm_eval
         if args.stride is not None:
             raise ConfigError("--stride is for --text and --data-path: a task has no windows")
-    return run_with_model(args, partial(use, args), changed)
+    tokens_of = [path for prefix in args.data_path or () for path in data_files(prefix)]
+    files = [*map(Path, (args.text or []) + (args.tasks or [])), *tokens_of]
+    return run_with_model(args, partial(use, args), files, changed)
 
 
 def evaluate_tasks(args: argparse.Namespace, trained: Trained) -> None:

@@ -156,9 +156,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--output {args.output} exists: remove it, or choose another name")
     if args.output is not None and not os.path.isdir(os.path.dirname(args.output) or "."):
         raise ConfigError(f"--output {args.output}: its folder does not exist: create it")
-    return run_with_model(
-        args, partial(continue_prompts, args), {"bf16": args.bf16, "fp16": args.fp16}
-    )
+    files = [Path(args.prompts)] if args.prompts is not None else []
+    changed = {"bf16": args.bf16, "fp16": args.fp16}
+    return run_with_model(args, partial(continue_prompts, args), files, changed)
 
 
 def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:

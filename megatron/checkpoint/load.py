@@ -10,6 +10,7 @@ from which torch.load(weights_only=True) takes nothing but tensors.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron.checkpoint.files import STATE, digest
+from megatron.checkpoint.files import STATE, digest, read_manifest
 from megatron.checkpoint.find import (
     Checkpoint,
     Found,
@@ -254,6 +255,7 @@ def _newest_that_loads(
             )
         try:
             opened = decided_by_first(topology, partial(open_checkpoint, at), _Damage)
+            _check_same(opened, topology)
             attempt(opened)
             return LoadedState(opened.iteration, opened.state["state"], False, at, rejected, notes)
         except _Damage as damage:
@@ -265,6 +267,22 @@ def _newest_that_loads(
             )
         found = decided_by_first(topology, partial(find, directory, before=number))
         rejected = (*rejected, Rejected(at, reason), *found.rejected)
+
+
+def _check_same(checkpoint: Checkpoint, topology: Topology) -> None:
+    """Raise CheckpointError on all ranks where some have another checkpoint in this folder.
+
+    A manifest that is missing or damaged on a rank is damage, found when its files are read.
+    """
+    with together(topology, f"comparing {checkpoint.folder} on all ranks"):
+        manifest = checkpoint.manifest
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(checkpoint.folder)
+        if manifest != checkpoint.manifest:
+            raise CheckpointError(
+                "another checkpoint than that of rank 0 has this name: give every node the same "
+                "--load folder"
+            )
 
 
 def _read(

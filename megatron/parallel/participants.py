@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import defaultdict
@@ -9,7 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.launch import Launch
 from megatron.parallel.placing import (
     Placing,
@@ -18,7 +21,7 @@ from megatron.parallel.placing import (
     near_devices,
     visible_devices,
 )
-from megatron.parallel.topology import compress_ranks
+from megatron.parallel.topology import Group, compress_ranks
 
 Alike = Mapping[str, Mapping[str, Any]]
 """What must be the same on all ranks, by kind and name; JSON-serialisable. A rank without a kind is
@@ -86,16 +89,39 @@ def conflict(tasks: Sequence[Task]) -> str:
     return ""
 
 
-def difference(tasks: Sequence[Task], text_of: Callable[[str], str | bytes]) -> str:
+def digests(alike: Alike) -> dict[str, tuple[str, str]]:
+    """Return digest and text of each kind of what must be alike."""
+    texts = {kind: json.dumps(values, sort_keys=True) for kind, values in alike.items()}
+    return {k: (hashlib.sha256(text.encode()).hexdigest()[:32], text) for k, text in texts.items()}
+
+
+def compare(alike: Alike, world: Group) -> str:
     """Return a description of what differs between ranks and must not, or "".
 
-    text_of  returns the text of a digest; called for those of the largest groups only
+    All ranks call this, after the rendezvous, for what was not known there, and get the same.
+    """
+    here = digests(alike)
+    number = int.from_bytes(hashlib.sha256(json.dumps(here).encode()).digest()[:7])
+    ends = all_reduce(torch.tensor([number, -number]), world, dist.ReduceOp.MAX).tolist()
+    if ends[0] == -ends[1]:
+        return ""
+    everywhere = gather_objects(here, world)
+    texts = dict(pair for there in everywhere for pair in there.values())
+    of_ranks = [{kind: pair[0] for kind, pair in there.items()} for there in everywhere]
+    return difference(of_ranks, texts.__getitem__)
+
+
+def difference(of_ranks: Sequence[Mapping[str, str]], text_of: Callable[[str], str | bytes]) -> str:
+    """Return a description of what differs between ranks and must not, or "".
+
+    of_ranks  digests of each rank, by kind
+    text_of   returns the text of a digest; called for those of the largest groups only
     """
     found: list[str] = []
-    for kind in dict.fromkeys(kind for own in tasks for kind in own.alike):
+    for kind in dict.fromkeys(kind for own in of_ranks for kind in own):
         groups = defaultdict[str, list[int]](list)
-        for rank, own in enumerate(tasks):
-            if digest := own.alike.get(kind):
+        for rank, own in enumerate(of_ranks):
+            if digest := own.get(kind):
                 groups[digest].append(rank)
         if len(groups) > 1:
             largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_SHOWN]

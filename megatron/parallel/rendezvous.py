@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import re
@@ -45,6 +44,7 @@ from megatron.parallel.participants import (
     conflict,
     describe_process,
     difference,
+    digests,
 )
 from megatron.parallel.placing import Placing, Task, assign, check_devices, ranks_per_node
 from megatron.parallel.processes import bounded, process_start
@@ -228,13 +228,11 @@ class Rendezvous(StoreConnection):
 
         Among thousands of processes with the same digest, only the first writes its text.
         """
-        told = {}
-        for kind, values in self.alike.items():
-            text = json.dumps(values, sort_keys=True)
-            told[kind] = digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        told = digests(self.alike)
+        for digest, text in told.values():
             if not self.store.check([f"alike/{digest}"]):
                 self.store.set(f"alike/{digest}", text)
-        return told
+        return {kind: digest for kind, (digest, _) in told.items()}
 
     def _interface_problem(self) -> str:
         """Return why gloo cannot use the interfaces that the environment names, or ""."""
@@ -283,7 +281,7 @@ class Rendezvous(StoreConnection):
             return {} if self.store.check(["verdict"]) else {"error": self._absent()}
         tasks = [Task(**json.loads(value)) for value in self.values(keys)]
         error = conflict(tasks) or difference(
-            tasks, lambda digest: self.store.get(f"alike/{digest}")
+            [task.alike for task in tasks], lambda digest: self.store.get(f"alike/{digest}")
         )
         return {"error": error} if error else self._give_ranks(tasks)
 

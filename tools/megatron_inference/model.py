@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.option import real, whole
@@ -72,12 +73,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run_with_model(
     args: argparse.Namespace,
     use: Callable[[Trained], None],
+    files: Sequence[Path],
     changed: Mapping[str, Any] = {},
 ) -> int:
     """Connect all processes, load the model, call `use`, and return the exit code.
 
-    `args` has the flags of add_flags, `changed` settings other than the checkpoint's, None for
-    those that stay.
+    `args` has the flags of add_flags. `files` are read besides the model and must be the same for
+    all. `changed` are settings other than the checkpoint's, None for those that stay.
     """
     try:
         launch, problem = detect_launch(), None
@@ -88,9 +90,11 @@ def run_with_model(
         if problem is not None:
             raise problem
         from megatron.parallel.rendezvous import connect
+        from megatron.training.run.identity import file_digests
 
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
-        rendezvous = connect(launch, timeout, alike={"flags": vars(args)})
+        alike = {"flags": vars(args), "files": file_digests(files)}
+        rendezvous = connect(launch, timeout, alike=alike)
         try:
             trained = _load(args, launch, rendezvous.device, changed)
             use(trained)

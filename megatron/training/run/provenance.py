@@ -1,10 +1,4 @@
-"""Provenance of a run: the record beside its checkpoints, and a comparison of all ranks.
-
-Compared are settings, code and files. Each rank announces digests of settings, versions, code,
-tokenizer and data files when the ranks meet, before torch connects anything, and rank 0 compares
-them. A difference ends the run on every rank: with another seed, learning rate or index file on one
-of them, the ranks would silently train something else.
-"""
+"""Provenance of a run: the record beside its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +19,7 @@ import torch
 
 from megatron.checkpoint.files import digest
 from megatron.config import Config
-from megatron.config.settings import all_options
 from megatron.data.datasets import data_prefixes
-from megatron.data.indexed_dataset import data_files
-from megatron.errors import MegatronError
-from megatron.parallel.launch import Launch
-from megatron.parallel.participants import Alike
 from megatron.parallel.topology import Topology
 from megatron.training.run.host import device_name
 
@@ -72,27 +61,9 @@ _PACKAGE = Path(__file__).parents[2]
 _GIT_S = 20.0
 _WAIT_S = 60.0
 
-MAY_DIFFER = {
-    # a process's rank on its node, and how it reaches the first process
-    "local_rank",
-    "master_addr",
-    "master_port",
-    "data_cache_path",
-    "stage_data_to",  # scratch folders of a node
-    # for one rank alone, or separately for each
-    "metrics_file",
-    "tensorboard_dir",
-    "wandb_exp_name",
-    "wandb_save_dir",
-    "mlflow_run_name",
-    "trace_dir",
-    "kill_switch_file",
-}
-"""Names of settings that may differ between ranks. Those without an effect may differ as well."""
-
-# Bytes read at each end of a file: for the record of a run, and by every node for the comparison.
-# Offsets add up, so that a longer document anywhere shows at the end of an .idx file.
-_INDEX_END, _COMPARED_END, _FILE_END = 16 << 20, 64 << 10, 16 << 20
+# Bytes read at each end of an .idx file. Offsets add up, so that a longer document anywhere shows at
+# its end.
+_INDEX_END = 16 << 20
 
 
 class Provenance:
@@ -264,61 +235,3 @@ def _version() -> str | None:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def identity(config: Config, launch: Launch, placement: str = "") -> Alike:
-    """Return the settings of this process and, in each node's first process, digests of its files.
-
-    `placement` describes how ranks are placed on devices (Placing.agreed).
-    """
-    values = config.to_dict()
-    own = {f"{name} of your own": where for name, where in config.pieces.describe().items()}
-    settings: dict[str, Any] = {
-        option.flag: values[name]
-        for name, option in all_options().items()
-        if name not in MAY_DIFFER and not option.inert and not option.internal
-    }
-    found = {name: version for name, version in versions().items() if name != "system"}  # of a node
-    alike = {"settings": {**settings, **own, "placement": placement, **found}}
-    return alike if launch.local_rank else {**alike, "files": dict(files(config))}
-
-
-def files(config: Config, package: Path = _PACKAGE) -> Iterator[tuple[str, str]]:
-    """Yield the name, and the size with digest, of source, tokenizer and data files.
-
-    Of long files only the ends are read. For code the content is compared, because copies of one
-    clone have different times. One process per node reads it: a two-hundredth of what its processes
-    have just imported from the same file system.
-    """
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    own = {*config.pieces.files(), *([main] if main else [])}
-    for path in [*sorted(package.rglob("*.py")), *map(Path, sorted(own))]:
-        inside = path.is_relative_to(package)
-        yield str(path.relative_to(package.parent) if inside else path.name), _file(path, _FILE_END)
-    t = config.tokenizer
-    for name in (t.tokenizer_model, t.vocab_file, t.merge_file):
-        if name:
-            folder = sorted(Path(name).glob("*.json")) if os.path.isdir(name) else [Path(name)]
-            yield from ((str(path), _file(path, _FILE_END)) for path in folder)
-    try:
-        prefixes = data_prefixes(config)
-    except MegatronError as error:
-        yield "data", str(error)  # the same on all nodes, or the run ends
-        return
-    for prefix in prefixes:
-        for path in data_files(prefix):
-            yield str(path), _file(path, 0 if path.suffix == ".bin" else _COMPARED_END)
-
-
-def _file(path: Path, end: int) -> str:
-    """Return size and digest of a file, or why it cannot be read.
-
-    If the file is long, the digest covers its first and last `end` bytes.
-    """
-    try:
-        if not path.is_file():
-            return "no file"
-        size, found = ends_digest(path, end)
-        return f"{size} bytes [{found[:12]}]"
-    except OSError as error:
-        return str(error.strerror)

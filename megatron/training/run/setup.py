@@ -26,13 +26,14 @@ from megatron.data.gpt_dataset import FileDataset, PackedDataset
 from megatron.data.sampler import Ledger, sample_order, sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
-from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
+from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
 from megatron.kernels import choose
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
 from megatron.parallel.launch import Launch
+from megatron.parallel.participants import compare
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
@@ -55,9 +56,10 @@ from megatron.training.run.host import (
     share_cores,
     tune_allocator,
 )
+from megatron.training.run.identity import identity, sample_digests
 from megatron.training.run.loop import call_back, train
 from megatron.training.run.process import Signals
-from megatron.training.run.provenance import Provenance, identity, layout_record, versions
+from megatron.training.run.provenance import Provenance, layout_record, versions
 from megatron.training.run.resume import (
     describe_changes,
     stored_settings,
@@ -101,7 +103,7 @@ def run_training(
     if ranks is None:
         order = config.parallel.rank_order or DEFAULT_ORDER
         ranks = RankPlan(Placing(config.parallel.device_order or (), rank_order=order))
-    alike = identity(config, launch, ranks.placing.agreed) if launch.world_size > 1 else None
+    alike = identity(config, ranks.placing.agreed) if launch.world_size > 1 else None
     shown = Console(launch.rank == 0).doing(f"connecting {launch.world_size} process(es)")
     with shown:
         backend = config.parallel.distributed_backend
@@ -308,6 +310,10 @@ def assemble(
     if checkpoint is not None and not config.checkpoint.finetune and topology.world.is_first:
         stored = stored_settings(checkpoint, config)
         describe_changes(stored, config, progress, end, reporter.console.say_wrapped)
+    if topology.world.size > 1 and (
+        problem := compare({"samples": sample_digests(datasets)}, topology.world)
+    ):
+        raise DataError(problem)
     nodes = len({place.partition(":")[0] for place in places}) or 1
     costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)
     reporter.say(f" the whole run: {costs.size}")

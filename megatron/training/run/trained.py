@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.config import Config
 from megatron.config.files import hugging_face_folder
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,8 @@ def load_model(
     settings     other than the checkpoint's, by their names in the configuration, such as bf16=True
                  (fp32 by default) or tokenizer_model="moved.model"; None changes nothing
 
-    Raises CheckpointError, and ConfigError or DataError for settings and tokenizer files.
+    Raises CheckpointError, ConfigError or DataError for settings and tokenizer files, and
+    LaunchError where ranks read other files than others.
     """
     import torch
 
@@ -75,14 +76,20 @@ def load_model(
     from megatron.engine.optimizer_state import AVERAGE
     from megatron.model.gpt import build_chunks, layer_context
     from megatron.parallel.launch import Launch, select_device
+    from megatron.parallel.participants import compare
     from megatron.parallel.sharding import sharding_of
     from megatron.parallel.topology import Topology
+    from megatron.training.run.identity import file_digests, inputs
     from megatron.training.run.setup import load_tokenizer
 
     if ema and hugging_face_folder(str(folder)) is not None:
         raise ConfigError(f"{folder} has one model and no average of its weights: leave --ema out")
     topology = topology or Topology.create(device=select_device(Launch()))
     config = _config(folder, topology, tag, settings)
+    if topology.world.size > 1:
+        read = file_digests(inputs(config.replace(load=str(folder))))
+        if problem := compare({"settings": config.to_dict(), "files": read}, topology.world):
+            raise LaunchError(problem)
     vocab_size = config.model.vocab_size
     if config.tokenizer.tokenizer_type == "NullTokenizer" and vocab_size is not None:
         # the model's vocabulary counts the end token that this tokenizer adds to the given size

@@ -5,7 +5,8 @@ A difference ends the run on each rank, and says which rank has what.
 
 from __future__ import annotations
 
-import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import numpy as np
 import pytest
 
 from megatron.config import Config
+from megatron.config.pieces import load_pieces
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import LaunchError
-from megatron.parallel.launch import Launch
 from megatron.parallel.participants import Alike
-from megatron.training.run import provenance as module
-from megatron.training.run.provenance import files, identity
+from megatron.training.run import identity as module
+from megatron.training.run.identity import code_digests, file_digests, identity, inputs
 from tests.helpers.launching import TINY, launch
 from tests.parallel.ranks import ranks_in_threads
 
@@ -35,6 +36,12 @@ FIELDS: dict[str, Any] = dict(
     world_size=4,
     seed=1,
 )
+
+DATA = [
+    *(word for word in TINY if word != "--mock-data"),
+    *("--data-path", "../text", "--data-cache-path", "cache", "--split", "1"),
+    *("--hidden-dropout", "0", "--attention-dropout", "0"),
+]
 
 
 def meet(alike: list[Alike | None]) -> list[Any]:
@@ -67,10 +74,7 @@ def test_a_setting_that_one_rank_has_otherwise_ends_all(
 ) -> None:
     usual = Config.create(**FIELDS, hidden_dropout=0.1)
     other = usual.replace(**{setting: value})
-    ranks = [
-        identity(config, Launch(rank=i, local_rank=i, local_world_size=4, world_size=4))
-        for i, config in enumerate((usual, usual, other, usual))
-    ]
+    ranks = [identity(config) for config in (usual, usual, other, usual)]
     refused(meet(ranks), f"{flag} is {shown[0]} on rank 0-1, 3, {shown[1]} on rank 2")
 
 
@@ -84,10 +88,7 @@ def test_scratch_folders_and_addresses_may_differ(tmp_path: Path) -> None:
         "master_addr": "10.0.0.1",
         "wandb_exp_name": "$RANDOM",
     }
-    ranks = [
-        identity(c, Launch(rank=i, local_rank=0, world_size=2))
-        for i, c in enumerate((usual, usual.replace(**scratch)))
-    ]
+    ranks = [identity(config) for config in (usual, usual.replace(**scratch))]
     assert meet(ranks) == [None, None]
 
 
@@ -96,56 +97,128 @@ def test_of_a_random_value_on_every_rank_some_are_named() -> None:
     assert "1000 on rank 0" in text and len(text) < 1000
 
 
-def test_another_file_of_the_same_name_and_size_on_one_node_ends_all(tmp_path: Path) -> None:
+def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path: Path) -> None:
     """Another file of the same name and size on one node ends all ranks.
 
-    It is code, tokenizer or index. Only the first process of a node reads them; the second has none
-    to report.
+    Each of the files in turn has another second half, or weight.
     """
-    package, prefix, vocabulary = tmp_path / "megatron", tmp_path / "text", tmp_path / "vocab.json"
-    package.mkdir()
-    fields = {
-        **FIELDS,
-        "mock_data": False,
-        "data_path": (str(prefix),),
-        "tokenizer_type": "GPT2BPETokenizer",
+    prefix, model, words = tmp_path / "text", tmp_path / "model", tmp_path / "words"
+    for folder in (model, words):
+        folder.mkdir()
+    for name in ("text", "text_mask"):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            writer.add_document(range(5000))
+    blend, tasks = tmp_path / "blend", tmp_path / "tasks.jsonl"
+    texts = {
+        blend: f"1.0 {prefix}\n",
+        tasks: '{"context": "a", "ending": "b"}\n',
+        model / "config.json": '{"hidden_size": 16}',
+        model / "model.safetensors": "ab" * (3 << 20),  # longer than what is read of a file
+        words / "tokenizer.json": '{"model": {}}',
+        words / "tokenizer_config.json": '{"eos_token": "a"}',
+        words / "chat_template.jinja": "{{ messages }}",
     }
+    for path, text in texts.items():
+        path.write_text(text)
     config = Config.create(
-        **fields, vocab_file=str(vocabulary), merge_file=str(tmp_path / "absent")
+        **FIELDS | {"mock_data": False},
+        load=f"hf:{model}",
+        data_file_list=str(blend),
+        eval_tasks=(str(tasks),),
+        tokenizer_type="HFTokenizer",
+        tokenizer_model=str(words),
     )
+    alone = config.replace(tokenizer_model=str(words / "tokenizer.json"))
 
-    def node(code: str, documents: list[int], entry: str) -> Alike:
-        (package / "model.py").write_text(code)
-        vocabulary.write_text(json.dumps({entry: 0}))
-        with IndexedDatasetWriter(prefix, np.uint16) as writer:
-            for length in documents:
-                writer.add_document(range(length))
-        return {"files": dict(files(config, package))}
+    def seen() -> Alike:
+        return {"files": file_digests(inputs(config)), "alone": file_digests(inputs(alone))}
 
-    usual = node("x = 1", [5, 7], "a")
-    for code, documents, entry, name in (
-        ("x = 2", [5, 7], "a", "megatron/model.py"),
-        ("x = 1", [7, 5], "a", f"{prefix}.idx"),
-        ("x = 1", [5, 7], "b", str(vocabulary)),
-    ):
-        text = str(meet([usual, {}, node(code, documents, entry), {}])[1])
-        assert f"{name} is " in text and "rank 0" in text and "rank 2" in text, text
-        assert not any(
-            f"{other} is " in text for other in {"megatron/model.py", str(vocabulary)} - {name}
-        )
-    assert meet([usual, {}, node("x = 1", [5, 7], "a"), {}]) == [None] * 4
+    usual = seen()
+    tokens = [f"{prefix}{end}" for end in (".bin", ".idx", "_mask.bin", "_mask.idx")]
+    assert meet([usual, seen()]) == [None] * 2
+    for path in (*texts, *map(Path, tokens)):
+        before = path.read_bytes()
+        half = len(before) // 2
+        changed = before[:half] + b"!" * (len(before) - half)
+        path.write_bytes(b"2" + before[1:] if path == blend else changed)
+        other = seen()
+        path.write_bytes(before)
+        found = meet([usual, usual, other])
+        refused(found, f'{path} is "{len(before)} bytes', "rank 0-1", "rank 2")
+        for unchanged in {*texts, *map(Path, tokens)} - {path}:
+            assert f"{unchanged} is" not in str(found[0])
 
 
-def test_who_reads_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_on_one_node_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours, a file of the user's pieces, or a module beside it that this file imports."""
+    package = tmp_path / "megatron"
+    package.mkdir()
+    (package / "model.py").write_text("x = 1")
+    (tmp_path / "beside.py").write_text("y = 1")
+    (tmp_path / "pieces.py").write_text(
+        "import beside\ndef schedule(*_): pass\nPIECES = {'schedule': schedule}"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    schedule = load_pieces(str(tmp_path / "pieces.py")).schedule
+    config = Config.create(**FIELDS).with_pieces(schedule=schedule)
+    usual = code_digests(config, package)
+    for path in (package / "model.py", tmp_path / "pieces.py", tmp_path / "beside.py"):
+        before = path.read_text()
+        path.write_text(before.replace("1", "2") + " ")
+        other = code_digests(config, package)
+        path.write_text(before)
+        name = str(path.relative_to(tmp_path))
+        refused(meet([{"files": usual}, {"files": other}]), f"{name} is ", "rank 0", "rank 1")
+    assert code_digests(config, package) == usual
+
+
+def test_every_process_reads_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module, "versions", lambda: {"torch": "2", "system": "one kernel or another"}
     )
-    first, second = (
-        identity(Config.create(**FIELDS), Launch(local_rank=i, local_world_size=2))
-        for i in range(2)
-    )
-    assert "files" in first and "files" not in second and first["settings"] == second["settings"]
-    assert first["settings"]["torch"] == "2" and "system" not in first["settings"]
+    found = identity(Config.create(**FIELDS))
+    assert any(name.endswith("identity.py") for name in found["files"])
+    assert found["settings"]["torch"] == "2" and "system" not in found["settings"]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return two folders with the same names and other content.
+
+    They hold checkpoint and exported model of a run, and the index of one data set.
+    """
+    root = tmp_path_factory.mktemp("nodes")
+    with IndexedDatasetWriter(root / "text", np.uint16) as writer:
+        for start in range(40):
+            writer.add_document(np.arange(start, start + 40))
+    for seed, name in enumerate("ab"):
+        (root / name).mkdir()
+        saved = ["--save", "run", "--save-hf", "hf", "--train-iters", "1", "--seed", str(seed)]
+        (outcome,) = launch(1, [*DATA, *saved], arm={0: (os.chdir, str(root / name))})
+        assert outcome is not None and outcome.code == 0, outcome
+    shutil.rmtree(root / "b" / "cache")
+    shutil.copytree(root / "a" / "cache", root / "b" / "cache")
+    (index,) = (root / "b" / "cache").glob("*_shuffle_idx.npy")
+    np.save(index, np.load(index)[::-1])
+    return root / "a", root / "b"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--load", "hf:hf", "--pipeline-model-parallel-size", "2"], "hf/model.safetensors"),
+        (["--load", "run", "--zero-stage", "3"], "run/iter_0000001"),
+        (["--context-parallel-size", "2"], "train data"),
+    ],
+)
+def test_ranks_with_other_weights_or_another_index_do_not_train(
+    nodes: tuple[Path, Path], arguments: list[str], named: str
+) -> None:
+    arm = {rank: (os.chdir, str(folder)) for rank, folder in enumerate(nodes)}
+    for outcome in launch(2, [*DATA, "--train-iters", "1", "--seed", "0", *arguments], arm=arm):
+        assert outcome is not None and outcome.code == 2, outcome
+        assert named in outcome.output and "iteration        1" not in outcome.output, outcome
 
 
 def also(*flags: str) -> None:

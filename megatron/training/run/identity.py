@@ -1,0 +1,177 @@
+"""What all ranks of a run must share: settings, code, and the files that they read.
+
+Each rank announces digests of them when the ranks meet, before torch connects anything, and rank 0
+compares them. A difference ends the run on every rank: with another seed, learning rate, model or
+index file on one of them, the ranks would silently train something else. What is only known later,
+the samples of the data sets, is compared when it is known.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.files import digest, sampled_digest
+from megatron.config import Config
+from megatron.config.files import hugging_face_folder
+from megatron.config.settings import all_options
+from megatron.data.datasets import SPLIT_NAMES, Datasets, data_prefixes
+from megatron.data.gpt_dataset import TokenDataset
+from megatron.data.indexed_dataset import data_files
+from megatron.errors import MegatronError
+from megatron.parallel.participants import Alike
+from megatron.training.run.provenance import versions
+
+MAY_DIFFER = {
+    # a process's rank on its node, and how it reaches the first process
+    "local_rank",
+    "master_addr",
+    "master_port",
+    "data_cache_path",
+    "stage_data_to",  # scratch folders of a node
+    # for one rank alone, or separately for each
+    "metrics_file",
+    "tensorboard_dir",
+    "wandb_exp_name",
+    "wandb_save_dir",
+    "mlflow_run_name",
+    "trace_dir",
+    "kill_switch_file",
+}
+"""Names of settings that may differ between ranks. Those without an effect may differ as well."""
+
+
+_PACKAGE = Path(__file__).parents[2]
+# Files of a tokenizer's folder, and those beside a tokenizer's file.
+_TOKENIZER = (".json", ".model", ".txt", ".tiktoken", ".jinja")
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+# Bytes that a process reads of all its files together, and of one: at least, and at most.
+_ALL_BYTES, _LEAST_BYTES, _MOST_BYTES = 32 << 20, 32 << 10, 4 << 20
+_THREADS = 8  # reads at the same time: a parallel file system takes a millisecond for each
+_SAMPLES = 16  # of each data set
+
+
+def identity(config: Config, placement: str = "") -> Alike:
+    """Return the settings of this process, and digests of code and files.
+
+    `placement` describes how ranks are placed on devices (Placing.agreed). Every process reads its
+    files, not one of each node: a relative path or a mount can lead each to another file. It is a
+    small part of what it is about to read anyway.
+    """
+    values = config.to_dict()
+    pieces = {f"{name} of your own": where for name, where in config.pieces.describe().items()}
+    settings: dict[str, Any] = {
+        option.flag: values[name]
+        for name, option in all_options().items()
+        if name not in MAY_DIFFER and not option.inert and not option.internal
+    }
+    libraries = {name: version for name, version in versions().items() if name != "system"}
+    code = code_digests(config)
+    return {
+        "settings": {**settings, **pieces, "placement": placement, **libraries},
+        "files": {**code, **file_digests(inputs(config))},
+    }
+
+
+def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
+    """Return the digest of each source file, by its name: ours, and those of the user's pieces.
+
+    The content is compared, because copies of one clone have different times.
+    """
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    pieces = config.pieces.files()
+    folders = set(map(os.path.dirname, pieces))
+    loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    beside = {path for path in loaded if path and os.path.dirname(path) in folders}
+    others = {*pieces, *beside, *([main] if main else [])}
+    ours = {str(path.relative_to(package.parent)): path for path in package.rglob("*.py")}
+    named = {**ours, **{os.path.basename(path): Path(path) for path in sorted(others)}}
+    return {name: _file(path, _MOST_BYTES) for name, path in sorted(named.items())}
+
+
+def inputs(config: Config) -> list[Path]:
+    """Return the files besides code that decide what a run computes.
+
+    A native checkpoint is not among them: the ranks load the one that rank 0 finds, whose manifest
+    has the digests of all its parts.
+    """
+    model = hugging_face_folder(config.checkpoint.load)
+    paths = [] if model is None else model_files(model)
+    tokenizer, data = config.tokenizer, config.data
+    if (name := tokenizer.tokenizer_model) is not None:
+        path = Path(name)
+        beside = [path, *(path.with_name(one) for one in _BESIDE)]
+        paths += _in_folder(path, _TOKENIZER) if path.is_dir() else beside
+    named = (tokenizer.vocab_file, tokenizer.merge_file, *(config.training.eval_tasks or ()))
+    paths += [Path(name) for name in named if name is not None]
+    if data.data_file_list is not None:
+        paths.append(Path(data.data_file_list))
+    try:
+        prefixes = data_prefixes(config)
+    except MegatronError:  # the file list cannot be read: on all ranks, or its digest differs
+        prefixes = []
+    return list(dict.fromkeys([*paths, *(path for one in prefixes for path in data_files(one))]))
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Return the files of a model in a folder of Hugging Face."""
+    return _in_folder(folder, (".json", ".safetensors"))
+
+
+def file_digests(paths: Sequence[Path]) -> dict[str, str]:
+    """Return size and digest of each file, or why it cannot be read.
+
+    Long files are sampled: all files together cost at most 32 MiB, or 32 KiB each where there are
+    more than a thousand.
+    """
+    share = max(_ALL_BYTES // max(len(paths), 1), _LEAST_BYTES)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        told = pool.map(lambda path: _file(path, min(share, _MOST_BYTES)), paths)
+        return dict(zip(map(str, paths), told, strict=True))
+
+
+def sample_digests(datasets: Datasets) -> dict[str, str]:
+    """Return a digest of some samples of each data set, by its name.
+
+    They show another index, another copy of the data, and data sets of the user's own that are not
+    the same on all ranks.
+    """
+    splits = zip(SPLIT_NAMES, (datasets.train, datasets.valid, datasets.test), strict=True)
+    named = {f"{name} data": dataset for name, dataset in splits if dataset is not None}
+    corpora = {f"corpus {name}": dataset for name, dataset in datasets.corpora.items()}
+    return {name: _samples(dataset) for name, dataset in {**named, **corpora}.items()}
+
+
+def _samples(dataset: TokenDataset) -> str:
+    """Return length and digest of evenly spaced samples, first and last included."""
+    last = len(dataset) - 1
+    numbers = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}) if last >= 0 else []
+    arrays = (
+        array
+        for i in numbers
+        for array in (dataset[i], dataset.segments(i), dataset.loss_tokens(i))
+        if array is not None
+    )
+    return f"{last + 1} samples [{digest(b''.join(array.tobytes() for array in arrays))[:12]}]"
+
+
+def _in_folder(folder: Path, suffixes: Iterable[str]) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix in suffixes)
+    except OSError:  # its readers say what is wrong
+        return [folder]
+
+
+def _file(path: Path, most_bytes: int) -> str:
+    """Return size and digest of a file, or why it cannot be read."""
+    try:
+        if not path.is_file():
+            return "no file"
+        size, value = sampled_digest(path, most_bytes)
+        return f"{size} bytes [{value[:12]}]"
+    except OSError as error:
+        return str(error.strerror)
