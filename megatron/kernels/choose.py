@@ -182,16 +182,19 @@ def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
     """Return whether torch's flash attention runs, and returns the logarithms that a ring needs.
 
     On ROCm they were of base 2 before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU a key
-    was for one query head before 2.9.
+    was for one query head before 2.9. Tensors without data ("meta") stand for a GPU of which this
+    machine, with its torch, knows nothing: there it does.
     """
     import torch
 
+    narrow = dtype_name in ("float16", "bfloat16")
+    if device_type == "meta":
+        return narrow
     if _older(torch.__version__, (2, 9)):
         return False
     if device_type == "cpu":
         return True
     lacking = torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available()
-    narrow = dtype_name in ("float16", "bfloat16")
     return narrow and not lacking and not _too_old_for_flash_attention()
 
 

@@ -177,9 +177,9 @@ _GPU_BYTES = 1 << 27
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch can add a product of 16-bit matrices to an fp32 matrix without rounding.
 
-    CUDA since torch 2.8, ROCm later, not on a CPU (torch.addmm, `out_dtype`). Builds that lack it
-    raise, and some returned wrong sums (pytorch issue 154086), so a small product whose sum is
-    exact is tried once for each device.
+    CUDA since torch 2.8, ROCm since 2.10, not on a CPU. Builds that lack it raise, and some
+    returned wrong sums (pytorch issue 154086), so a small product whose sum is exact is tried once
+    for each device.
     """
     if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -188,12 +188,15 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     small = 2.0**-12  # next to a sum of up to 1536 it is exact in fp32 and lost in 16 bits
     total = torch.full((32, 48), small, device=device)
     try:
-        torch.addmm(
-            total, a.contiguous().t(), b.contiguous(), out_dtype=torch.float32, beta=1.0, out=total
-        )
+        add_in_fp32(total, a.contiguous(), b.contiguous(), 1.0)
     except (RuntimeError, TypeError):
         return False
     return torch.equal(total, 64.0 * torch.outer(a[0].float(), b[0].float()) + small)
+
+
+def add_in_fp32(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, keep: float) -> None:
+    """Set the fp32 matrix `total` to keep * total + dy^T x, for dy and x in 16 bits."""
+    torch.addmm(total, dy.t(), x, out_dtype=torch.float32, beta=keep, out=total)
 
 
 def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
@@ -294,7 +297,7 @@ class GradientSink:
         if dy.dtype == total.dtype:
             torch.addmm(total, dy.t(), x, beta=keep, out=total)
         elif total.dtype == torch.float32 and _adds_in_fp32(dy.device, dy.dtype):
-            torch.addmm(total, dy.t(), x, out_dtype=torch.float32, beta=keep, out=total)
+            add_in_fp32(total, dy, x, keep)
         else:
             self._add_by_rows(total, dy, x)
 

@@ -262,15 +262,9 @@ def _rule(func: Any) -> _Rule:
 
 
 def _product(args: Any, kwargs: Any, out: torch.Tensor) -> Computation:
-    *sums, a, b = args[:3] if len(args) > 2 and isinstance(args[2], torch.Tensor) else args[:2]
+    a, b = tensors_of(args)[-2:]
     batch = a.shape[0] if a.dim() == 3 else 1
-    (m, k), n = a.shape[-2:], b.shape[-1]
-    moved = 0
-    if sums and out.element_size() > a.element_size():
-        # With a sum in the factors' dtype, reading the old values costs no more than writing the
-        # result.
-        moved = _bytes(sums) + _bytes([out]) - out.numel() * a.element_size()
-    return Product(m, n, k, batch, moved)
+    return Product(a.shape[-2], b.shape[-1], a.shape[-1], batch)
 
 
 # -- what is run -----------------------------------------------------------------------------------

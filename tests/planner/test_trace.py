@@ -7,16 +7,19 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.kernels.work import Attention
+from megatron.kernels.work import Attention, Product
 from megatron.model import formulas
+from megatron.parallel import sharding
 from megatron.planner import trace as traces
 from megatron.planner.events import Again, Give, Part, Pass, Take
 from megatron.planner.memory import changes, find_peak, sized_model
+from megatron.planner.recorder import record
 from megatron.planner.stage import parameters_of, stage_flops, stage_passes, stages_of
-from megatron.planner.trace import trace
+from megatron.planner.trace import that_counts, trace
 from tests.planner.closed_form import rank_parameters
 from tests.planner.timing.configs import RECOMPUTE, configs, run
 
@@ -257,6 +260,30 @@ def test_a_new_setting_counts_unless_somebody_says_otherwise() -> None:
 def plain_of(part: Part) -> Any:
     passes = (part.forward, part.backward, part.inputs, part.weights)
     return part.parameters, part.hands_on, [(p.steps, p.labels) for p in passes]
+
+
+def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch) -> None:
+    """A trace of a GPU is that of a torch with all that the code can use.
+
+    Before 2.8 torch lacks sums of products in fp32, and before 2.9 logarithms of attention that a
+    ring can use; 2.10 has no rule for such a sum without data.
+    """
+    config = that_counts(run(world_size=2, context_parallel_size=2, attention_dropout=0.0), "layer")
+    now = record(config, "cuda", "layer")
+    addmm = torch.addmm
+
+    def older(*args: Any, **options: Any) -> torch.Tensor:
+        if "out_dtype" in options:
+            raise TypeError("addmm() got an unexpected keyword argument 'out_dtype'")
+        return addmm(*args, **options)
+
+    monkeypatch.setattr(torch, "addmm", older)
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    sharding._adds_in_fp32.cache_clear()
+    then = record(config, "cuda", "layer")
+    assert plain_of(then) == plain_of(now)
+    sums = [work for work in then.backward.computations() if isinstance(work, Product)]
+    assert any(work.moved for work in sums)
 
 
 def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch) -> None:

@@ -414,8 +414,8 @@ def _foot(found: Rehearsal) -> Iterator[str]:
         )
     if on_gpu:
         yield (
-            "assumed: fused kernels are built for the device, and attention keeps no scores unless "
-            "a flag says so."
+            "assumed: fused kernels are built for the device, its torch is 2.9 or newer (with ROCm "
+            "2.10), and attention keeps no scores unless a flag says so."
         )
     if config.data.reset_attention_mask or config.data.data_packing == "best-fit":
         yield "assumed: every sample is one document."
