@@ -114,9 +114,10 @@ def load(
     settings = config.checkpoint
     optimizer = not (settings.no_load_optim or settings.finetune)
     averaged = upcycled = False
+    dropped: list[str] = []
 
     def attempt(checkpoint: Checkpoint) -> None:
-        nonlocal averaged, optimizer, upcycled
+        nonlocal averaged, dropped, optimizer, upcycled
         where = str(checkpoint.folder)
         stored = checkpoint.config.get("model", {})
         upcycled = config.model.moe_use_upcycling and stored.get("num_experts") is None
@@ -138,7 +139,7 @@ def load(
         )
         clear_padding(engine, optimizer)
         tensors = tensors_to_load(engine, optimizer, averaged)
-        _read(checkpoint, list(tensors.items()), engine.chunks, topology, alive)
+        dropped = _read(checkpoint, list(tensors.items()), engine.chunks, topology, alive)
         if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
@@ -156,6 +157,12 @@ def load(
             f"the average of the weights in {loaded.folder} is dropped: --ema-decay continues it"
             if averaged
             else f"the average of the weights begins with the weights of {loaded.folder}"
+        )
+        loaded = replace(loaded, notes=(*loaded.notes, note))
+    if optimizer and dropped:
+        note = (
+            f"the optimizer's state of {len(dropped)} parameters in {loaded.folder} is dropped, "
+            f"because they are frozen now: {named(dropped)}"
         )
         loaded = replace(loaded, notes=(*loaded.notes, note))
     if settings.finetune or upcycled:
@@ -292,8 +299,10 @@ def _read(
     topology: Topology,
     alive: Alive,
     source: Callable[[str], str | None] = lambda name: name,
-) -> None:
+) -> list[str]:
     """Fill `tensors`, by name, on all ranks; each rank reads only the shards it needs.
+
+    Return, on rank 0, the frozen parameters of which the checkpoint has optimizer state.
 
     source   returns the name of a parameter in the checkpoint; None where it has none
 
@@ -308,18 +317,26 @@ def _read(
     tensors = [(n, t) for n, t in tensors if n in stored or n.partition(".")[0] != KEPT]
     # The ranks of one pipeline hold every parameter.
     one_pipeline = topology.tensor.is_first and topology.data.is_first
-    mine = [source(sharding_of(p).name) for p in unique_parameters(chunks)]
+    mine = {source(sharding_of(p).name): p.requires_grad for p in unique_parameters(chunks)}
     listed = gather_objects(mine, topology.pipeline, everywhere=False) if one_pipeline else []
+    trains = {name: value for part in listed for name, value in part.items()}
     with together(topology, f"loading {folder}"):
-        problems = []
+        problems, stateless = [], dict[str, None]()
         for name, shards in tensors:
             there = stored[name]["shape"] if name in stored else "missing"
-            if there != shards.shape:
+            kind, _, parameter = name.partition(".")
+            if there == "missing" and kind != MASTER and f"{MASTER}.{parameter}" in stored:
+                stateless[parameter] = None
+            elif there != shards.shape:
                 problems.append(f"{name} is {there} in the checkpoint and {shards.shape} here")
+        if stateless:
+            problems.append(
+                f"it has no optimizer state of {named(list(stateless))}, frozen there or trained by "
+                "another optimizer: --no-load-optim loads the weights alone"
+            )
         if topology.world.is_first:
-            known = {f"{MASTER}.{name}" for part in listed for name in part}
             weights = {name for name in names if name.partition(".")[0] == MASTER}
-            if more := sorted(weights - known):
+            if more := sorted(weights - {f"{MASTER}.{name}" for name in trains}):
                 problems.append(f"it also has {named(more)}")
         if problems:
             raise CheckpointError(
@@ -328,6 +345,9 @@ def _read(
             )
     with together(topology, f"reading {folder}", _Damage):
         _fill(tensors, folder, stored, alive)
+    kinds_and_names = (name.partition(".")[::2] for name in names)
+    of_optimizer = {name for kind, name in kinds_and_names if kind not in (MASTER, KEPT, AVERAGE)}
+    return sorted(name for name in of_optimizer if not trains.get(name, True))
 
 
 def _fill(

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint, the shards that a rank holds, and a copy of these in host memory.
 
 master.NAME       fp32 weights
-exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer
+exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer, of what trains
 kept.NAME         tensors beside the weights (kept_tensors); may be missing
 ema.NAME          the average of the weights, with the optimizer's state
 """
@@ -96,7 +96,7 @@ def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> dict[str
     """
     out: dict[str, Shards] = {}
     for f in engine.fragments():
-        for kind, flat in _flats(f, optimizer).items():
+        for kind, flat in _flats(f, optimizer and f.parameter.requires_grad).items():
             if averaged or kind != AVERAGE:
                 _add(out, kind, f.sharding, f.real(flat))
     return out | _kept(engine.kept)

@@ -31,8 +31,8 @@ from megatron.engine.gradients import ALIGNMENT, Bucket, Gradients, Terms, Weigh
 from megatron.engine.optimizer import (
     Fragment,
     build_optimizer,
-    check_groups,
     create_state,
+    freeze_copies,
     get_step,
     is_copy,
     kept_tensors,
@@ -140,7 +140,8 @@ class Engine:
     """ZeRO in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
 
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16
-              or bf16 here
+              or bf16 here. Those without requires_grad are frozen: they have no gradient and no
+              optimizer state, and are divided, gathered and saved like the others
 
     Stage 1 divides the optimizer's state over the data-parallel ranks; stages 2 and 3 are in
     megatron/engine/sharded.py. Stage 0 is the same with parts of one rank, and all ranks get the
@@ -163,7 +164,7 @@ class Engine:
     kept                  fp32 tensors beside the parameters, by global name (kept_tensors)
     host_state            optimizer state in host memory; None where the device has it
 
-    Raises ConfigError for a missing DeepSpeed or for ranks without parameters.
+    Raises ConfigError for a missing DeepSpeed, for ranks without parameters.
     """
 
     def __init__(self, config: Config, topology: Topology, chunks: torch.nn.Module) -> None:
@@ -191,6 +192,8 @@ class Engine:
                 router.measured = config.logging.moe_per_layer_logging
 
         parameters = unique_parameters(chunks)
+        freeze_copies(parameters, topology)
+        self._trains = {p: p.requires_grad for p in parameters}
         for p in parameters:
             assert p.dtype == torch.float32, (
                 f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
@@ -207,7 +210,7 @@ class Engine:
             cut["unit"] = units(dict(chunks.named_children()), stage)
         own = config.pieces.optimizer
         groups = parameter_groups(
-            parameters,
+            [p for p in parameters if p.requires_grad],
             config.optimizer.weight_decay,
             limit,
             wants_whole(config),
@@ -215,14 +218,20 @@ class Engine:
             **cut,
         )
         ensure_process_group(topology.device)
-        check_groups(groups, topology)
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
+
+        def divided(group: dict[str, Any], frozen: bool) -> tuple[Bucket, torch.Tensor]:
+            shards = self._shards[bool(group["experts"])]
+            bucket, part = divide(
+                group["params"], shards, self._dtype, sums, stage, topology.device, frozen
+            )
+            return bucket, part.cpu() if config.engine.cpu_offload else part
+
         buckets, exact = [], []
         for group in groups:
-            shards = self._shards[bool(group["experts"])]
-            bucket, part = divide(group["params"], shards, self._dtype, sums, stage)
+            bucket, part = divided(group, False)
             buckets.append(bucket)
-            exact.append(part.cpu() if config.engine.cpu_offload else part)
+            exact.append(part)
             # DeepSpeed's, until it has started
             group["params"] = [torch.nn.Parameter(part.new_zeros(ALIGNMENT))]
         deepspeed = import_deepspeed(topology.device)
@@ -260,6 +269,13 @@ class Engine:
         wholes = WholeParameters(of_wholes, topology) if of_wholes else None
         for group, whole in zip(self._basic.param_groups, wanted, strict=True):
             group["whole"] = wholes if whole else None
+        # frozen parameters, with this rank's exact part of them
+        self._frozen: list[tuple[Bucket, torch.Tensor]] = []
+        if frozen := [p for p in parameters if not p.requires_grad]:
+            for group in parameter_groups(frozen, 0.0, limit, **cut):
+                bucket, part = divided(group, True)
+                in_fp32 = bucket.own_weights.dtype == torch.float32
+                self._frozen.append((bucket, bucket.own_weights if in_fp32 else part))
         self._connect(config, parameters)
         # the moments do not fit into any gap left by the initial weights
         release_free_memory()
@@ -287,6 +303,17 @@ class Engine:
                 {name: x[place] for name, x in tensors.items() if name != MASTER},
             )
             for p, first, place, _, tensors in owned
+        ] + [
+            Fragment(
+                p,
+                sharding_of(p),
+                first,
+                place.stop - place.start,
+                exact_part[place],
+                {AVERAGE: exact_part[place]} if AVERAGE in state.tensors else {},
+            )
+            for bucket, exact_part in self._frozen
+            for p, first, place in bucket.owned()
         ]
         self._masters = [tensors[MASTER] for tensors in held]
         self._averages = [tensors[AVERAGE] for tensors in held if AVERAGE in tensors]
@@ -313,9 +340,12 @@ class Engine:
     def _connect(self, config: Config, parameters: list[torch.nn.Parameter]) -> None:
         """Connect the parameters, in the order of the model, with the buckets of the optimizer."""
         place = {p: i for i, p in enumerate(parameters)}
-        buckets = sorted(
-            self._zero.buckets, key=lambda bucket: -min(place[p] for p in bucket.parameters)
-        )
+
+        def position(bucket: Bucket) -> int:
+            return -min((place[p] for p in bucket.parameters), default=0)
+
+        buckets = sorted(self._zero.buckets, key=position)
+        by_use = sorted((*buckets, *(bucket for bucket, _ in self._frozen)), key=position)
         watched = self.chunks.children() if self.topology.tensor.size > 1 else ()
         terms = Terms(watched, config.parallel.sequence_parallel)
         overlap, direct = (
@@ -327,15 +357,16 @@ class Engine:
         self._weights: WeightGather
         if config.engine.zero_stage < 2:
             self._gradients = Gradients(buckets, self.topology, terms, overlap, direct)
-            self._weights = WeightGather(reversed(buckets), self.chunks.children(), ahead)
+            self._weights = WeightGather(reversed(by_use), self.chunks.children(), ahead)
             return
         from megatron.engine.sharded import ShardedGradients, ShardedWeights
 
         chunks = reversed(list(self.chunks.named_children()))
         stage_of = {p: int(stage) for stage, chunk in chunks for p in chunk.parameters()}
-        stages = {bucket: stage_of[bucket.parameters[0]] for bucket in buckets}
+        any_stage = next(iter(stage_of.values()))  # of a bucket without parameters
+        stages = {b: stage_of[b.parameters[0]] if b.parameters else any_stage for b in buckets}
         self._gradients = ShardedGradients(buckets, self.topology, terms, overlap, direct, stages)
-        self._weights = ShardedWeights(reversed(buckets), self.chunks.children(), ahead)
+        self._weights = ShardedWeights(reversed(by_use), self.chunks.children(), ahead)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -351,8 +382,18 @@ class Engine:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Return the parameter groups as flat tensors."""
-        return self._zero.buckets
+        """Return the parameter groups as flat tensors, frozen parameters included."""
+        return *self._zero.buckets, *(bucket for bucket, _ in self._frozen)
+
+    def frozen_parameters(self) -> int:
+        """Return how many parameters of the model are frozen; all ranks call it."""
+        views = [
+            (f, torch.tensor(view.numel()))
+            for f in self._counted()
+            if not f.parameter.requires_grad
+            for _, view in f.real(f.master)
+        ]
+        return int(self._over_model(views))
 
     def begin(self, micro_batches: int) -> None:
         """Announce the backward passes of `micro_batches`.
@@ -400,6 +441,13 @@ class Engine:
         depends on it.
         """
         self._settle()
+        for p, trains in self._trains.items():
+            if p.requires_grad != trains:
+                raise ConfigError(
+                    f"requires_grad of {sharding_of(p).name} was {trains} when the engine was made "
+                    f"and is {p.requires_grad} now, which its optimizer does not follow: set it "
+                    "where the model is built, or make a new engine"
+                )
         groups = self._basic.param_groups
         if values.betas is not None and not any("betas" in group for group in groups):
             raise ConfigError(
@@ -582,6 +630,7 @@ class Engine:
         views = [
             (f, view)
             for f in self._counted()
+            if f.parameter.requires_grad
             for _, view in f.real(self._own_gradients[f.parameter])
         ]
         return self._over_model([(f, v.numel() - v.count_nonzero()) for f, v in views])
@@ -635,7 +684,10 @@ class Engine:
         self._state_rests()
         self._weights.settle()
         self._zero.update_working_weights()
-        self._weights.start()
+        with torch.no_grad():
+            for bucket, part in self._frozen:
+                bucket.own_weights.copy_(part)
+        self._weights.start(frozen=True)
 
 
 def build_executor(

@@ -393,13 +393,14 @@ Begun = deque[tuple[Messages, list[Any]]]
 class Bucket:
     """One parameter group as flat tensors with the same layout; only the end is padding, of zeros.
 
-    gradients  sums, in fp32 or bf16  # [n]
+    gradients  sums, in fp32 or bf16; without memory where the parameters are frozen  # [n]
     weights    the weights of forward and backward, which the parameters are views of  # [n]
     shards     the ranks that share the bucket
     sums       where `gradients` are those of a micro-batch, without memory between its backward
                pass and the next: the sums over micro-batches that this rank keeps  # [n / inner]
     held       where `weights` have no memory outside of the passes that need them: those that this
                rank keeps  # [n / inner]
+    frozen     whether the parameters do not train: only loading changes them
     own_...    the parts that this rank owns  # [n / states]
     """
 
@@ -409,6 +410,7 @@ class Bucket:
     shards: Shards
     sums: torch.Tensor | None = None
     held: torch.Tensor | None = None
+    frozen: bool = False
     starts: dict[torch.nn.Parameter, int] = field(init=False)
     own_gradients: torch.Tensor = field(init=False)
     own_weights: torch.Tensor = field(init=False)
@@ -467,14 +469,17 @@ def divide(
     dtype: torch.dtype,
     sums: torch.dtype,
     stage: int,
+    device: torch.device,
+    frozen: bool = False,
 ) -> tuple[Bucket, torch.Tensor]:
     """Put the parameters of a group into a bucket; return also this rank's part, exact, in fp32.
 
-    Values that are not there yet (ParameterFactory.late) are drawn.
+    Values that are not there yet (ParameterFactory.late) are drawn. Without parameters all of it is
+    padding.
     """
-    device, inner = parameters[0].device, shards.inner
+    inner = shards.inner
     each = ALIGNMENT * shards.states.size
-    n = -(-sum(p.numel() for p in parameters) // each) * each
+    n = -(-max(sum(p.numel() for p in parameters), 1) // each) * each
     exact = torch.zeros(n, device=device)
     at = 0
     for p in parameters:
@@ -482,7 +487,7 @@ def divide(
         values = p if late is None else late()
         exact[at : at + p.numel()] = values.reshape(-1)
         at += p.numel()
-    fp32 = sharding_of(parameters[0]).fp32
+    fp32 = any(sharding_of(p).fp32 for p in parameters)
     weights = exact.to(torch.float32 if fp32 else dtype, copy=True)
     part = exact.chunk(shards.states.size)[shards.part].clone()
     at = 0
@@ -491,14 +496,14 @@ def divide(
         at += p.numel()
     del exact
     own_sums = held = None
-    if stage > 1:
+    if stage > 1 and not frozen:
         own_sums = torch.zeros(n // inner.size, dtype=sums, device=device)
     kinds = {kind_of(sharding_of(p).name, sharding_of(p).global_shape) for p in parameters}
     # those of vectors are few, and messages for each layer would be small
-    if stage == 3 and kinds != {"vector"} and inner.size > 1:
+    if stage == 3 and kinds - {"vector"} and inner.size > 1:
         held = weights.chunk(inner.size)[inner.rank].clone()
-    gradients = torch.zeros(n, dtype=sums, device=device)
-    bucket = Bucket(parameters, gradients, weights, shards, own_sums, held)
+    gradients = torch.zeros(n, dtype=sums, device="meta" if frozen else device)
+    bucket = Bucket(parameters, gradients, weights, shards, own_sums, held, frozen)
     if own_sums is not None:
         free(gradients)
     if held is not None:
@@ -652,9 +657,14 @@ class WeightGather:
                 module.register_state_dict_pre_hook(lambda *_: self.wait())
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Gather the weights: all ranks of the group call it, after their part has changed."""
+    def start(self, frozen: bool = False) -> None:
+        """Gather the weights: all ranks of the group call it, after their part has changed.
+
+        `frozen`: those of frozen parameters, too.
+        """
         for bucket in self._buckets:
+            if bucket.frozen and not frozen:
+                continue
             self._continue(bucket, gather_from_owners(bucket))
         for bucket, (messages, works) in list(self._begun.items()):
             if bucket.shards.outer.size > 1:  # the last hop arrives while forward passes run

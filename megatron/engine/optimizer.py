@@ -25,14 +25,43 @@ if TYPE_CHECKING:
 
 
 def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the trainable parameters; a weight that two layers share appears once.
+    """Return the parameters, frozen ones included; a weight that two layers share appears once.
 
     They are in the order of their first use, as far as chunks tell by `weight_users`, so that
     backward passes complete buckets in about the reverse order.
     """
     users = (getattr(chunk, "weight_users", None) for chunk in (module, *module.children()))
     used = (p for of_chunk in users if of_chunk for _, some in of_chunk() for p in some)
-    return [p for p in dict.fromkeys((*used, *module.parameters())) if p.requires_grad]
+    return list(dict.fromkeys((*used, *module.parameters())))
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a rank tells the others; its text, which a dry run compares, is the same on all."""
+
+    some: bool
+    frozen: set[str] = field(repr=False)
+
+
+def freeze_copies(parameters: Sequence[torch.nn.Parameter], topology: Topology) -> None:
+    """Freeze each parameter that another rank of the model has frozen under the same name.
+
+    In one process it is one parameter: a tied embedding, for example, which the last stage has too.
+    All ranks call it. Raises ConfigError, on every rank, where one has no parameters.
+    """
+    frozen = {sharding_of(p).name for p in parameters if not p.requires_grad}
+    found = gather_objects(_Trained(bool(parameters), frozen), topology.model)
+    ranks = topology.model.ranks
+    without = [rank for rank, has in zip(ranks, found, strict=True) if not has.some]
+    if without:
+        raise ConfigError(
+            f"ranks {without} have no parameters: use fewer pipeline stages or another "
+            "--pipeline-layout, so that no stage is without layers"
+        )
+    every = set[str]().union(*(has.frozen for has in found))
+    for p in parameters:
+        if sharding_of(p).name in every:
+            p.requires_grad_(False)
 
 
 def parameter_groups(
@@ -51,7 +80,7 @@ def parameter_groups(
     over their data-parallel ranks. So are parameters that the optimizer wants `whole`, by global
     name and shape, those with other `scales` of learning rate and epsilon (mup_scales), experts
     (key `experts`), those that stay in fp32 beside 16-bit weights (key `fp32`), and those of
-    another `unit`.
+    another `unit`. Without parameters there is one empty group: the optimizer needs one.
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
     whether it consists of whole parameters. Its learning rate is that of the schedule times its key
@@ -68,6 +97,7 @@ def parameter_groups(
         if elements and elements + p.numel() > bucket_elements and not s.tied:
             buckets.append([])
         buckets[-1].append(p)
+    kinds = kinds or {(True, False, False, (1.0, 1.0), False, False, 0): [[]]}
     return [
         {
             "params": bucket,
@@ -121,17 +151,6 @@ def mup_scales(config: Config) -> Callable[[Sharding], tuple[float, float]]:
         return 1.0 / inputs if hidden else 1.0, eps
 
     return scales
-
-
-def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
-    """Raise ConfigError, on every rank, where a model-parallel rank has no parameters to train."""
-    trains = gather_objects(bool(groups), topology.model)
-    without = [rank for rank, some in zip(topology.model.ranks, trains, strict=True) if not some]
-    if without:
-        raise ConfigError(
-            f"ranks {without} have no parameters to train: use fewer pipeline stages or another "
-            "--pipeline-layout, so that no stage is without layers"
-        )
 
 
 def build_optimizer(
@@ -269,7 +288,8 @@ class Fragment:
     It is the range [start, start + numel) of the parameter.
 
     master   fp32 weights, a flat view into the optimizer's partition  # [numel]
-    moments  the optimizer's state by name, flat views like `master`
+    moments  the optimizer's state by name, flat views like `master`. A frozen parameter has
+             none, but is its own average
     """
 
     parameter: torch.nn.Parameter

@@ -393,12 +393,12 @@ class ShardedWeights(WeightGather):
             self._free(list(self._here))
 
     @torch.no_grad()
-    def start(self) -> None:
+    def start(self, frozen: bool = False) -> None:
         """Gather the new weights, of those that are held only what each rank holds."""
         self._kept, self._passes = False, 0
         self._arrive(list(self._works))
         self._free(list(self._here))
-        super().start()
+        super().start(frozen)
 
     def wait(self) -> None:
         """Gather all weights. They keep their memory until the next step."""

@@ -314,6 +314,8 @@ class _Piece:
         self.terms = Terms([self.chunk], context.sequence_parallel)
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
         for p in self.chunk.parameters():
+            if not p.requires_grad:
+                continue
             total = torch.empty(p.shape, dtype=sums, device=topology.device)
             sink = GradientSink(p, total, None, config.kernels.gradient_accumulation_fusion)
             sink.fresh = False  # most micro-batches are not the first of their step
@@ -354,7 +356,8 @@ class _Piece:
     def backward(self, root: list[torch.Tensor]) -> Pass:
         one = torch.ones_like(root[0])
         with self.recorder.recorded("temporary") as found:
-            root[0].backward(one)
+            if root[0].requires_grad:  # a part may be frozen
+                root[0].backward(one)
             root.clear()
         return found[0]
 
@@ -377,7 +380,7 @@ class _Piece:
         for p in unique_parameters(self.chunk):
             s = sharding_of(p)
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
-            partial = s.copies > 1 or (partial and self.terms.partial(p, True))
+            partial = s.copies > 1 or (partial and self.terms.partial(p, p.requires_grad))
             found.append(
                 Parameter(
                     *(s.name, tuple(p.shape), s.global_shape, s.dim),

@@ -8,6 +8,7 @@ without tensor parallelism and to 64 with it. Stages share the layers evenly or 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +21,13 @@ import torch.distributed as dist
 
 from megatron.checkpoint.load import load
 from megatron.config import Config
+from megatron.config.pieces import Pieces
 from megatron.engine.engine import Engine, build_executor
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from tests.checkpoint.saver_cases import save
+from tests.helpers.frozen import FROZEN, PIECES
 from tests.helpers.groups import join
 from tests.helpers.processes import SETUP_LIMIT_S, run_processes
 from tests.helpers.training import BASE, batches
@@ -83,6 +86,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tied, interleaved, dp2": (TIED, INTERLEAVED),
     "experts, tp2, ep2": (EXPERTS, {**TP2, **EP2}),
     "experts, zero 3": (EXPERTS, {**HALVES, **EP2, "cpu_offload": True}),
+    "frozen, pp2, dp2": (dict(TIED, ema_decay=0.5), PP2),
     "fp16, zero 0, zb, dp2": (TIED, {**PP2, **FP16, "enable_zbh1_pipeline": True, "zero_stage": 0}),
 }
 
@@ -116,6 +120,8 @@ SOME = [
     Case("experts, zero 3", {**TP2, **EP2}),
     Case("experts, zero 3", {**ZERO2, "bf16": True}),
     Case("tp2sp-pp2", {**ZERO3, **TP2}),
+    Case("frozen, pp2, dp2", {**ZERO3, **TP2}),
+    Case("frozen, pp2, dp2", {"bf16": True, "cpu_offload": True}),
     Case("fp16, zero 0, zb, dp2", {**ZERO2, **FP16}),
     Case("fp16, zero 0, zb, dp2", {**FP16, "initial_loss_scale": 2.0**9}),
     Case("fp16, zero 0, zb, dp2", {}, 1),
@@ -123,6 +129,9 @@ SOME = [
 OTHERS = [
     Case("tp2sp-pp2", TP4),
     Case("tp2sp-pp2", {}),
+    Case("frozen, pp2, dp2", PP2),
+    Case("frozen, pp2, dp2", {**ZERO2, **SP2, "bf16": True}),
+    Case("frozen, pp2, dp2", {**INTERLEAVED, **ZERO2}),
     Case("tp2sp-pp2", {**SP2, **FP16}),
     Case("tp2sp-pp2", {**PP2, "enable_zbh1_pipeline": True, "pipeline_layout": "4,1"}),
     Case("experts, tp2, ep2", {**TP2, **EP2}),
@@ -162,9 +171,11 @@ class Job:
     """Model and engine on a layout of the available ranks."""
 
     def __init__(
-        self, model: Mapping[str, Any], fields: Mapping[str, Any], world_size: int
+        self, model: Mapping[str, Any], fields: Mapping[str, Any], world_size: int, frozen: bool
     ) -> None:
         self.config = Config.create(**{**model, **fields, "world_size": world_size})
+        if frozen:
+            self.config = dataclasses.replace(self.config, pieces=Pieces(**PIECES))
         parallel = self.config.parallel
         self.topology = topology_of(
             parallel.tensor_model_parallel_size,
@@ -238,7 +249,7 @@ class Job:
 
 def write(root: str, name: str) -> dict[str, Any]:
     model, fields = WRITTEN[name]
-    job = Job(model, fields, 4)
+    job = Job(model, fields, 4, name.startswith("frozen"))
     for number in range(2):
         job.step(number)
     job.engine.wait_for_weights()
@@ -248,7 +259,8 @@ def write(root: str, name: str) -> dict[str, Any]:
 
 
 def read(root: str, case: Case) -> dict[str, Any]:
-    job = Job(WRITTEN[case.written][0], case.fields, case.ranks)
+    frozen = case.written.startswith("frozen")
+    job = Job(WRITTEN[case.written][0], case.fields, case.ranks, frozen)
     job.spoil()
     found = load(f"{root}/{case.written}", job.engine, job.topology, job.config)
     assert not found.rejected and found.iteration == 2
@@ -319,6 +331,9 @@ def check(case: Case, ranks: list[dict[str, Any]], before: list[dict[str, Any]])
     """Compare the loaded state of all ranks and their next step with those of the writing run."""
     ours, theirs = assembled(ranks, "state"), assembled(before, "state")
     assert ours.keys() == theirs.keys()
+    if case.written.startswith("frozen"):
+        kinds = {n.partition(".")[0] for n in ours if n.partition(".")[2].startswith(FROZEN)}
+        assert kinds == {"master", "ema"}, "what is frozen has no optimizer state"
     for name, values in theirs.items():
         np.testing.assert_array_equal(ours[name], values, err_msg=f"{case.name}: {name}")
     fp16, bf16, same = (

@@ -121,16 +121,21 @@ def unequal_groups(topology: Topology, precision: str) -> list[dict[str, Any]]:
     return states
 
 
-def no_parameters(topology: Topology) -> str:
-    """Train with a last stage that has no parameters."""
-    chunks = toy.build(topology)
-    if topology.pipeline.is_last:
-        chunks.requires_grad_(False)
-    try:
-        Engine(toy.config(), topology, chunks)
-    except ConfigError as error:
-        return str(error)
-    return "no error"
+def no_parameters(topology: Topology) -> list[str]:
+    """Train with a last stage that has none, and with parameters that are frozen too late."""
+    messages = []
+    for missing in (True, False):
+        chunks = toy.build(topology)
+        if missing and topology.pipeline.is_last:
+            for chunk in chunks.values():
+                chunk._parameters.clear()
+        try:
+            engine = Engine(toy.config(), topology, chunks)
+            chunks.requires_grad_(False)
+            step(engine, topology, 0)
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
 
 
 # -- reduction behind backward passes, gathering behind forward passes -----------------------------

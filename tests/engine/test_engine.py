@@ -178,9 +178,10 @@ def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:
         )
 
 
-def test_a_stage_without_parameters_is_refused_on_all_ranks(runs: Any) -> None:
+def test_parameters_that_are_missing_or_frozen_too_late_are_refused_on_all_ranks(runs: Any) -> None:
     messages = runs["no parameters"]
-    assert "[2, 3]" in messages[0] and len(set(messages)) == 1
+    assert "[2, 3]" in messages[0][0] and len({missing for missing, _ in messages}) == 1
+    assert all("requires_grad" in late for _, late in messages)
 
 
 @pytest.mark.parametrize("precision", cases.PRECISIONS)

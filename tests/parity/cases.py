@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import frozen
 from tests.helpers.fusions import force
 from tests.helpers.training import STEPS, routes, train_in_process
 
@@ -28,6 +29,7 @@ BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_n
 SELECTIVE = dict(recompute_granularity="selective")
 CHEAP = dict(recompute_granularity="selective", recompute_modules=("mlp_act", "layernorm"))
 NONE: dict[str, Any] = {}
+FROZEN = dict(pieces=frozen.__file__)
 
 
 def layout(
@@ -135,6 +137,9 @@ GRID = [
     layout(pp=4),
     layout(pp=4, schedule="interleaved"),
     layout(pp=4, schedule="zb-h1"),
+    layout(tp=2, dp=2, zero=3, **FROZEN),
+    layout(dp=4, zero=2, recompute=SELECTIVE, bf16=True, **FROZEN),
+    layout(pp=2, dp=2, schedule="interleaved", zero=0, **FROZEN),
     # eight
     layout(tp=2, pp=2, dp=2),
     layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=FULL),
@@ -303,6 +308,7 @@ TOGETHER = [
     layout(tp=2, recompute=FULL2, gradient_accumulation_fusion=False, **CHUNKS),
     layout(tp=2, sp=True, recompute=FULL, micro_batch_size=2, reset_attention_mask=True, **DROPOUT),
     layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True),
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=FULL, **FROZEN),
     layout(pp=2, num_layers=7),  # the stated rule distributes 7 layers over 2 stages
     layout(dp=2, **BF16),
     layout(

@@ -297,6 +297,13 @@ def assemble(
         chunks = build_chunks(config, topology, layer_context(config, topology, late=late))
         engine = Engine(config, topology, chunks)
     chunks.train()
+    if frozen := engine.frozen_parameters():
+        if frozen == formulas.parameters_of(config):
+            raise ConfigError(f"all {frozen:,} parameters of the model are frozen: none trains")
+        reporter.say(
+            f" > {frozen:,} of {formulas.parameters_of(config):,} parameters are frozen: they are "
+            "saved like the others, without optimizer state"
+        )
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     record_settings(settings, topology, reporter, progress.iteration)

@@ -302,6 +302,8 @@ def diagnose(
         what = "the loss, behind the output layer"
         tracer.check_forward(loss, index, run.executor.last_stage, what)
     for stage, p in reversed(parameters):
+        if not p.requires_grad:
+            continue
         # The norm is infinite as well where a square exceeds the range of fp32.
         squares = run.engine.gradient(p).float().square()
         text = (

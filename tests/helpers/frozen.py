@@ -1,0 +1,24 @@
+"""Model of which a part does not train: all of the first of two pipeline stages, and more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.model.gpt import GPTChunk
+from megatron.parallel.sharding import sharding_of
+
+FROZEN = ("embedding.", "layers.0.", "layers.1.", "layers.2.input_layernorm.")
+
+
+class PartlyFrozen(GPTChunk):
+    """GPT whose first stage freezes the embedding, and leaves the last stage's copy as it is."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        for p in self.parameters():
+            name = sharding_of(p).name
+            if name.startswith(FROZEN) and (self.is_first or name.startswith("layers.")):
+                p.requires_grad_(False)
+
+
+PIECES = {"model": PartlyFrozen}
