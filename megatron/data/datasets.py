@@ -206,13 +206,15 @@ def build_datasets(
     pad_id: int = 0,
     verify: bool = False,
     workers: int = 1,
+    plans: Sequence[SplitPlan | None] | None = None,
 ) -> Datasets:
     """Return the data sets of a run, with at least as many samples as requested; 0 requests none.
 
     `locations` maps a prefix to the copy to read (--stage-data-to), `pad_id` fills packed samples.
     `verify` reads all of an index that is found and compares it with its digest; one rank of a job
     does this for all. `workers` indices of a blend are built at the same time. Of several callers,
-    one builds each index and the others wait for its files. Raises DataError for files that are
+    one builds each index and the others wait for its files. `plans` replaces the data that the flags
+    name. Raises DataError for files that are
     missing or damaged, and for training without data; ConfigError for contradictory data flags.
     """
     counts = (train_samples, valid_samples, test_samples)
@@ -221,7 +223,7 @@ def build_datasets(
     if config.data.mock_data:
         return _mock(config, counts)
     opened: dict[str, IndexedDataset] = {}
-    plans, made = plan_splits(config.data), list[Source | BlendedDataset | None]()
+    plans, made = plans or plan_splits(config.data), list[Source | BlendedDataset | None]()
     corpora: dict[str, Source] = {}
     for index, (plan, count) in enumerate(zip(plans, counts, strict=True)):
         if plan is None or count == 0:

@@ -54,6 +54,9 @@ from megatron.errors import DataError
 Tokens = npt.NDArray[np.int64]
 # Sequence, first token and number of tokens of the pieces of a sample.
 Pieces = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+# Place of the first token and number of tokens: the place of token n of sequence s is s * 2^32 + n.
+Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+MOCK = "mock data"
 PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
 BIN_PARTS = ("pieces", "bin_starts", "counts")
 _UINT32_LIMIT = 2**32 - 2
@@ -109,6 +112,10 @@ class Source(TokenDataset, Protocol):
         """Return the number of tokens trained on in these samples, without padding."""
         ...
 
+    def spans(self, indices: npt.NDArray[np.int64], /) -> Spans:
+        """Return the tokens that these samples train on, each once, by their places in the data."""
+        ...
+
 
 class _Unpacked:
     """Members shared by all data sets whose samples are not packed."""
@@ -129,6 +136,10 @@ class _Unpacked:
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
         """Return the number of all tokens: training uses each of them."""
         return len(indices) * self.seq_length
+
+    def spans(self, indices: npt.NDArray[np.int64], /) -> Spans:
+        """Return a span for each sample, as if it was a sequence of its own."""
+        return indices << 32, np.full(len(indices), self.seq_length)
 
 
 @dataclass(frozen=True)
@@ -385,6 +396,20 @@ class GPTDataset(FileDataset, _Unpacked):
     def __len__(self) -> int:
         return len(self._shuffle)
 
+    def spans(self, indices: npt.NDArray[np.int64], /) -> Spans:
+        """Return the pieces of these samples, without the last token of each, which is a label."""
+        rows = self._shuffle[indices].astype(np.int64)
+        (first, offset), (last, end) = (
+            self._rows[at].astype(np.int64).T for at in (rows, rows + 1)
+        )
+        count = last - first + 1
+        within = _within(count)
+        sequences = self._documents[np.repeat(first, count) + within].astype(np.int64)
+        begins = np.where(within == 0, np.repeat(offset, count), 0)
+        ends = self._request.sizes[sequences].astype(np.int64)
+        ends[np.cumsum(count) - 1] = end
+        return (sequences << 32) + begins, ends - begins
+
     def _find(self, index: int) -> Pieces | None:
         row = int(self._shuffle[index])
         return pieces_of_sample(self._documents, self._rows[row : row + 2], self._request)
@@ -431,6 +456,11 @@ def index_fits(arrays: Arrays, request: IndexRequest) -> bool:
         pieces_of_sample(documents, rows[i : i + 2], request) is not None
         for i in _spread(num_samples, _SPOT_CHECKS).tolist()
     )
+
+
+def _within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return 0 .. n-1 for each n of `counts`, one after the other."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _spread(count: int, number: int) -> npt.NDArray[np.int64]:
@@ -598,12 +628,15 @@ class PackedDataset(FileDataset):
 
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
         """Return the number of predictions within documents in these samples."""
+        return int(self.spans(indices)[1].sum())
+
+    def spans(self, indices: npt.NDArray[np.int64], /) -> Spans:
+        """Return the pieces of these samples, without the last token of each, which is a label."""
         bins = self._order[indices].astype(np.int64)
         first, count = self._starts[bins], self._starts[bins + 1] - self._starts[bins]
-        within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-        sequences, offsets = self._table[np.repeat(first, count) + within].T
+        sequences, offsets = self._table[np.repeat(first, count) + _within(count)].T
         lengths = self._request.piece_lengths(sequences, offsets.astype(np.int64))
-        return int((lengths - 1).sum())
+        return (sequences.astype(np.int64) << 32) + offsets, lengths - 1
 
     def _find(self, index: int) -> Pieces | None:
         return pieces_of_bin(self._table, self._starts, int(self._order[index]), self._request)
@@ -692,7 +725,7 @@ class OwnDataset(_Unpacked):
         self.name: str = getattr(dataset, "name", f"{type(dataset).__name__} ({name})")
         self.description, self.tokens_per_epoch = self.name, len(dataset) * seq_length
         members = ("description", "tokens_per_epoch", "segments", "loss_tokens", "where")
-        for member in (*members, "tokens_in"):
+        for member in (*members, "tokens_in", "spans"):
             if hasattr(dataset, member):
                 setattr(self, member, getattr(dataset, member))
 
@@ -727,7 +760,7 @@ class MockDataset(_Unpacked):
                 f"--mock-data needs a vocabulary of 2 or more, --vocab-size is {vocab_size}"
             )
         self.num_samples, self.seq_length, self.vocab_size = num_samples, seq_length, vocab_size
-        self.name = self.description = "mock data"
+        self.name = self.description = MOCK
         self.tokens_per_epoch = num_samples * seq_length
         self._key = int.from_bytes(hashlib.sha256(f"{name} {seed}".encode()).digest()[:8], "little")
 

@@ -507,7 +507,7 @@ class Ledger:
         while self._position < consumed_samples:
             stop = min(self._position + _BLOCK, consumed_samples)
             indices = self._order.indices(np.arange(self._position, stop))
-            for source, samples in self._by_source(indices):
+            for source, samples in by_source(self._dataset, indices):
                 count, carried = self.counts[source.name], self._carried[source.name]
                 count.samples += len(samples)
                 count.tokens += source.tokens_in(samples)
@@ -539,7 +539,7 @@ class Ledger:
         back = Ledger(self._dataset, order, consumed_samples, carried)
         for name, count in self.counts.items():
             back.counts.setdefault(name, Consumed()).left_out = count.left_out
-        for source, samples in self._by_source(left_out):
+        for source, samples in by_source(self._dataset, left_out):
             back.counts[source.name].left_out += len(samples)
         return back
 
@@ -575,19 +575,20 @@ class Ledger:
         end = f"; {left_out} samples left out" if left_out else ""
         return f" data: {tokens} tokens, epochs of each source: {', '.join(parts)}{end}"
 
-    def _by_source(
-        self, indices: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[Source, npt.NDArray[np.int64]]]:
-        """Yield each source, and the numbers of its samples within the source."""
-        # A checkpoint without a record may have consumed more than the data set of a run with
-        # nothing left to do.
-        indices = indices[indices < len(self._dataset)]
-        if not isinstance(self._dataset, BlendedDataset):
-            yield self._dataset, indices
-            return
-        which, samples = self._dataset.locate(indices)
-        for number in np.unique(which).tolist():
-            yield self._dataset.datasets[number], samples[which == number]
+
+def by_source(
+    dataset: Source | BlendedDataset, indices: Indices
+) -> Iterator[tuple[Source, Indices]]:
+    """Yield each source of a data set, and the numbers of these samples within the source."""
+    # A checkpoint without a record may have consumed more than the data set of a run with nothing
+    # left to do.
+    indices = indices[indices < len(dataset)]
+    if not isinstance(dataset, BlendedDataset):
+        yield dataset, indices
+        return
+    which, samples = dataset.locate(indices)
+    for number in np.unique(which).tolist():
+        yield dataset.datasets[number], samples[which == number]
 
 
 def is_consumed(record: Any) -> bool:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoint.files import digest
+from megatron.checkpoint.files import digest, sampled_digest
 from megatron.config import Config
-from megatron.data.datasets import data_prefixes
+from megatron.data.datasets import data_prefixes, plan_splits
 from megatron.parallel.topology import Topology
 from megatron.training.run.host import device_name
 
@@ -63,7 +63,7 @@ _WAIT_S = 60.0
 
 # Bytes read at each end of an .idx file. Offsets add up, so that a longer document anywhere shows at
 # its end.
-_INDEX_END = 16 << 20
+_INDEX_END, _BIN_SAMPLE = 16 << 20, 1 << 20
 
 
 class Provenance:
@@ -71,10 +71,16 @@ class Provenance:
 
     A thread collects what takes time (hashes of index files, git) while training begins; where it
     failed, the record has the reason instead. `places` are node and device of every rank, see
-    Rendezvous.
+    Rendezvous. `train_samples` is the number of samples of the training data set.
     """
 
-    def __init__(self, config: Config, topology: Topology, places: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        places: Sequence[str] = (),
+        train_samples: int | None = None,
+    ) -> None:
         self._here: dict[str, Any] = {}
         self._found: dict[str, Any] = {}
         self._thread: threading.Thread | None = None
@@ -86,6 +92,7 @@ class Provenance:
             "versions": versions(),
             "layout": layout_record(config, topology),
             "device": device_name(topology.device),
+            "order": order_record(config, train_samples),
             "nodes": list(dict.fromkeys(place.partition(":")[0] for place in places))
             or [platform.node()],
             "environment": environment(os.environ),
@@ -134,6 +141,16 @@ def layout_record(config: Config, topology: Topology) -> dict[str, Any]:
         "zero_stage": config.engine.zero_stage,
         "rank_order": layout.order,
     }
+
+
+def order_record(config: Config, train_samples: int | None) -> dict[str, Any]:
+    """Return what determines the order of the training data besides the settings."""
+    blend = None
+    if config.data.data_file_list:
+        plan = plan_splits(config.data)[0]
+        assert plan is not None, "the list holds data for all splits"
+        blend = [[part.weight, part.prefix] for part in plan.blend]
+    return {"samples": train_samples, "blend": blend}
 
 
 def versions() -> dict[str, str | None]:
@@ -187,17 +204,18 @@ def git_revision(folder: Path) -> dict[str, Any]:
 def data_identity(prefix: str) -> dict[str, Any]:
     """Return what distinguishes a pair of data files from another pair of the same name.
 
-    These are sizes in bytes, and a digest of the .idx file, which holds the length of every
-    document.
+    These are sizes in bytes, a digest of the .idx file, which holds the length of every document,
+    and one of samples of the .bin file.
     """
     try:
         index_size, found = ends_digest(Path(prefix + ".idx"), _INDEX_END)
-        size = os.path.getsize(prefix + ".bin")
+        size, sampled = sampled_digest(prefix + ".bin", _BIN_SAMPLE)
     except OSError as error:
         return {"prefix": prefix, "reason": str(error)}
     return {
         "prefix": prefix,
         "bin_bytes": size,
+        "bin_digest": sampled,
         "idx_bytes": index_size,
         "idx_digest": found,
         "digest_of": f"xxh3-128 of the .idx file, its first and last {_INDEX_END >> 20} MiB",

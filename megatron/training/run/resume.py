@@ -1,31 +1,46 @@
 """What a resumed run does otherwise than the run of its checkpoint would have done.
 
-Compared are the values that schedules give over the rest of the run, and settings.
+Compared are settings, the values that schedules give over the rest of the run, and the order of the
+data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import CONFIG, read_manifest
+from megatron.checkpoint.files import CONFIG, PROVENANCE, read_manifest
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.config.option import options_of
 from megatron.config.settings import SECTIONS
-from megatron.errors import CheckpointError, ConfigError
+from megatron.data.datasets import (
+    BlendPart,
+    SplitPlan,
+    build_datasets,
+    data_prefixes,
+    plan_splits,
+)
+from megatron.data.gpt_dataset import MOCK, BlendedDataset, Source
+from megatron.data.reorder import Ordered, reordered
+from megatron.data.sampler import sample_order, short_names
+from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
 from megatron.training.report.reporter import Reporter
+from megatron.training.run.provenance import data_identity, order_record
 from megatron.training.run.schedules import (
     SCHEDULE,
     BatchSchedule,
     Progress,
     Schedules,
+    planned_samples,
     schedule_basis,
 )
+from megatron.untrusted import is_count
 
 # Settings that change no weight and no loss, besides those of logging and of checkpoints.
 UNCOMPARED = {
@@ -35,6 +50,11 @@ UNCOMPARED = {
     *("hang_timeout", "kill_switch_file", "manual_gc", "manual_gc_interval", "allocator_tuning"),
     "check_weight_hash_across_dp_replicas_interval",
 }
+# Settings that determine the order of the samples, besides their number.
+_ORDER = (
+    *("seed", "seq_length", "mock_data", "data_path", "data_file_list", "train_data_path", "split"),
+    *("train_data_exact_num_epochs", "data_packing", "dataloader_type"),
+)
 _LOOKED_AT = 2000  # steps of the rest of the run whose values are compared
 
 
@@ -42,18 +62,21 @@ _LOOKED_AT = 2000  # steps of the rest of the run whose values are compared
 class Stored:
     """The settings in a checkpoint.
 
-    values  as they stand there, by name
-    config  the same as a configuration; a setting that the checkpoint lacks is that of this run
+    values      as they stand there, by name
+    config      the same as a configuration; a setting that the checkpoint lacks is that of this run
+    provenance  empty for a checkpoint without one
     """
 
     folder: Path
     values: Mapping[str, Any]
     config: Config
+    provenance: Mapping[str, Any]
 
 
 def stored_settings(folder: Path, config: Config) -> Stored:
     """Return the settings of a checkpoint. Raises CheckpointError where they are not those of a run."""
-    stored = read_manifest(folder).read_json(CONFIG)
+    manifest = read_manifest(folder)
+    stored = manifest.read_json(CONFIG)
     if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
         raise CheckpointError(
             f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint"
@@ -63,10 +86,9 @@ def stored_settings(folder: Path, config: Config) -> Stored:
     for name, section in SECTIONS.items():
         there = stored.get(name)
         values |= there if isinstance(there, dict) else {}
-        sections[name] = dataclasses.replace(
-            getattr(config, name), **dict(_accepted(section, values, folder))
-        )
-    return Stored(folder, values, dataclasses.replace(config, **sections))
+        sections[name] = replace(getattr(config, name), **dict(_accepted(section, values, folder)))
+    provenance = manifest.read_json(PROVENANCE) if PROVENANCE in manifest.files else {}
+    return Stored(folder, values, replace(config, **sections), provenance)
 
 
 def _accepted(section: type, values: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Any]]:
@@ -104,6 +126,30 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
             f"--use-checkpoint-opt_param-scheduler: {', '.join(listed)}"
         )
     return config.replace(schedule_basis=basis)
+
+
+def describe_resume(
+    folder: Path,
+    config: Config,
+    dataset: Source | BlendedDataset | None,
+    train_samples: int,
+    progress: Progress,
+    end: int,
+    reporter: Reporter,
+) -> None:
+    """Report what the rest of the run does otherwise than that of the checkpoint `folder`.
+
+    It goes from `progress` to iteration `end`; `dataset` was made for `train_samples` samples.
+    Raises CheckpointError.
+    """
+    stored, batches = stored_settings(folder, config), BatchSchedule.from_config(config)
+    say = reporter.console.say_wrapped
+    describe_changes(stored, config, progress, end, say)
+    if dataset is not None:
+        left = max(0, end - progress.iteration)
+        last = batches.samples_after(left, progress.consumed_samples)
+        with reporter.console.doing("comparing the order of the data"):
+            describe_data(stored, config, dataset, train_samples, progress, last, say)
 
 
 def describe_changes(
@@ -148,15 +194,10 @@ def other_values(stored: Stored, config: Config, progress: Progress, end: int) -
 
     It is shown with its values at the first step where they differ.
     """
-    try:
+    with _checked(stored):
         theirs, ours = _Course(stored.config, progress), _Course(config, progress)
         steps = sorted({*ours.steps(end), *theirs.steps(end)})
         pairs = [(step, theirs.at(step), ours.at(step)) for step in steps]
-    except (ConfigError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"{stored.folder / CONFIG} holds settings that give no schedule ({error}): load another "
-            "checkpoint"
-        ) from error
     for name in pairs[0][2] if pairs else ():
         for step, there, here in pairs:
             if not math.isclose(there[name], here[name], rel_tol=1e-9):
@@ -218,3 +259,155 @@ class _Course:
             "decay of the average": 1 - values.new_in_average,
             "global batch size": self._batches.global_batch_size(consumed),
         }
+
+
+def describe_data(
+    stored: Stored,
+    config: Config,
+    dataset: Source | BlendedDataset,
+    train_samples: int,
+    progress: Progress,
+    end: int,
+    say: Callable[[str], object],
+) -> None:
+    """Report the samples that are repeated or skipped because the data have another order.
+
+    `dataset` was made for `train_samples`; the run takes its samples from `progress` to `end`.
+    Raises CheckpointError where the checkpoint's settings give no length of its run.
+    """
+    former = _FormerData(stored, config)
+    changes = former.changes(train_samples)
+    if not changes:
+        return
+    before, unknown = None, ""
+    try:
+        data = former.build()
+        kind = stored.config.data.dataloader_type
+        before = Ordered(data, sample_order(kind, len(data), progress.left_out))
+    except MegatronError as error:
+        unknown = f". Repeated ones are not counted: the order before is unknown ({error})"
+    order = sample_order(config.data.dataloader_type, len(dataset), progress.left_out)
+    consumed = progress.consumed_samples
+    found = reordered(before, Ordered(dataset, order), consumed, end, former.others)
+    repeated, skipped = (
+        sum(getattr(r, n) for r in found.values()) for n in ("repeated", "skipped")
+    )
+    if not (repeated or skipped or unknown):
+        return
+    about = "" if all(one.exact for one in found.values()) else "about "
+    of_each = [
+        f"{name} {one.repeated} repeated, {one.skipped} skipped"
+        for name, one in zip(short_names(found).values(), found.values(), strict=True)
+        if len(found) > 1 and (one.repeated or one.skipped)
+    ]
+    taken = (f"{record['samples']} of {name}" for name, record in progress.sources.items())
+    say(
+        "WARNING: the data have another order than in the checkpoint's run: "
+        f"{', '.join(changes)}. {consumed} samples were taken ({', '.join(taken)}). Of the "
+        f"{max(0, end - consumed)} to come {about}{repeated} repeat some of these, and {about}"
+        f"{skipped} others are skipped, because the first {consumed} of the new order count as taken"
+        + "".join(f"; {text}" for text in of_each)
+        + unknown
+    )
+
+
+class _FormerData:
+    """The training data of a checkpoint's run.
+
+    others   sources whose content is another one now
+    """
+
+    def __init__(self, stored: Stored, config: Config) -> None:
+        self._stored, self._config = stored, config
+        record, listed = (stored.provenance.get(name) for name in ("order", "data"))
+        self._record: dict[str, Any] = record if isinstance(record, dict) else {}
+        self._own = config.pieces.datasets is not None
+        now = {prefix: data_identity(prefix) for prefix in data_prefixes(config)}
+        then = {
+            one["prefix"]: one
+            for one in (listed if isinstance(listed, list) else ())
+            if isinstance(one, dict) and isinstance(one.get("prefix"), str) and "reason" not in one
+        }
+        self.others = {name for name in now.keys() & then if not _same(now[name], then[name])}
+        # the same files under another name
+        self._moved = {
+            old: new
+            for old in then.keys() - now
+            for new in now.keys() - then
+            if _same(now[new], then[old])
+        }
+        theirs = stored.config
+        if config.data.mock_data and (theirs.model.vocab_size, theirs.training.seed) != (
+            config.model.vocab_size,
+            config.training.seed,
+        ):
+            self.others.add(MOCK)
+
+    def changes(self, train_samples: int) -> list[str]:
+        """Return what may change the order: each setting, the length, the blend and the files."""
+        values, found = self._stored.values, list[str]()
+        for name in _ORDER:
+            ours = plain(self._config.get(name))
+            theirs = values.get(name, ours)
+            if name.endswith("data_path") and isinstance(theirs, list):
+                theirs = [self._moved.get(str(word), word) for word in theirs]
+            if theirs != ours:
+                found.append(f"{name} {ours} (was {values[name]})")
+        if train_samples != self._samples():
+            found.append(f"{train_samples} samples in all (was {self._samples()})")
+        if (blend := self._record.get("blend")) is not None:
+            ours = order_record(self._config, None)["blend"]
+            if ours is not None and ours != blend:
+                found.append(f"blend {ours} (was {blend})")
+        return [*found, *(f"{name} has other content" for name in sorted(self.others))]
+
+    def _samples(self) -> int:
+        samples: Any = self._record.get("samples")
+        if is_count(samples):
+            return int(samples)
+        theirs = self._stored.config
+        with _checked(self._stored):
+            return planned_samples(theirs, BatchSchedule.from_config(theirs))[0]
+
+    def build(self) -> Source | BlendedDataset:
+        """Return the data set as it was, as far as its files are there. Raises MegatronError."""
+        if self._own:
+            raise DataError("the data set is your own")
+        theirs = self._stored.config
+        here = self._config.data
+        data = replace(theirs.data, data_cache_path=here.data_cache_path, loss_mask=here.loss_mask)
+        blend, plan = self._record.get("blend"), None
+        if isinstance(blend, list) and data.data_file_list:
+            with contextlib.suppress(TypeError, ValueError):
+                parts = tuple(BlendPart(float(weight), str(prefix)) for weight, prefix in blend)
+                plan = SplitPlan(parts, data.split)
+        if plan is None and not data.mock_data:
+            plan = plan_splits(data)[0]
+        if plan is not None:
+            moved = (replace(p, prefix=self._moved.get(p.prefix, p.prefix)) for p in plan.blend)
+            plan = replace(plan, blend=tuple(moved))
+        with _checked(self._stored):
+            found = build_datasets(
+                replace(theirs, data=data), self._samples(), 0, 0, plans=(plan, None, None)
+            ).train
+        if found is None:
+            raise DataError("there was no training data")
+        return found
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two identities of data files agree; older ones have fewer entries."""
+    common = one.keys() & other.keys() - {"prefix", "digest_of"}
+    return bool(common) and all(one[name] == other[name] for name in common)
+
+
+@contextlib.contextmanager
+def _checked(stored: Stored) -> Iterator[None]:
+    """Turn what settings of a checkpoint can raise into CheckpointError."""
+    try:
+        yield
+    except (ConfigError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{stored.folder / CONFIG} holds settings that cannot be used ({error}): load another "
+            "checkpoint"
+        ) from error

@@ -48,7 +48,7 @@ from megatron.training.run.checkpoints import (
     checkpoint_to_load,
     load_checkpoint,
 )
-from megatron.training.run.data import first_builds, open_stream, staged_locations
+from megatron.training.run.data import first_alone, first_builds, open_stream, staged_locations
 from megatron.training.run.host import (
     check_kernels,
     device_name,
@@ -61,8 +61,7 @@ from megatron.training.run.loop import call_back, train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, layout_record, versions
 from megatron.training.run.resume import (
-    describe_changes,
-    stored_settings,
+    describe_resume,
     with_checkpoint_settings,
 )
 from megatron.training.run.schedules import (
@@ -314,9 +313,20 @@ def assemble(
     )
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
-    if checkpoint is not None and not config.checkpoint.finetune and topology.world.is_first:
-        stored = stored_settings(checkpoint, config)
-        describe_changes(stored, config, progress, end, reporter.console.say_wrapped)
+    left = max(0, end - progress.iteration)
+    train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
+    if checkpoint is not None and not config.checkpoint.finetune:
+        describe = partial(
+            describe_resume,
+            checkpoint,
+            config,
+            None if config.training.skip_train else datasets.train,
+            train_samples,
+            progress,
+            end,
+            reporter,
+        )
+        first_alone(topology, "comparison with the checkpoint", describe)
     if topology.world.size > 1 and (
         problem := compare({"samples": sample_digests(datasets)}, topology.world)
     ):
@@ -343,7 +353,9 @@ def assemble(
         order = sample_order(config.data.dataloader_type, len(datasets.train), progress.left_out)
         ledger = Ledger(datasets.train, order, progress.consumed_samples, progress.sources)
     agreement = Agreement(topology)
-    saves = build_saves(config, topology, engine, reporter, agreement, places, loaded_here)
+    saves = build_saves(
+        config, topology, engine, reporter, agreement, places, train_samples, loaded_here
+    )
     signals.saving = lambda: saves is not None and saves.under_way
     wall_time = build_wall_time(config, topology, reporter, saves, started)
     path = None if config.metrics_path is None else config.metrics_path.with_name("timeline.json")
@@ -436,6 +448,7 @@ def build_saves(
     reporter: Reporter,
     agreement: Agreement,
     places: Sequence[str],
+    train_samples: int,
     saved_iteration: int | None,
 ) -> Saves | None:
     """Return when and how the run saves; None without --save."""
@@ -448,7 +461,7 @@ def build_saves(
         note = saver.prepare(engine)
         if note:
             print(f"note: rank {topology.rank}: {note}", file=sys.stderr, flush=True)
-    provenance = Provenance(config, topology, places)
+    provenance = Provenance(config, topology, places, train_samples)
     return Saves(
         config,
         saver,

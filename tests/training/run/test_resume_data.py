@@ -1,0 +1,212 @@
+"""What a resumed run says about data in another order, against a count by hand of every token."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.files import write_manifest
+from megatron.checkpoint.settings import plain
+from megatron.config import Config
+from megatron.data.datasets import build_datasets
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.reorder import Ordered, reordered
+from megatron.data.sampler import Ledger, SampleOrder, sample_order
+from megatron.parallel.topology import Layout, Topology
+from megatron.training.run.provenance import Provenance
+from megatron.training.run.resume import describe_data, stored_settings
+from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
+
+TAKEN, BATCH = 40, 4
+
+
+def write(prefix: Path, tokens: int, first: int = 0, size: int = 13) -> str:
+    """Write documents of ascending tokens, so that a token tells its place."""
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for start in range(first, first + tokens, size):
+            writer.add_document(range(start, min(start + size, first + tokens)))
+    return str(prefix)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> list[str]:
+    """Provide two data sets with no token in common."""
+    return [write(tmp_path / "a", 1000), write(tmp_path / "b", 700, 5000)]
+
+
+def config(prefixes: list[str], **changes: Any) -> Config:
+    fields: dict[str, Any] = dict(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        seq_length=8,
+        vocab_size=6000,
+        global_batch_size=BATCH,
+        train_iters=20,
+        eval_iters=0,
+        split="1",
+        data_path=("1", prefixes[0], "1", prefixes[1]),
+    )
+    return Config.create(**{**fields, **changes})
+
+
+def save(folder: Path, theirs: Config) -> Path:
+    """Write a checkpoint as far as settings and provenance are concerned."""
+    checkpoint = folder / "iter_0000010"
+    checkpoint.mkdir(parents=True)
+    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    samples = planned_samples(theirs, BatchSchedule.from_config(theirs))[0]
+    record = Provenance(theirs, topology, (), samples)(10)
+    for name, content in (("config.json", plain(theirs)), ("passport.json", record)):
+        (checkpoint / name).write_text(json.dumps(content))
+    write_manifest(checkpoint, ["config.json", "passport.json"])
+    return checkpoint
+
+
+def taken_of(made: Config, start: int, stop: int) -> np.ndarray:
+    """Return how often the samples of these places train on each token as an input."""
+    train = build_datasets(
+        made, planned_samples(made, BatchSchedule.from_config(made))[0], 0, 0
+    ).train
+    assert train is not None
+    order = sample_order(made.data.dataloader_type, len(train))
+    counts = np.zeros(6000, int)
+    for index in order.indices(np.arange(start, stop)).tolist():
+        tokens, pieces = train[index], train.segments(index)
+        bounds = [0, made.model.seq_length] if pieces is None else np.append(0, np.cumsum(pieces))
+        for first, last in itertools.pairwise(bounds):
+            counts[tokens[first : last - (pieces is not None)]] += 1
+    return counts
+
+
+def said(checkpoint: Path, ours: Config) -> str:
+    """Return what is said about the data of a run that goes on after TAKEN samples."""
+    stored, lines = stored_settings(checkpoint, ours), list[str]()
+    batches = BatchSchedule.from_config(ours)
+    samples = planned_samples(ours, batches)[0]
+    dataset = build_datasets(ours, samples, 0, 0).train
+    assert dataset is not None
+    theirs = stored.config
+    before = build_datasets(theirs, samples, 0, 0).train
+    assert before is not None
+    sources = Ledger(before, SampleOrder(len(before)), TAKEN).record()
+    progress = Progress(10, TAKEN, 8 * TAKEN, sources=sources)
+    describe_data(stored, ours, dataset, samples, progress, samples, lines.append)
+    assert len(lines) < 2
+    return "".join(lines)
+
+
+def numbers(line: str) -> tuple[int, int]:
+    match = re.search(r"to come (\d+) repeat .* and (\d+) others are skipped", line)
+    assert match is not None, line
+    return int(match[1]), int(match[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        (dict(seed=7), ["seed 7 (was 1234)"]),
+        (dict(seq_length=12), ["seq_length 12 (was 8)"]),
+        (dict(train_iters=100), ["400 samples in all (was 80)"]),
+        (dict(split="8,2"), ["split 8,2 (was 1)"]),
+        (dict(data_path=("4", "a", "1", "b")), ["data_path"]),
+        (dict(data_path=("b",)), ["data_path"]),
+        (dict(data_packing="best-fit"), ["data_packing best-fit (was concat)"]),
+        (dict(dataloader_type="cyclic"), ["dataloader_type cyclic (was single)"]),
+    ],
+)
+def test_repeated_and_skipped_samples_are_counted(
+    tmp_path: Path, data: list[str], changes: dict[str, Any], names: list[str]
+) -> None:
+    if "data_path" in changes:
+        paths = (str(tmp_path / word) if word in "ab" else word for word in changes["data_path"])
+        changes = {**changes, "data_path": tuple(paths)}
+    theirs, ours = config(data), config(data, **changes)
+    line = said(save(tmp_path, theirs), ours)
+    assert all(name in line for name in [*names, f"{TAKEN} samples were taken"])
+    end = ours.batch.train_iters * BATCH
+    before, counted = taken_of(theirs, 0, TAKEN), taken_of(ours, 0, TAKEN)
+    coming = taken_of(ours, TAKEN, end)
+    again = np.minimum(coming, np.maximum(before - counted, 0)).sum()
+    missing = np.maximum(counted - before, 0).sum()
+    per_sample = (counted.sum() + coming.sum()) / end
+    assert again or missing
+    assert numbers(line) == pytest.approx((again / per_sample, missing / per_sample), abs=2)
+
+
+def test_the_same_order_under_other_circumstances_is_not_said(
+    tmp_path: Path, data: list[str]
+) -> None:
+    """A longer run of as many epochs, a longer packed run, and files that were moved."""
+    checkpoint = save(tmp_path / "0", config(data))
+    assert said(checkpoint, config(data)) == ""
+    assert said(checkpoint, config(data, train_iters=25)) == ""
+    packed = dict(data_packing="best-fit", data_path=(data[0],))
+    checkpoint = save(tmp_path / "1", config(data, **packed))
+    assert said(checkpoint, config(data, **packed, train_iters=300)) == ""
+    moved = [str(tmp_path / "elsewhere" / name) for name in "ab"]
+    (tmp_path / "elsewhere").mkdir()
+    for old, new in zip(data, moved, strict=True):
+        for end in ("bin", "idx"):
+            Path(f"{new}.{end}").write_bytes(Path(f"{old}.{end}").read_bytes())
+    checkpoint = save(tmp_path / "2", config(data))
+    for old in data:
+        Path(f"{old}.bin").unlink()
+    stored = stored_settings(checkpoint, config(moved))
+    lines: list[str] = []
+    dataset = build_datasets(config(moved), 80, 0, 0).train
+    assert dataset is not None
+    describe_data(stored, config(moved), dataset, 80, Progress(10, TAKEN), 80, lines.append)
+    assert lines == []
+
+
+@pytest.mark.parametrize("same_size", [True, False])
+def test_a_file_with_other_content_is_named(
+    tmp_path: Path, data: list[str], same_size: bool
+) -> None:
+    checkpoint = save(tmp_path / "0", config(data))
+    write(tmp_path / "a", 1000 if same_size else 1300, 100)
+    line = said(checkpoint, config(data))
+    assert f"{data[0]} has other content" in line and data[1] + " has" not in line
+    # none of its 20 samples that count as taken was; those of the other file go on
+    assert numbers(line) == (0, 20)
+
+
+def test_a_list_of_data_with_other_weights_is_another_blend(
+    tmp_path: Path, data: list[str]
+) -> None:
+    listed = tmp_path / "list.txt"
+    fields = dict(data_path=None, data_file_list=str(listed))
+    listed.write_text(f"1 {data[0]} a\n1 {data[1]} b\n")
+    checkpoint = save(tmp_path, config(data, **fields))
+    assert said(checkpoint, config(data, **fields)) == ""
+    listed.write_text(f"3 {data[0]} a\n1 {data[1]} b\n")
+    line = said(checkpoint, config(data, **fields))
+    repeated, skipped = numbers(line)
+    # 30 samples of the first source count as taken, and 10 of the other one: 20 of each were
+    assert "blend" in line and repeated >= 10 and skipped >= 10
+
+
+def test_of_long_runs_a_part_is_compared(
+    tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The estimate from about a quarter of the documents is near the count of all."""
+    ours, theirs = (
+        build_datasets(config(data, seed=seed, data_path=(data[0],)), 120, 0, 0).train
+        for seed in (1, 2)
+    )
+    assert ours is not None and theirs is not None
+    sides = Ordered(theirs, SampleOrder(len(theirs))), Ordered(ours, SampleOrder(len(ours)))
+    (exact,) = reordered(*sides, 60, 120).values()
+    monkeypatch.setattr("megatron.data.reorder._MOST", 120)
+    (part,) = reordered(*sides, 60, 120).values()
+    assert exact == replace(exact, exact=True) and not part.exact
+    assert (part.repeated, part.skipped) == pytest.approx((exact.repeated, exact.skipped), rel=0.3)
