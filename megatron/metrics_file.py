@@ -59,6 +59,7 @@ RECORD: Kinds = {
         "reserved_bytes",
         "skipped",
         "nan",
+        "empty",
     ),
     _number: (
         "time",

@@ -488,7 +488,8 @@ class TrainingConfig:
     )
     max_consecutive_skips: int = option(
         None,
-        "Exit with an error after N consecutive steps with non-finite loss or gradients. 0: never.",
+        "Exit with an error after N consecutive steps with non-finite loss or gradients, or without "
+        "a token in the loss. 0: never.",
         at_least=0,
         derived="10, or 100 in fp16",
     )

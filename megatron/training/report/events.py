@@ -26,6 +26,9 @@ class StepRecord:
 
     `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device;
     None on ranks without a part (see local_loss). Counts include this step.
+
+    counted  how many micro-batches of this rank have a token in the loss, and how many there are,
+             on the device; None: all have, or the rank has no part  # [2], fp64
     """
 
     iteration: int
@@ -39,6 +42,7 @@ class StepRecord:
     grad_norm: float | None = None
     num_zeros: float | None = None
     params_norm: float | None = None
+    counted: torch.Tensor | None = None
 
     shown: ClassVar[Mapping[str, str]] = {
         "loss": "lm loss",
@@ -107,9 +111,11 @@ class Start(Event):
 class Iteration(Event):
     """The figures of one log line.
 
-    Times and rates are means over the interval; losses leave out skipped steps.
+    Times and rates are means over the interval; losses leave out skipped steps, and micro-batches
+    without a token in the loss.
 
-    lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the
+    lm_loss is None when every step of the interval was skipped or had no token in the loss; `empty`
+    counts the latter, whose loss is None in step_losses. mfu and hfu are fractions of the
     device's peak, None where that is unknown. memory_bytes is the most that any rank has held since
     the job began, not only in the interval, memory_rank that rank. reserved_bytes is the most that
     the allocator of any rank has reserved, None on a CPU.
@@ -183,10 +189,11 @@ class Iteration(Event):
     energy_kwh: float | None = None
     balancing: Mapping[str, float] | None = None
     experts: Mapping[str, Mapping[str, Any]] | None = None
+    empty: int = 0
     times_ms: Mapping[str, Sequence[float]] = field(default_factory=dict, metadata=_UNRECORDED)
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict, metadata=_UNRECORDED)
     steps: Sequence[StepRecord] = field(default=(), metadata=_UNRECORDED)
-    step_losses: Sequence[float] = field(default=(), metadata=_UNRECORDED)
+    step_losses: Sequence[float | None] = field(default=(), metadata=_UNRECORDED)
 
 
 def perplexity(loss: float) -> float:

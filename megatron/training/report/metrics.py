@@ -73,37 +73,36 @@ class Interval:
         self,
         memory_bytes: int,
         reserved_bytes: int | None,
-        unfinished: Sequence[torch.Tensor | None] = (),
-    ) -> tuple[list[float], Peak]:
+        unfinished: Sequence[StepRecord] = (),
+    ) -> tuple[list[float | None], Peak]:
         """Return the loss over all ranks of each step of the interval, and memory and energy.
 
-        The losses of the `unfinished` steps come last. This rank has held `memory_bytes`, and its
-        allocator has reserved `reserved_bytes`.
+        The losses of the `unfinished` steps come last; see mean_of_counted. This rank has held
+        `memory_bytes`, and its allocator has reserved `reserved_bytes`.
 
         One collective call of the world: each rank has separate elements for its bytes, to which
         the sum adds zeros; exact in float64 up to 2**53. Waits for the device.
         """
-        own, world = [*(step.loss for step in self.steps), *unfinished], self._topology.world
-        steps = len(own)
+        own, world = [*self.steps, *unfinished], self._topology.world
+        parts = 3 * len(own)  # loss, and micro-batches that count, and all
         total = torch.zeros(
-            steps + 2 * world.size + 1, dtype=torch.float64, device=self._topology.device
+            parts + 2 * world.size + 1, dtype=torch.float64, device=self._topology.device
         )
-        if own and own[0] is not None:
-            total[:steps] += torch.stack([loss for loss in own if loss is not None]).to(
-                torch.float64
-            )
-        total[steps + world.rank] = memory_bytes
-        total[steps + world.size + world.rank] = reserved_bytes or 0
+        if own and own[0].loss is not None:
+            total[:parts] = torch.cat([part_of_loss(step.loss, step.counted) for step in own])
+        total[parts + world.rank] = memory_bytes
+        total[parts + world.size + world.rank] = reserved_bytes or 0
         total[-1] = self.meter.used_j() if self.meter else math.nan
         *found, energy = collectives.all_reduce(total, world).tolist()
-        held, reserved = found[steps : steps + world.size], int(max(found[steps + world.size :]))
+        held, reserved = found[parts : parts + world.size], int(max(found[parts + world.size :]))
         rank, layout = max(range(world.size), key=held.__getitem__), self._topology.layout
         self.used_j += energy
         of_stages = [0.0] * layout.pipeline
         for other, size in enumerate(held):
             stage = layout.coordinates(other)[2]
             of_stages[stage] = max(of_stages[stage], size)
-        return found[:steps], Peak(
+        losses = [mean_of_counted(*found[at : at + 3]) for at in range(0, parts, 3)]
+        return losses, Peak(
             int(held[rank]),
             rank,
             reserved or None,
@@ -113,7 +112,7 @@ class Interval:
 
     def report(
         self,
-        losses: list[float],
+        losses: list[float | None],
         total_iterations: int,
         elapsed_s: float,
         memory: Peak,
@@ -128,20 +127,23 @@ class Interval:
         steps, self.steps = tuple(self.steps), []
         assert steps, "a log line needs at least one step"
         last, rates = steps[-1], self._rates
-        advanced = [loss for step, loss in zip(steps, losses, strict=True) if not step.skipped]
+        both = zip(steps, losses, strict=True)
+        advanced = [loss for step, loss in both if loss is not None and not step.skipped]
         samples_per_s = sum(s.global_batch_size for s in steps) / elapsed_s
         tokens_per_s = samples_per_s * rates.seq_length
         model = samples_per_s * rates.model_flops_per_sample / rates.world_size
         hardware = samples_per_s * rates.hardware_flops_per_sample / rates.world_size
         peak = rates.peak_flops_per_s
-        of_last_step = {k: v for k, v in vars(last).items() if k not in ("loss", "skipped")}
+        others = ("loss", "skipped", "counted")
+        of_last_step = {k: v for k, v in vars(last).items() if k not in others}
         return Iteration(
             **of_last_step,
             total_iterations=total_iterations,
             seq_length=rates.seq_length,
             lm_loss=sum(advanced) / len(advanced) if advanced else None,
             skipped=sum(s.skipped for s in steps),
-            nan=sum(not math.isfinite(loss) for loss in losses),
+            nan=sum(loss is not None and not math.isfinite(loss) for loss in losses),
+            empty=losses.count(None),
             step_time_s=elapsed_s / len(steps),
             samples_per_s=samples_per_s,
             tokens_per_s=tokens_per_s,
@@ -184,10 +186,15 @@ class TokenWeights(Sequence[torch.Tensor]):
         self._sent: Any = collectives.all_reduce_async(self._all, group)
 
     @functools.cached_property
+    def total(self) -> torch.Tensor:
+        """Return the number of unmasked tokens of the global batch, a scalar in float64."""
+        self._sent.wait()
+        return self._all
+
+    @functools.cached_property
     def tensor(self) -> torch.Tensor:
         """Return all weights, float64 [micro-batches]."""
-        self._sent.wait()
-        return self._counts / self._all.clamp(min=1.0)
+        return self._counts / self.total.clamp(min=1.0)
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -211,6 +218,38 @@ def local_loss(
     if weights is None:
         return together.mean() / topology.data.size
     return (together * weights.to(together)).sum()
+
+
+def counted(
+    micro_batches: Sequence[MicroBatch], weights: TokenWeights | None, topology: Topology
+) -> torch.Tensor | None:
+    """Return StepRecord.counted of a step, on the ranks that have its loss.
+
+    With weights of tokens, micro-batches without one have no weight: all count, or none.
+    """
+    if not topology.pipeline.is_last or topology.tensor.rank != 0:
+        return None
+    marked = torch.stack([batch.loss_mask.any() for batch in micro_batches])
+    if weights is not None:
+        marked = (weights.total > 0).expand(len(micro_batches))
+    return torch.stack([marked, torch.ones_like(marked)]).double().sum(1)
+
+
+def part_of_loss(loss: torch.Tensor | None, counted: torch.Tensor | None) -> torch.Tensor:
+    """Return a rank's part of mean_of_counted's arguments, for a sum over the world; fp64 [3]."""
+    assert loss is not None, "the rank has a part"
+    none = torch.zeros(2, dtype=torch.float64, device=loss.device)
+    return torch.cat([loss.double().view(1), none if counted is None else counted])
+
+
+def mean_of_counted(loss: float, counted: float, every: float) -> float | None:
+    """Return the mean loss over the `counted` of `every` micro-batch, from that over all.
+
+    The loss of the others, which have no token in the loss, is 0. None where none is counted.
+    """
+    if counted == every:
+        return loss
+    return loss * every / counted if counted else None
 
 
 # --- timers

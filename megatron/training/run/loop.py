@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,12 +26,13 @@ from megatron.training.report.events import (
     ComputeTimes,
     DataTaken,
     End,
+    Iteration,
     StepRecord,
     TaskEvaluated,
     Timeline,
     Validation,
 )
-from megatron.training.report.metrics import TokenWeights, local_loss, summarise
+from megatron.training.report.metrics import TokenWeights, counted, local_loss, summarise
 from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run, Skips, StepUnderWay
@@ -297,13 +299,14 @@ def train_step(run: Run) -> Spike | None:
         samples,
         values.lr,
         loss,
+        counted=counted(micro_batches, weights, run.topology),
     )
     run.under_way = StepUnderWay(taken, micro_batches, losses, weights)
     run.reporter.console.advance(progress.iteration, samples * run.config.model.seq_length)
     if run.config.training.loss_spike_factor is None:
         return None
     # The host waits here, once: the decision must be known before the next step.
-    over_ranks = loss_over_ranks(run, loss)
+    over_ranks = loss_over_ranks(run, taken)
     step = finish_step(run)
     assert step is not None, "it has just been taken"
     return find_spike(run, step, over_ranks)
@@ -331,7 +334,7 @@ def finish_step(run: Run) -> StepRecord | None:
 
 def report(run: Run) -> None:
     """Reduce the figures of the interval over the ranks and report them, if there are any."""
-    unfinished = [] if run.under_way is None else [run.under_way.step.loss]
+    unfinished = [] if run.under_way is None else [run.under_way.step]
     if not unfinished and not run.interval.steps:
         return
     device = run.topology.device
@@ -367,11 +370,35 @@ def report(run: Run) -> None:
         run.reporter.say(f" at this speed: {left.time} for the rest of the run")
         run.costs = None
     call_back(run, "on_log", figures)
+    check_for_loss(run, figures)
     if phases and run.config.logging.straggler_report:
         computing = zip(*(phases[of] for of in ("forward", "backward", "recompute")), strict=True)
         seconds = [sum(of_rank) / 1000 for of_rank in computing]
         found = summarise(seconds, run.topology.layout, run.timeline.places)
         run.reporter.publish(ComputeTimes(iteration=run.progress.iteration, **found))
+
+
+def check_for_loss(run: Run, figures: Iteration) -> None:
+    """Report the steps of an interval that had no token in the loss.
+
+    Raises TrainingError after --max-consecutive-skips of them in a row; all ranks call this.
+    """
+    limit = run.config.training.max_consecutive_skips
+    if figures.empty:
+        run.reporter.say(
+            f"WARNING: {figures.empty} of the {len(figures.steps)} steps up to iteration "
+            f"{figures.iteration} had no token in the loss: the loss mask marks none in their "
+            "samples, so they are in no mean, and the weights learned nothing"
+        )
+    for step, loss in zip(figures.steps, figures.step_losses, strict=True):
+        run.empty_steps = 0 if loss is not None else run.empty_steps + 1
+        if limit and run.empty_steps >= limit:
+            raise TrainingError(
+                f"no token was in the loss in {run.empty_steps} steps in a row, up to iteration "
+                f"{step.iteration} (--max-consecutive-skips {limit}): look at the loss mask of the "
+                f"data. Prompts may fill all of --seq-length {run.config.model.seq_length}, so that "
+                "answers are cut off"
+            )
 
 
 def validate(run: Run) -> None:
@@ -425,7 +452,10 @@ def evaluate_corpora(run: Run, prefix: str) -> None:
         losses = evaluate(run, "valid", dataset, f"{prefix} on {name}", advance=False, corpus=name)
         if losses is None:
             return
-        found.append(losses)
+        if losses:
+            found.append(losses)
+    if not found:
+        return
     samples = sum(min(run.eval_samples, len(one)) for one in run.datasets.corpora.values())
     means = [sum(each) / len(found) for each in zip(*found, strict=True)]
     seconds = time.perf_counter() - start
@@ -447,7 +477,7 @@ def evaluate(
 
     For a named `corpus` these are the same every time, at most its samples, each once, and the loss
     is the mean over tokens. Returns the loss, and with --eval-ema that of the averaged weights;
-    None if a signal interrupted.
+    nothing where no token is in the loss, None if a signal interrupted.
     """
     progress, start = run.progress, time.perf_counter()
     samples = run.eval_samples if corpus is None else min(run.eval_samples, len(dataset))
@@ -466,8 +496,8 @@ def evaluate(
         console.advance()
         return losses
 
-    def measure() -> list[float]:
-        """Return the loss; nothing if a signal interrupted."""
+    def measure() -> list[tuple[float, float]]:
+        """Return the loss and its weight; nothing if a signal interrupted."""
         # cyclic, because the last micro-batches of a corpus may reach beyond its end
         stream = open_stream(
             run.config, run.topology, dataset, position, run.eod, cyclic=corpus is not None
@@ -484,7 +514,7 @@ def evaluate(
         finally:
             stream.close()
             run.chunks.train()
-        return [] if measured is None else [measured[0]]
+        return [] if measured is None else [measured]
 
     if not run.evaluated:
         run.evaluated = True
@@ -496,11 +526,11 @@ def evaluate(
     with run.watch.paused(), run.topology.flight.phase("evaluation"), progress_line:
         if run.config.training.manual_gc:
             gc.collect()
-        losses = measure()
-        if losses and wanted > 1:
+        measured = measure()
+        if measured and wanted > 1:
             with run.engine.averaged_weights():
-                losses += measure()
-        if len(losses) < wanted:
+                measured += measure()
+        if len(measured) < wanted:
             run.reporter.say(
                 f" note: the evaluation at {prefix} was interrupted, because a signal asks to end"
             )
@@ -508,7 +538,14 @@ def evaluate(
         if advance:
             progress.consumed_valid_samples = position + samples
         seconds = time.perf_counter() - start
-        report_validation(run, prefix, name, losses, samples, seconds, corpus)
+        losses = [loss for loss, weight in measured if weight]
+        if losses:
+            report_validation(run, prefix, name, losses, samples, seconds, corpus)
+        else:
+            run.reporter.say(
+                f"WARNING: no validation loss at {prefix}: none of the {samples} samples of the "
+                f"{corpus or name} data has a token in the loss"
+            )
         if run.wall_time is not None and corpus is None:
             run.wall_time.after_evaluation(seconds)
     return losses
@@ -605,8 +642,9 @@ def mean_loss(
     """Return the mean loss over `batches`, micro-batches of this data rank, and their weight.
 
     All ranks have as many. `forward` maps micro-batches to their losses on the last pipeline stage
-    and to an empty list elsewhere. Micro-batches have equal weight; with `per_token` each is
-    weighted by its unmasked tokens, so that the result is the mean over tokens. `interrupted` is
+    and to an empty list elsewhere. Micro-batches with an unmasked token have equal weight; with
+    `per_token` each is weighted by these tokens, so that the result is the mean over tokens. Without
+    any, the weight is 0 and the loss NaN. `interrupted` is
     called on all ranks before each item of `batches` except the first; once it returns True the
     result is None. A collective call of the world; every rank gets the result.
     """
@@ -618,13 +656,13 @@ def mean_loss(
         if not losses or topology.tensor.rank != 0:
             continue  # every tensor rank has the same losses: the first one counts
         values = torch.stack(losses).double()
-        weights = torch.ones_like(values)
-        if per_token:
-            weights = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).to(values)
+        weights = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).to(values)
+        if not per_token:
+            weights = (weights > 0).to(values)
         weights /= topology.context.size  # the ranks have parts of the same sequences
         total += torch.stack([(values * weights).sum(), weights.sum()])
     sum_, weight = collectives.all_reduce(total, topology.world).tolist()
-    return float(sum_ / max(weight, 1.0)), weight
+    return sum_ / weight if weight else math.nan, weight
 
 
 def signalled(run: Run) -> bool:

@@ -22,8 +22,14 @@ from megatron.config.help_text import differences, render_differences
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import SPLIT_NAMES, Datasets, build_datasets
 from megatron.data.file_lock import FolderClaim
-from megatron.data.gpt_dataset import FileDataset, PackedDataset
-from megatron.data.sampler import Ledger, sample_order, sources
+from megatron.data.gpt_dataset import (
+    BlendedDataset,
+    FileDataset,
+    PackedDataset,
+    Source,
+    TokenDataset,
+)
+from megatron.data.sampler import Ledger, MicroBatchStream, sample_order, sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
@@ -288,6 +294,9 @@ def assemble(
     with reporter.console.doing("index of the data"):
         datasets = build_in_turn(*samples)
     describe_data(config, datasets, reporter)
+    if config.data.dataloader_type == "cyclic":
+        samples = (sys.maxsize,) * 3  # any of the data
+    check_loss_masks(config, topology, datasets, samples, eod, reporter)
     # On a CPU, permanent buffers are kept out of the heap that the steps use.
     tuned = device.type == "cpu" and config.training.allocator_tuning
     mapped = mapped_blocks() if tuned else contextlib.nullcontext()
@@ -686,3 +695,75 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
         reporter.say(
             " note: no validation data, so no validation loss: see --split and --valid-data-path"
         )
+
+
+_LOOKED_AT = 500
+
+
+def check_loss_masks(
+    config: Config,
+    topology: Topology,
+    datasets: Datasets,
+    samples: Sequence[int],
+    eod: int | None,
+    reporter: Reporter,
+) -> None:
+    """Print how many samples have no token in the loss, where masks may leave some without.
+
+    The run reads the first `samples` of its three data sets. If these are many, rank 0 looks at
+    some at equal distances. Raises DataError on all ranks where those for training have none.
+    """
+    length = config.model.seq_length
+    sets = {name: getattr(datasets, name) for name in SPLIT_NAMES} | dict(datasets.corpora)
+    limits = dict(zip(SPLIT_NAMES, samples, strict=True))
+    problem = ""
+    try:
+        for name, dataset in sets.items() if topology.world.is_first else ():
+            if dataset is None or not _masks(config, dataset):
+                continue
+            among = min(len(dataset), limits.get(name, len(dataset)))
+            without, looked = samples_without_loss(config, dataset, among, eod)
+            line = f"{without} of {looked} {name} samples have no token in the loss"
+            if looked < among:
+                line += f" (looked at of {among}, at equal distances)"
+            if 0 < without == looked and name == "train":
+                problem = (
+                    f"{line}: prompts fill all of --seq-length {length}, or the loss mask marks "
+                    "nothing. Raise --seq-length, shorten the prompts, or leave out --loss-mask"
+                )
+            elif without:
+                reporter.say(f"WARNING: {line}: they teach nothing")
+    except DataError as error:
+        problem = str(error)
+    if problem := collectives.broadcast_object(problem, topology.world):
+        raise DataError(problem)
+
+
+def _masks(config: Config, dataset: Source | BlendedDataset) -> bool:
+    """Return whether samples of a data set may have no token in the loss."""
+    return config.data.eod_mask_loss or any(
+        source.masked if isinstance(source, FileDataset) else "loss_tokens" in vars(source)
+        for source in sources(dataset)
+    )
+
+
+def samples_without_loss(
+    config: Config, dataset: TokenDataset, among: int, eod: int | None
+) -> tuple[int, int]:
+    """Return how many samples have no token in the loss, and how many `among` the first it read."""
+    data, count = config.data, min(among, _LOOKED_AT)
+    stream = MicroBatchStream(
+        dataset,
+        1,
+        eod=eod,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        vocab_size=config.model.vocab_size,
+    )
+    without = 0
+    for number in range(count):
+        stream.consumed_samples = number * among // count
+        (batch,) = stream.take(1)
+        without += not batch.loss_mask.any()
+    return without, count

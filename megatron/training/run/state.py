@@ -78,6 +78,7 @@ class Run:
                     skipped
     evaluated       whether this job has begun an evaluation: the first one may take longer
     went_back       how often the run went back to the checkpoint of an iteration, after loss spikes
+    empty_steps     steps without a token in the loss, in a row, at the last log line
     tasks           of --eval-tasks, and the iteration at which they were evaluated last
     costs           None once the time of the run is reported
     under_way       the last step, until its figures are read: `progress` does not show yet whether
@@ -115,6 +116,7 @@ class Run:
     skips: Skips = field(default_factory=Skips)
     went_back: Counter[int] = field(default_factory=Counter)
     costs: Costs | None = None
+    empty_steps: int = 0
     tasks: Sequence[Task] = ()
     tasks_iteration: int | None = None
 

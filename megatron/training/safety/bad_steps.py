@@ -27,6 +27,7 @@ from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.sharding import sharding_of
 from megatron.training.report.events import LossSpike, NotFinite, StepRecord
+from megatron.training.report.metrics import mean_of_counted, part_of_loss
 from megatron.training.run.checkpoints import load_checkpoint, say_found
 from megatron.training.run.data import open_stream
 from megatron.training.run.schedules import Progress
@@ -61,7 +62,7 @@ class Spike:
     stop: int
 
     def __str__(self) -> str:
-        if self.median is None or not math.isfinite(self.loss):
+        if not self.median or not math.isfinite(self.loss):
             return f"the loss of iteration {self.iteration} is {self.loss}"
         return (
             f"the loss {self.loss:.6g} of iteration {self.iteration} is "
@@ -70,30 +71,34 @@ class Spike:
         )
 
 
-def loss_over_ranks(run: Run, loss: torch.Tensor | None) -> float:
-    """Return the loss of a step from each rank's part of it.
+def loss_over_ranks(run: Run, step: StepRecord) -> float | None:
+    """Return the loss of a step from each rank's part of it, see mean_of_counted.
 
     All ranks call this; waits for the device.
     """
-    total = torch.zeros((), dtype=torch.float64, device=run.topology.device)
-    if loss is not None:
-        total += loss
-    return float(collectives.all_reduce(total, run.topology.world))
+    total = torch.zeros(3, dtype=torch.float64, device=run.topology.device)
+    if step.loss is not None:
+        total = part_of_loss(step.loss, step.counted)
+    return mean_of_counted(*collectives.all_reduce(total, run.topology.world).tolist())
 
 
-def find_spike(run: Run, step: StepRecord, loss: float) -> Spike | None:
+def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
     """Return the spike of a step whose `loss` over all ranks is not finite or too high; else None.
 
     Too high is more than --loss-spike-factor times the median of the last --loss-spike-window
-    steps.
+    steps. A step without a token in the loss has none, and is not one of them.
 
     The losses are kept in `Progress.recent_losses`, so that a resumed run decides like one that was
     not interrupted.
     """
     factor, window = run.config.training.loss_spike_factor, run.config.training.loss_spike_window
     assert factor is not None, "spikes are looked for"
+    if loss is None:
+        return None
     losses = run.progress.recent_losses
     median = statistics.median(losses) if len(losses) >= min(_LEAST, window) else None
+    if median == 0:  # older checkpoints have a loss of 0 for steps without one
+        median = None
     if not math.isfinite(loss) or (median is not None and loss > factor * median):
         start = step.consumed_samples - step.global_batch_size
         return Spike(step.iteration, loss, median, start, step.consumed_samples)

@@ -47,7 +47,8 @@ def interval(first: int, last: int, **changes: Any) -> Iteration:
         StepRecord(i, 16 * i, 128 * i, 16, i / 8, None, i == 4, 2.0**i, 0.25 * i)
         for i in range(first, last + 1)
     ]
-    of_last = {k: v for k, v in vars(steps[-1]).items() if k not in ("loss", "skipped")}
+    others = ("loss", "skipped", "counted")
+    of_last = {k: v for k, v in vars(steps[-1]).items() if k not in others}
     fields: dict[str, Any] = dict(
         total_iterations=9, seq_length=8, lm_loss=None, skipped=1, nan=0, step_time_s=0.25,
         samples_per_s=64.0, tokens_per_s=512.0, tokens_per_s_per_device=256.0, model_tflops=3.0,

@@ -35,6 +35,7 @@ from megatron.training.report.metrics import (
     Interval,
     Peak,
     Rates,
+    counted,
     local_loss,
     summarise,
 )
@@ -133,7 +134,8 @@ RESERVED = (2**52, 2**52 + 7, 2**52 + 6, 2**52 + 6)
 def figures(topology: Topology, folder: str) -> Any:
     """Return the figures.
 
-    Only the last stage has losses, equal on its tensor ranks. The last step's are not finite.
+    Only the last stage has losses, equal on its tensor ranks. Those of the third step are not
+    finite; the next has a micro-batch without a token in the loss, and the last no others.
     """
     losses: list[torch.Tensor] = []
     if topology.pipeline.is_last:
@@ -146,7 +148,14 @@ def figures(topology: Topology, folder: str) -> Any:
     # of two nodes, in whose energy the others have no part
     energy = (20.0, 0.0, 40.0, 0.0)[topology.rank]
     interval.meter = SimpleNamespace(used_j=lambda: energy)  # type: ignore[assignment]
-    unfinished = [None if mine is None else mine * math.nan]
+    partly = [loss * (i != 1) for i, loss in enumerate(losses)]  # no token in that micro-batch
+    part, mask = local_loss(partly, None, topology), torch.tensor([[1.0], [0.0], [1.0], [1.0]])
+    masked = [MicroBatch(*[x] * 4, None, 0) for x in mask]
+    unfinished = [
+        StepRecord(3, 0, 0, 8, 0.1, None if mine is None else mine * math.nan),
+        StepRecord(4, 0, 0, 8, 0.1, part, counted=counted(masked, None, topology)),
+        StepRecord(5, 0, 0, 8, 0.1, part, counted=counted(masked[1:2], None, topology)),
+    ]
     return interval.reduce(HELD[topology.rank], RESERVED[topology.rank], unfinished)
 
 
@@ -155,7 +164,7 @@ def loss_of(first_sample: int) -> float:
 
 
 def tokens_of(first_sample: int) -> int:
-    return 1 + first_sample % 5
+    return first_sample % 5
 
 
 class MaskedStream(PlaceholderStream):
@@ -392,7 +401,9 @@ def test_losses_are_averaged_over_micro_batches_and_replicas(
     every = np.array([[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]])[:replicas]
     weighted = (every * [0.1, 0.2, 0.3, 0.8]).sum()
     for losses, memory in found(figures, tensor, pipeline):
-        np.testing.assert_allclose(losses, [every.mean(), weighted, math.nan], rtol=1e-6)
+        assert losses.pop() is None
+        expected = [every.mean(), weighted, math.nan, every[:, [0, 2, 3]].mean()]
+        np.testing.assert_allclose(losses, expected, rtol=1e-6)
         # Beside the losses, whatever their value, and exact.
         layout = Layout(tensor=tensor, pipeline=pipeline, data=RANKS // tensor // pipeline)
         held = [[], []]
@@ -412,7 +423,9 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
         np.array([tokens_of(f) for f in firsts]),
     )
     for plain, per_token in found(evaluate, tensor, pipeline):
-        np.testing.assert_allclose(plain, (losses.mean(), len(firsts)), rtol=1e-6)
+        marked = losses[tokens > 0]
+        assert 0 < len(marked) < len(losses) or len(losses) < 12
+        np.testing.assert_allclose(plain, (marked.mean(), len(marked)), rtol=1e-6)
         mean = (losses * tokens).sum() / tokens.sum()
         np.testing.assert_allclose(per_token, (mean, tokens.sum()), rtol=1e-6)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.config import Config
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import make_micro_batch
+from megatron.errors import MegatronError
 from megatron.metrics_file import read_records
 from megatron.model.gpt import build_chunks
 from megatron.parallel.sharding import sharding_of
@@ -114,3 +116,70 @@ def test_each_marked_token_of_a_global_batch_counts_equally(
     expected = by_hand(Config.create(**{**FIELDS, "data_path": fields["data_path"]}))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert abs(expected[0] - expected[-1]) > 0.01
+
+
+class Marked:
+    """Samples of which some have no token in the loss; `marked` has one entry for each."""
+
+    def __init__(self, marked: Sequence[bool]) -> None:
+        self.marked = marked
+
+    def __len__(self) -> int:
+        return len(self.marked)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.random.RandomState(index).randint(0, FIELDS["vocab_size"], 9)
+
+    def loss_tokens(self, index: int) -> np.ndarray:
+        return np.arange(9) % 2 * self.marked[index]
+
+
+def run_on(rank: int, fields: dict[str, Any], train: list[bool], valid: list[bool]) -> str:
+    """Return the message of the error that ends the run."""
+    every = {**FIELDS, **dict(loss_mask=None, log_interval=2, lr=1e-12), **fields}
+    config = Config.create(**every, world_size=int(os.environ["WORLD_SIZE"]))
+    try:
+        pretrain(config, datasets=lambda *_: (Marked(train), Marked(valid), None))
+    except MegatronError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_steps_without_a_token_in_the_loss_are_in_no_mean(tmp_path: Path, per_token: bool) -> None:
+    """The weights do not move, so each sample has the loss of the first step."""
+    steps = [(1, 1), (0, 0), (0, 1), (0, 0), (0, 0), (0, 0), (1, 1), (1, 1)]
+    marked = [bool(x) for step in steps for x in step]
+    fields = dict(
+        global_batch_size=2,
+        train_iters=len(steps),
+        calculate_per_token_loss=per_token,
+        max_consecutive_skips=3,
+        loss_spike_factor=2.0,
+        loss_spike_window=2,
+        save=str(tmp_path),
+        load=str(tmp_path),
+        eval_iters=1,
+        eval_interval=2,
+    )
+    ended = run_processes(2, run_on, fields, marked, [False] * 20)
+    assert all(text.startswith("TrainingError") and " 6 " in text for text in ended), ended
+    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    config = Config.create(**{**FIELDS, "loss_mask": None})
+    (model,) = build_chunks(config, topology).values()
+    data, losses = Marked([True] * 6), list[float]()
+    for index in (0, 1, 5):
+        batch = make_micro_batch(data[index][None], loss_tokens=[data.loss_tokens(index)])
+        losses.append(model(batch, None).item())
+    records = read_records(tmp_path / "metrics.jsonl")
+    found = [(r["lm_loss"], r.get("empty", 0)) for r in records if r["event"] == "iteration"]
+    expected = [((losses[0] + losses[1]) / 2, 1), (losses[2], 1), (None, 2)]
+    assert [empty for _, empty in found] == [empty for _, empty in expected]
+    assert found[2][0] is None
+    np.testing.assert_allclose([x for x, _ in found[:2]], [x for x, _ in expected[:2]], rtol=1e-5)
+    assert not [r for r in records if r["event"] in ("validation", "loss_spike")]
+
+
+def test_data_without_a_token_in_the_loss_are_refused(tmp_path: Path) -> None:
+    ended = run_processes(2, run_on, dict(train_iters=3), [False] * 24, [True] * 8)
+    assert all(text.startswith("DataError") and "24 of 24" in text for text in ended), ended

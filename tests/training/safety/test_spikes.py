@@ -61,8 +61,9 @@ def rule(progress: Progress, window: int = 4) -> Any:
 
 
 def note(found: Any, number: int, loss: float, skipped: bool = False) -> Spike | None:
-    step = StepRecord(number, 4 * number, 0, 4, 0.1, torch.tensor(loss), skipped)
-    return find_spike(found, step, loss_over_ranks(found, step.loss))
+    counted = torch.tensor([0.0 if loss == 0 else 4.0, 4.0], dtype=torch.float64)
+    step = StepRecord(number, 4 * number, 0, 4, 0.1, torch.tensor(loss), skipped, counted=counted)
+    return find_spike(found, step, loss_over_ranks(found, step))
 
 
 def test_a_loss_is_compared_with_the_median_of_the_window() -> None:
@@ -77,6 +78,16 @@ def test_a_loss_is_compared_with_the_median_of_the_window() -> None:
     assert note(found, 7, 1.0, skipped=True) is None and progress.recent_losses[-1] == 5.0
     spike = note(found, 8, math.nan, skipped=True)
     assert spike is not None and spike.iteration == 8 and math.isnan(spike.loss)
+
+
+def test_steps_without_a_token_in_the_loss_are_not_in_the_window() -> None:
+    progress = Progress()
+    losses = (2.0, 0.0, 2.0, 0.0, 2.0, 2.0, 0.0, 4.0)
+    assert [note(rule(progress), i, loss) for i, loss in enumerate(losses, 1)] == [None] * 8
+    assert progress.recent_losses == [2.0, 2.0, 2.0, 4.0]
+    assert "2" in str(note(rule(progress), 9, 4.1))
+    older = rule(Progress(recent_losses=[0.0] * 4))  # as earlier versions wrote them
+    assert note(older, 5, 5.0) is None
 
 
 def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite() -> None:
