@@ -81,12 +81,12 @@ def read_bytes(
 
 
 def read_text(path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]) -> str:
-    """Return the text of a regular UTF-8 file of at most `limit_bytes`.
+    """Return the text of a regular UTF-8 file of at most `limit_bytes`, without byte order mark.
 
     Raises `error`, naming the file.
     """
     try:
-        return read_bytes(path, limit_bytes, error=error).decode()
+        return read_bytes(path, limit_bytes, error=error).decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise error(
             f"{path} is not UTF-8 text ({problem}): it is damaged, or another file"
@@ -147,7 +147,7 @@ def parse_json(
     larger integers.
     """
     try:
-        text = text if isinstance(text, str) else text.decode()
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
         found = json.loads(text, parse_int=partial(_integer, bits), **hooks)
         _check_depth(found)
         if re.search(r"\\u[dD]", text):

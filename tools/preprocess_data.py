@@ -156,7 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--append-eod",
         action="store_true",
-        help="append the end-of-document token to every document",
+        help="append the end-of-document token to every document that does not end with it",
     )
     group = parser.add_argument_group("output")
     group.add_argument(

@@ -9,17 +9,16 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.added_tokens import add_tokens
 from megatron.errors import ConfigError, DataError
-from megatron.untrusted import read_json
 
-_MOST_BYTES = 1 << 24  # of a file that names the special tokens
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | npt.NDArray[Any]
 Places = npt.NDArray[np.int64] | Sequence[tuple[int, int]]
@@ -52,10 +51,18 @@ class Tokenizer(ABC):
 
     `vocab_size` is one more than the highest id; `eod` ends a document. The adapter of a library
     implements `_encode` and `_decode`. `names` are the texts of ids unknown to the library.
+
+    behind    how many tokens the tokenizer puts behind every text
+    bos       what its files name as the beginning of a text
+    special   ids that stand for no text
     """
+
+    behind = 0
+    bos: int | None = None
 
     def __init__(self, vocab_size: int, eod: int, names: Mapping[int, str] | None = None) -> None:
         self.vocab_size, self.eod, self._names = vocab_size, eod, dict(names or {})
+        self.special = frozenset(self._names)
 
     @abstractmethod
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
@@ -75,6 +82,11 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without eod."""
         return self.encode_batch([text])[0]
+
+    def encode_beginning(self, text: str) -> list[int]:
+        """Return the ids of a text that goes on, without those that are put behind every text."""
+        ids = self.encode(text)
+        return ids[: len(ids) - self.behind]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text.
@@ -230,9 +242,22 @@ class RankTokenizer(Tokenizer):
 class FastTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` with the id that ends a document."""
 
-    def __init__(self, tokenizer: Any, eod: int) -> None:
+    def __init__(self, tokenizer: Any, eod: int, bos: int | None = None) -> None:
         super().__init__(1 + max(tokenizer.get_vocab(with_added_tokens=True).values()), eod)
-        self._tokenizer = tokenizer
+        self._tokenizer, self.bos = tokenizer, bos
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(i for i, token in added.items() if token.special)
+        self.behind = self._number_behind()
+
+    def _number_behind(self) -> int:
+        if not self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            return 0
+        for text in ("a", *islice(self._tokenizer.get_vocab(), 100)):  # some may be unknown
+            with contextlib.suppress(Exception):
+                marks = self._tokenizer.encode(text).special_tokens_mask
+                if not all(marks):
+                    return marks[::-1].index(0)
+        return 0
 
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
         # The fast call leaves out the positions of tokens in the text.
@@ -324,8 +349,8 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
 def hugging_face(path: Path) -> Tokenizer:
     """Return the HFTokenizer of a tokenizer.json or of the folder that has it.
 
-    eod is the eos_token of tokenizer_config.json or special_tokens_map.json beside it, or one of
-    USUAL_ENDS. Raises DataError for anything else.
+    eod is the eos_token of the files beside it, see `add_tokens`, or one of USUAL_ENDS. Raises
+    DataError for anything else.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -344,37 +369,17 @@ def hugging_face(path: Path) -> Tokenizer:
     # Files are saved with the limits of their last use; here a text is never truncated or padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    named, said_by = _end_beside(file)
-    candidates = [named] if named else USUAL_ENDS
-    for piece in candidates:
+    with reading(file, "a tokenizer.json that goes with the files beside it"):
+        named = add_tokens(tokenizer, file)
+    bos, eos = named.get("bos_token"), named.get("eos_token")
+    for piece in [eos] if eos else USUAL_ENDS:
         eod = tokenizer.token_to_id(piece)
         if eod is not None:
-            return FastTokenizer(tokenizer, eod)
+            return FastTokenizer(tokenizer, eod, tokenizer.token_to_id(bos) if bos else None)
     raise DataError(
-        f"{file}: no token ends a document: tried "
-        f"{', '.join(candidates)}{f' of {said_by}' if named else ''}; name it as eos_token in "
+        f"{file}: no token ends a document: tried {', '.join(USUAL_ENDS)}; name it as eos_token in "
         "tokenizer_config.json"
     )
-
-
-def _end_beside(file: Path) -> tuple[str, str]:
-    """Return the eos_token that a JSON file beside a tokenizer.json names, and that file's name.
-
-    Both are '' without one.
-    """
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        beside = file.with_name(name)
-        if not beside.is_file():
-            continue
-        # transformers writes a length of 10^30 for "no limit"
-        settings = read_json(beside, _MOST_BYTES, error=DataError, bits=128)
-        eos = settings.get("eos_token")
-        eos = eos.get("content") if isinstance(eos, dict) else eos
-        if not isinstance(eos, str | None):
-            raise DataError(f"{beside}: its eos_token is {eos!r:.60}, expected a text")
-        if eos:
-            return eos, name
-    return "", ""
 
 
 class SentencePieceTokenizer(Tokenizer):

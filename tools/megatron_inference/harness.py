@@ -11,6 +11,9 @@ from typing import Any
 
 from lm_eval import simple_evaluate, utils  # type: ignore[import-not-found, unused-ignore]
 from lm_eval.api.model import TemplateLM  # type: ignore[import-not-found, unused-ignore]
+from lm_eval.models import (  # type: ignore[import-not-found, unused-ignore]
+    utils as utils_of_models,
+)
 from lm_eval.tasks import TaskManager  # type: ignore[import-not-found, unused-ignore]
 
 from megatron.errors import ConfigError, DataError, MegatronError
@@ -41,15 +44,18 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the first token of every text, or else the end-of-document token."""
-        return next(iter(self._text.encode("")), self._text.eod)
+        """Return the beginning of every text, or else the end-of-document token."""
+        if self._text.bos is not None:
+            return self._text.bos
+        return next(iter(self._text.encode_beginning("")), self._text.eod)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        if add_special_tokens is False:
+        begun = string.startswith(self._text.decode([self.prefix_token_id]) or "\0")
+        if add_special_tokens is False or (add_special_tokens is None and begun):
             return self._text.encode_with_places(string, special=False)[0]
-        return self._text.encode(string)
+        return self._text.encode_beginning(string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -74,9 +80,11 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     ) -> list[float]:
         parts, owners = list[tuple[None, list[int], list[int]]](), list[int]()
         for number, request in enumerate(requests):
+            # The windows put the prefix token first, so that it comes once.
+            ids, prefix = self.tok_encode(request.args[0], False), self.prefix_token_id
             windows = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
+                token_list=ids[ids[:1] == [prefix] :],
+                prefix_token=prefix,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
@@ -110,22 +118,30 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         return texts
 
     def _continued(self, prompts: Sequence[str], wanted: Mapping[str, Any]) -> list[str]:
-        until = wanted.get("until") or []
-        sampled = wanted.get("do_sample", bool(wanted.get("temperature")))
+        settings = utils_of_models.normalize_gen_kwargs(dict(wanted), _NEW_TOKENS)
+        until = [stop for stop in settings["until"] if stop]
         found = generate(
             self._model,
             prompts,
-            max_new_tokens=int(wanted.get("max_gen_toks", _NEW_TOKENS)),
+            max_new_tokens=settings["max_gen_toks"],
             sampling=Sampling(
-                float(wanted.get("temperature", 1.0)) if sampled else 0.0,
-                int(wanted.get("top_k", 0)),
-                float(wanted.get("top_p", 1.0)),
+                float(settings.get("temperature", 1.0)) if settings["do_sample"] else 0.0,
+                int(settings.get("top_k", 0)),
+                float(settings.get("top_p", 1.0)),
             ),
-            stop=[until] if isinstance(until, str) else list(until),
+            stop=until,
             context=self.max_length,
             cut=True,
         )
-        return [continuation.text for continuation in found]
+        return [self._bare(continuation.ids, until) for continuation in found]
+
+    def _bare(self, ids: Sequence[int], until: Sequence[str]) -> str:
+        """Return a text as the harness wants it: without special tokens, then up to a stop."""
+        left_out = self._text.special | {self._text.eod}
+        text = self._text.decode([i for i in ids if i not in left_out])
+        for stop in until:
+            text = text.split(stop)[0]
+        return text
 
 
 def evaluate_harness(

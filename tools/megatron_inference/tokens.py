@@ -7,6 +7,7 @@ the longest document; long plain texts are read in pieces.
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -103,9 +104,15 @@ def _encode(
     texts: Sequence[str], source: Source, tokenizer: Tokenizer
 ) -> tuple[Ids, npt.NDArray[np.int32]]:
     try:
-        return tokenizer.encode_batch_arrays(texts, np.int64)
+        tokens, sizes = tokenizer.encode_batch_arrays(texts, np.int64)
     except DataError as error:
         raise DataError(f"{source.path}: {error}") from error
+    if tokenizer.behind:  # EOD precedes every document, so it does not follow it too
+        ends = np.cumsum(sizes, dtype=np.int64)[sizes > 0] - 1
+        ended = tokens[ends] == tokenizer.eod
+        tokens = np.delete(tokens, ends[ended])
+        sizes[sizes > 0] -= ended
+    return tokens, sizes
 
 
 def _pieces(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
@@ -123,7 +130,7 @@ def _pieces(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
     try:
         with open_source(source) as (stream, read_bytes):
             while block := stream.read(PIECE_BYTES):
-                held += block
+                held += block if done or held else block.removeprefix(codecs.BOM_UTF8)
                 if size := _cut(held, tokenizer):
                     yield decoded(size), read_bytes()
                     done += size

@@ -114,7 +114,7 @@ class Chat:
         # of each token, the last one up to it that has characters; none before the first
         last = np.searchsorted(with_text, np.arange(len(ids)), side="right") - 1
         marks = np.where(last >= 0, marks[with_text[last]], False) if len(with_text) else marks
-        if append_eod and len(ids):
+        if append_eod and len(ids) and ids[-1] != tokenizer.eod:
             ids, marks = [*ids, tokenizer.eod], np.append(marks, marks[-1])
         if self.max_tokens is not None and len(ids) > self.max_tokens:
             raise DataError(f"{len(ids)} tokens, more than --max-tokens {self.max_tokens}")

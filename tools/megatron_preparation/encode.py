@@ -47,7 +47,7 @@ class PreprocessOptions:
     json_keys: keys of a JSON line, or columns of a parquet file, to tokenize, each into files of
     its own. Plain text
         counts as each of the keys.
-    append_eod: end every document with the tokenizer's eod.
+    append_eod: end every document with the tokenizer's eod, unless it ends so already.
     split_sentences: one sequence per sentence, cut after . ! ? and at line ends; with
     `keep_newlines` the white space
         between sentences is kept at the end of the earlier one.
@@ -182,9 +182,9 @@ def _texts(
     if kind == "parquet":
         return [_decode(column or b"") for column in content]
     text = content if isinstance(content, str) else _decode(content)
+    text = text.removeprefix("\ufeff")  # the mark that some editors put at the start of a file
     if kind == "text":
         return [text] * len(keys)
-    text = text.removeprefix("\ufeff")  # the mark that some editors put at the start of a file
     if not text or text.isspace():
         return None
     try:
@@ -259,8 +259,9 @@ def _encode_texts(
     sizes, counts = sizes[sizes > 0], np.bincount(owner, minlength=len(sequences))
     document_sequences = counts[counts > 0]
     if options.append_eod and len(sizes):
-        last = np.cumsum(document_sequences) - 1
-        tokens = np.insert(tokens, np.cumsum(sizes, dtype=np.int64)[last], tokenizer.eod)
+        last, ends = np.cumsum(document_sequences) - 1, np.cumsum(sizes, dtype=np.int64)
+        last = last[tokens[ends[last] - 1] != tokenizer.eod]  # the tokenizer may put one itself
+        tokens = np.insert(tokens, ends[last], tokenizer.eod)
         sizes[last] += 1
     return EncodedKey(tokens, sizes, document_sequences, len(counts) - len(document_sequences))
 

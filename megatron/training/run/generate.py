@@ -204,7 +204,7 @@ def prepare(
         elif tokenizer is None:
             raise ConfigError("the model has no tokenizer: give prompts as token ids")
         else:
-            ids = tokenizer.encode(prompt)
+            ids = tokenizer.encode_beginning(prompt)
         if not ids or min(ids) < 0 or max(ids) >= settings.vocab_size:
             raise ConfigError(
                 f"prompt {number} has the token ids {list(ids)[:8]}: it needs at least one, all "

@@ -182,9 +182,9 @@ def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> R
 
 def tokens_of(tokenizer: Tokenizer, context: str, ending: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a context and of an ending, see the head of this module."""
-    whole = tokenizer.encode(context + ending)
-    size = len(tokenizer.encode(context.rstrip() or context))
-    if not context and (not size or whole[:size] != tokenizer.encode("")):
+    whole = tokenizer.encode_beginning(context + ending)
+    size = len(tokenizer.encode_beginning(context.rstrip() or context))
+    if not context and (not size or whole[:size] != tokenizer.encode_beginning("")):
         return [tokenizer.eod], whole
     return whole[:size], whole[size:]
 

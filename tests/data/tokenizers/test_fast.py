@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -132,7 +133,7 @@ def test_an_id_that_no_token_file_holds_is_refused(tmp_path: Path) -> None:
         build_tokenizer("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
 
 
-def word_level(folder: Path) -> Path:
+def word_level(folder: Path, *, limited: bool = True) -> Path:
     from tokenizers import AddedToken, processors
     from tokenizers import Tokenizer as Fast
     from tokenizers.models import WordLevel
@@ -144,8 +145,9 @@ def word_level(folder: Path) -> Path:
     fast.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 2)]
     )
-    fast.enable_truncation(4)
-    fast.enable_padding(length=3)
+    if limited:
+        fast.enable_truncation(4)
+        fast.enable_padding(length=3)
     fast.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
@@ -178,14 +180,77 @@ def test_hugging_face(tmp_path: Path) -> None:
             assert len(tokenizer.encode("a b a b a b")) == 7, "a file's limit on length is not ours"
             assert tokenizer.decode([1, 0, 4]) == "b a <end>"
         (tmp_path / name).unlink()
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "a"}')
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
-    assert build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path)).eod == 1, (
-        "the configuration has the last word"
-    )
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "c"}')
-    with pytest.raises(DataError, match=r"\bc\b.*tokenizer_config.json"):
-        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
     file.rename(tmp_path / "tokenizer.model")
     with pytest.raises(DataError, match="tokenizer.json.*GPTSentencePieceTokenizer.*TikTokenizer"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
+
+
+BESIDE: list[dict[str, Any]] = [
+    {"tokenizer_config.json": {"eos_token": "a"}, "special_tokens_map.json": {"eos_token": "b"}},
+    {
+        "tokenizer_config.json": {
+            "eos_token": "<new>",
+            "pad_token": {"__type": "AddedToken", "content": "<pad>"},
+        }
+    },
+    {
+        "tokenizer_config.json": {
+            "eos_token": "b",
+            "image_token": "<image>",
+            "added_tokens_decoder": {
+                "90": {"content": "<z>", "special": True, "rstrip": True},
+                "7": {"content": "<y>", "lstrip": True},
+                "4": {"content": "<end>", "special": True, "lstrip": True},
+            },
+        },
+        "special_tokens_map.json": {"eos_token": "a", "additional_special_tokens": ["<no>"]},
+        "added_tokens.json": {"<no>": 9},
+    },
+    {
+        "special_tokens_map.json": {
+            "eos_token": {"content": "<end>"},
+            "additional_special_tokens": ["<x>", "b"],
+        },
+        "added_tokens.json": {"<w>": 9, "<v>": 8},
+    },
+    {"tokenizer_config.json": {"eos_token": "<end>", "additional_special_tokens": ["<x>"]}},
+    {"tokenizer_config.json": {"eos_token": "b", "extra_special_tokens": {"x_token": "<x>"}}},
+    {"tokenizer_config.json": {"eos_token": "<end>", "split_special_tokens": True}},
+]
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_tokens_that_other_files_name_are_those_of_transformers(
+    tmp_path: Path, beside: dict[str, Any]
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    word_level(tmp_path, limited=False)
+    for name, value in beside.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
+    names = [f"<{name}>" for name in ("new", "pad", "image", "z", "y", "end", "no", "x", "w", "v")]
+    for text in ("".join(names), "a  <y>  b <z>  a <end> ", *names):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    assert (ours.vocab_size, ours.eod) == (len(theirs), theirs.eos_token_id)
+    ids = range(len(theirs))
+    text = theirs.decode(ids, skip_special_tokens=True)
+    assert ours.decode([i for i in ids if i not in ours.special]) == text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": [1]},
+        {"added_tokens_decoder": {"1": {"content": 3}}},
+        {"added_tokens_decoder": {"1": {"content": "c", "lstrip": 3}}},
+        {"extra_special_tokens": [4]},
+        {"added_tokens_decoder": {"x": "c"}},
+    ],
+)
+def test_a_token_that_is_none_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    word_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a", **config}))
+    with pytest.raises(DataError, match="tokenizer_config.json: .*tokens"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))

@@ -1,0 +1,96 @@
+"""Tokens that only the files beside a tokenizer.json name, added as transformers 5 adds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.errors import DataError
+from megatron.untrusted import read_json
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+_MOST_BYTES = 1 << 24
+_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
+    """Add to the `tokenizers.Tokenizer` of a tokenizer.json the tokens that files beside it name.
+
+    Their ids follow those of the file in transformers' order: added_tokens_decoder of
+    tokenizer_config.json by its ids, or else the older added_tokens.json; then the named tokens,
+    such as eos_token, and the extra ones. Return the named tokens. Without added_tokens_decoder,
+    special_tokens_map.json counts more than tokenizer_config.json. Raises DataError for values of
+    other types.
+    """
+    # transformers writes a length of 10^30 for "no limit"
+    config, older, added = (
+        read_json(beside, _MOST_BYTES, error=DataError, bits=128) if beside.is_file() else {}
+        for beside in map(file.with_name, _FILES)
+    )
+    beside = file.with_name(
+        next(n for n in _FILES if file.with_name(n).is_file() or n == _FILES[-1])
+    )
+    decoder = config.get("added_tokens_decoder")
+    if "additional_special_tokens" in config and not config.get("extra_special_tokens"):
+        config["extra_special_tokens"] = config.pop("additional_special_tokens")
+    if decoder is None:
+        config |= older
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    values = {name: value for name, value in config.items() if name.endswith("_token")}
+    values |= extra if isinstance(extra, dict) else {}
+    named = {
+        name: _token(beside, name, values[name], special=True)
+        for name in dict.fromkeys([*_NAMED, *values])
+        if values.get(name) and (name in _NAMED or isinstance(values[name], str | dict))
+    }
+    extras = [
+        _token(beside, "extra_special_tokens", value, special=True)
+        for value in (extra if isinstance(extra, list) else [])
+    ]
+    special = {token.content for token in [*named.values(), *extras]}
+    listed = []
+    if decoder is None:
+        if not all(isinstance(number, int) for number in added.values()):
+            raise DataError(f"{beside}: its added tokens have ids that are not numbers")
+        for name in sorted(added, key=added.__getitem__):
+            listed.append(_token(beside, "added_tokens", name, special=name in special))
+    elif isinstance(decoder, dict) and all(i.isdecimal() and len(i) < 20 for i in decoder):
+        for number in sorted(decoder, key=int):
+            value = decoder[number]
+            marked = isinstance(value, dict) and value.get("special") is True
+            listed.append(_token(beside, "added_tokens_decoder", value, special=marked))
+    else:
+        raise DataError(f"{beside}: its added_tokens_decoder does not map ids to tokens")
+    flags = {token.content: token for token in listed}
+    held = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    texts = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    new = [token for token in listed if repr(token) not in held]
+    texts |= {token.content for token in new}
+    for token in [*named.values(), *extras]:
+        if token.content not in texts:
+            new.append(flags.get(token.content, token))
+            texts.add(token.content)
+    names = {token.content for token in named.values()}
+    for token in new:
+        token.special = token.special or token.content in names
+    tokenizer.add_tokens(new)
+    tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
+    return {name: token.content for name, token in named.items()}
+
+
+def _token(file: Path, name: str, value: Any, *, special: bool) -> AddedToken:
+    from tokenizers import AddedToken
+
+    settings = value if isinstance(value, dict) else {"content": value}
+    flags = {flag: settings[flag] for flag in _FLAGS if flag in settings}
+    if not isinstance(settings.get("content"), str) or not settings["content"]:
+        raise DataError(f"{file}: its {name} is {value!r:.60}, expected a text")
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise DataError(
+            f"{file}: a flag of its {name} {settings['content']!r:.60} is not a boolean"
+        )
+    return AddedToken(settings["content"], special=special, **flags)
