@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 _MOST_BYTES = 1 << 24
-_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+FILES_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
@@ -29,10 +29,10 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     # transformers writes a length of 10^30 for "no limit"
     config, older, added = (
         read_json(beside, _MOST_BYTES, error=DataError, bits=128) if beside.is_file() else {}
-        for beside in map(file.with_name, _FILES)
+        for beside in map(file.with_name, FILES_BESIDE)
     )
     beside = file.with_name(
-        next(n for n in _FILES if file.with_name(n).is_file() or n == _FILES[-1])
+        next(n for n in FILES_BESIDE if file.with_name(n).is_file() or n == FILES_BESIDE[-1])
     )
     decoder = config.get("added_tokens_decoder")
     if "additional_special_tokens" in config and not config.get("extra_special_tokens"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import re
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tokenizers import Tokenizer as Fast
 
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import DataError
@@ -303,3 +305,28 @@ def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path: Path) ->
         for name in ("c.jsonl", "c.jsonl.gz", "c.parquet"):
             blocks = list(read_blocks([write_input(tmp_path / name, ["x" * 100] * 1000)]))
             assert len(blocks) > 3 and max(block.text_bytes for block in blocks) <= 40_000
+
+
+def test_one_token_ends_a_document_of_a_tokenizer_that_puts_one_there(tmp_path: Path) -> None:
+    """The template puts <s> in front and </s> behind."""
+    from tokenizers import processors
+
+    fast = Fast.from_file(byte_tokenizer(tmp_path)["tokenizer_model"])
+    fast.post_processor = processors.TemplateProcessing(
+        "<s> $A <|endoftext|>", special_tokens=[("<s>", 0), ("<|endoftext|>", EOD)]
+    )
+    fast.save(str(tmp_path / "tokenizer.json"))
+    flags = {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(tmp_path)}
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json_lines(["a", "bc"]))
+    preprocess([path], tmp_path / "o", PreprocessOptions(flags, append_eod=True))
+    assert documents(tmp_path / "o_text_document") == [[0, 97, EOD], [0, 98, 99, EOD]]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    text = "ab" if ".txt" in name else '{"text": "ab"}'
+    content = codecs.BOM_UTF8 + text.encode()
+    (tmp_path / name).write_bytes(pack(content, Path(name).suffix))
+    preprocess([tmp_path / name], tmp_path / "o", PreprocessOptions(byte_tokenizer(tmp_path)))
+    assert documents(tmp_path / "o_text_document") == [[97, 98]]
