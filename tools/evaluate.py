@@ -44,7 +44,8 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, whole
-from megatron.data.indexed_dataset import data_files
+from megatron.data.indexed_dataset import IndexedDataset, data_files
+from megatron.data.tokenizer_record import check_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool, leave
 from megatron_inference import tokens
@@ -315,6 +316,11 @@ class Input:
             self._parts = tokens.file_parts(
                 args.data_path, size, tokenizer, count_bytes=count_bytes
             )
+            kind = config.tokenizer.tokenizer_type
+            opened = [IndexedDataset(prefix) for prefix in args.data_path]
+            notices = check_tokenizer(opened, kind, tokenizer, size)
+            for notice in notices if trained.topology.world.is_first else ():
+                print(f"note: {notice}", file=sys.stderr, flush=True)
             if tokenizer is None:
                 self.bytes = None
                 if trained.topology.world.is_first:

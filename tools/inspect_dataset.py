@@ -40,8 +40,10 @@ from megatron.data.indexed_dataset import (
     idx_path,
     map_index,
     mask_prefix,
+    record_path,
 )
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron.data.tokenizer_record import TokenizerRecord, digest, read_record
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool
 from megatron_preparation.progress import ByteProgress
@@ -161,6 +163,10 @@ def rows_of(result: Inspection) -> list[tuple[str, str]]:
         rows.append(
             ("tokens per document", ", ".join(numbers).replace(".0,", ",").removesuffix(".0"))
         )
+    if (record := result.record) is not None:
+        rows.append(
+            ("tokenizer", f"{record.tokenizer} of {record.vocab_size} ids, end {record.eod}")
+        )
     if result.mask is not None:
         marked = result.mask.ones
         share = f", {marked:,} of them in the loss" if result.mask.tokens_scanned else ""
@@ -274,7 +280,8 @@ class Inspection:
     `problems` has at most PROBLEMS_PER_KIND of each kind, each with its file and byte; `counts` has
     the number of each kind that can be frequent. `index` is None if .idx cannot be read at all,
     `lengths` if the index is damaged. `mask` is the report on the loss mask, whose problems are
-    also those of the data set; `ones` counts scanned tokens of id 1.
+    also those of the data set; `record` says which tokenizer wrote it; `ones` counts scanned tokens
+    of id 1.
     """
 
     prefix: str
@@ -286,6 +293,7 @@ class Inspection:
     lengths: LengthCounts | None = None
     samples: list[Sample] = field(default_factory=list)
     mask: Inspection | None = None
+    record: TokenizerRecord | None = None
     ones: int = 0
 
     @property
@@ -320,8 +328,10 @@ def inspect(
     """Check a data set, count its lengths, and decode some documents.
 
     These are the beginnings of `documents`, or of the first `num_samples`; unreadable ones are left
-    out. The whole index is checked; with `validate` all tokens, too: ids must be in the tokenizer's
-    vocabulary, or in 0..vocab_size-1, or not negative. `on_progress` gets the bytes of .bin read.
+    out. The whole index is checked; with `validate` all tokens, too: ids must be in the vocabulary
+    of the tokenizer, or else in 0..vocab_size-1, or else in that of the tokenizer that wrote the
+    data, as far as it is known, and not negative. A `tokenizer` must be the one that wrote the
+    data. `on_progress` gets the bytes of .bin read.
     Raises DataError if there are no files at all and ConfigError for documents that the data set
     does not have.
     """
@@ -345,8 +355,14 @@ def inspect(
             _check_documents(found, found.index)
             if found.sound:
                 found.lengths = count_lengths(found.index)
+            found.record = record = read_record(name)
+            known = tokenizer is not None and record is not None and record.digest
+            if known and digest(tokenizer, record.vocab_size) not in (record.digest, ""):
+                found.add(record_path(name), None, "another tokenizer wrote the data")
             if validate and ".bin" in found.file_bytes and found.index.dtype.kind in "iu":
                 limit = tokenizer.vocab_size if tokenizer is not None else vocab_size
+                if limit is None and record is not None:
+                    limit = record.vocab_size
                 _check_tokens(found, found.index, limit, on_progress)
     except DataError as error:
         found.add(files[".idx"], None, str(error).removeprefix(f"{files['.idx']}: "))

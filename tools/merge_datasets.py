@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from megatron.data.indexed_dataset import (
     mask_prefix,
 )
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.tokenizer_record import read_record
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool
 from megatron_preparation.progress import ByteProgress
@@ -153,7 +155,32 @@ def merge(
         if not any(masked.values()):  # one of earlier data
             for path in (idx_path(mask_output), bin_path(mask_output)):
                 path.unlink(missing_ok=True)
+    _merge_records(inputs, output_prefix, say)
     return writer
+
+
+def _merge_records(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    say: Callable[[str], None],
+) -> None:
+    """Write which tokenizer wrote the data, if all inputs name the same one."""
+    records = {os.fspath(prefix): read_record(prefix) for prefix in inputs}
+    (first, record), *others = records.items()
+    for prefix, other in others:
+        if (
+            record
+            and other
+            and (record.digest, record.vocab_size) != (other.digest, other.vocab_size)
+        ):
+            say(
+                f"{prefix} was written with {other.tokenizer} of {other.vocab_size} ids, {first} "
+                f"with {record.tokenizer} of {record.vocab_size}: their ids mean different texts"
+            )
+    found = [other for other in records.values() if other is not None]
+    alike = {(other.digest, other.vocab_size) for other in found}
+    if record is not None and len(found) == len(records) and len(alike) == 1:
+        replace(record, largest_id=max(other.largest_id for other in found)).write(output)
 
 
 def _open(prefix: str | os.PathLike[str]) -> IndexedDataset:

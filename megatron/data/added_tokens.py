@@ -17,6 +17,13 @@ _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
+def files_beside(file: Path) -> list[Path]:
+    """Return the files beside a tokenizer.json that change its ids."""
+    if file.suffix != ".json":
+        return []
+    return [beside for beside in map(file.with_name, FILES_BESIDE) if beside.is_file()]
+
+
 def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     """Add to the `tokenizers.Tokenizer` of a tokenizer.json the tokens that files beside it name.
 
@@ -31,9 +38,7 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
         read_json(beside, _MOST_BYTES, error=DataError, bits=128) if beside.is_file() else {}
         for beside in map(file.with_name, FILES_BESIDE)
     )
-    beside = file.with_name(
-        next(n for n in FILES_BESIDE if file.with_name(n).is_file() or n == FILES_BESIDE[-1])
-    )
+    beside = next(iter(files_beside(file)), file)
     decoder = config.get("added_tokens_decoder")
     if "additional_special_tokens" in config and not config.get("extra_special_tokens"):
         config["extra_special_tokens"] = config.pop("additional_special_tokens")

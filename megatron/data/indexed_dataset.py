@@ -69,6 +69,11 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
 
 
+def record_path(prefix: str | os.PathLike[str]) -> Path:
+    """Return the name of the file that says which tokenizer wrote a data set."""
+    return Path(f"{os.fspath(prefix)}.tokenizer.json")
+
+
 MASK_DTYPE = np.dtype("u1")
 
 
@@ -224,6 +229,10 @@ class IndexedDataset:
         if tokens < 0:
             raise self._damaged(start)
         return tokens
+
+    def tokens_at(self, first: int, count: int) -> npt.NDArray[Any]:
+        """Return `count` tokens of .bin from number `first` on, across sequences."""
+        return self._tokens_at(first * self.dtype.itemsize, count)
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Return tokens offset..offset+length-1 of a sequence, in the file's type.

@@ -29,6 +29,7 @@ from megatron.data.indexed_dataset import (
     Integers,
     bin_path,
     idx_path,
+    record_path,
 )
 from megatron.errors import DataError
 
@@ -251,6 +252,7 @@ class IndexedDatasetWriter:
                 if part_bin.exists():
                     # The old index is removed first: it must never appear to describe the new .bin.
                     target_idx.unlink(missing_ok=True)
+                    record_path(prefix).unlink(missing_ok=True)
                     flush_directory(target_idx.parent)
                     os.replace(part_bin, target_bin)
                     flush_directory(target_bin.parent)

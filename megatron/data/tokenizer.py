@@ -48,7 +48,7 @@ TOKENIZER_TYPES = (
     "TikTokenizer",
     "NullTokenizer",
 )
-_MOST_IDS = 2**31
+MOST_IDS = 2**31
 OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
     name.lower(): name for name in TOKENIZER_TYPES
 }
@@ -110,10 +110,10 @@ def build_tokenizer(
             tokenizer = tik_token(path, settings, vocab_size=vocab_size)
         else:
             tokenizer = sentence_piece(kind, path, vocab_extra_ids=vocab_extra_ids)
-    if tokenizer.vocab_size > _MOST_IDS:
+    if tokenizer.vocab_size > MOST_IDS:
         raise DataError(
             f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but "
-            f"token files hold ids below {_MOST_IDS}: the file is damaged"
+            f"token files hold ids below {MOST_IDS}: the file is damaged"
         )
     padded = kind == "HFTokenizer" and (vocab_size or 0) > tokenizer.vocab_size
     if vocab_size not in (None, tokenizer.vocab_size) and not padded:
@@ -125,19 +125,19 @@ def build_tokenizer(
     return tokenizer
 
 
-def with_vocabulary(config: Config) -> tuple[Config, str]:
-    """Return the configuration with the size of its tokenizer's vocabulary.
+def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
+    """Return the configuration with the size of its tokenizer's vocabulary, and the tokenizer.
 
     Also return why the size is not known ("" if it is).
     """
     known = config.model.vocab_size
     if config.tokenizer.tokenizer_type is None:
-        return config, "no tokenizer and no --vocab-size" if known is None else ""
+        return config, None, "no tokenizer and no --vocab-size" if known is None else ""
     try:
         tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer), vocab_size=known)
     except (MegatronError, OSError) as error:
-        return config, f"the tokenizer cannot be read here ({error})"
-    return config.replace(vocab_size=max(tokenizer.vocab_size, known or 0)), ""
+        return config, None, f"the tokenizer cannot be read here ({error})"
+    return config.replace(vocab_size=max(tokenizer.vocab_size, known or 0)), tokenizer, ""
 
 
 def _file(tokenizer_type: str, flag: str, value: str | None, *, or_folder: bool = False) -> Path:

@@ -256,7 +256,7 @@ class FastTokenizer(Tokenizer):
             with contextlib.suppress(Exception):
                 marks = self._tokenizer.encode(text).special_tokens_mask
                 if not all(marks):
-                    return marks[::-1].index(0)
+                    return int(marks[::-1].index(0))
         return 0
 
     def _encode(self, texts: list[str]) -> Sequence[Ids]:

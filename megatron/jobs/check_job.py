@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from megatron.checkpoint.settings import checkpoint_bytes, settings_to_take
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
 from megatron.config.option import Parser
-from megatron.data.tokenizer import with_vocabulary
+from megatron.data.tokenizer import MOST_IDS, Tokenizer, with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.layout import layout_of
@@ -28,7 +29,12 @@ from megatron.planner.memory import host_bytes, memory_of_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import EXIT_USER_ERROR
-from megatron.training.run.schedules import BatchSchedule, run_costs, total_iterations
+from megatron.training.run.schedules import (
+    BatchSchedule,
+    planned_samples,
+    run_costs,
+    total_iterations,
+)
 from megatron.untrusted import is_count, read_bytes
 
 USAGE = """preflight.py check [--cluster NAME] [sbatch's options] SCRIPT [ARGUMENT ...]
@@ -508,7 +514,7 @@ def check_training(job: Job, config: Config) -> None:
         check_network(job, job.cluster)
     for notice in config.notices:
         job.find("note", "configuration", notice)
-    config, unknown = with_vocabulary(config)
+    config, tokenizer, unknown = with_vocabulary(config)
     if config.model.vocab_size is None:
         config = config.replace(vocab_size=GPT2_VOCABULARY)
     if unknown:
@@ -519,7 +525,7 @@ def check_training(job: Job, config: Config) -> None:
     job.known["processes"] = f"{job.tasks} on {job.nodes} node(s)"
     job.known["layout"] = layout_of(config).write(math.ceil(job.tasks / job.nodes))
     for about, body in (
-        ("data", check_data),
+        ("data", partial(check_data, tokenizer=tokenizer, unknown=bool(unknown))),
         ("saving", check_saving),
         ("memory", check_memory),
         ("cost", check_cost),
@@ -540,21 +546,35 @@ def check_training(job: Job, config: Config) -> None:
     )
 
 
-def check_data(job: Job, config: Config) -> None:
-    """Open the token files. Raises DataError."""
-    from megatron.data.datasets import data_prefixes, open_data
+def check_data(
+    job: Job, config: Config, *, tokenizer: Tokenizer | None, unknown: bool = False
+) -> None:
+    """Open the token files and compare them with the tokenizer.
 
-    if config.data.mock_data:
+    `unknown`: the size of the vocabulary is. Raises DataError.
+    """
+    from megatron.data import datasets
+
+    if not (prefixes := datasets.data_prefixes(config)):
         return
-    for prefix in data_prefixes(config):
-        if job.is_local(prefix):
-            job.unchecked.append(f"data {prefix}, on node-local disks")
-        else:
-            open_data(prefix, config.data)
     job.unchecked.append(
         "whether the data's indices are built: if not, the first start builds them while all ranks "
         "wait (tools/build_index.py with the same flags builds them in advance)"
     )
+    if local := [prefix for prefix in prefixes if job.is_local(prefix)]:
+        job.unchecked.append(f"data {', '.join(local)}, on node-local disks")
+        return
+    samples = planned_samples(config, BatchSchedule.from_config(config))[0]
+    if unknown:  # no id is beyond it
+        config = config.replace(vocab_size=MOST_IDS)
+    epochs, notices = datasets.check_data(config, tokenizer, samples)
+    for notice in notices:
+        job.find("note", "data", notice)
+    text, warning = datasets.describe_epochs(epochs)
+    if text:
+        job.known["data"] = text
+    if warning:
+        job.find("warning", "data", warning)
 
 
 def check_saving(job: Job, config: Config) -> None:

@@ -32,9 +32,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron.data.added_tokens import files_beside
 from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk, renamed_into
 from megatron.data.indexed_writer import IndexedDatasetWriter, WriterPosition, open_at
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer_record import record_of
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.untrusted import is_count, read_json
 from megatron_preparation.encode import BadInput, EncodedBlock, PreprocessOptions, encode_blocks
@@ -42,7 +44,15 @@ from megatron_preparation.sources import Block, Place, Source, find_sources, rea
 
 JOURNAL_INTERVAL_S = 15.0
 ON_BAD_INPUT = ("fail", "skip")
-COUNTS = ("documents", "tokens", "empty_documents", "bad_documents", "input_bytes", "file_bytes")
+COUNTS = (
+    "documents",
+    "tokens",
+    "empty_documents",
+    "bad_documents",
+    "input_bytes",
+    "file_bytes",
+    "largest_id",
+)
 FORMAT = 1
 _TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
 _HASHED_IN_FOLDERS = (
@@ -68,7 +78,7 @@ class Totals:
     """Counts so far, including those of an interrupted run.
 
     documents, tokens, empty_documents: over all keys; empty ones have no tokens and are left out.
-    bad_documents: lines or rows that were skipped.
+    bad_documents: lines or rows that were skipped. largest_id: of all tokens.
     input_bytes: text after unpacking. file_bytes: read from disk, of `total_file_bytes`.
     earlier_documents, earlier_bytes, earlier_file_bytes: the part done before this run.
     outputs: prefixes of the data sets. bad_input: the file that names the bad documents, if there
@@ -79,6 +89,7 @@ class Totals:
     tokens: int = 0
     empty_documents: int = 0
     bad_documents: int = 0
+    largest_id: int = 0
     input_bytes: int = 0
     file_bytes: int = 0
     total_file_bytes: int = 0
@@ -191,7 +202,8 @@ class PartialFolder:
             return None
         try:
             values = read_json(self.journal, _MOST_BYTES, error=DataError)
-            counts = {name: values["counts"][name] for name in COUNTS}
+            counts = {"largest_id": 0} | values["counts"]  # older ones do not have it
+            counts = {name: counts[name] for name in COUNTS}
             numbers = [*values["place"].values(), *counts.values(), values["bad_bytes"]]
             numbers += [number for position in values["positions"] for number in position.values()]
             if not all(map(is_count, numbers)):
@@ -300,16 +312,16 @@ def _library_of(tokenizer_type: str) -> str:
 
 
 def _hash(path: Path) -> str:
-    """Return a digest of a file, or of the tokenizer's files in a folder."""
+    """Return a digest of a file and those beside it, or of the tokenizer's files in a folder."""
     files = (
-        [path]
+        [path, *files_beside(path)]
         if path.is_file()
         else sorted({file for name in _HASHED_IN_FOLDERS for file in path.glob(name)})
     )
     digest = hashlib.sha256()
     for file in files:
         if file.is_file():
-            digest.update(f"{file.name if path.is_dir() else ''}\0{file.stat().st_size}\0".encode())
+            digest.update(f"{file.name if file != path else ''}\0{file.stat().st_size}\0".encode())
             with open(file, "rb") as stream:  # in pieces: it may be larger than memory
                 hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
@@ -465,6 +477,8 @@ class _Run:
             for writer, key in zip(self.writers, encoded.keys, strict=True):
                 writer.add_batch(key.tokens, key.sequence_sizes, key.document_sequences)
                 totals.empty_documents += key.empty_documents
+            ids = [key.tokens for key in encoded.keys[: len(self.options.json_keys)]]
+            totals.largest_id = max(totals.largest_id, *(int(i.max(initial=0)) for i in ids))
         except DataError as error:
             raise _WriteError(str(error)) from error
         texts = self.writers[: len(self.options.json_keys)]  # without masks
@@ -501,6 +515,11 @@ class _Run:
         # A mask comes first: tokens must never appear without it.
         for output in reversed(self.totals.outputs):
             IndexedDatasetWriter.publish(output, self.folder.path)
+        record = record_of(
+            self.options.tokenizer["tokenizer_type"], self.tokenizer, self.totals.largest_id
+        )
+        for output in self.totals.outputs[: len(self.options.json_keys)]:
+            record.write(output)
         named = Path(f"{self.prefix}_bad_input.txt")
         if self.totals.bad_documents:
             self.totals.bad_input = str(named)

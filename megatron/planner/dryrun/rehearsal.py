@@ -306,7 +306,7 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     config = parse_plan(words, pieces, settings_to_take)
     name = config.parallel.cluster or os.environ.get("MEGATRON_CLUSTER", "").strip()
     cluster = None if name in ("", "none") else load_cluster(name)
-    config, unknown = with_vocabulary(config)
+    config, _, unknown = with_vocabulary(config)
     assumed = (
         "GPT-2's vocabulary"
         if config.model.vocab_size is None

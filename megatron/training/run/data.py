@@ -192,11 +192,13 @@ def first_builds(
     build: Callable[[int, int, int], Datasets],
     say: Callable[[str], None],
     store: dist.Store | None = None,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> Callable[[int, int, int], Datasets]:
     """Wrap `build` for all ranks to call: rank 0 builds the index files, then the others find them.
 
     An error on rank 0 becomes a DataError on all ranks. `say` receives a line for what is built and
-    for what a rank waits for.
+    for what a rank waits for. Rank 0 calls `check` before its first build.
     """
     if not data_prefixes(config):
         return build
@@ -208,13 +210,16 @@ def first_builds(
             say(f" index files: {message}")
 
     def build_in_turn(train: int, valid: int, test: int) -> Datasets:
-        key = f"index files/{next(turns)}"
+        turn = next(turns)
+        key = f"index files/{turn}"
         if not topology.world.is_first:
             _wait(shared, key, topology)
             if failure := shared.get(key).decode():
                 raise DataError(failure)
             return build(train, valid, test)
         try:
+            if turn == 0:
+                check()
             with index_cache.heard(listen):
                 datasets = build(train, valid, test)
         except BaseException as error:

@@ -19,6 +19,7 @@ from megatron.checkpoint.files import digest, sampled_digest
 from megatron.config import Config
 from megatron.config.files import hugging_face_folder
 from megatron.config.settings import all_options
+from megatron.data.added_tokens import FILES_BESIDE
 from megatron.data.datasets import SPLIT_NAMES, Datasets, data_prefixes
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.indexed_dataset import data_files
@@ -46,9 +47,8 @@ MAY_DIFFER = {
 
 
 _PACKAGE = Path(__file__).parents[2]
-# Files of a tokenizer's folder, and those beside a tokenizer's file.
+# Files of a tokenizer's folder.
 _TOKENIZER = (".json", ".model", ".txt", ".tiktoken", ".jinja")
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 # Bytes that a process reads of all its files together, and of one: at least, and at most.
 _ALL_BYTES, _LEAST_BYTES, _MOST_BYTES = 32 << 20, 32 << 10, 4 << 20
 _THREADS = 8  # reads at the same time: a parallel file system takes a millisecond for each
@@ -104,7 +104,7 @@ def inputs(config: Config) -> list[Path]:
     tokenizer, data = config.tokenizer, config.data
     if (name := tokenizer.tokenizer_model) is not None:
         path = Path(name)
-        beside = [path, *(path.with_name(one) for one in _BESIDE)]
+        beside = [path, *(path.with_name(one) for one in FILES_BESIDE)]
         paths += _in_folder(path, _TOKENIZER) if path.is_dir() else beside
     named = (tokenizer.vocab_file, tokenizer.merge_file, *(config.training.eval_tasks or ()))
     paths += [Path(name) for name in named if name is not None]

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,13 @@ from megatron.config import Config
 from megatron.config.duration import duration_s
 from megatron.config.help_text import differences, render_differences
 from megatron.config.settings_file import render_settings, write_settings
-from megatron.data.datasets import SPLIT_NAMES, Datasets, build_datasets
+from megatron.data.datasets import (
+    SPLIT_NAMES,
+    Datasets,
+    build_datasets,
+    check_data,
+    describe_epochs,
+)
 from megatron.data.file_lock import FolderClaim
 from megatron.data.gpt_dataset import (
     BlendedDataset,
@@ -290,7 +296,8 @@ def assemble(
     build = partial(
         build_datasets, config, locations=staged, pad_id=eod or 0, verify=topology.rank == 0
     )
-    build_in_turn = first_builds(config, topology, build, reporter.say)
+    check = partial(report_data, config, tokenizer, samples[0], staged, reporter.say)
+    build_in_turn = first_builds(config, topology, build, reporter.say, check=check)
     with reporter.console.doing("index of the data"):
         datasets = build_in_turn(*samples)
     describe_data(config, datasets, reporter)
@@ -662,6 +669,22 @@ def describe_length(
         f"training: iterations {progress.iteration + 1} to {end}, {samples:,} samples, "
         f"{samples * length:,} tokens{evaluated}",
     )
+
+
+def report_data(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    samples: int,
+    staged: Mapping[str, str],
+    say: Callable[[str], None],
+) -> None:
+    """Print what a check of the data against the tokenizer finds, and the epochs of the run."""
+    epochs, notices = check_data(config, tokenizer, samples, staged)
+    text, warning = describe_epochs(epochs)
+    if text:
+        say(f" > the run reads {text}")
+    for note in (*notices, *([warning] if warning else ())):
+        say(f" note: {note}")
 
 
 def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> None:

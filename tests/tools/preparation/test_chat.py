@@ -247,7 +247,7 @@ def test_a_resumed_run_and_several_workers_write_the_same_files(
     for end in ("", "_mask"):
         pairs = [pair_bytes(f"{tmp_path}/{name}_chat_document{end}") for name in "ab"]
         assert pairs[0] == pairs[1]
-    assert len(list(tmp_path.glob("b_*"))) == 4
+    assert len(list(tmp_path.glob("b_*"))) == 5
 
 
 def test_inspection_shows_and_checks_the_mask(

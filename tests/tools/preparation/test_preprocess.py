@@ -53,7 +53,7 @@ def test_documents(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
     assert {"2", "6", "3.0", "1"} <= set(re.findall(r"[0-9.]+", out.replace(str(tmp_path), "")))
     assert "--lang" in err and "--partitions" in err  # flags without effect
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        [name, "o_text_document.bin", "o_text_document.idx"]
+        [name, *(f"o_text_document.{end}" for end in ("bin", "idx", "tokenizer.json"))]
     )
 
 

@@ -119,7 +119,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
         totals = job.run()
     assert (totals.documents, totals.bad_documents) == (240, 2)
     job.expected = job.written()
-    assert len(job.expected) == 5
+    assert len(job.expected) == 7
     return job
 
 

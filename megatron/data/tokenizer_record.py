@@ -1,0 +1,149 @@
+"""The tokenizer that wrote a data set, in `<prefix>.tokenizer.json` beside its .bin and .idx.
+
+It has the tokenizer's type, vocabulary size, end-of-document id and digest, and the largest id of
+the data. The digest is of what ids mean: those of a sample of text, and the texts of the ids. So
+another file with the same tokenizer, or one to which tokens were added, is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from megatron.data.file_lock import renamed_into
+from megatron.data.indexed_dataset import IndexedDataset, record_path
+from megatron.data.tokenizer_adapters import NullTokenizer, Tokenizer
+from megatron.errors import DataError
+from megatron.untrusted import is_count, read_json
+
+_MOST_BYTES = 1 << 16
+_SCANNED_BYTES = (
+    1 << 24
+)  # of a .bin without a record: all of a shorter one, else places all over it
+_PLACES = 16
+# Several scripts, numbers, code, spaces: no two tokenizers in use cut it alike.
+_SAMPLE = (
+    "The quick brown fox doesn't jump over 1234567 lazy dogs.\n\n\tdef f(x):\n        return x**2\n"
+    "Größe, naïve façade; Москва, Ελλάδα, 北京市, 東京, 서울, العربية, हिन्दी, ไทย  \r\n 3.14159 ≤ π² 🙂 "
+    + "".join(map(chr, range(0x20, 0x250)))
+)
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """What PREFIX.tokenizer.json says; see the head of this module."""
+
+    tokenizer: str
+    vocab_size: int
+    eod: int
+    digest: str
+    largest_id: int
+
+    def write(self, prefix: str | os.PathLike[str]) -> None:
+        """Write it beside a data set. Raises OSError."""
+        with renamed_into(record_path(prefix)) as file:
+            file.write(json.dumps(asdict(self)).encode())
+
+
+def record_of(kind: str, tokenizer: Tokenizer, largest_id: int) -> TokenizerRecord:
+    """Return the record of data written with a tokenizer of --tokenizer-type `kind`."""
+    size = tokenizer.vocab_size
+    return TokenizerRecord(kind, size, tokenizer.eod, digest(tokenizer, size), largest_id)
+
+
+def digest(tokenizer: Tokenizer, size: int) -> str:
+    """Return a digest of what the first `size` ids mean; "" for texts that are ids."""
+    if isinstance(tokenizer, NullTokenizer):
+        return ""
+    ids, _ = tokenizer.encode_with_places(_SAMPLE, special=False)
+    texts = [tokenizer.decode([i]) for i in range(min(size, tokenizer.vocab_size))]
+    return hashlib.sha256(json.dumps([ids, texts]).encode()).hexdigest()
+
+
+def read_record(prefix: str | os.PathLike[str]) -> TokenizerRecord | None:
+    """Return the record of a data set; None without one. Raises DataError for a damaged one."""
+    path = record_path(prefix)
+    if not path.exists():
+        return None
+    values = read_json(path, _MOST_BYTES, error=DataError)
+    types = {"tokenizer": str, "digest": str, "vocab_size": int, "eod": int, "largest_id": int}
+    if values.keys() != types.keys() or not all(
+        is_count(value) if types[name] is int else isinstance(value, str)
+        for name, value in values.items()
+    ):
+        raise DataError(f"{path}: damaged: it does not have {', '.join(types)}: remove it")
+    return TokenizerRecord(**values)
+
+
+def largest_id(dataset: IndexedDataset) -> int:
+    """Return the largest id in a .bin; of a long file, in places all over it."""
+    size, itemsize = dataset.num_tokens, dataset.dtype.itemsize
+    if dataset.dtype.kind == "f":  # refused where samples are read
+        return 0
+    count = size if size * itemsize <= _SCANNED_BYTES else _SCANNED_BYTES // _PLACES // itemsize
+    starts = np.linspace(0, size - count, 1 if count == size else _PLACES, dtype=np.int64)
+    parts = (dataset.tokens_at(int(start), count) for start in starts)
+    return max((int(part.max()) for part in parts if len(part)), default=0)
+
+
+def check_tokenizer(
+    datasets: Sequence[IndexedDataset],
+    kind: str | None,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+) -> list[str]:
+    """Compare data with the tokenizer and the vocabulary of a run; return notices.
+
+    `kind` is its --tokenizer-type. Raises DataError for data of another tokenizer, and for an id
+    beyond the vocabulary.
+    """
+    unknown, other, ends = list[str](), list[str](), list[str]()
+    digests = dict[int, str]()
+    texts = tokenizer if not isinstance(tokenizer, NullTokenizer) else None
+    for dataset in datasets:
+        record = read_record(dataset.prefix)
+        most = largest_id(dataset) if record is None else record.largest_id
+        if most >= vocab_size:
+            by = "" if record is None else f" by {record.tokenizer} of {record.vocab_size} ids"
+            raise DataError(
+                f"{dataset.prefix}: has the id {most}, but the vocabulary of this run has "
+                f"{vocab_size}: the data were written with another tokenizer{by}"
+            )
+        if record is None:
+            unknown.append(dataset.prefix)
+            continue
+        if texts is None or not record.digest:
+            if texts is not None or record.digest:
+                other.append(f"{dataset.prefix} ({record.tokenizer} of {record.vocab_size} ids)")
+            continue
+        size = record.vocab_size
+        if size not in digests:
+            digests[size] = digest(texts, size)
+        if digests[size] != record.digest:
+            raise DataError(
+                f"{dataset.prefix}: was written with another tokenizer than this run's: "
+                f"{record.tokenizer} of {size} ids, and {kind} of {texts.vocab_size} gives other ids "
+                "for the same text. Give the tokenizer of the data; if you know better, remove "
+                f"{record_path(dataset.prefix)}"
+            )
+        if record.eod != texts.eod:
+            ends.append(f"{dataset.prefix} ({record.eod})")
+    notices = (
+        (
+            unknown,
+            "do not say which tokenizer wrote them, so only the size of their ids was compared",
+        ),
+        (other, f"are not compared with --tokenizer-type {kind}: one of the two has ids for text"),
+        (ends, f"end documents with another id than this run's tokenizer ({texts and texts.eod})"),
+    )
+    return [
+        f"{len(names)} of {len(datasets)} data sets {what}: {names[0]}"
+        + (f" and {len(names) - 1} more" if names[1:] else "")
+        for names, what in notices
+        if names
+    ]
