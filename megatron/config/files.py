@@ -238,7 +238,6 @@ class CheckpointConfig:
             "--use-checkpoint-opt-param-scheduler",
             "--use-checkpoint-lr-scheduler",
         ),
-        one_start=True,
     )
     ckpt_format: str = option(
         "torch_dist",
