@@ -59,7 +59,7 @@ make_ready() {
 # Test whether this job has fewer nodes than at its start.
 lost_nodes() {
     local now
-    now=$(squeue -h -j "$SLURM_JOB_ID" -o %D 2>/dev/null)
+    now=$(squeue -h -j "$JOB" -o %D 2>/dev/null)
     [[ $now =~ ^[0-9]+$ ]] && ((now < $(allocated_nodes)))
 }
 
@@ -84,14 +84,14 @@ run_on_good_hosts() {
     return "$code"
 }
 
-# Script of a task on another node for guard_script: $1 is the script's node, $2 and the following words end the job.
+# Script of a task on another node for guard_script: $1 is the script's node, $2 the job, the other words end the job.
 # shellcheck disable=SC2016  # for the shell there
-GUARD='node=$1
-shift
+GUARD='node=$1 job=$2
+shift 2
 while sleep "${GUARD_S:-60}"; do
-    list=$(squeue -h -j "$SLURM_JOB_ID" -t RUNNING -o %N) && [[ -n $list ]] || continue
+    list=$(squeue -h -j "$job" -t RUNNING -o %N) && [[ -n $list ]] || continue
     nodes=$(scontrol show hostnames "$list") && [[ -n $nodes ]] || continue
-    grep -qxF "$node" <<<"$nodes" || "$@" "$SLURM_JOB_ID" || ((++refused < 5)) || scancel "$SLURM_JOB_ID"
+    grep -qxF "$node" <<<"$nodes" || "$@" "$job" || ((++refused < 5)) || scancel "$job"
 done'
 
 # With --no-kill a job continues after its script died with its node, and all its nodes idle until its time limit. A task
@@ -105,12 +105,12 @@ guard_script() {
         [[ $host != "$here" ]] || continue
         # It outlives its srun only without output to it.
         srun -N 1 -n 1 --ntasks-per-node=1 -c 1 --overlap -w "$host" --job-name=guard --input=none --output=/dev/null \
-            --error=/dev/null bash -c "$GUARD" guard "$here" "${ends[@]}" </dev/null >/dev/null 2>&1 &
+            --error=/dev/null bash -c "$GUARD" guard "$here" "$JOB" "${ends[@]}" </dev/null >/dev/null 2>&1 &
         pid=$!
         trap 'kill -TERM "$pid" 2>/dev/null; exit' TERM
         wait "$pid"
     done
-    [[ -z ${pid:-} || $(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null) != RUNNING* ]] ||
+    [[ -z ${pid:-} || $(squeue -h -j "$JOB" -o %T 2>/dev/null) != RUNNING* ]] ||
         complain "no other node runs the guard: should $here die, the job would idle until its time is over"
 }
 

@@ -16,7 +16,7 @@
 #   PRESET           another preset than the recipe's; empty: none
 #   RECIPE           frontier (ours) or paper (Dash et al., fp16, plain placement)
 #   RUN_NAME         folder in SITE_RUNS, also for checkpoints: a job with the same name resumes. Default: the job's
-#                    name, with -paper for RECIPE=paper and -mock for --mock-data
+#                    name, with -paper for RECIPE=paper, -mock for --mock-data, and the number of a job array's task
 #   NODES_NEEDED     nodes to train on; the rest of the allocation are spares. Default: all
 #   PREFLIGHT        1: test the nodes first; 0: no test.  PREFLIGHT_FLAGS: more flags for tools/preflight.py measure
 #   REQUEUE          1: requeue at the end of the job's time and after a lost rank; 0: never
@@ -49,7 +49,9 @@ export NCCL_NET_GIVEN=${NCCL_NET_GIVEN-${NCCL_NET:-}}
 # shellcheck source=examples/frontier/env.sh
 source "$MEGATRON_ROOT/examples/frontier/env.sh"
 RUN=$SITE_RUNS/$RUN_NAME
-JOB=${SLURM_JOB_ID:-dry}
+# In an array SLURM_JOB_ID of one task is the number of the whole array, which names all tasks to Slurm's commands.
+JOB=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID:-}_$SLURM_ARRAY_TASK_ID}
+: "${JOB:=${SLURM_JOB_ID:-dry}}"
 RESTART=${SLURM_RESTART_COUNT:-0}
 JOB_LOGS=$RUN/logs/$JOB
 : "${LOGS:=$JOB_LOGS/$RESTART}"
@@ -455,7 +457,7 @@ cause() {
 # left_to_slurm: test, and report, whether the job is already ending or requeued, other than by its time limit.
 left_to_slurm() {
     local state
-    state=$(squeue -h -j "$SLURM_JOB_ID" -o '%T %r' 2>/dev/null)
+    state=$(squeue -h -j "$JOB" -o '%T %r' 2>/dev/null)
     [[ -n $state && $state != RUNNING* && $state != *TimeLimit* ]] || return
     say "left to Slurm, which has it as ${state%% *}: requeued by the program, or cancelled"
 }
@@ -478,7 +480,7 @@ requeue_lost() {
 # answer. They ignore it from here on, otherwise a requeued job would be reported as lost.
 put_back() {
     trap '' TERM
-    run scontrol requeue "$SLURM_JOB_ID" || { complain "scontrol requeue failed: submit the job again" && return 1; }
+    run scontrol requeue "$JOB" || { complain "scontrol requeue failed: submit the job again" && return 1; }
 }
 
 # requeue_without FILE: requeue the job, excluding the hosts in FILE. A job's list of excluded nodes can be changed only
@@ -486,23 +488,24 @@ put_back() {
 requeue_without() {
     [[ $REQUEUE == 1 && -n ${SLURM_JOB_ID:-} ]] && (($(fruitless_starts) < MAX_STARTS)) || return 0
     local bad before
-    before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ (][^ ]*\).*/\1/p')
+    before=$(scontrol show job "$JOB" | sed -n 's/.*ExcNodeList=\([^ (][^ ]*\).*/\1/p')
     bad=$(compressed "${before:+$before,}$(paste -s -d , "$1")")
     say "back into the queue, without $bad"
     put_back || return 0
     for _ in {1..40}; do
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad" 2>/dev/null && return 0
+        scontrol update JobId="$JOB" ExcNodeList="$bad" 2>/dev/null && return 0
         sleep 0.25
     done
     complain "scontrol could not exclude $bad: the job may get these nodes again"
 }
 
-# name_run FLAGS...: give trials on mock data and another recipe separate folders, so that no training resumes from their
-# checkpoints by accident.
+# name_run FLAGS...: give trials on mock data, another recipe and each task of an array separate folders, so that no
+# training resumes from their checkpoints by accident.
 name_run() {
     [[ -z $RUN_NAME_GIVEN ]] || return 0
     [[ $RECIPE != paper || -n ${PRESET+set} ]] || RUN_NAME+=-paper
     ! has_flag --mock-data "$@" || RUN_NAME+=-mock
+    RUN_NAME+=${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}
     RUN=$SITE_RUNS/$RUN_NAME
     JOB_LOGS=$RUN/logs/$JOB
 }

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import LaunchError
+from megatron.parallel.environment import job_name
 from megatron.planner.processes import environment, reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,7 @@ _PARENT_WATCH = Path(__file__).with_name("parent_watch.py")
 # Slurm once to kill them. If they do not exist yet, that request is lost, and srun waits for them
 # and ignores further signals.
 _TELL_STEP = """
-for id in $(squeue -h -s -j "$SLURM_JOB_ID" -o "%i %j" | awk -v name="$STEP" '$2 == name { print $1 }'); do
+for id in $(squeue -h -s -j "$JOB" -o "%i %j" | awk -v name="$STEP" '$2 == name { print $1 }'); do
     scancel -s "$1" "$id"
 done
 """
@@ -217,7 +218,7 @@ def start_step(
     run = Run(step.name, clock)
     listening, alive = os.pipe()
     run.held.callback(os.close, alive)
-    told = {"ALIVE": str(listening), "STEP": step.name, "TELL_STEP": _TELL_STEP}
+    told = {"ALIVE": str(listening), "TELL_STEP": _TELL_STEP, **_names(step.name)}
     try:
         env = {**step_environment(os.environ, step, folder / TASKS), **told}
         run.processes.append(_spawn(command, env, folder / LOG, (listening,)))
@@ -266,7 +267,12 @@ def logs_of(folder: Path) -> list[Path]:
 def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:
     """Send a signal to a step of this job through Slurm, without waiting."""
     command = ["timeout", "30", "bash", "-c", _TELL_STEP, "tell", number]
-    return _spawn(command, {**os.environ, "STEP": name}, Path(os.devnull))
+    return _spawn(command, {**os.environ, **_names(name)}, Path(os.devnull))
+
+
+def _names(step: str) -> dict[str, str]:
+    """Return the variables of _TELL_STEP."""
+    return {"STEP": step, "JOB": job_name(os.environ) or ""}
 
 
 def _spawn(

@@ -254,6 +254,19 @@ def test_a_job_that_never_gets_on_is_stopped(tmp_path):
     assert train(tmp_path, SLURM_JOB_ID="78").code == 0  # another job may try
 
 
+def test_a_task_of_an_array_is_a_job_of_its_own(tmp_path):
+    """Slurm's commands get ARRAY_TASK: the array's number, here also the task's, names all tasks."""
+    array = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3", "RUN_NAME": ""}
+    lost = f"[[ $* != *{PROGRAM}* ]] || exit 75"
+    ended = train(tmp_path, **array, STUB_srun=lost)
+    assert ["scontrol", "requeue", "77_3"] in [call.words for call in ended.calls]
+    assert {call.value("-j") for call in ended.named("squeue")} == {"77_3"}
+    (call,) = ended.named("srun", PROGRAM)
+    assert call.value("--save") == f"{tmp_path}/runs/gpt-mock-3/checkpoints"
+    (call,) = train(tmp_path, **array | {"RUN_NAME": "one"}).named("srun", PROGRAM)
+    assert call.value("--save") == f"{tmp_path}/runs/one/checkpoints"
+
+
 def test_requeued_jobs_go_on_from_their_own_checkpoint(tmp_path):
     (call,) = train(tmp_path, "--save", "/mine").named("srun", PROGRAM)
     assert call.value("--load") == "/mine"

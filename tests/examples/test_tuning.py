@@ -155,7 +155,7 @@ def test_a_task_on_another_node_looks_after_the_script(
         STUB_srun=f"echo here >{meeting}; exec sleep 1000",
     )
     (words,) = guards(ended)
-    assert words[words.index("-w") + 1] == "a2" and words[-1 - len(does) :] == ["a1", *does]
+    assert words[words.index("-w") + 1] == "a2" and words[-2 - len(does) :] == ["a1", "77", *does]
     assert not guards(tune(tmp_path, nodes="a1"))
 
 
@@ -164,8 +164,7 @@ def guard(answers: str, turns: int, *does: str) -> list[str]:
     (code,) = re.findall(r"(?ms)^GUARD='(.*?)'$", (FRONTIER / "allocation.sh").read_text())
     program = f"{answers}\nturns=0; sleep() {{ ((turns++ < {turns})); }}\n{code}"
     done = subprocess.run(
-        ["bash", "-c", program, "guard", "a1", *does],
-        env={**os.environ, "SLURM_JOB_ID": "7"},
+        ["bash", "-c", program, "guard", "a1", "7", *does],
         capture_output=True,
         text=True,
         timeout=50,

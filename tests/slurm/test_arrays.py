@@ -1,0 +1,79 @@
+"""A task of a job array is requeued alone: its sisters run on, or stay ended."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.testbed import ENDED, Testbed
+from tests.slurm.site import FRONTIER, MARKS, settings_of_site
+
+pytestmark = MARKS
+
+NODES = 3
+# The last task, which has the array's number, first gets a bad node from the preflight and then
+# loses a rank; the second waits for the release; the first ends at once.
+PYTHON = f"""#!{sys.executable} -S
+import os, sys, time
+task, start = os.environ["SLURM_ARRAY_TASK_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")
+folder, words = os.environ["MEETING"], " ".join(sys.argv)
+if "--print-config" in words:
+    sys.exit(0)
+if "preflight.py" in words:
+    out = sys.argv[sys.argv.index("--out") + 1]
+    bad = (task, start) == ("3", "0")
+    for name in ("good_hosts", "bad_hosts"):
+        with open(f"{{out}}/{{name}}", "w") as file:
+            file.write(os.environ["SLURMD_NODENAME"] * (bad == (name == "bad_hosts")))
+    sys.exit(4 * bad)
+open(f"{{folder}}/{{task}}.{{start}}", "w").close()
+if task == "3":
+    sys.exit(75 * (start == "1"))
+while task == "2" and not os.path.exists(f"{{folder}}/release"):
+    time.sleep(0.1)
+"""
+
+
+# Slurm's start and jobs beside other work; only a guard against a hang
+@pytest.mark.timeout(600)
+def test_a_task_that_is_requeued_leaves_its_sisters_alone(testbed: Testbed, tmp_path: Path) -> None:
+    python, meeting = tmp_path / "venv/bin/python", tmp_path / "meeting"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    meeting.mkdir()
+    settings = settings_of_site(tmp_path) | {
+        "DEVICE": "cpu",
+        "PREFLIGHT": "1",
+        "SITE_VENV": str(tmp_path / "venv"),
+        "MEETING": str(meeting),
+        "TASKS_PER_NODE": "1",
+        "RUN_NAME": "",
+    }
+    words = ["--parsable", "--array=1-3", "-N", "1", f"--output={tmp_path}/%A_%a.log"]
+    submit = f'source {FRONTIER}/site.env && exec sbatch "$@"'
+    script = [str(FRONTIER / "train_22b.sbatch"), "--mock-data", "--train-iters", "3"]
+    array = testbed.ask("bash", "-c", submit, "bash", *words, *script, env=settings)
+    tasks = {task: f"{array}_{task}" for task in "123"}
+
+    def log(task: str) -> Path:
+        return tmp_path / f"{array}_{task}.log"
+
+    assert testbed.wait_for_state(tasks["1"], *ENDED, log=log("1")) == "COMPLETED"
+    for said in ("back into the queue, without", "back into the queue, to resume"):
+        testbed.wait_for_log(log("3"), said)
+        testbed.wait_for_state(tasks["3"], "PENDING", log=log("3"))
+        testbed.control("hurry", tasks["3"])
+    assert testbed.wait_for_state(tasks["3"], *ENDED, log=log("3")) == "COMPLETED"
+    assert testbed.state(tasks["2"]) == "RUNNING"
+    (meeting / "release").touch()
+    assert testbed.wait_for_state(tasks["2"], *ENDED, log=log("2")) == "COMPLETED"
+    shown = [testbed.show(job) for job in tasks.values()]
+    assert [job["Restarts"] for job in shown] == ["0", "0", "2"]
+    # it went to another node than the bad one, which the others may have again
+    assert [job["ExcNodeList"] == "(null)" for job in shown] == [True, True, False]
+    assert sorted(file.name for file in meeting.glob("*.*")) == ["1.0", "2.0", "3.1", "3.2"]
+    runs = [tmp_path / f"gpt-22b-mock-{task}" / "logs" / job for task, job in tasks.items()]
+    assert all(run.is_dir() for run in runs)
