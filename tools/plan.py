@@ -11,11 +11,12 @@ python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --layout t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,16 @@ from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, real, wh
 from megatron.errors import ConfigError
 from megatron.planner.cluster import Cluster, known_clusters, load_cluster
 from megatron.planner.layout import Wanted, narrowed, parse_layout, write_value
+from megatron.planner.memory import HEADROOM
 from megatron.planner.search import tables
-from megatron.planner.search.find import Found, Search, check_device_orders, search
+from megatron.planner.search.find import Found, Progress, Search, check_device_orders, search
 from megatron.planner.search.space import GIB, Space, make_config, usable_bytes
 from megatron.planner.search.tables import Chosen, chosen_layout
 from megatron.planner.stage import rates_of
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
 from megatron.training.run.process import as_tool
+from megatron_preparation.progress import ByteProgress
 
 EXIT_NOTHING_FITS = 3
 _WIDTH = 190  # which the table of layouts needs
@@ -107,10 +110,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how.add_argument(
         "--headroom",
-        default="10%",
+        default=f"{HEADROOM:.0%}",
         metavar="GIB|%",
         help="device memory to leave free for the runtime, the communication library and "
-        "fragmentation (default 10%%)",
+        f"fragmentation (default {HEADROOM:.0%}%, as for --dry-run)",
     )
     how.add_argument(
         "--processes",
@@ -177,7 +180,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
             )
         tables.make_folder(args.output)
     print(_headline(given), flush=True)
-    results = [search(form, args.top, args.processes) for form in forms or [given]]
+    with _progress() as progress:
+        results = [search(form, args.top, args.processes, progress) for form in forms or [given]]
     most = 1 if forms else max(args.top, args.explain or 0)
     best = [one.layout for found in results for one in found.best[:most]]
     rejected = [
@@ -208,6 +212,21 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         ):
             print(f"wrote {path}")
     return 0
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Yield a function that shows the progress of a search on stderr."""
+    with contextlib.ExitStack() as shown:
+        bars: dict[str, ByteProgress] = {}
+
+        def show(what: str, unit: str, done: int, total: int) -> None:
+            if what not in bars:
+                shown.close()
+                bars[what] = shown.enter_context(ByteProgress(what, total, unit=unit))
+            bars[what].update(done)
+
+        yield show
 
 
 # -- what is asked for -----------------------------------------------------------------------------

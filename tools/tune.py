@@ -26,6 +26,7 @@ from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.jobs import tune
 from megatron.jobs.measured import OBJECTIVES
 from megatron.jobs.search import SEARCHES
+from megatron.planner.memory import HEADROOM
 from megatron.training.run.process import as_tool
 
 _COUNT, _SECONDS = whole(1, MOST_PROCESSES), real()
@@ -195,9 +196,10 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--headroom",
-        default="10%",
+        default=f"{HEADROOM:.0%}",
         metavar="GIB|%",
-        help="device memory that a layout must leave free, as estimated by the planner (default 10%%)",
+        help="device memory that a layout must leave free, as estimated by the planner (default "
+        f"{HEADROOM:.0%}%)",
     )
 
 

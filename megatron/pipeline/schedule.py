@@ -233,6 +233,12 @@ class Times:
     message_wait: Numbers
 
 
+def check_clock() -> None:
+    """Raise MegatronError where `run` cannot run here: at the start of what needs it in the end."""
+    if missing := clock_missing():
+        raise MegatronError(missing)
+
+
 def clock_missing() -> str:
     """Return why `run` cannot run here, and what to do; empty if it can."""
     if getattr(compiled, "interface", None) == 3:
@@ -262,8 +268,7 @@ def run(
 
     Raises ValueError for a deadlock and MegatronError without the extension.
     """
-    if missing := clock_missing():
-        raise MegatronError(missing)
+    check_clock()
     assert compiled is not None and at_once > 0
     step = compiled.run if costs.passes.dtype == np.int64 else compiled.run_shared
     return Times(

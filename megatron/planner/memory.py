@@ -38,6 +38,9 @@ GPU_BLOCK, CPU_BLOCK = 512, 64
 """Allocation granularity in bytes: of the caching allocator of CUDA and ROCm (kMinBlockSize in
 CUDACachingAllocator), and of torch's allocator of host memory."""
 
+HEADROOM = 0.1
+"""Share of a device's memory that a job leaves free, for what is not counted: an assumption."""
+
 
 @dataclass(frozen=True)
 class RankMemory:

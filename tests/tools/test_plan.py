@@ -6,16 +6,24 @@ import contextlib
 import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.config.command_line import command_line_of, parse_plan
+from megatron.parallel.launch import Launch
+from megatron.pipeline import schedule
 from megatron.planner.cluster import load_cluster
-from megatron.planner.layout import Layout
+from megatron.planner.dryrun.rehearsal import capacity_of
+from megatron.planner.layout import Layout, layout_of
+from megatron.planner.placement import plan_ranks
+from megatron.planner.search.find import Search
 from megatron.planner.search.space import Space, make_config
+from megatron_preparation import progress
 from tests.helpers.fault_points import on
 from tests.helpers.launching import Script
 from tests.helpers.preflight import accepted
@@ -222,6 +230,44 @@ def test_mistakes(capsys, words, parts):
     assert code == 2 and "\nerror: " in f"\n{text}"
     for part in parts:
         assert part in text, text
+
+
+def test_what_is_missing_is_found_before_the_search(capsys, tmp_path: Path, monkeypatch):
+    """The compiled simulator, needed last, and matplotlib, for files, are looked for first."""
+    monkeypatch.setattr(Search, "rank", lambda *_: pytest.fail("it searched"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, text = call(capsys, *SMALL, "--output", str(tmp_path))
+    assert code == 2 and "matplotlib" in text
+    monkeypatch.setattr(schedule, "compiled", None)
+    code, text = call(capsys, *SMALL)
+    assert code == 2 and "_schedule_clock" in text
+
+
+def test_the_plan_allows_what_the_dry_run_allows():
+    args = plan.build_parser().parse_args(ONE)
+    given = plan.make_search(args, MODEL)
+    assert given.capacity == capacity_of(given.space.base, FRONTIER, "gpu") == 57.6 * 2**30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["frontier", "lumi"])
+def test_a_part_of_a_node_gets_a_command_that_runs(capsys, tmp_path: Path, cluster, monkeypatch):
+    """For 1 to 7 devices of a node the command has the planned layout; progress is shown."""
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    words = ["--cluster", cluster, "--processes", "1", "--fix", "mbs=1", "recompute=none"]
+    for devices in range(1, 8):
+        batch = ["--devices", str(devices), "--global-batch", str(4 * devices)]
+        code = plan.main([*words, *batch, "--output", str(tmp_path), "--", *MODEL])
+        captured = capsys.readouterr()
+        assert code == 0, captured.err
+        assert len({line.split(":")[0] for line in captured.err.splitlines()}) == 3
+        line = (tmp_path / "command.sh").read_text().splitlines()[-1]
+        flags = shlex.split(line.partition(" pretrain_gpt.py ")[2].removesuffix(' "$@"'))
+        config = parse_plan([*flags, "--world-size", str(devices), "--cluster", cluster])
+        planned = json.loads((tmp_path / "table.json").read_text())["best"][0]
+        assert layout_of(config).tp == int(planned["tp"])
+        assert layout_of(config).rank_order == planned["order"]
+        assert plan_ranks(config, Launch(world_size=devices)).placing.device_order == ()
 
 
 def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch):

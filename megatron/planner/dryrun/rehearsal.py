@@ -21,7 +21,7 @@ from megatron.errors import MegatronError
 from megatron.model.formulas import parameters_of
 from megatron.model.gpt import hidden_dtype, hidden_shape
 from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
-from megatron.pipeline.schedule import build_schedule
+from megatron.pipeline.schedule import build_schedule, clock_missing
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.dryrun.rank import (
     Finding,
@@ -30,7 +30,7 @@ from megatron.planner.dryrun.rank import (
     check_messages,
     run_rank,
 )
-from megatron.planner.memory import CATEGORIES, sized_model
+from megatron.planner.memory import CATEGORIES, HEADROOM, sized_model
 from megatron.planner.placement import choose_placement, layout_of, over_nodes
 from megatron.planner.stage import stages_of
 from megatron.planner.table import Table
@@ -38,9 +38,6 @@ from megatron.planner.timing import estimate
 from megatron.training.run.schedules import Schedules, run_costs
 
 GIB = 2.0**30
-RESERVE_GIB = 2.0
-"""Memory of a GPU beyond tensors: context and code of the runtime, buffers of the communication
-library, workspaces of matrix products, and fragmentation. An assumption, not a measurement."""
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 _SMALLER_MODEL = "a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
@@ -142,7 +139,7 @@ class Rehearsal:
 
     device          "gpu" or "cpu"
     micro_batches   of the simulated steps; the run may have more, without needing more memory
-    capacity_bytes  of a device, minus RESERVE_GIB on a GPU; None if unknown
+    capacity_bytes  of a device, without HEADROOM; None if unknown
     """
 
     config: Config
@@ -214,16 +211,15 @@ def device_of(cluster: Cluster | None) -> str:
 
 def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float | None:
     """Return the bytes that one rank may use; None if unknown."""
-    reserve = RESERVE_GIB * GIB if device == "gpu" else 0.0
+    ranks, usable = config.parallel.world_size, 1.0 - HEADROOM
     if cluster is not None:
-        return GIB * cluster.memory_gib - reserve
+        return usable * GIB * cluster.memory_gib
     if device == "gpu":
         there = torch.cuda.is_available()
-        return torch.cuda.get_device_properties(0).total_memory - reserve if there else None
-    ranks = config.parallel.world_size
+        return usable * torch.cuda.get_device_properties(0).total_memory if there else None
     if ranks > (os.cpu_count() or 1):
         return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    return usable * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
 
 def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun]) -> list[Finding]:
@@ -330,6 +326,8 @@ def _costs(config: Config, cluster: Cluster | None) -> str:
     """Describe what the run costs; its time is predicted if the machine is known."""
     if cluster is None:
         return f"the whole run: {run_costs(config).size}"
+    if missing := clock_missing():
+        return f"the whole run: {run_costs(config).size}; its time is not predicted: {missing}"
     found = estimate(config, cluster)
     nodes = -(-config.parallel.world_size // cluster.devices_per_node)
     costs = run_costs(config, nodes).at(found.tokens_per_s)
@@ -397,13 +395,10 @@ def _foot(found: Rehearsal) -> Iterator[str]:
     config = found.config
     on_gpu = found.device == "gpu"
     if found.capacity_bytes is not None:
-        reserve = (
-            f", {RESERVE_GIB:g} GiB less than a device has (assumed for runtime, communication "
-            "library and fragmentation)"
-            if on_gpu
-            else ""
+        yield (
+            f"Each rank may use {gib(found.capacity_bytes)} GiB: {HEADROOM:.0%} of a device's memory "
+            "are left for runtime, communication library and fragmentation (assumed)."
         )
-        yield f"Each rank may use {gib(found.capacity_bytes)} GiB{reserve}."
     if copy := max((run.copy_bytes for run in found.ranks), default=0):
         yield (f"--async-save keeps a copy of up to {gib(copy)} GiB per rank in host memory.")
     if found.micro_batches < config.num_micro_batches():

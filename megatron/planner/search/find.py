@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.errors import ConfigError
+from megatron.pipeline.schedule import check_clock
 from megatron.planner.channels import LANES, OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import (
@@ -192,7 +193,10 @@ class Search:
         close = {cost: p for cost, p in reversed(costs) if cost <= _CLOSE * least}
         found = min((estimate(config, cluster, p) for p in close.values()), key=lambda e: e.seconds)
         place = found.placement
-        placed = layout._replace(rank_order=place.layout.order, device_order=place.device_order)
+        # A job on a part of a node has no devices to choose from.
+        whole = len(place.device_order) == cluster.devices_per_node
+        devices = place.device_order if whole else ()
+        placed = layout._replace(rank_order=place.layout.order, device_order=devices)
         return Ranked(found.seconds / layout.batch, placed, ranked.memory)
 
     # -- one layout --------------------------------------------------------------------------------
@@ -321,8 +325,21 @@ def _with(config: Config, layout: Layout) -> Config:
 # -- all layouts -----------------------------------------------------------------------------------
 
 
-def search(given: Search, top: int = 10, processes: int = 1) -> Found:
-    """Find the best layouts of a space; the result does not depend on the number of processes."""
+Progress = Callable[[str, str, int, int], None]
+"""Called with what is done, in which unit, how many of them are done, and how many there are."""
+
+
+def search(
+    given: Search,
+    top: int = 10,
+    processes: int = 1,
+    progress: Progress = lambda *_: None,
+) -> Found:
+    """Find the best layouts of a space; the result does not depend on the number of processes.
+
+    Raises MegatronError without the extension that simulates schedules.
+    """
+    check_clock()
     found = Found()
     start = time.monotonic()
     each = given.space.cluster.devices_per_node
@@ -335,14 +352,14 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
     ranked = list[Ranked]()
     fit = list[Ranked]()
     enough = Counter[Value]()
-    pruned = 0
+    pruned = done = 0
     with _workers(given, processes) as run:
         # no larger micro-batch fits, and tracing it would take longest
         full = set[tuple[int, ...]]()
         for _, of_micro in itertools.groupby(sorted(tasks), key=lambda key: key[0]):
-            keys = sorted(
-                (key for key in of_micro if key[1:] not in full), key=lambda key: -len(tasks[key])
-            )
+            keys = sorted(of_micro, key=lambda key: -len(tasks[key]))
+            done += sum(len(tasks[key]) for key in keys if key[1:] in full)
+            keys = [key for key in keys if key[1:] not in full]
             for key, (own, rejected) in zip(
                 keys, run("rank", [tasks[key] for key in keys]), strict=True
             ):
@@ -351,7 +368,10 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
                     found.rejections.add(*one_rejected)
                 if not own:
                     full.add(key[1:])
+                done += len(tasks[key])
+                progress("ranking layouts", "sizes", done, found.sizes)
         heapq.heapify(ranked)
+        most = len(ranked)
         while ranked:
             some: list[Ranked] = []
             while ranked and len(some) < _ROUND:
@@ -371,13 +391,16 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
                     heapq.heappush(ranked, answer)
                 else:
                     found.rejections.add(*answer)
+                progress("checking memory", "layouts", most - len(ranked), most)
         alike: dict[object, list[Ranked]] = {}
         for one in fit:
             pp, chunks, schedule, micro = one.layout[3:7]
             micro_batches = one.layout.batch // (one.layout.replicas * micro)
             alike.setdefault((pp, chunks, schedule, micro_batches), []).append(one)
-        judged = run("judge", sorted(alike.values(), key=len, reverse=True))
-        found.estimated = sorted(itertools.chain.from_iterable(judged))
+        for judged in run("judge", sorted(alike.values(), key=len, reverse=True)):
+            found.estimated += judged
+            progress("simulating schedules", "layouts", len(found.estimated), len(fit))
+        found.estimated.sort()
     if pruned:
         found.rejections.add(
             "slower by the formula than those that were estimated", "", times=pruned

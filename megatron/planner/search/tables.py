@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config import Config, command_line_of
+from megatron.drawing import pyplot
 from megatron.errors import ConfigError
 from megatron.model import formulas
 from megatron.pipeline.trace import write_trace
@@ -21,7 +22,6 @@ from megatron.planner import error_bars
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import DIMENSIONS, Layout, write_value
 from megatron.planner.memory import sized_model
-from megatron.planner.placement import place_with
 from megatron.planner.search.find import Found, Search
 from megatron.planner.search.space import GIB
 from megatron.planner.table import Table
@@ -49,9 +49,7 @@ def chosen_layout(given: Search, layout: Layout, tokens: float | None) -> Chosen
     """Estimate a layout on its placement."""
     cluster = given.space.cluster
     config = given.space.config(layout)
-    found = estimate(
-        config, cluster, place_with(config, cluster, layout.rank_order, layout.device_order)
-    )
+    found = estimate(config, cluster)
     each = cluster.devices_per_node
     most = max(rank.total for rank in found.memory)
     days = (tokens or 1e9) / found.tokens_per_s / _DAY
@@ -245,7 +243,8 @@ def first_problem(text: str) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder. Raises ConfigError if it is not writable."""
+    """Create a folder. Raises ConfigError if it is not writable, or nothing can be drawn into it."""
+    pyplot("leave out --output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

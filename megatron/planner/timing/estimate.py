@@ -22,6 +22,7 @@ from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
+from megatron.pipeline.schedule import check_clock
 from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, PUBLISHED, Confidence, Used
@@ -164,8 +165,9 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     """Estimate the time of a step on a placement, by default the cheapest.
 
     Raises ConfigError for a world size that does not fit on the machine, and for a dtype without
-    rates in its file.
+    rates in its file; MegatronError without the extension that simulates schedules.
     """
+    check_clock()
     placement = placement or choose_placement(config, cluster)
     config = over_nodes(config, placement.layout)
     rates = rates_of(cluster, config.precision.dtype_name)

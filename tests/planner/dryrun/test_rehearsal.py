@@ -16,7 +16,6 @@ from megatron.model.gpt import build_chunks, global_shapes, layer_context
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.pipeline.executor import SENDS_IN_FLIGHT, Exchange
 from megatron.planner.cluster import load_cluster
-from megatron.planner.dryrun import rehearsal
 from megatron.planner.dryrun.rank import run_rank
 from megatron.planner.dryrun.rehearsal import (
     Rehearsal,
@@ -26,7 +25,7 @@ from megatron.planner.dryrun.rehearsal import (
     render,
 )
 from megatron.planner.events import Give, Take
-from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, changes, find_peak
+from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, HEADROOM, changes, find_peak
 from megatron.planner.tensors import Follower
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -380,7 +379,7 @@ WIDE: dict[str, Any] = dict(
 def test_what_does_not_fit_is_named_with_what_to_do(
     fields: dict[str, Any], gib: float, advice: str
 ) -> None:
-    cluster = dataclasses.replace(load_cluster("frontier"), memory_gib=rehearsal.RESERVE_GIB + gib)
+    cluster = dataclasses.replace(load_cluster("frontier"), memory_gib=gib / (1 - HEADROOM))
     found = rehearse(make(**{"bf16": True, "world_size": 1, **fields}), cluster)
     finding = found.findings[0]
     assert finding.kind == "memory" and finding.rank == 0 and advice in finding.text
