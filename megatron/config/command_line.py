@@ -39,6 +39,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--preset": "1",
     "--pieces": "1",
     "--config": "1",
+    "--trust-config": "0",
 }
 
 
@@ -260,7 +261,7 @@ def _give_flags(
 ) -> None:
     chosen = _chosen_values(settings, flags)
     if "--config" in flags:
-        file, origins = _flags_of_file(settings, flags["--config"], _values_of(chosen))
+        file, origins = _flags_of_file(settings, flags, _values_of(chosen))
         below = _chosen_values(settings, file, origins)
         winners = yielding(_values_of(below), _values_of(chosen))
         for name, winner in winners.items():
@@ -324,15 +325,18 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
 
 
 def _flags_of_file(
-    settings: Settings, words: list[str], chosen: Mapping[str, Any]
+    settings: Settings, given: Mapping[str, list[str]], chosen: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Return the flags of the file that --config names, with their words, and their origins.
 
-    Settings of one start are left out where a run wrote the file, also an older version. A notice
-    lists them, except those that are `chosen` again.
+    `given` are the flags of the command line, `chosen` its settings. Settings of one start are left
+    out where a run wrote the file, also an older version; a notice lists them, except those that
+    are chosen again. Flags that name code are a problem, unless overridden or with --trust-config:
+    such files are passed on.
     """
     from megatron.config.settings_file import read_settings_file, words_of
 
+    words, trusted = given["--config"], "--trust-config" in given
     flags: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
     left_out: list[str] = []
@@ -356,6 +360,11 @@ def _flags_of_file(
             problems = [f"{spelling} is given twice: remove one"]
         elif spelling in OWN_FLAGS.keys() - {"--preset", "--pieces"}:
             problems = [f"{spelling} is for the command line only: remove it"]
+        elif _names_code(spelling) and not (trusted or spelling in given):
+            problems = [
+                f"{' '.join([spelling, *values])} names code, which a file may not: give it on the "
+                "command line, or --trust-config if you trust whoever wrote the file"
+            ]
         elif spelling:
             flags[spelling], origins[spelling] = values, origin
         settings.problems += [f"{problem} ({origin})" for problem in problems]
@@ -365,6 +374,11 @@ def _flags_of_file(
             "the command line what this start is to do, too"
         )
     return flags, origins
+
+
+def _names_code(spelling: str) -> bool:
+    option = flag_table()[spelling].option if spelling else None
+    return spelling == "--pieces" or (option is not None and option.names_code)
 
 
 def _values_of(chosen: Mapping[str, Chosen]) -> dict[str, Any]:

@@ -328,6 +328,7 @@ class LoggingConfig:
         None,
         "Your own megatron.Callback classes, each created without arguments (docs/extending.md).",
         metavar="MODULE:CLASS ...",
+        names_code=True,
     )
     profile: str | None = option(
         None,

@@ -61,6 +61,10 @@ def render_help() -> str:
             "Read settings from a TOML file, by name, such as the settings.toml that a run writes. "
             "They override a preset; flags override them.",
         ),
+        *_entry(
+            "--trust-config",
+            "Accept --pieces and --callback in the file of --config, which run code.",
+        ),
     ]
     for section in SECTIONS.values():
         lines += ["", f"{section.title}:"]  # type: ignore[attr-defined]

@@ -168,7 +168,7 @@ def test_each_setting_is_of_the_run_or_of_one_start(tmp_path: Path) -> None:
     lines = "".join(f"{name} = {written(value)}\n" for name, value in values.items())
     older = f"{new.splitlines()[0]}\n[model]\n{lines}"
     for text, of_a_run in ((new, True), (older, True), (lines, False)):
-        settings = read_settings(["--config", stored(tmp_path, text)])
+        settings = read_settings(["--config", stored(tmp_path, text), "--trust-config"])
         left_out = values.keys() - settings.given.keys() - settings.bad
         assert left_out == (set(OF_ONE_START) if of_a_run else set())
         (said,) = [n for n in settings.notices if "run.toml" in n] if of_a_run else [""]
@@ -194,7 +194,27 @@ def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path: Path) -> Non
     argv = ["--preset", "tiny", "--pieces", str(pieces), "--deepspeed_config", str(ds)]
     config = parse_plan(argv)
     assert config.engine.extra and config.pieces.layer is not None
-    assert parse_plan(["--config", stored(tmp_path, render_settings(config))]) == config
+    again = ["--config", stored(tmp_path, render_settings(config))]
+    assert parse_plan([*again, "--trust-config"]) == parse_plan([*again, *argv[2:4]]) == config
+
+
+@pytest.mark.parametrize("key", ["pieces", "callback"])
+def test_code_is_named_on_the_command_line_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A file that is passed on runs nothing, also while it is only shown."""
+    trace, module = tmp_path / "trace", tmp_path / "evil.py"
+    module.write_text(f"open({str(trace)!r}, 'w')\nPIECES = {{}}\nclass Evil: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    value = str(module) if key == "pieces" else "evil:Evil"
+    path = stored(tmp_path, f'preset = "tiny"\n[logging]\n{key} = {written(value)}\n')
+    for flags in ([], ["--print-config"]):
+        found = problems(path, *flags)
+        assert all(word in found for word in (f"--{key}", value, f"{path}:3: {key}"))
+    assert not trace.exists()
+    parse_plan(["--config", path, "--trust-config"])
+    assert trace.exists() == (key == "pieces")  # the other is imported by the training
+    assert f"--{key}" in problems(stored(tmp_path, f"trust_config = true\n{key} = 'x'\n"))
 
 
 one_value = (
