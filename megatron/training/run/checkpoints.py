@@ -320,11 +320,15 @@ def load_checkpoint(
     loaded = load(settings.load, engine, topology, config, folder, topology.flight.alive)
     assert loaded.folder is not None, "it raises when there is nothing to load"
     say_found(loaded, reporter.say, reporter.publish)
+    asked = [
+        f"--{name.replace('_', '-')}"
+        for name in ("no_load_optim", "finetune", "reset_iteration")
+        if getattr(settings, name)
+    ]
     reporter.say(
         f" loaded checkpoint {loaded.folder} in {time.perf_counter() - start:.2f} s"
         + ("" if loaded.optimizer else ", without optimizer state")
-        + (" (--finetune)" if settings.finetune else "")
-        + (" (--reset-iteration)" if settings.reset_iteration else "")
+        + (f" ({', '.join(asked)})" if asked else "")
         + (": each expert begins with its MLP" if loaded.dense else "")
     )
     if settings.finetune or settings.reset_iteration or loaded.dense:

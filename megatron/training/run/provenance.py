@@ -61,8 +61,8 @@ _PACKAGE = Path(__file__).parents[2]
 _GIT_S = 20.0
 _WAIT_S = 60.0
 
-# Bytes read at each end of an .idx file. Offsets add up, so that a longer document anywhere shows at
-# its end.
+# Bytes read at each end of an .idx file, and of a .bin file. Offsets add up, so that a longer document
+# anywhere shows at the end of an .idx file.
 _INDEX_END, _BIN_SAMPLE = 16 << 20, 1 << 20
 
 

@@ -42,13 +42,11 @@ from megatron.training.run.schedules import (
 )
 from megatron.untrusted import is_count
 
-# Settings that change no weight and no loss, besides those of logging and of checkpoints.
+# Settings of the run that change no weight and no loss, besides those of logging and of checkpoints.
 UNCOMPARED = {
-    *("cluster", "distributed_timeout_minutes", "local_rank", "master_addr", "master_port"),
-    *("world_size", "data_cache_path", "stage_data_to", "num_workers", "mmap_bin_files"),
-    *("exit_interval", "exit_duration_in_mins", "exit_signal_handler", "walltime", "requeue"),
-    *("hang_timeout", "kill_switch_file", "manual_gc", "manual_gc_interval", "allocator_tuning"),
-    "check_weight_hash_across_dp_replicas_interval",
+    *("cluster", "distributed_timeout_minutes", "data_cache_path", "stage_data_to", "num_workers"),
+    *("mmap_bin_files", "exit_signal_handler", "hang_timeout", "manual_gc", "manual_gc_interval"),
+    *("allocator_tuning", "check_weight_hash_across_dp_replicas_interval"),
 }
 # Settings that determine the order of the samples, besides their number.
 _ORDER = (
@@ -177,7 +175,9 @@ def _other_settings(stored: Stored, config: Config) -> Iterator[str]:
     for name, section in SECTIONS.items():
         if name not in ("checkpoint", "logging"):
             options = options_of(section)
-            ours |= {o.name: plain(config.get(o.name)) for o in options if not o.inert}
+            ours |= {
+                o.name: plain(config.get(o.name)) for o in options if not (o.inert or o.one_start)
+            }
     followed = config.optimizer.schedule_basis
     unused = {name for name in followed if name.startswith(SCHEDULE)} | {"schedule_basis"}
     for name, value in ours.items():

@@ -1,0 +1,187 @@
+"""Property of resumes: with any setting changed it is the same run, or a notice names the setting."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import Config
+from megatron.config.option import Option
+from megatron.config.settings import all_options, section_of
+from megatron.errors import MegatronError
+from megatron.metrics_file import read_records
+from megatron.program import pretrain
+from megatron.training.report.reporter import Console
+from megatron.training.run.resume import UNCOMPARED, describe_changes, stored_settings
+from tests.helpers.processes import run_processes
+from tests.training.run.test_resume import config, stopped, store
+from tests.training.run.test_run import write_numbers
+
+BASE: dict[str, Any] = dict(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=2,
+    seq_length=8,
+    max_position_embeddings=16,
+    vocab_size=900,
+    micro_batch_size=2,
+    global_batch_size=4,
+    split="1",
+    num_workers=0,
+    train_iters=4,
+    lr=1e-2,
+    min_lr=1e-3,
+    lr_decay_style="cosine",
+    log_interval=1,
+    eval_iters=0,
+    hidden_dropout=0.2,
+    attention_dropout=0.0,
+    distributed_timeout_minutes=1.0,
+)
+# Values of settings that have a syntax of their own.
+_VALUES: dict[str, Any] = dict(
+    lr_schedule="warmup 1, linear",
+    weight_decay_schedule="linear to 0.5",
+    adam_beta1_schedule="linear to 0.5",
+    adam_beta2_schedule="linear to 0.5",
+    step_batch_size_schedule="0:2 64:4",
+    rampup_batch_size=(2, 2, 8),
+    clip_grad_by_kind=("hidden=0.001",),
+    split="9,1",
+    window_size=(3, 0),
+    walltime="none",
+    train_data_exact_num_epochs=1,
+    recompute_modules=("mlp",),
+)
+
+
+def others(option: Option, value: Any) -> list[Any]:
+    """Return values of a setting that are not `value`, of which some may be refused."""
+    if option.name in _VALUES:
+        return [_VALUES[option.name]]
+    if option.kind is bool:
+        return [not value]
+    if option.choices:
+        return [choice for choice in option.choices if choice != value]
+    if option.kind in (int, float) and not option.many:
+        numbers = (0.5, 2.0, 0.05) if value is None else (value / 2, value * 2, value + 1, 0.5)
+        return [option.kind(number) for number in numbers if option.kind(number) != value]
+    return []
+
+
+def resumed(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[tuple[Any, str]]:
+    """Start a run, resume it with each of these changes, and return the figures and the log."""
+    prefix = write_numbers(Path(folder, "x"), 8 * 100 + 1)
+    base = {**BASE, "data_path": (prefix,)}
+    pretrain(Config.create(**base, save=folder, exit_interval=2))
+    said: list[str] = []
+    Console.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
+    found: list[tuple[Any, str]] = []
+    for number, change in enumerate(changes):
+        metrics = Path(folder, f"{number}.jsonl")
+        said.clear()
+        fields = {**base, "metrics_file": str(metrics), "load": folder, **change}
+        try:
+            pretrain(Config.create(**fields))
+        except MegatronError as error:
+            found.append((None, str(error)))
+            continue
+        names = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
+        records = read_records(metrics, "iteration")
+        figures = [tuple(record[name] for name in names) for record in records]
+        found.append((figures, " ".join(" ".join(said).split())))
+    return found
+
+
+def test_each_setting_of_a_run_that_differs_is_named(tmp_path: Path) -> None:
+    """Whatever is not in this notice changes no figure, as the next test shows."""
+    before = config()
+    checkpoint = store(tmp_path, before)
+    named = 0
+    for name, option in all_options().items():
+        section = section_of(name)
+        if name in UNCOMPARED or section in ("checkpoint", "logging"):
+            continue
+        if option.one_start or option.inert or name == "schedule_basis":
+            continue
+        value = before.get(name)
+        other = next(iter(others(option, value)), ("other",) if option.many else "other")
+        changed = dataclasses.replace(getattr(before, section), **{name: other})
+        ours = dataclasses.replace(before, **{section: changed})
+        stored, lines = stored_settings(checkpoint, before), list[str]()
+        quiet = dataclasses.replace(ours.checkpoint, override_opt_param_scheduler=True)
+        ours = dataclasses.replace(ours, checkpoint=quiet)
+        describe_changes(stored, ours, stopped(), 10, lines.append)
+        assert f" {name} " in lines[0], name
+        named += 1
+    assert named > 150
+
+
+@pytest.mark.slow
+def test_what_is_not_compared_changes_no_figure(tmp_path: Path) -> None:
+    """All such settings are changed at once, as far as one process on a CPU can."""
+    fixed = {"save", "load", "load_tag", "no_load_optim", "finetune", "reset_iteration"}
+    fixed |= {
+        "metrics_file",
+        "world_size",
+        "skip_train",
+        "log_interval",
+        "exit_interval",
+        "requeue",
+    }
+    change: dict[str, Any] = dict(data_cache_path=str(tmp_path / "cache"), manual_gc=True)
+    change["save"] = str(tmp_path / "saved")
+    for name, option in all_options().items():
+        free = (
+            name in UNCOMPARED or option.one_start or section_of(name) in ("logging", "checkpoint")
+        )
+        if not free or name in fixed or option.inert:
+            continue
+        for value in others(option, Config.create(**BASE).get(name)):
+            try:
+                Config.create(**{**BASE, "load": "x", **change, name: value})
+            except MegatronError:
+                continue
+            change[name] = value
+            break
+    assert len(change) > 25
+    (found,) = run_processes(1, resumed, str(tmp_path), [{}, change])
+    (plain, _), (same, log) = found
+    assert plain == same, log
+    assert [figures[0] for figures in plain] == [3, 4]
+
+
+SOME = ("seed", "train_iters", "hidden_dropout", "clip_grad", "dataloader_type", "no_load_optim")
+PARTS = 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "part",
+    [None, *(pytest.param(part, marks=pytest.mark.campaign("kills")) for part in range(PARTS))],
+)
+def test_any_setting_changed_is_the_same_run_or_named(tmp_path: Path, part: int | None) -> None:
+    names = SOME if part is None else list(all_options())[part::PARTS]
+    changes: list[dict[str, Any]] = [{}]
+    for name in names:
+        option = all_options()[name]
+        for value in others(option, Config.create(**BASE).get(name)):
+            try:
+                Config.create(**{**BASE, "load": "x", name: value})
+            except MegatronError:
+                continue
+            changes.append({name: value})
+            if not option.choices:
+                break
+    (found,) = run_processes(1, resumed, str(tmp_path), changes)
+    plain, different = found[0][0], set()
+    for change, (figures, log) in zip(changes, found, strict=True):
+        for name in change:
+            spellings = (name, *all_options()[name].flags)
+            same = figures in (plain, None)  # None: refused
+            assert same or any(word in log for word in spellings), (change, log)
+            different |= set() if same else {name}
+    assert len(different) == len(names) if part is None else len(different) > 2
