@@ -29,8 +29,9 @@ ROOMS: dict[str, set[str]] = {
     "pipeline": BASE | {"parallel", "protocols"},
 }
 ROOMS["metrics_file"] = ROOMS["protocols"] = BASE
+ROOMS["untrusted_pickle"] = {"errors"}
 ROOMS["engine"] = BASE | {"parallel", "kernels", "layers", "data", "model", "pipeline", "protocols"}
-ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
+ROOMS["checkpoint"] = ROOMS["engine"] | {"engine", "untrusted_pickle"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "metrics_file"}
 ROOMS["planner"] = ROOMS["training"] | {"training", "drawing"}
 ROOMS["program"] = ROOMS["planner"] | {"planner"}

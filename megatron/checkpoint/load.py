@@ -61,6 +61,7 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from megatron.untrusted import open_regular
+from megatron.untrusted_pickle import check_torch_file
 
 
 @dataclass(frozen=True)
@@ -427,8 +428,10 @@ def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: st
             f"{path} is damaged: bytes {shard.start} to {end}, a part of {name}, are not those "
             "that were written"
         )
+    stream = io.BytesIO(data)
+    check_torch_file(stream, f"{path}, where {name} is,", CheckpointError)
     try:
-        values: torch.Tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        values: torch.Tensor = torch.load(stream, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # a damaged archive can raise anything

@@ -24,6 +24,7 @@ from megatron.checkpoint.load import read_tensor
 from megatron.checkpoint.shards import Stored, checked_entry, incomplete, named
 from megatron.errors import CheckpointError
 from megatron.untrusted import open_regular, read_bytes, read_json
+from megatron.untrusted_pickle import check_pickle
 from megatron_conversion.megatron import take_loss_scale
 from megatron_conversion.names import ours
 from megatron_conversion.source import MOMENTS, Part, Source, source_of
@@ -229,6 +230,7 @@ def _listed(path: Path) -> dict[str, Any]:
     """Return the tensors in a .metadata as entries that are not checked yet, by key."""
     data = read_bytes(path, _METADATA_LIMIT_BYTES, error=CheckpointError)
     try:
+        check_pickle(data, path, CheckpointError)
         found = attributes(_Unpickler(BytesIO(data)).load())
         tensors = {
             str(key): attributes(value)
@@ -252,6 +254,8 @@ def _listed(path: Path) -> dict[str, Any]:
             where = (at["relative_path"], at["offset"], at["length"], None)
             entries[key]["boxes"].append((offset, sizes[key, offset], *where))
         return entries
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {str(error)[:200]}): it is damaged, "

@@ -18,6 +18,7 @@ import torch
 
 from megatron.errors import CheckpointError
 from megatron.untrusted import open_regular
+from megatron.untrusted_pickle import check_torch_file
 
 PLAIN = (
     "argparse.Namespace",
@@ -85,7 +86,8 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
     Raises CheckpointError that names the file if it is missing, damaged, not a dict, or holds other
     objects.
     """
-    open_regular(path, error=CheckpointError).close()
+    with open_regular(path, error=CheckpointError) as file:
+        check_torch_file(file, path, CheckpointError)
     try:
         zipped = zipfile.is_zipfile(path)
         if zipped:

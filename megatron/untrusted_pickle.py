@@ -1,0 +1,241 @@
+"""Bounds of pickles from others, checked before any of their values is made.
+
+A pickle can share a value: sixty nested pairs of one and the same pair are a file of 300 bytes and
+2^60 steps of hashing, printing or copying. Readers that execute nothing still take them. Here the
+instructions are followed without values, only sizes: what is refused is a tuple or number that is
+too large to hash, a structure that is far larger than its file, nested too deeply or holds itself,
+and copies of large containers again and again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickletools
+import struct
+import zipfile
+from pathlib import PurePosixPath
+from typing import BinaryIO, NamedTuple
+
+from megatron.errors import MegatronError
+
+_LARGEST_TUPLE = 4096  # values in it, those of inner tuples included
+_GROWTH, _FREE = 64, 1 << 20  # values for each instruction of the pickle, and beyond
+_DEPTH = 200
+_LEGACY_PICKLES = 5  # in a file from before torch 1.6; the bytes of its tensors follow
+_ZIP = b"PK\x03\x04"
+_NAME_LENGTHS = 26  # byte of a zip entry's header at which they are; name and extra field follow
+
+_KINDS = {
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), "put"),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), "get"),
+    **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"), "call"),
+    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET"), "tuple"),
+    **dict.fromkeys(("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"), "add"),
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"), "empty"),
+    **dict.fromkeys(("LONG", "LONG1", "LONG4", "INT"), "number"),
+    **dict.fromkeys(("PROTO", "FRAME"), "format"),
+    **dict.fromkeys(("POP", "POP_MARK"), "pop"),
+    **{name: name.lower() for name in ("BUILD", "DUP", "MARK", "STOP")},
+}
+
+
+class _Effect(NamedTuple):
+    """What an instruction does: its kind, and the operands that it takes off the stack.
+
+    argument   bytes of its argument, or pickletools' code, below 0, for how its length is told
+    lines      of an argument that is text
+    operands   besides those from a mark on, which `marked` ones take as well
+    """
+
+    kind: str
+    argument: int
+    lines: int
+    operands: int
+    marked: bool
+
+
+def _effect(opcode: pickletools.OpcodeInfo) -> _Effect:
+    before, argument, lines = list(opcode.stack_before), opcode.arg, 0
+    marked = pickletools.markobject in before
+    operands = before.index(pickletools.markobject) if marked else len(before)
+    if argument is not None and argument.n == pickletools.UP_TO_NEWLINE:
+        lines = 2 if argument.name.endswith("pair") else 1
+    kind = _KINDS.get(opcode.name, "other" if before else "plain")
+    return _Effect(kind, argument.n if argument and not lines else 0, lines, operands, marked)
+
+
+_EFFECTS = {ord(opcode.code): _effect(opcode) for opcode in pickletools.opcodes}
+_LENGTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+
+class _Value:
+    """A value without content: what is in it, and its size as a part of a key."""
+
+    __slots__ = ("hashed", "inside")
+
+    def __init__(self, inside: list[_Value], hashed: int = 1) -> None:
+        self.inside, self.hashed = inside, hashed
+
+
+_PLAIN, _MARK = _Value([]), _Value([])
+
+
+def check_torch_file(file: BinaryIO, source: object, error: type[MegatronError]) -> None:
+    """Check the pickles of a file that torch.save wrote, as torch.load will read them.
+
+    The position of `file` is at its start, before and after. Raises `error`, naming `source`.
+    """
+    try:
+        if file.read(len(_ZIP)) == _ZIP:
+            with zipfile.ZipFile(file) as archive:
+                listed = [one for one in archive.infolist() if _is_pickle(one.filename)]
+                if len(listed) != 1 or listed[0].compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("its data.pkl is missing, compressed or there twice")
+            # Not by zipfile, which compares checksums: torch may write none.
+            file.seek(listed[0].header_offset + _NAME_LENGTHS)
+            lengths = struct.unpack("<HH", file.read(4))
+            file.seek(sum(lengths), os.SEEK_CUR)
+            check_pickle(file.read(listed[0].file_size), source, error)
+        else:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = 0
+                for _ in range(_LEGACY_PICKLES):
+                    end = check_pickle(content, source, error, end)
+    except MegatronError:
+        raise
+    except Exception as problem:  # a damaged archive or pickle can raise anything
+        raise error(
+            f"{source} cannot be read ({type(problem).__name__}: {str(problem)[:200]}): it is "
+            "damaged, or torch.save did not write it"
+        ) from problem
+    finally:
+        file.seek(0)
+
+
+def _is_pickle(name: str) -> bool:
+    path = PurePosixPath(name)
+    return path.name == "data.pkl" and len(path.parts) == 2
+
+
+def check_pickle(
+    content: bytes | mmap.mmap, source: object, error: type[MegatronError], at: int = 0
+) -> int:
+    """Follow the pickle at byte `at` of `content`; return where it ends.
+
+    Raises `error`, naming `source`, for one that would take a time or memory out of proportion to
+    its size, and LookupError, ValueError or OverflowError where it is damaged.
+    """
+    stack: list[_Value] = []
+    memo: dict[int, _Value] = {}
+    count = copied = 0
+    while True:
+        kind, length, lines, operands, marked = _EFFECTS[content[at]]
+        count, at = count + 1, at + 1
+        start = at
+        if length > 0:
+            at += length
+        elif length:
+            start += _LENGTHS[length]
+            at = start + int.from_bytes(content[at:start], "little")
+        for _ in range(lines):
+            at = content.find(b"\n", at) + 1
+            if not at:
+                raise ValueError("it is cut off")
+        if kind == "plain":
+            stack.append(_PLAIN)
+        elif kind in ("put", "get"):
+            text = content[start:at]
+            index = int(text) if lines else int.from_bytes(text, "little") if text else len(memo)
+            if kind == "put":
+                memo[index] = stack[-1]
+            else:
+                stack.append(memo[index])
+        elif kind == "mark":
+            stack.append(_MARK)
+        elif kind == "empty":
+            stack.append(_Value([]))
+        elif kind == "number":
+            # Its hash is not kept: that of a large one takes time again and again.
+            stack.append(_Value([], 1 + (at - start) // 8))
+        elif kind == "dup":
+            stack.append(stack[-1])
+        elif kind == "stop":
+            _check_size(stack[-1], _GROWTH * count + _FREE, source, error)
+            return at
+        elif kind != "format":
+            taken = _from_mark(stack) if marked else []
+            if len(stack) < operands:
+                raise ValueError("it takes more than there is")
+            if operands:
+                taken = stack[-operands:] + taken
+                del stack[-operands:]
+            if kind == "pop":
+                continue
+            if kind in ("add", "build"):  # the object remains the same
+                made = taken[0]
+                made.inside += taken[1:]
+            else:
+                hashed = kind in ("tuple", "call")
+                made = _Value(taken, 1 + sum(v.hashed for v in taken) if hashed else 1)
+            stack.append(made)
+            if kind in ("call", "build"):
+                argument = taken[-1]
+                copied += len(argument.inside) + sum(len(v.inside) for v in argument.inside)
+            if copied > 4 * count + _FREE:
+                raise error(_refusal(source, "copies of large containers"))
+        if stack and stack[-1].hashed > _LARGEST_TUPLE:
+            what = f"a tuple or number of more than {_LARGEST_TUPLE} values"
+            raise error(_refusal(source, what))
+
+
+def _from_mark(stack: list[_Value]) -> list[_Value]:
+    """Return and remove what is on the stack after the last mark, and remove the mark."""
+    last = len(stack) - 1
+    while stack[last] is not _MARK:
+        last -= 1
+        if last < 0:
+            raise ValueError("it has no mark")
+    taken = stack[last + 1 :]
+    del stack[last:]
+    return taken
+
+
+def _check_size(top: _Value, most: int, source: object, error: type[MegatronError]) -> None:
+    """Raise `error` where a value with all in it is too large, too deep, or holds itself."""
+    sizes = {id(_PLAIN): (1, 1)}  # values with those inside, and levels
+    started: set[int] = set()
+    pending = [top]
+    while pending:
+        value = pending[-1]
+        if id(value) in sizes:
+            pending.pop()
+        elif id(value) in started:
+            size = levels = 1
+            for one in value.inside:
+                inner, below = sizes[id(one)]
+                size += inner
+                levels = max(levels, 1 + below)
+            if size > most or levels > _DEPTH:
+                what = f"{levels} levels" if levels > _DEPTH else f"more than {most} values"
+                raise error(_refusal(source, what))
+            sizes[id(value)] = size, levels
+        else:
+            started.add(id(value))
+            for one in value.inside:
+                if id(one) not in sizes:
+                    if id(one) in started:
+                        raise error(_refusal(source, "a value that holds itself"))
+                    pending.append(one)
+
+
+def _refusal(source: object, what: str) -> str:
+    return (
+        f"{source} is not read: it has {what}, which no checkpoint needs and which would take a "
+        "time or memory out of proportion to the file"
+    )
