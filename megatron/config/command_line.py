@@ -415,15 +415,51 @@ def _chosen_values(
             if flag.kind == "weak":
                 weak[name] = Chosen(written, value, origin)
             elif name in chosen and chosen[name].value != value:
-                problem = f"{chosen[name].written} and {written} contradict each other: choose one"
-                settings.mark_bad(name, problem, origin)
+                both = chosen[name], Chosen(written, value, origin)
+                if (winner := _winner(*both)) is None:
+                    said = f"{both[0].written} and {written} contradict each other: choose one"
+                    settings.mark_bad(name, said, origin)
+                else:
+                    chosen[name], loser = winner, both[both[0] is winner]
+                    settings.notices.append(f"{winner.written} overrides {loser.written}")
             else:
                 chosen[name] = Chosen(written, value, origin)
         if flag.option is not None:
             for key in (spelling, *(word.lower() for word in words)):
                 for name, value in flag.option.implies.get(key, {}).items():
                     weak[name] = Chosen(written, value, origin)
-    return weak | chosen
+    # a file has no order
+    return weak | (chosen if origins else _last_source(settings, chosen))
+
+
+# The first of two flags decides, as in Megatron-LM.
+_DECIDES = {
+    ("--recompute-activations", "--recompute-granularity"),
+    ("--data-parallel-sharding-strategy", "--use-distributed-optimizer"),
+}
+
+
+def _winner(one: Chosen, other: Chosen) -> Chosen | None:
+    """Return which of two values of a setting counts; None: they contradict each other."""
+    for first, second in ((one, other), (other, one)):
+        flags = first.written.split()[0], second.written.split()[0]
+        # Every ZeRO stage but 0 has a distributed optimizer.
+        if flags in _DECIDES or (flags[1] == "--use-distributed-optimizer" and first.value):
+            return first
+    return None
+
+
+def _last_source(settings: Settings, chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
+    """Return what is chosen; of --mock-data and files of data, only the last ones."""
+    files = ("data_path", "data_file_list", "train_data_path", "valid_data_path", "test_data_path")
+    sources = [name for name, one in chosen.items() if name in (*files, "mock_data") and one.value]
+    if "mock_data" not in sources or len(sources) == 1:
+        return dict(chosen)
+    last = sources[-1]
+    lost = [name for name in sources if (name == "mock_data") != (last == "mock_data")]
+    for name in lost:
+        settings.notices.append(f"{chosen[last].written} overrides {chosen[name].written}")
+    return {name: one for name, one in chosen.items() if name not in lost}
 
 
 def _values(

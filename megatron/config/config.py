@@ -355,6 +355,10 @@ def _parallel(s: Settings) -> None:
                 v["world_size"] // replica,
                 "derived from world size, tensor, pipeline and context size",
             )
+    own, tensor = "expert_tensor_parallel_size", v["tensor_model_parallel_size"]
+    if v["num_experts"] is None and v[own] not in (None, tensor) and own not in s.bad:
+        s.notices.append(f"--expert-tensor-parallel-size {v[own]} has no effect: no experts")
+        s.derive(own, None, "derived: there are no experts")
     if s.is_unset("expert_tensor_parallel_size") and s.usable("tensor_model_parallel_size"):
         size = v["tensor_model_parallel_size"]
         s.derive("expert_tensor_parallel_size", size, "derived from tensor-model-parallel-size")
@@ -391,7 +395,11 @@ def _chunks(s: Settings) -> None:
         "num_layers_per_virtual_pipeline_stage", "num_layers", "pipeline_model_parallel_size"
     ):
         chunks, remainder = divmod(v["num_layers"], pipeline * per_chunk)
-        if remainder == 0:
+        if remainder == 0 and chunks == 1:
+            written = all_options()["num_layers_per_virtual_pipeline_stage"].written(per_chunk)
+            s.notices.append(f"{written} has no effect: each pipeline rank has one chunk")
+            s.derive("num_layers_per_virtual_pipeline_stage", None, "derived: there is one chunk")
+        elif remainder == 0:
             s.derive(origin, chunks, "derived from num-layers-per-virtual-pipeline-stage")
 
 

@@ -66,7 +66,9 @@ class _Merge:
         self, settings: Settings, path: str, content: dict[str, Any], lines: Mapping[str, int]
     ) -> None:
         self.settings, self.path, self.content, self.lines = settings, path, content, lines
-        self.known = {key.split(".")[0] for table in _tables().values() for key in table} | {_STEPS}
+        tables = _tables()
+        self.known = {key.split(".")[0] for table in tables.values() for key in table} | {_STEPS}
+        self.used = tables["settings"].keys() | tables["fp16_settings"].keys()
 
     def run(self) -> None:
         tables = _tables()
@@ -84,8 +86,13 @@ class _Merge:
                 written = json.dumps(value)
                 self._problem(key, f"{key} {written} is not supported: {remedy}")
         for key, why in tables["without_effect"].items():
-            if self._pop(key) not in (None, "auto", {}):
-                self.settings.notices.append(f"{self._at(key)}: {key} has no effect: {why}")
+            rest = self._pop(key)
+            if rest in (None, "auto", {}):
+                continue
+            has = f"{key} has"
+            if isinstance(rest, dict) and any(name.startswith(f"{key}.") for name in self.used):
+                has = f"{', '.join(f'{key}.{inner}' for inner in rest)} have"  # others of it do
+            self.settings.notices.append(f"{self._at(key)}: {has} no effect: {why}")
         self._pass_on()
 
     def _pop(self, key: str) -> Any:

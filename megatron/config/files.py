@@ -194,7 +194,7 @@ class CheckpointConfig:
     load_tag: str | None = option(
         None,
         "Name or iteration of the checkpoint to load, instead of the latest.",
-        flags=("--load-tag", "--ckpt-step", "--load-iteration"),
+        flags=("--load-tag", "--load-iteration"),
         one_start=True,
     )
     no_load_optim: bool = option(False, "Do not load the optimizer state.", one_start=True)
@@ -353,6 +353,7 @@ class LoggingConfig:
         None,
         "Folder for profiler traces.",
         metavar="FOLDER",
+        flags=("--trace-dir", "--path-for-traces"),
         derived="--tensorboard-dir, or the folder of the metrics file",
     )
     record_memory_history: bool = option(

@@ -299,6 +299,7 @@ class ModelConfig:
         False,
         "Use muP: learning rates, epsilon and initial weights that were tuned for a small base "
         "model fit this one. Give the sizes of the base model.",
+        flags=("--use-mup", "--mup"),
     )
     mup_base_hidden_size: int = option(
         None,

@@ -121,6 +121,7 @@ class OptimizerConfig:
         "exponential",
         "Shape of the final WSD decay.",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        value_names={"1-sqrt": "minus_sqrt"},
     )
     lr_wsd_decay_iters: int | None = option(
         None, "Length of the final WSD decay in iterations.", at_least=1
@@ -452,7 +453,9 @@ class TrainingConfig:
     )
     eval_interval: int = option(1000, "Number of iterations between evaluations.", at_least=1)
     eval_at_start: bool = option(
-        False, "Also evaluate before the first step of a run that starts at iteration 0."
+        False,
+        "Also evaluate before the first step of a run that starts at iteration 0.",
+        flags=("--eval-at-start", "--eval-first"),
     )
     exit_interval: int | None = option(
         None,

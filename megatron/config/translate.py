@@ -33,6 +33,7 @@ EMBEDDING, LOSS = (
 )
 LAYOUT = "--pipeline-model-parallel-layout"
 EXPERT_INTERVAL, NO_DROPS = "--expert-interval", "--disable-moe-token-dropping"
+AXES = tuple(f"--{axis}-tensor-model-parallel-size" for axis in ("row", "column", "depth"))
 _PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size")
 # Flag -> the settings that it may give.
@@ -40,6 +41,7 @@ LATE: Mapping[str, tuple[str, ...]] = {
     NO_PIPELINE: (),
     **dict.fromkeys((PARTITION, FIRST, LAST, EMBEDDING, LOSS, LAYOUT), ("pipeline_layout",)),
     **dict.fromkeys(CHUNKS, (_PER_CHUNK,)),
+    **dict.fromkeys(AXES, ("tensor_model_parallel_size",)),
     EXPERT_INTERVAL: ("moe_layer_freq",),
     NO_DROPS: ("moe_expert_capacity_factor", "moe_eval_capacity_factor"),
 }
@@ -112,6 +114,11 @@ def _sharding(words: list[str]) -> dict[str, Any]:
     strategies = "no_shard", "optim", "optim_grads", "optim_grads_params"
     kinds = Option(choices=strategies, hint="use --zero-stage")
     return {"zero_stage": strategies.index(kinds.parse(words))}
+
+
+def _step(words: list[str]) -> dict[str, Any]:
+    number = Option(kind=int, at_least=0, at_most=MOST).parse(words)
+    return {"load_tag": str(number)} if number else {}  # Megatron-LM takes 0 as none
 
 
 def _timeout(words: list[str]) -> dict[str, Any]:
@@ -205,6 +212,7 @@ DIRECT: Mapping[str, Direct] = {
         ("recompute_granularity", "recompute_modules"), _recomputed_experts
     ),
     "--data-parallel-sharding-strategy": Direct(("zero_stage",), _sharding),
+    "--ckpt-step": Direct(("load_tag",), _step),
     "--distributed-timeout": Direct(("distributed_timeout_minutes",), _timeout),
     **_weighted_paths(),
     "--data-args-path": Direct(("data_path",), _words_of_file),
@@ -229,6 +237,7 @@ def translate_late(settings: Settings, flags: Flags) -> None:
             f"{NO_DROPS} means no --moe-expert-capacity-factor: all tokens count"
         )
     try:
+        _give_axes(settings, present)
         _Stages(settings, present).give()
     except ValueError as error:
         settings.problems.append(str(error))
@@ -245,6 +254,26 @@ def _no_pipeline(settings: Settings) -> None:
         settings.notices.append(
             f"{NO_PIPELINE} has no effect: --pipeline-model-parallel-size alone decides"
         )
+
+
+def _give_axes(settings: Settings, flags: Flags) -> None:
+    """Set the tensor-parallel size to the product of AxoNN's three. Raises ValueError."""
+    used, name, size = [flag for flag in AXES if flag in flags], "tensor_model_parallel_size", 1
+    for flag in used:
+        try:
+            size *= _COUNT.parse(flags[flag])
+        except ValueError as error:
+            raise ValueError(f"{flag} {error}") from None
+    if not used:
+        return
+    said = " ".join(" ".join([flag, *flags[flag]]) for flag in used)
+    chosen, written = settings.given.get(name, size), all_options()[name].written
+    if chosen != size and not settings.origins[name].startswith("preset "):
+        raise ValueError(
+            f"{said} means {written(size)}, but {written(chosen)} is given: use one of them"
+        )
+    settings.give(name, size, f"command line: {said}")
+    settings.notices.append(meaning(said, {name: size}))
 
 
 class _Stages:

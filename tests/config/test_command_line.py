@@ -85,7 +85,6 @@ def test_all_problems_are_numbered_together():
 def test_two_flags_that_contradict_each_other():
     """Two contradictory flags are refused; words name the values."""
     for arguments, more in (
-        ("--recompute-activations --recompute-granularity full", ""),
         ("--zero-stage 0 --use-distributed-optimizer", ""),
         ("--num-query-groups 2 --num-key-value-heads 4", ""),
         ("--swiglu --no-swiglu", ""),
@@ -110,6 +109,47 @@ def test_two_flags_that_contradict_each_other():
     ):
         text = problems(arguments)
         assert all(word in text for word in (arguments.split()[0], *words)), text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (
+            "--recompute-activations --recompute-granularity full",
+            "recompute_granularity",
+            "selective",
+        ),
+        (
+            "--recompute-granularity full --recompute-activations",
+            "recompute_granularity",
+            "selective",
+        ),
+        ("--use-distributed-optimizer --zero-stage 2", "zero_stage", 2),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+            "--use-distributed-optimizer",
+            "zero_stage",
+            3,
+        ),
+        (
+            "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+            "zero_stage",
+            0,
+        ),
+        ("--mock-data --data-path a", "data_path", ("a",)),
+        ("--data-path a --mock-data", "data_path", None),
+        ("--train-data-path a --valid-data-path b --mock-data", "mock_data", True),
+        ("--mock-data --train-data-path a --valid-data-path b", "mock_data", False),
+    ],
+)
+def test_one_of_two_flags_that_decides_as_in_megatron(
+    arguments: str, name: str, value: object
+) -> None:
+    """The notice names both flags."""
+    base = [word for word in BASE if word != "--mock-data" or "data-path" not in arguments]
+    config = parse_args([*base, *arguments.split()], 1)
+    assert config.get(name) == value
+    assert any("overrides" in notice for notice in config.notices)
 
 
 def test_rotary_without_learned_positions_in_either_order():

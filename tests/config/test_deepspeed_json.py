@@ -96,6 +96,16 @@ def test_what_only_the_file_has_is_taken_over(merge):
     assert config.origin("adam_beta2").endswith("ds.json:1: optimizer.params.betas")
 
 
+def test_only_what_has_no_effect_is_said_to_have_none(merge):
+    offload = {"device": "cpu", "pin_memory": True, "ratio": 0.5}
+    base = [*BASE, "--lr", "0.1", "--micro-batch-size", "1"]
+    config, notices = merge({"zero_optimization": {"offload_optimizer": offload}}, base=base)
+    (notice,) = [text for text in notices if "offload_optimizer" in text]
+    assert config.get("cpu_offload")
+    assert all(f"offload_optimizer.{key}" in notice for key in ("pin_memory", "ratio"))
+    assert "offload_optimizer has" not in notice and "device" not in notice
+
+
 def test_auto_leaves_it_to_the_command_line(merge):
     auto = {
         "train_batch_size": "auto",

@@ -93,6 +93,7 @@ SETTINGS = """
 --init-method-std 0.006
 --init-method-xavier-uniform
 --use-mup
+--mup => use_mup True
 --mup-base-hidden-size 32
 --mup-base-num-layers 2
 --mup-base-ffn-hidden-size 96
@@ -213,6 +214,7 @@ SETTINGS = """
 --lr-warmup-samples 10
 --lr-warmup-tokens 100
 --lr-wsd-decay-style minus_sqrt
+--lr-wsd-decay-style 1-sqrt => lr_wsd_decay_style minus_sqrt
 --lr-wsd-decay-iters 10
 --lr-wsd-decay-samples 10
 --weight-decay 0.1
@@ -321,6 +323,8 @@ SETTINGS = """
 --profile-step-end 20
 --profile-ranks 0 1 => profile_ranks (0,1)
 --trace-dir traces
+--path-for-traces traces => trace_dir traces
+--eval-first => eval_at_start True
 --record-memory-history
 --memory-snapshot-path s.pickle
 --timeline-interval 50
@@ -337,7 +341,6 @@ SETTINGS = """
 --activations-checkpoint-method uniform => recompute_granularity full
 --activations-checkpoint-num-layers 2 => recompute_num_layers 2
 --persistent-save-interval 10 => save_interval 10
---ckpt-step 100 => load_tag 100
 --load-iteration 100 => load_tag 100
 --dist-ckpt-format torch_dist => ckpt_format torch_dist
 --ckpt-format zarr => ckpt_format torch_dist

@@ -111,6 +111,32 @@ def test_stages():
         ), notices
 
 
+def test_the_tensor_parallel_ranks_of_axonn():
+    sizes = "--num-layers 8 --mock-data --row-tensor-model-parallel-size 2"
+    more = "--column-tensor-model-parallel-size 2 --depth-tensor-model-parallel-size 1"
+    for line in (f"{sizes} {more}", f"{sizes} {more} --tensor-model-parallel-size 4"):
+        config, notices = resolve(line, world_size=4)
+        assert config.parallel.tensor_model_parallel_size == 4
+        assert any("--tensor-model-parallel-size 4" in notice for notice in notices)
+    text = problem(f"{sizes} --tensor-model-parallel-size 4", world_size=4)
+    assert "--row-tensor-model-parallel-size 2" in text and "size 4" in text
+
+
+def test_a_model_without_experts_has_none_to_divide():
+    line = "--num-layers 8 --mock-data --tensor-model-parallel-size 2"
+    plain, (config, notices) = (
+        resolve(line, world_size=2)[0],
+        resolve(f"{line} --expert-tensor-parallel-size 1", world_size=2),
+    )
+    assert config == plain and any("--expert-tensor-parallel-size 1" in text for text in notices)
+
+
+def test_the_step_of_a_checkpoint():
+    line = "--num-layers 8 --mock-data --load runs/a --ckpt-step"
+    assert resolve(f"{line} 7")[0].checkpoint.load_tag == "7"
+    assert resolve(f"{line} 0")[0].checkpoint.load_tag is None  # Megatron-LM loads the latest
+
+
 def test_chunks():
     sizes = "--num-layers 8 --pipeline-model-parallel-size 2 --mock-data"
     for flag in (
@@ -133,6 +159,9 @@ WITHOUT_EFFECT = [
     (2, "--pp-partition-method type:transformer"),
     (2, "--decoder-last-pipeline-num-layers none"),
     (2, "--account-for-loss-in-pipeline-split false"),
+    (2, "--num-layers-per-virtual-pipeline-stage 4"),  # one chunk, as in Megatron-LM
+    (1, "--num-layers-per-virtual-pipeline-stage 8"),
+    (1, "--ckpt-step 0"),
 ]
 
 
