@@ -8,17 +8,19 @@ tells every process its rank, and the ranks meet at a store that the first of th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
 import socket
+import subprocess
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron.errors import LaunchError
-from megatron.parallel.environment import Variables
+from megatron.parallel.environment import Variables, ask_slurm
 from megatron.parallel.placing import VISIBLE, Placing, near_index, visible_devices
 
 if TYPE_CHECKING:
@@ -252,22 +254,68 @@ def _master(
     """
     # `hostname -i` prints an address for each of a host's interfaces
     given, nodes = env.text("MASTER_ADDR").split(), env.first(_NODE_VARIABLES)
-    # Older scripts export MASTER_ADDR=$SLURM_SUBMIT_HOST: the login node.
     by_slurm = nodes is not None and _is_srun_task(env) and not env.has("TORCHELASTIC_RUN_ID")
-    if given and not (by_slurm and given[0] == env.text("SLURM_SUBMIT_HOST")):
-        several = f"MASTER_ADDR={' '.join(given)} has several addresses: the first is used"
-        return given[0], (several,) if len(given) > 1 else ()
-    if world_size in (1, local_world_size):
+    several, first, wrong = world_size not in (1, local_world_size), "", ""
+    if by_slurm and several:
+        assert nodes is not None, "the launch is Slurm's"
+        arbitrary = "arbitrary" in env.text("SLURM_DISTRIBUTION")
+        first = _first_of_layout(env, bool(given)) if arbitrary else first_host(env.text(nodes))
+    if by_slurm and given and given[0] == env.text("SLURM_SUBMIT_HOST"):
+        # Older scripts export MASTER_ADDR=$SLURM_SUBMIT_HOST: the login node.
+        wrong = "the host that submitted the job"
+    elif first and given:
+        # Scripts export the first node of the job, but rank 0 may be on another one of its nodes.
+        usual = {first_host(env.text(name)) for name in _NODE_VARIABLES if env.has(name)} - {first}
+        if any(_same_host(given[0], host) for host in usual):
+            wrong = "not the node of rank 0"
+    if given and not wrong:
+        many = f"MASTER_ADDR={' '.join(given)} has several addresses: the first is used"
+        return given[0], (many,) if len(given) > 1 else ()
+    if not several:
         first = "127.0.0.1"
-    elif nodes is not None:
+    elif not first and nodes is not None:
         first = first_host(env.text(nodes))
-    else:
+    elif not first:
         raise LaunchError(
             f"MASTER_ADDR is not set for {world_size} processes: set it to the host of rank 0"
         )
     if given in ([], [first]):
         return first, ()
-    return first, (f"MASTER_ADDR={given[0]} is the host that submitted the job: {first} is used",)
+    return first, (f"MASTER_ADDR={given[0]} is {wrong}: {first} is used",)
+
+
+def _first_of_layout(env: Variables, optional: bool) -> str:
+    """Return the node of rank 0, which with --distribution=arbitrary is any of the step's.
+
+    No variable names it: Slurm sorts its lists of nodes. Where it is unknown, return "" if it is
+    `optional`, otherwise raise LaunchError.
+    """
+    step = f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
+    try:
+        answer = ask_slurm("sattach", "--layout", step)
+        said = answer.stdout + answer.stderr
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(error)
+    if found := re.search(r"\((\S+)\), \d+ task\(s\): 0\b", said):
+        return found[1]
+    if optional:
+        return ""
+    raise LaunchError(
+        "srun --distribution=arbitrary puts rank 0 on any node, and sattach --layout "
+        f"{step} does not tell which ({said.strip()[:200]}): export MASTER_ADDR with the host of "
+        "the first task, or use another distribution"
+    )
+
+
+def _same_host(one: str, other: str) -> bool:
+    """Return whether two names or addresses are those of the same host."""
+
+    def addresses(host: str) -> set[str]:
+        with contextlib.suppress(OSError, UnicodeError):
+            return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+        return set()
+
+    return one == other or not addresses(one).isdisjoint(addresses(other))
 
 
 def first_host(nodelist: str) -> str:

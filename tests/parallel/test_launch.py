@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,6 +191,8 @@ def test_what_an_environment_says(
     [
         ({"MASTER_ADDR": "10.0.0.7 10.0.1.7"}, "10.0.0.7", "10.0.1.7"),
         ({"MASTER_ADDR": "login05", "SLURM_SUBMIT_HOST": "login05"}, "frontier00121", "login05"),
+        # the first node of the job, of which this step has others
+        ({"MASTER_ADDR": "frontier00120"}, "frontier00121", "frontier00120"),
         (
             {
                 "MASTER_ADDR": LOGIN,
@@ -208,6 +212,31 @@ def test_what_is_read_otherwise_than_it_is_written_is_said(
     found = detect_launch(SRUN | changes)
     (notice,) = found.notices
     assert found.master_addr == address and named in notice and "MASTER_ADDR" in notice
+
+
+LAYOUT = """Job step layout:
+\t4 tasks, 2 nodes (frontier[00121-00122])
+
+\tNode 0 (frontier00121), 2 task(s): 1 10
+\tNode 1 (frontier00122), 2 task(s): 0 2
+"""
+
+
+def test_rank_0_is_not_on_the_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --distribution=arbitrary Slurm alone knows its node."""
+    environ = SRUN | {"SLURM_DISTRIBUTION": "arbitrary"}
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sattach = tmp_path / "sattach"
+    sattach.write_text("#!/bin/sh\necho no such step >&2\nexit 1\n")
+    sattach.chmod(0o755)
+    with pytest.raises(LaunchError, match=r"arbitrary.*4711\.0.*no such step.*MASTER_ADDR"):
+        detect_launch(environ)
+    assert detect_launch(environ | {"MASTER_ADDR": "x1"}).master_addr == "x1"
+    sattach.write_text(f"#!/bin/sh\n[ \"$*\" = '--layout 4711.0' ] && echo '{LAYOUT}'\n")
+    first = "frontier00122"
+    for address, notices in ("", 0), (first, 0), ("frontier00121", 1):
+        found = detect_launch(environ | {"MASTER_ADDR": address})
+        assert (found.master_addr, len(found.notices)) == (first, notices)
 
 
 def test_the_rest_of_a_launch() -> None:

@@ -1,12 +1,14 @@
-"""A task of a job array is requeued alone: its sisters run on, or stay ended."""
+"""Job arrays, of which one task is requeued, and ranks on other nodes than the first of a list."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.job import ROOT
 from benchmarks.faults.testbed import ENDED, Testbed
 from tests.slurm.site import FRONTIER, MARKS, settings_of_site
 
@@ -77,3 +79,36 @@ def test_a_task_that_is_requeued_leaves_its_sisters_alone(testbed: Testbed, tmp_
     assert sorted(file.name for file in meeting.glob("*.*")) == ["1.0", "2.0", "3.1", "3.2"]
     runs = [tmp_path / f"gpt-22b-mock-{task}" / "logs" / job for task, job in tasks.items()]
     assert all(run.is_dir() for run in runs)
+
+
+PLACE = """
+import os
+from megatron.parallel.launch import detect_launch
+
+launch = detect_launch()
+print(f"rank {launch.rank} on {os.environ['SLURMD_NODENAME']} meets at {launch.master_addr}")
+"""
+STEPS = f"""#!/bin/bash
+printf '%s\\n' node03 node01 node01 node02 >"$0.hosts"
+python=({sys.executable} "$1")
+export PYTHONPATH={ROOT}
+SLURM_HOSTFILE=$0.hosts srun -n 4 --distribution=arbitrary "${{python[@]}}"
+export MASTER_ADDR=node01
+SLURM_HOSTFILE=$0.hosts srun -n 4 --distribution=arbitrary "${{python[@]}}"
+srun -n 2 -N 2 --relative=1 "${{python[@]}}"
+"""
+
+
+@pytest.mark.timeout(600)
+def test_all_ranks_meet_on_the_node_of_rank_0(testbed: Testbed, tmp_path: Path) -> None:
+    for name, text in (("place.py", PLACE), ("job.sh", STEPS)):
+        (tmp_path / name).write_text(text)
+    log, words = tmp_path / "log", [tmp_path / "job.sh", tmp_path / "place.py"]
+    job = testbed.sbatch("-N", "3", "-n", "6", f"--output={log}", *words)
+    assert testbed.wait_for_state(job, *ENDED, log=log) == "COMPLETED", log.read_text()
+    places = re.findall(r"rank (\d) on (\S+) meets at (\S+)", log.read_text())
+    assert len(places) == 4 + 4 + 2
+    # in their order: two steps whose rank 0 is on the last node, one on the second and third
+    for step, first in ((places[:4], "node03"), (places[4:8], "node03"), (places[8:], "node02")):
+        assert {(node, at) for rank, node, at in step if rank == "0"} == {(first, first)}
+        assert {at for _, _, at in step} == {first}
