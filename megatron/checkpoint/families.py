@@ -7,6 +7,7 @@ each of our parameters. A new family is one more entry of FAMILIES. Needs no tor
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +15,68 @@ from typing import Any, NamedTuple
 
 from megatron.config import Config
 from megatron.config.model import ModelConfig
+from megatron.config.option import MOST_POSITIONS
 from megatron.errors import CheckpointError, ConfigError
 from megatron.untrusted import read_json
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
 _CONFIG_LIMIT_BYTES = 1 << 24
+
+# Far beyond any model: a small file must not ask for hours of work.
+_MOST_LAYERS = 1 << 12
+_MOST_EXPERTS = 1 << 18  # of all layers
 
 Fields = Mapping[str, Any]
 """Fields of a config.json."""
+
+_ONLY: Fields = {
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+    "per_layer_config": None,
+    "pruned_heads": None,
+    "rope_interleaved": False,
+    "use_mrope": False,
+}
+"""Fields that would change a model of any family, and their only value that is supported."""
+_WITHOUT_EFFECT = frozenset(
+    # names, versions and formats; ids of tokens, which are read with the tokenizer
+    """
+    _name_or_path name_or_path architectures model_type auto_map transformers_version torch_dtype
+    dtype quantization_config tokenizer_class bos_token_id eos_token_id pad_token_id unk_token_id
+    sep_token_id decoder_start_token_id prefix is_llama_config transformers.js_config
+    unsloth_fixed unsloth_version
+    """
+    # how a model is computed or trained there, or what it returns
+    """
+    _attn_implementation _attn_implementation_autoset attn_implementation attention_probs_dropout_prob
+    attention_softmax_in_fp32 bias_dropout_fusion cache_implementation chunk_size_feed_forward
+    classifier_dropout gradient_checkpointing hidden_dropout_prob initializer_range is_decoder
+    masked_softmax_fusion offset_alibi output_attentions output_hidden_states output_router_logits
+    pretraining_tp reorder_and_upcast_attn return_dict router_aux_loss_coef skip_bias_add
+    skip_bias_add_qkv slow_but_exact tie_encoder_decoder tie_last_hidden_states torchscript
+    use_bfloat16 use_cache
+    """
+    # other tasks
+    """
+    _num_labels finetuning_task id2label label2id num_labels predict_special_tokens problem_type
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params
+    """
+    # other names of the longest sequence
+    """
+    max_sequence_length n_ctx
+    """
+    # generation of text
+    """
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+    """.split()
+)
+"""Fields that no family reads, and that do not change what the model computes."""
 
 
 class Rule(NamedTuple):
@@ -65,6 +120,8 @@ class Family:
     only           fields that would change the model, and their only value that is supported here
     older          names of fields, and others that some published files have in their place
     prefix         beginning of their names, which some published files leave out
+
+    A field that is neither here nor in _WITHOUT_EFFECT is refused.
     """
 
     architecture: str
@@ -76,6 +133,18 @@ class Family:
     only: Fields = field(default_factory=dict)
     older: Mapping[str, str] = field(default_factory=dict)
     prefix: str = "model."
+
+    @property
+    def known(self) -> set[str]:
+        """Return the fields that are read."""
+        older = {*self.older, *self.older.values()}
+        return {*self.fields.values(), *self.absent, *self.only, *_ONLY, *older}
+
+    def may_be_null(self, name: str) -> bool:
+        """Return whether null is a value of a field."""
+        derived = {"num_key_value_heads", "n_inner"}
+        caps = {"attn_logit_softcapping", "final_logit_softcapping"}
+        return name in derived | caps or (name == "head_dim" and self.absent[name] is None)
 
     @property
     def experts(self) -> bool:
@@ -117,6 +186,35 @@ def _unsupported(name: str, value: Any) -> ValueError:
     return ValueError(f"{name} {value!r:.60} is not supported")
 
 
+def _number(fields: Fields, name: str, kind: type = float) -> Any:
+    """Return a field that has to be a number; of kind int: of something."""
+    value = fields[name]
+    kinds = int if kind is int else (int, float)
+    most = MOST_POSITIONS if kind is int else 1e30
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < most:
+        raise ValueError(f"{name} is {value!r:.60}, expected a number from 0 to below {most}")
+    return value
+
+
+def _layers(fields: Fields, name: str = "num_hidden_layers") -> range:
+    """Return the layers, before anything is done for each."""
+    layers: int = _number(fields, name, int)
+    if not 1 <= layers <= _MOST_LAYERS:
+        raise ValueError(f"{name} is {layers}, expected a number from 1 to {_MOST_LAYERS}")
+    return range(layers)
+
+
+def _check_type(ours: str, theirs: str, fields: Fields) -> None:
+    """Raise ValueError where a field cannot be the value of a setting."""
+    kind = str(ModelConfig.__dataclass_fields__[ours].type)
+    if ours == "num_layers":
+        _layers(fields, theirs)
+    elif "bool" in kind:
+        _flag(fields, theirs)
+    else:
+        _number(fields, theirs, float if "float" in kind else int)
+
+
 _TIED = Rule(
     lambda f: {"untie_embeddings_and_output_weights": not _flag(f, "tie_word_embeddings")},
     lambda m: {"tie_word_embeddings": not m.untie_embeddings_and_output_weights},
@@ -128,7 +226,7 @@ def _gelu(name: str) -> Rule:
     forms = {"gelu": True, "gelu_new": False, "gelu_fast": False, "gelu_pytorch_tanh": False}
 
     def read(fields: Fields) -> dict[str, Any]:
-        if fields[name] not in forms:
+        if not isinstance(fields[name], str) or fields[name] not in forms:
             raise _unsupported(name, fields[name])
         return {"exact_gelu": forms[fields[name]]}
 
@@ -138,7 +236,7 @@ def _gelu(name: str) -> Rule:
 def _biases(fields: Fields) -> dict[str, Any]:
     attention, mlp = _flag(fields, "attention_bias"), _flag(fields, "mlp_bias")
     if attention != mlp:
-        raise ValueError("biases of attention without those of the MLP are not supported")
+        raise ValueError(f"attention_bias {attention} with mlp_bias {mlp} is not supported")
     return {"add_bias_linear": attention}
 
 
@@ -146,6 +244,7 @@ _BIASES = Rule(_biases, lambda m: dict.fromkeys(("attention_bias", "mlp_bias"), 
 
 # Fields of a kind of RoPE scaling, and the settings.
 _ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
+    "default": {},
     "linear": {"factor": "rope_scaling_factor"},
     "llama3": {
         "factor": "rope_scaling_factor",
@@ -163,42 +262,54 @@ _ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def _rope(base: str = "rope_theta", share: str = "", usual_share: float = 1.0) -> Rule:
+def _rope(base: str = "rope_theta", share: str = "") -> Rule:
     """Return the rule of the rotary embedding.
 
     base, share   fields of the base and of the rotated part of a head; no share: heads are rotated
                   as a whole
 
     transformers 5 writes rope_parameters, which has all of it; older versions, which 5 reads too,
-    write single fields and rope_scaling.
+    write single fields and rope_scaling. Of several places for a value, the one that counts is that
+    of transformers 5.23.
     """
 
     def read(fields: Fields) -> dict[str, Any]:
-        given = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-        rope = dict(given)
+        rope = fields["rope_scaling"] or fields["rope_parameters"] or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"rope_parameters is {rope!r:.60}, expected an object")
+        rope = dict(rope)
         kind = rope.pop("rope_type", rope.get("type", "default"))
         rope.pop("type", None)
-        found: dict[str, Any] = {
-            "rotary_base": rope.pop("rope_theta", fields.get(base, 10000.0)),
-            "rotary_percent": rope.pop(
-                "partial_rotary_factor", fields.get(share, usual_share) if share else 1.0
-            ),
+        rope = {base: fields[base], "partial_rotary_factor": fields.get(share, 1.0)} | {
+            base if name == "rope_theta" else name: value
+            for name, value in rope.items()
+            if value is not None
         }
+        found: dict[str, Any] = {
+            "rotary_base": _number(rope, base),
+            "rotary_percent": _number(rope, "partial_rotary_factor"),
+        }
+        del rope[base], rope["partial_rotary_factor"]
         if found["rotary_percent"] != 1.0 and not share:
             raise _unsupported("partial_rotary_factor", found["rotary_percent"])
-        if kind == "default":
-            return found
         if kind not in _ROPE_SCALING:
             raise _unsupported("rope_type", kind)
         if kind in ("llama3", "yarn"):
-            rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+            positions = "original_max_position_embeddings"
+            rope.setdefault(positions, fields["max_position_embeddings"])
+            if fields[positions] is not None:
+                rope[positions] = fields[positions]
         if kind == "yarn" and rope.pop("truncate", True) is not True:
             raise _unsupported("truncate", False)
-        rope = {name: value for name, value in rope.items() if value is not None}
         if unknown := sorted(rope.keys() - _ROPE_SCALING[kind].keys()):
             raise _unsupported(f"{unknown[0]} of rope_type {kind}", rope[unknown[0]])
-        if kind != "yarn" and (missing := sorted(_ROPE_SCALING[kind].keys() - rope.keys())):
+        needed = ["factor"] if kind == "yarn" else _ROPE_SCALING[kind]
+        if missing := sorted(set(needed) - rope.keys()):
             raise ValueError(f"{missing[0]} of rope_type {kind} is missing")
+        for name in rope:
+            _number(rope, name)
+        if kind == "default":
+            return found
         settings = {_ROPE_SCALING[kind][name]: value for name, value in rope.items()}
         return found | {"rope_scaling": kind} | settings
 
@@ -240,12 +351,20 @@ def _window(size: Any, windowed: list[bool]) -> dict[str, Any]:
 
 def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
     """Return which layers have a window: by layer_types, or where config.json leaves it out."""
-    layers, types = fields["num_hidden_layers"], fields.get("layer_types")
+    layers, types = _layers(fields), fields["layer_types"]
     if types is None:
-        return [usual(layer) for layer in range(min(int(layers), 1 << 20))]
+        return [usual(layer) for layer in layers]
     kinds = {"sliding_attention": True, "full_attention": False}
-    if not isinstance(types, list) or len(types) != layers or any(t not in kinds for t in types):
-        raise ValueError(f"layer_types does not have one of {', '.join(kinds)} for each layer")
+    names = isinstance(types, list) and all(isinstance(t, str) and t in kinds for t in types)
+    if not names or len(types) != len(layers):
+        raise ValueError(
+            f"layer_types does not have one of {', '.join(kinds)} for each of num_hidden_layers "
+            f"{len(layers)}"
+        )
+    if "sliding_attention" in types and not fields["sliding_window"]:
+        raise ValueError(
+            "layer_types has windows, but sliding_window is null or use_sliding_window false"
+        )
     return [kinds[one] for one in types]
 
 
@@ -265,11 +384,17 @@ def _windows_by_layer(model: ModelConfig) -> dict[str, Any]:
 _WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_size)
 
 
-def _window_of_last(fields: Fields) -> dict[str, Any]:
-    if not _flag(fields, "use_sliding_window"):
-        return {}
-    first = fields["max_window_layers"]
-    return _window(fields["sliding_window"], _layer_types(fields, lambda layer: layer >= first))
+def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
+    """Return the rule of a window; `windowed`: (layer, max_window_layers) -> without layer_types."""
+
+    def read(fields: Fields) -> dict[str, Any]:
+        used = _flag(fields, "use_sliding_window")
+        fields = fields if used else {**fields, "sliding_window": None}
+        most = _number(fields, "max_window_layers", int)
+        types = _layer_types(fields, lambda layer: used and windowed(layer, most))
+        return _window(fields["sliding_window"], types)
+
+    return Rule(read, _write_window_of_last)
 
 
 def _write_window_of_last(model: ModelConfig) -> dict[str, Any]:
@@ -281,7 +406,8 @@ def _write_window_of_last(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-_WINDOW_OF_LAST = Rule(_window_of_last, _write_window_of_last)
+_WINDOW_OF_LAST = _window_by_layer(lambda layer, most: layer >= most)
+_WINDOW_OF_FIRST = _window_by_layer(lambda layer, most: layer % 2 == 0 and layer < most)
 _WINDOW_OF_EVERY_OTHER = Rule(
     lambda f: _window(f["sliding_window"], _layer_types(f, lambda layer: layer % 2 == 0)),
     _windows_by_layer,
@@ -298,12 +424,14 @@ def _experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
     """
 
     def read(fields: Fields) -> dict[str, Any]:
-        if not isinstance(fields[count], int) or fields[count] < 2:
-            raise _unsupported(count, fields[count])
+        experts = _number(fields, count, int)
+        most = _MOST_EXPERTS // max(len(_layers(fields)), 1)
+        if not 2 <= experts <= most:
+            raise ValueError(f"{count} is {experts}, expected a number from 2 to {most}")
         over_all = normalised is not None and not _flag(fields, normalised)
         return {
-            "num_experts": fields[count],
-            "moe_router_topk": fields["num_experts_per_tok"],
+            "num_experts": experts,
+            "moe_router_topk": _number(fields, "num_experts_per_tok", int),
             "moe_router_pre_softmax": over_all,
         }
 
@@ -317,9 +445,14 @@ def _experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
 
 
 def _layers_with_experts(fields: Fields) -> dict[str, Any]:
-    dense, step = fields["mlp_only_layers"] or [], fields["decoder_sparse_step"]
-    layers = range(min(int(fields["num_hidden_layers"]), 1 << 20))
-    which = [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
+    dense = fields["mlp_only_layers"] or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise ValueError(f"mlp_only_layers is {dense!r:.60}, expected a list of layers")
+    step = _number(fields, "decoder_sparse_step", int)
+    if not step:
+        raise _unsupported("decoder_sparse_step", step)
+    without = set(dense)
+    which = [int(layer not in without and (layer + 1) % step == 0) for layer in _layers(fields)]
     return {"moe_layer_freq": (1,) if all(which) else tuple(which)}
 
 
@@ -334,11 +467,17 @@ _WINDOW_IF_USED = Rule(
     lambda f: _window(f["sliding_window"], [True]) if _flag(f, "use_sliding_window") else {},
     lambda m: {"use_sliding_window": m.window_size is not None, **_window_size(m)},
 )
+
+
+def _scales(fields: Fields) -> dict[str, Any]:
+    scalar, width = _number(fields, "query_pre_attn_scalar"), _number(fields, "hidden_size", int)
+    if not scalar:
+        raise _unsupported("query_pre_attn_scalar", scalar)
+    return {"softmax_scale": 1.0 / math.sqrt(scalar), "embedding_scale": math.sqrt(width)}
+
+
 _SCALES = Rule(  # Gemma's: of the scores by a number of its own, of the embeddings by the width
-    lambda f: {
-        "softmax_scale": 1.0 / math.sqrt(f["query_pre_attn_scalar"]),
-        "embedding_scale": math.sqrt(f["hidden_size"]),
-    },
+    _scales,
     lambda m: {
         "query_pre_attn_scalar": m.kv_channels
         if m.softmax_scale is None
@@ -346,8 +485,17 @@ _SCALES = Rule(  # Gemma's: of the scores by a number of its own, of the embeddi
     },
 )
 _LENGTH = Rule(  # without positions to learn or to scale; old files have it for information
-    lambda f: {"seq_length": f["seq_length"]}, lambda m: {"seq_length": m.seq_length}
+    lambda f: {"seq_length": _number(f, "seq_length", int)},
+    lambda m: {"seq_length": m.seq_length},
 )
+
+
+def _dropout_of_embedding(fields: Fields) -> dict[str, Any]:
+    if fields["embd_pdrop"] != fields["resid_pdrop"]:
+        raise ValueError(
+            f"embd_pdrop {fields['embd_pdrop']!r:.60} other than resid_pdrop is not supported"
+        )
+    return {}
 
 
 # ---- tables
@@ -377,7 +525,19 @@ _GROUPED = {
     "layernorm_epsilon": "rms_norm_eps",
 }
 _HEAD_DIM = {"kv_channels": "head_dim"}
-_USUAL = {"num_key_value_heads": None, "head_dim": None, "attention_dropout": 0.0}
+_ROPE = {
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "original_max_position_embeddings": None,
+}
+_USUAL = {"num_key_value_heads": None, "head_dim": None, "attention_dropout": 0.0, **_ROPE}
+_WINDOWS = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
 _NO_BIAS = {"attention_bias": False}
 _GATED = {
     "normalization": "rmsnorm",
@@ -491,7 +651,7 @@ FAMILIES: Mapping[str, Family] = {
         (
             _TIED,
             _gelu("activation_function"),
-            Rule(lambda f: {}, lambda m: {"embd_pdrop": m.hidden_dropout}),
+            Rule(_dropout_of_embedding, lambda m: {"embd_pdrop": m.hidden_dropout}),
         ),
         {
             "n_inner": None,
@@ -499,14 +659,20 @@ FAMILIES: Mapping[str, Family] = {
             "layer_norm_epsilon": 1e-5,
             "attn_pdrop": 0.1,
             "resid_pdrop": 0.1,
+            "embd_pdrop": 0.1,
             "tie_word_embeddings": True,
         },
         {
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
         },
-        prefix="transformer.",
+        {
+            "n_layer": "num_hidden_layers",
+            "n_embd": "hidden_size",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+        },
+        "transformer.",
     ),
     "llama": Family(
         "LlamaForCausalLM",
@@ -523,16 +689,21 @@ FAMILIES: Mapping[str, Family] = {
         _GROUPED | _HEAD_DIM,
         _LLAMA_MODULES,
         (_TIED, _rope(), _WINDOW_OF_ALL),
-        {**_USUAL, "tie_word_embeddings": False, "sliding_window": None},
+        {
+            **_USUAL,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": False,
+            "sliding_window": 4096,
+        },
         {"hidden_act": "silu"},
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         {**_GATED, "add_qkv_bias": True},
-        _GROUPED,
+        _GROUPED | _HEAD_DIM,
         _LLAMA_MODULES,
         (_TIED, _rope(), _WINDOW_OF_LAST),
-        {**_USUAL, "tie_word_embeddings": False, "use_sliding_window": False},
+        {**_USUAL, **_WINDOWS, "num_key_value_heads": 32, "tie_word_embeddings": False},
         {"hidden_act": "silu"},
     ),
     "qwen3": Family(
@@ -541,13 +712,19 @@ FAMILIES: Mapping[str, Family] = {
         _GROUPED | _HEAD_DIM,
         _LLAMA_MODULES | _QK_NORMS,
         (_TIED, _rope(), _WINDOW_OF_LAST),
-        {**_USUAL, "head_dim": 128, "tie_word_embeddings": False, "use_sliding_window": False},
+        {
+            **_USUAL,
+            **_WINDOWS,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "tie_word_embeddings": False,
+        },
         {"hidden_act": "silu", **_NO_BIAS},
     ),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         {**_GATED, "qk_layernorm": True, "qk_layernorm_over": "all", "norm_position": "post"},
-        _GROUPED,
+        _GROUPED | _HEAD_DIM,
         _LLAMA_MODULES | _QK_NORMS | _NORMS_AFTER,
         (_TIED, _rope()),
         {**_USUAL, "tie_word_embeddings": False},
@@ -559,17 +736,34 @@ FAMILIES: Mapping[str, Family] = {
         _EXPERTS_ALONE | _HEAD_DIM,
         _LLAMA_MODULES | _expert_modules("block_sparse_moe", "w1 w3 w2"),
         (_TIED, _rope(), _WINDOW_OF_ALL, _experts("num_local_experts", None)),
-        {**_USUAL, "tie_word_embeddings": False, "sliding_window": None},
-        {"hidden_act": "silu"},
+        {
+            **_USUAL,
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            "sliding_window": None,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+        },
+        # it also scales what the experts get, which no setting here does
+        {"hidden_act": "silu", "router_jitter_noise": 0.0},
+        {"num_local_experts": "num_experts"},
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
         {**_GATED, "qk_layernorm": True, "qk_layernorm_over": "all"},
-        _EXPERTS_ALONE,
+        _EXPERTS_ALONE | _HEAD_DIM,
         _LLAMA_MODULES | _QK_NORMS | _expert_modules(),
         (_TIED, _rope(), _experts("num_experts")),
-        {**_USUAL, "tie_word_embeddings": False, "norm_topk_prob": False},
+        {
+            **_USUAL,
+            "tie_word_embeddings": False,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+        },
         {"hidden_act": "silu", "clip_qkv": None, **_NO_BIAS},
+        {"num_experts": "num_local_experts"},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -577,17 +771,37 @@ FAMILIES: Mapping[str, Family] = {
         _EXPERTS_TOO | _HEAD_DIM,
         _LLAMA_MODULES | _QK_NORMS | _expert_modules(),
         (_TIED, _rope(), _WINDOW_IF_USED, _experts("num_experts"), _LAYERS_WITH_EXPERTS),
-        {**_USUAL, **_SPARSE, "tie_word_embeddings": False, "use_sliding_window": False},
+        {
+            **_USUAL,
+            **_SPARSE,
+            **{name: value for name, value in _WINDOWS.items() if name != "layer_types"},
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+        },
         {"hidden_act": "silu", **_NO_BIAS},
         {"num_experts": "num_local_experts"},
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
         {**_GATED, "add_qkv_bias": True, "moe_shared_expert_gate": True},
-        {**_EXPERTS_TOO, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+        {
+            **_EXPERTS_TOO,
+            **_HEAD_DIM,
+            "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+        },
         _LLAMA_MODULES | _expert_modules() | _SHARED_EXPERTS,
-        (_TIED, _rope(), _WINDOW_OF_LAST, _experts("num_experts"), _LAYERS_WITH_EXPERTS),
-        {**_USUAL, **_SPARSE, "tie_word_embeddings": False, "use_sliding_window": False},
+        (_TIED, _rope(), _WINDOW_OF_FIRST, _experts("num_experts"), _LAYERS_WITH_EXPERTS),
+        {
+            **_USUAL,
+            **_SPARSE,
+            **_WINDOWS,
+            "num_key_value_heads": 16,
+            "tie_word_embeddings": False,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+        },
         {"hidden_act": "silu", "qkv_bias": True},
     ),
     "gemma2": Family(
@@ -613,7 +827,17 @@ FAMILIES: Mapping[str, Family] = {
             **_layer(post_attention_layernorm="model.layers.{}.pre_feedforward_layernorm"),
         },
         (_TIED, _rope(), _WINDOW_OF_EVERY_OTHER, _SCALES),
-        {**_USUAL, "head_dim": 256, "tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+        {
+            **_USUAL,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "layer_types": None,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
         {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None, **_NO_BIAS},
         {"hidden_activation": "hidden_act"},
     ),
@@ -632,7 +856,7 @@ FAMILIES: Mapping[str, Family] = {
         (
             _TIED,
             _gelu("hidden_act"),
-            _rope("rotary_emb_base", "rotary_pct", 0.25),
+            _rope("rotary_emb_base", "rotary_pct"),
             Rule(
                 lambda f: {
                     "parallel_residual": "two_norms" if _flag(f, "use_parallel_residual") else None
@@ -644,6 +868,9 @@ FAMILIES: Mapping[str, Family] = {
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
             "layer_norm_eps": 1e-5,
+            **_ROPE,
+            "rotary_emb_base": 10000.0,
+            "rotary_pct": 0.25,
             "hidden_act": "gelu",
             "tie_word_embeddings": False,
             "use_parallel_residual": True,
@@ -682,7 +909,11 @@ FAMILIES: Mapping[str, Family] = {
             "tie_word_embeddings": True,
             "seq_length": 2048,
         },
-        older={"n_head": "num_attention_heads", "hidden_size": "n_embed"},
+        older={
+            "n_head": "num_attention_heads",
+            "n_layer": "num_hidden_layers",
+            "hidden_size": "n_embed",
+        },
         prefix="transformer.",
     ),
 }
@@ -698,10 +929,18 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
     Raises CheckpointError, naming the file `where`, for models that are not supported here.
     """
     kind, settings = _settings_of(fields, where)
+    names = {
+        **FAMILIES[kind].fields,
+        "window_size": "sliding_window",
+        "moe_router_topk": "num_experts_per_tok",
+    }
     try:
         return kind, Config.create(**{n: v for n, v in settings.items() if v is not None}).model
     except ConfigError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        text = str(error)
+        for ours in sorted(names, key=len, reverse=True):
+            text = text.replace(f"--{ours.replace('_', '-')}", names[ours])
+        raise CheckpointError(f"{where}: {text}") from error
 
 
 def _settings_of(fields: Fields, where: str) -> tuple[str, dict[str, Any]]:
@@ -719,20 +958,39 @@ def _settings_of(fields: Fields, where: str) -> tuple[str, dict[str, Any]]:
     if fields.get("quantization_config") is not None:
         raise CheckpointError(f"{where} is of a quantized model: take the one it was made from")
     older = {new: fields[old] for new, old in family.older.items() if old in fields}
-    known = {**family.only, **family.absent, **older, **fields}
+    known = {**_ONLY, **family.only, **family.absent, **older, **fields}
     settings = dict(family.settings)
     try:
-        for name, value in family.only.items():
+        for new, old in family.older.items():
+            if old in fields and fields[old] is None and fields.get(new) is None:
+                raise ValueError(f"{old} is null")
+            if None not in (fields.get(new), fields.get(old)) and fields[new] != fields[old]:
+                raise ValueError(
+                    f"{old} {fields[old]!r:.60} and {new} {fields[new]!r:.60} are one field"
+                )
+        for name, value in {**_ONLY, **family.only}.items():
             if (known[name] or None) != (value or None):
                 raise _unsupported(name, known[name])
+        unknown = fields.keys() - family.known - _WITHOUT_EFFECT
+        if unknown := {name for name in unknown if fields[name] is not None}:
+            raise ValueError(
+                f"{', '.join(sorted(unknown)[:8]):.200} of {kind} is not known here: if it does not "
+                "change the model, remove it from the file"
+            )
         for ours, theirs in family.fields.items():
             settings[ours] = known[theirs]
+            if known[theirs] is not None or not family.may_be_null(theirs):
+                _check_type(ours, theirs, known)
         for rule in family.rules:
             settings |= rule.read(known)
     except KeyError as error:
         raise CheckpointError(f"{where} has no {error.args[0]}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from error
+        text = str(error)
+        for new, old in family.older.items():
+            if new not in fields and old in fields:
+                text = re.sub(rf"\b{new}\b", old, text)
+        raise CheckpointError(f"{where}: {text}") from error
     settings.setdefault("seq_length", settings.get("max_position_embeddings"))
     return str(kind), settings
 
@@ -765,6 +1023,23 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_model(folder: Path) -> tuple[str, ModelConfig]:
     """Return model_type and our settings of the model in a folder. Raises CheckpointError."""
     return model_of(read_config(folder), str(folder / CONFIG))
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a text, as transformers reads them from a folder: none or several.
+
+    Raises CheckpointError for files or fields that are wrong.
+    """
+    for name in (GENERATION, CONFIG):
+        if not (folder / name).is_file():
+            continue
+        found = read_json(folder / name, _CONFIG_LIMIT_BYTES, error=CheckpointError)
+        ids = found.get("eos_token_id")
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if any(type(i) is not int or i < 0 for i in ids):
+            raise CheckpointError(f"{folder / name}: eos_token_id is {ids!r:.60}, expected ids")
+        return tuple(ids)
+    return ()
 
 
 def tokenizer_settings(folder: Path, at: Path | None = None) -> dict[str, Any]:

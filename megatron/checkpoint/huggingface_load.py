@@ -33,6 +33,7 @@ from megatron.parallel.topology import Topology
 from megatron.untrusted import is_file_name, open_regular, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER = "adapter_config.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INDEX_LIMIT_BYTES = 1 << 28
 # Constants that old files have beside the parameters.
@@ -152,22 +153,26 @@ def find_tensors(folder: Path, family: Family, shapes: Mapping[str, tuple[int, .
     """
     places: dict[str, tuple[str, str]] = {}
     unknown, wrong = [], []
-    # A tied output layer may be stored, too; transformers ignores it as well.
-    tied = set(family.theirs("output_layer.weight")[1]) - shapes.keys()
+    # A tied output layer may be stored, too.
+    (head,) = family.theirs("output_layer.weight")[1]
+    (embedding,) = family.theirs("embedding.word_embeddings.weight")[1]
+    tied = {} if head in shapes else {head: shapes[embedding]}
     for file in _files(folder):
         opened = open_tensors(folder / file)
         for key in opened.keys():  # noqa: SIM118  it is no dict
             name = key if key in shapes else family.prefix + key
-            if name not in shapes:
-                if not (_NO_PARAMETERS.search(key) or tied & {key, name}):
+            name = key if key in tied else name
+            expected = shapes.get(name, tied.get(name))
+            if expected is None:
+                if not _NO_PARAMETERS.search(key):
                     unknown.append(key)
                 continue
             header = opened.get_slice(key)
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
             if name in places:
                 wrong.append(f"{key} is in {places[name][0]} and in {file}")
-            elif shape != shapes[name]:
-                wrong.append(f"{key} is {shape} in {file}, expected {shapes[name]}")
+            elif shape != expected:
+                wrong.append(f"{key} is {shape} in {file}, expected {expected}")
             elif dtype not in DTYPES:
                 wrong.append(f"{key} is of type {dtype} in {file}, not one of {', '.join(DTYPES)}")
             places[name] = (file, key)
@@ -178,19 +183,37 @@ def find_tensors(folder: Path, family: Family, shapes: Mapping[str, tuple[int, .
         raise CheckpointError(
             f"{folder} does not have the tensors that its {CONFIG} describes: {'; '.join(wrong[:8])}"
         )
+    if head in places and head in tied:
+        read = Reader(folder, places)
+        stored = [read(name) for name in (head, embedding)]
+        if stored[0].dtype != stored[1].dtype or not torch.equal(*stored):
+            raise CheckpointError(
+                f"{folder}: its {CONFIG} says tie_word_embeddings, but {head} and {embedding} are "
+                "not the same: set it to false, as transformers takes such a model, or remove "
+                f"{head} from its files"
+            )
+        del places[head]
     return places
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the names of a folder's safetensors files. Raises CheckpointError."""
+    """Return the names of a folder's safetensors files. Raises CheckpointError.
+
+    As in transformers, a whole file comes before an index, which may be of an earlier model.
+    """
+    if (folder / ADAPTER).exists():
+        raise CheckpointError(
+            f"{folder} has an {ADAPTER}, which changes the model: merge it into the weights "
+            "(merge_and_unload() of peft), or remove it to load the model without"
+        )
+    if (folder / SINGLE).exists():
+        return [SINGLE]
     if (folder / INDEX).exists():
         listed = read_json(folder / INDEX, _INDEX_LIMIT_BYTES, error=CheckpointError)
         files = listed.get("weight_map")
         if not isinstance(files, dict) or not all(map(is_file_name, files.values())):
             raise CheckpointError(f"{folder / INDEX} does not name the file of each tensor")
         return sorted(set(files.values()))
-    if (folder / SINGLE).exists():
-        return [SINGLE]
     hint = ""
     if any(folder.glob("pytorch_model*.bin")):
         hint = (
@@ -234,7 +257,7 @@ class Reader:
                 picked = _pick(values, index[here] - start)
                 if here.all():
                     target.copy_(picked.reshape(target.shape))
-                    return
+                    break
                 if out is None:  # in place where it can be: experts are large
                     of_rows = len(index), *picked.shape[1:]
                     whole = target.is_contiguous() and target.is_cpu
@@ -243,9 +266,20 @@ class Reader:
                     )
                 out[here] = picked.to(out.dtype)
             start += count
-        assert out is not None, f"rows {offset} of {list(matrix.counts)} are nowhere"
-        if out.data_ptr() != target.data_ptr():
+        if out is not None and out.data_ptr() != target.data_ptr():
             target.copy_(out.reshape(target.shape))
+        names = ", ".join(list(matrix.counts)[:4])
+        check_finite(target, f"{names} in {self._folder}, as {target.dtype},")
+
+
+def check_finite(values: torch.Tensor, what: str) -> None:
+    """Raise CheckpointError where values are not finite."""
+    bad = values.numel() - int(torch.isfinite(values).sum())
+    if bad:
+        raise CheckpointError(
+            f"{bad:,} of {values.numel():,} values of {what} are not finite (NaN or infinite): the "
+            "weights are damaged, or too large for the format"
+        )
 
 
 def _pick(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

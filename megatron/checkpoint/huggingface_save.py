@@ -27,6 +27,7 @@ import torch
 from megatron.checkpoint.families import (
     CONFIG,
     FAMILIES,
+    GENERATION,
     TOKENIZER_CONFIG,
     Family,
     is_huggingface,
@@ -37,7 +38,14 @@ from megatron.checkpoint.families import (
 )
 from megatron.checkpoint.files import to_json, write_text
 from megatron.checkpoint.folder import start_folder, sync_directory
-from megatron.checkpoint.huggingface_load import DTYPES, INDEX, SINGLE, Matrix, matrix_of
+from megatron.checkpoint.huggingface_load import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    Matrix,
+    check_finite,
+    matrix_of,
+)
 from megatron.checkpoint.settings import ARCHITECTURE
 from megatron.checkpoint.together import decided_by_first, together
 from megatron.checkpoint.writer import Alive, nothing
@@ -55,7 +63,6 @@ from megatron.untrusted import read_bytes
 
 FILE_BYTES = 2 << 30
 """Size of a file of tensors, unless a single parameter needs more."""
-_GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER_CONFIG,
@@ -66,7 +73,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-    _GENERATION,
+    GENERATION,
 )
 _TOKENIZER_LIMIT_BYTES = 1 << 28
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -265,7 +272,7 @@ def _of_model(config: Config) -> Companions:
         "docs/huggingface.md says how to add it"
     )
     named = {name: i for name, i in ids.items() if i is not None}
-    files.setdefault(_GENERATION, to_json(named, _GENERATION).encode())
+    files.setdefault(GENERATION, to_json(named, GENERATION).encode())
     return Companions(files, ids, theirs, note)
 
 
@@ -427,7 +434,9 @@ def _write_tensors(
     file: BinaryIO, matrix: Matrix, whole: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
     assert whole is not None, "the first tensor rank has the whole of each parameter"
-    for cut in matrix.cut(whole.to(dtype)):
+    values = whole.to(dtype)
+    check_finite(values, f"{', '.join(list(matrix.counts)[:2])}, written in {dtype}")
+    for cut in matrix.cut(values):
         file.write(cut.view(-1).view(torch.uint8).numpy().data)
 
 

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.families import end_tokens, is_huggingface
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.data.text_stream import TextStream
@@ -121,7 +123,7 @@ def generate(
                      depends on its prompt and seed, not on the others of the batch (but for the
                      rounding of products of other sizes)
     stop             a text ends at one of these strings
-    end_token        by default the tokenizer's end of a document, if there is a tokenizer
+    end_token        one that ends a text; by default see ends_of
     context          most tokens of prompt and text; by default max_position_embeddings. More is for
                      models without learned positions
     cut              cut prompts that leave less than max_new_tokens of the context from their left.
@@ -145,13 +147,12 @@ def generate(
         seeds = range(sampling.seed, sampling.seed + len(ready))
     if len(seeds) != len(ready):
         raise ConfigError(f"{len(seeds)} seeds for {len(ready)} prompts: give one for each")
-    if end_token is None and tokenizer is not None:
-        end_token = tokenizer.eod
+    ends = ends_of(model) if end_token is None else frozenset((end_token,))
     cached = cached and config.pieces.layer is None and config.pieces.model is None
     samples = []
     for number, (prompt, seed) in enumerate(zip(ready, seeds, strict=True)):
         stream = None if tokenizer is None else TextStream(tokenizer, prompt.ids, stop)
-        samples.append(_Sample(number, prompt, seed, stream, end_token))
+        samples.append(_Sample(number, prompt, seed, stream, ends))
     if not samples:
         return []
     with _evaluating(model.chunks, whole=cached):
@@ -167,6 +168,21 @@ def generate(
             decoder.go_on(kept, [running[i].ids[-1] for i in kept])
             running = [running[i] for i in kept]
     return [sample.result() for sample in samples]
+
+
+def ends_of(model: Model) -> frozenset[int]:
+    """Return the tokens at which a text of a model ends.
+
+    Those of generation_config.json in its folder of Hugging Face; of a trained model the
+    tokenizer's end of a document, and those that are beside the tokenizer. Raises CheckpointError.
+    """
+    tokenizer, files = model.tokenizer, model.config.tokenizer.tokenizer_model
+    source = getattr(getattr(model, "loaded", None), "folder", None)
+    if source is not None and is_huggingface(source) and (listed := end_tokens(source)):
+        return frozenset(listed)
+    beside = Path(files) if files else None
+    listed = end_tokens(beside) if beside is not None and beside.is_dir() else ()
+    return frozenset((*listed, *(() if tokenizer is None else (tokenizer.eod,))))
 
 
 def prepare(
@@ -227,16 +243,21 @@ class _Sample:
     """A text that grows; `finish` says why it has ended, and is "" before."""
 
     def __init__(
-        self, number: int, prompt: Prompt, seed: int, stream: TextStream | None, end: int | None
+        self,
+        number: int,
+        prompt: Prompt,
+        seed: int,
+        stream: TextStream | None,
+        ends: frozenset[int],
     ) -> None:
         self.number, self.seed, self.ids, self.finish = number, seed, list[int](), ""
-        self._prompt, self._stream, self._end = prompt, stream, end
+        self._prompt, self._stream, self._ends = prompt, stream, ends
 
     def add(self, token: int) -> str:
         """Add a token, set `finish` if it is the last, and return the text that is now certain."""
         self.ids.append(token)
         stream, text = self._stream, ""
-        if token == self._end:
+        if token in self._ends:
             self.finish = "end_token"
         elif stream is not None:
             text = stream.add(token)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config
 from megatron.config.duration import duration_s
+from megatron.config.files import hugging_face_folder
 from megatron.config.help_text import differences, render_differences
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import (
@@ -278,6 +279,13 @@ def assemble(
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
         size = max(tokenizer.vocab_size, config.model.vocab_size or 0)
+        source, known = hugging_face_folder(config.checkpoint.load), config.model.vocab_size
+        if source is not None and known is not None and size > known:
+            raise ConfigError(
+                f"the tokenizer {config.tokenizer.tokenizer_model} has {size} ids, and the model in "
+                f"{source} has rows for {known}: add rows to the model (resize_token_embeddings() of "
+                "transformers), or remove the tokens that were added to the tokenizer"
+            )
         config = config.replace(vocab_size=size)
     if config.checkpoint.save_hf is not None:
         from megatron.checkpoint.together import decided_by_first

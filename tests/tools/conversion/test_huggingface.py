@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import huggingface_save
 from megatron.checkpoint.find import find_folder, open_checkpoint
@@ -123,6 +123,35 @@ def test_files_as_they_were_published(tmp_path: Path) -> None:
     identical(source, tmp_path / "back")
 
 
+def test_a_whole_file_comes_before_the_index_of_an_earlier_model(
+    llama: Path, tmp_path: Path
+) -> None:
+    """As in transformers, which loads the new file."""
+    folder = tmp_path / "llama"
+    shutil.copytree(llama, folder)
+    values = {name: value * 2 for name, value in tensors(llama).items()}
+    save_file(values, folder / "model.safetensors", {"format": "pt"})
+    assert main([str(folder), str(tmp_path / "native")]) == 0
+    assert main(["--to", "hf", str(tmp_path / "native"), str(tmp_path / "back")]) == 0
+    found = tensors(tmp_path / "back")
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("value", ["another", "nan"])
+def test_an_output_layer_that_is_not_the_tied_one_is_refused(tmp_path: Path, value: str) -> None:
+    """transformers uses it, untied: dropping it would lose it for good."""
+    make("gpt2", tmp_path / "source")
+    values = tensors(tmp_path / "source")
+    head = values["transformer.wte.weight"].clone()
+    head[1, 2] = float("nan") if value == "nan" else 3.0
+    save_file(values | {"lm_head.weight": head}, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lm_head.weight.*transformer.wte.weight"):
+        read_folder(tmp_path / "source", {})
+    change_config(tie_word_embeddings=False)(tmp_path / "source")
+    code = main([str(tmp_path / "source"), str(tmp_path / "native")])
+    assert code == (2 if value == "nan" else 0)
+
+
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_straight_from_megatron(tmp_path: Path, style: str) -> None:
     """The same files as by way of a checkpoint of ours."""
@@ -186,6 +215,13 @@ def point_outside(folder: Path) -> None:
     path.write_text(json.dumps(index))
 
 
+def not_finite(folder: Path) -> None:
+    (path,) = (p for p in folder.glob("model-*") if b"model.norm.weight" in p.read_bytes())
+    values = load_file(path)
+    values["model.norm.weight"][3:5] = torch.tensor([float("nan"), float("inf")])
+    save_file(values, path, {"format": "pt"})
+
+
 def only_a_pickle(folder: Path) -> None:
     for path in folder.glob("model*"):
         path.unlink()
@@ -212,6 +248,10 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "fifo": (put_a_fifo, ("model-00001",)),
     "outside": (point_outside, ("index.json",)),
     "pickle": (only_a_pickle, ("pytorch_model.bin", "safetensors")),
+    "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), ("adapter_config.json",)),
+    "not finite": (not_finite, ("model.norm.weight", "2 of 32")),
+    "no size": (change_config(vocab_size=None), ("config.json", "vocab_size")),
+    "unknown field": (change_config(logit_scale=0.5), ("config.json", "logit_scale")),
 }
 
 
@@ -224,7 +264,7 @@ def test_bad_folders(llama: Path, tmp_path: Path, case: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         to_checkpoint(read_folder(folder, {}), target, ALONE, {}, False, lambda done, total: None)
     assert all(word in str(caught.value) for word in named), caught.value
-    assert not target.exists()
+    assert not target.exists() or not any(target.iterdir())
 
 
 def test_nothing_half_written(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -146,6 +147,23 @@ def test_a_text_ends_with_the_end_token() -> None:
         text[: text.index(end) + 1] if end in text else text for text in whole
     ]
     assert cut[0].finish == "end_token"
+
+
+@pytest.mark.slow
+def test_a_text_ends_with_each_end_token_of_a_folder(tmp_path: Path) -> None:
+    """generation_config.json may list several; it comes before config.json, as in transformers."""
+    theirs, _ = hugging_face("llama", positions=80)  # type: ignore[no-untyped-call]
+    theirs.eval().save_pretrained(tmp_path)
+    (path := tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    (whole,) = ids(megatron.load_model(f"hf:{tmp_path}"), [[1, 2, 3]])
+    ends = sorted({token for token in whole if whole.index(token) > 2})
+    for listed in ([*ends, 0], ends[0]):
+        path.write_text(json.dumps({"eos_token_id": listed}))
+        (found,) = ids(megatron.load_model(f"hf:{tmp_path}"), [[1, 2, 3]])
+        expected = theirs.generate(
+            torch.tensor([[1, 2, 3]]), max_new_tokens=20, do_sample=False, eos_token_id=listed
+        )
+        assert found == expected[0, 3:].tolist() and len(found) < len(whole)
 
 
 def test_what_is_too_long_is_refused_or_cut_from_the_left() -> None:
