@@ -24,12 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.data.limited_tokenizer import LimitedTokenizer
 from megatron.data.tiktoken_files import TikTokenSettings, tik_token
 from megatron.data.tokenizer_adapters import (
     NullTokenizer,
     Tokenizer,
     gpt2,
-    hugging_face,
     sentence_piece,
 )
 from megatron.errors import ConfigError, DataError, MegatronError
@@ -102,7 +102,7 @@ def build_tokenizer(
     else:
         path = _file(kind, "--tokenizer-model", tokenizer_model, or_folder=kind == "HFTokenizer")
         if kind == "HFTokenizer":
-            tokenizer = hugging_face(path)
+            tokenizer = LimitedTokenizer(path)
         elif kind == "TikTokenizer":
             settings = TikTokenSettings(
                 tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens

@@ -132,6 +132,10 @@ class Tokenizer(ABC):
         found[:, 0] = np.minimum(found[:, 0], before[:-1])
         return list(map(int, ids)), found
 
+    def texts_of(self, count: int) -> list[str]:
+        """Return the text of each of the first ids."""
+        return [self.decode([i]) for i in range(min(count, self.vocab_size))]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special ids give their name or nothing.
 

@@ -61,8 +61,7 @@ def digest(tokenizer: Tokenizer, size: int) -> str:
     if isinstance(tokenizer, NullTokenizer):
         return ""
     ids, _ = tokenizer.encode_with_places(_SAMPLE, special=False)
-    texts = [tokenizer.decode([i]) for i in range(min(size, tokenizer.vocab_size))]
-    return hashlib.sha256(json.dumps([ids, texts]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([ids, tokenizer.texts_of(size)]).encode()).hexdigest()
 
 
 def read_record(prefix: str | os.PathLike[str]) -> TokenizerRecord | None:

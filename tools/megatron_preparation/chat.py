@@ -6,9 +6,12 @@ are in the loss, everything else only gives context.
 
 A template is Jinja as in Hugging Face's tokenizer_config.json: the same variables, options and
 sandbox as in transformers, without strftime_now, so that a text does not depend on the day. What
-stands between {% generation %} and {% endgeneration %} is in the loss. A template without these
-marks is also rendered up to the beginning and up to the end of each turn of the assistant, as for
-generation, and the difference is in the loss; the parts must be beginnings of the whole.
+stands between {% generation %} and {% endgeneration %} is in the loss. Without these marks, it is
+what the template's loop writes for a turn of the assistant, without what it writes for
+add_generation_prompt. A template without such a loop is rendered up to the beginning and up to the
+end of each turn, and the difference is in the loss; the parts must be beginnings of the whole.
+
+A template that is not the built-in one runs in a process with limits of time and memory.
 
 A token is in the loss if one of its characters is. A token without characters, such as an
 end-of-document token, is if the one before it is.
@@ -19,19 +22,22 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes, pass_context
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import ConfigError, DataError
+from megatron.limited import LimitedProcess
 from megatron.untrusted import read_json, read_text
 
 DEFAULT = (
@@ -44,6 +50,9 @@ DEFAULT = (
 _MOST_BYTES = 1 << 24
 # Unicode's noncharacters, which no text for interchange has.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+_TURN, _NAMED, _LEFT = "\ufdd2", "\ufdd3", "\ufdd4"
+_MARKS = (_BEGIN, _END, _TURN, _NAMED, _LEFT)
+_NUMBERS = "numbers of messages"  # no name that a template could have
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 Spans = tuple[tuple[int, int], ...]
 
@@ -131,41 +140,134 @@ class Chat:
             raise DataError("'messages' must be a list of objects with 'role' and 'content'")
         try:
             written = json.dumps([messages, tools], ensure_ascii=False)
+            size = len(written.encode(errors="replace"))
         except RecursionError:
             raise DataError("'messages' are nested too deeply") from None
-        if _BEGIN in written or _END in written:
-            raise DataError("U+FDD0 or U+FDD1 in a message, which are not characters")
-        text, spans = _parted(self._text(messages, tools))
-        if _MARKED.search(self.template):
-            return text, spans
-        spans = ()
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            start = self._text(messages[:i], tools, generate=True)
-            stop = self._text(messages[: i + 1], tools)
-            if not (text.startswith(stop) and stop.startswith(start)):
-                raise DataError(
-                    f"message {i}: the chat template writes it in another way when others follow, "
-                    "so its place in the text is not known: put {% generation %} and "
-                    "{% endgeneration %} around the assistant's turns in the template"
-                )
-            spans += ((len(start), len(stop)),)
-        return text, spans
+        if any(mark in written for mark in _MARKS):
+            raise DataError("U+FDD0 to U+FDD4 in a message, which are not characters")
+        if self.template == DEFAULT:
+            return rendered(self, messages, tools)
+        text, spans = _process_of(self).ask((messages, tools), size)
+        return text, tuple((start, stop) for start, stop in spans)
 
-    def _text(self, messages: Sequence[Any], tools: Any, *, generate: bool = False) -> str:
-        try:
-            return compiled(self.template).render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=generate,
-                **dict(self.tokens),
-            )
-        except Exception as error:  # whatever a template does with a message it does not expect
+
+@functools.cache
+def _process_of(chat: Chat) -> LimitedProcess:
+    about = {"template": chat.template, "tokens": chat.tokens}
+    return LimitedProcess(f"{__name__}:serve", about, "the chat template", len(chat.template))
+
+
+def serve(about: dict[str, Any]) -> Callable[[Any], tuple[str, Spans] | None]:
+    """Return what the child does with messages and tools. Raises ConfigError for a mistake."""
+    chat = Chat(**about)
+    compiled(chat.template)
+    return lambda request: None if request is None else rendered(chat, *request)
+
+
+def rendered(chat: Chat, messages: list[dict[str, Any]], tools: Any) -> tuple[str, Spans]:
+    """Return the text of a conversation, and its ranges in the loss. Raises DataError."""
+    messages = [_with_reasoning(message) for message in messages]
+    text, spans = _parted(_text(chat, messages, tools))
+    if _MARKED.search(chat.template):
+        return text, spans
+    if (turns := _turns(chat, text, messages, tools)) is not None:
+        return text, turns
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start = _text(chat, messages[:i], tools, generate=True)
+        stop = _text(chat, messages[: i + 1], tools)
+        if not (text.startswith(stop) and stop.startswith(start)):
             raise DataError(
-                f"the chat template fails: {type(error).__name__}: {error!s:.300}"
-            ) from error
+                f"message {i}: the chat template writes it in another way when others follow, "
+                "so its place in the text is not known: put {% generation %} and "
+                "{% endgeneration %} around the assistant's turns in the template"
+            )
+        spans += ((len(start), len(stop)),)
+    return text, spans
+
+
+def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) -> Spans | None:
+    """Return the ranges of the assistant's turns in a text, from one pass of the template's loop.
+
+    A turn is what the pass of a loop over the messages writes for it, without the beginning that
+    add_generation_prompt writes; what follows the loop belongs to the last one. None where no loop
+    writes each turn once, or the text is another one with marks in it.
+    """
+    places = _passes(_text(chat, messages, tools, turns=True), text)
+    numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if places is None or any(i not in places for i in numbers):
+        return None
+    if not numbers:
+        return ()
+    # as far as the first turn, because a beginning may depend on the message before it
+    context = messages[: numbers[0]] or messages
+    ahead = _text(chat, context, tools, generate=True)
+    before = _passes(_text(chat, context, tools, generate=True, turns=True), ahead)
+    if before is None:
+        return None
+    beginning = ahead[max((stop for _, stop in before.values()), default=0) :]
+    spans = list[tuple[int, int]]()
+    for i in numbers:
+        start, stop = places[i]
+        pairs = enumerate(zip(beginning, text[start:stop], strict=False))
+        shared = next((at for at, (a, b) in pairs if a != b), min(len(beginning), stop - start))
+        spans.append((start + shared, stop))
+    if numbers[-1] == len(messages) - 1:
+        spans[-1] = spans[-1][0], len(text)
+    return tuple(spans)
+
+
+def _passes(marked: str, text: str) -> dict[int, tuple[int, int]] | None:
+    """Return the range in `text` of what was written for each message; None if it is not clear."""
+    places, bare, opened, length = dict[int, tuple[int, int]](), list[str](), list[Any](), 0
+    for piece in re.split(f"({_TURN}[0-9]*{_NAMED}|{_LEFT})", marked):
+        if piece[:1] == _TURN:
+            opened.append((piece[1:-1], length))
+        elif piece == _LEFT:
+            if not opened:
+                return None
+            number, start = opened.pop()
+            if number and start < length:
+                if int(number) in places:
+                    return None
+                places[int(number)] = start, length
+        else:
+            bare.append(piece)
+            length += len(piece)
+    return None if opened or "".join(bare) != text else places
+
+
+def _text(
+    chat: Chat, messages: Sequence[Any], tools: Any, *, generate: bool = False, turns: bool = False
+) -> str:
+    """Render; `turns`: with marks around what each pass of a loop over the messages writes."""
+    try:
+        return compiled(chat.template, turns).render(
+            {
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": generate,
+                **dict(chat.tokens),
+                _NUMBERS: {id(message): i for i, message in enumerate(messages)},
+            }
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a template does with a message it does not expect
+        raise DataError(
+            f"the chat template fails: {type(error).__name__}: {error!s:.300}"
+        ) from error
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under all names that templates read, as transformers."""
+    names = ("reasoning_content", "reasoning", "thinking")
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 class _Generation(Extension):
@@ -182,45 +284,110 @@ class _Generation(Extension):
         return f"{_BEGIN}{caller()}{_END}"
 
 
+class _Turns(Extension):
+    """Puts marks around what each pass of a loop writes, with the number of its message."""
+
+    def around(self, tree: nodes.Template) -> nodes.Template:
+        for loop in tree.find_all(nodes.For):
+            if isinstance(loop.target, nodes.Name):
+                item = nodes.Name(loop.target.name, "load")
+                enter = nodes.Output([self.call_method("_enter", [item])])
+                leave = nodes.Output([nodes.TemplateData(_LEFT)])
+                loop.body = [enter, *loop.body, leave]
+        return tree
+
+    @pass_context
+    def _enter(self, context: Any, item: Any) -> str:
+        return f"{_TURN}{context.parent[_NUMBERS].get(id(item), '')}{_NAMED}"
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    turns = False
+
+    def _parse(self, source: str, name: Any, filename: Any) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        around: Any = self.extensions[_Turns.identifier]
+        return around.around(tree) if self.turns else tree
+
+
+class _Namespace(Namespace):
+    """As in transformers: no names with an underscore in front."""
+
+    def __init__(*args: Any, **names: Any) -> None:
+        self, *given = args
+        values = dict(*given, **names)
+        for name in values:
+            _Namespace._check(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        Namespace.__setitem__(self, name, value)
+
+    @staticmethod
+    def _check(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace has no {name!r}")
+
+
 @functools.cache
-def compiled(template: str) -> Template:
+def compiled(template: str, turns: bool = False) -> Template:
     """Return a template that can be rendered. Raises ConfigError with the line of a mistake."""
 
-    def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     def fail(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, _Turns, LoopControlExtension],
     )
+    environment.turns = turns
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = fail
+    environment.globals |= {"raise_exception": fail, "namespace": _Namespace}
     try:
         return environment.from_string(template)
-    except TemplateError as error:
-        line = getattr(error, "lineno", None)
+    except MemoryError:
+        raise
+    except Exception as error:  # also Python's, for what its compiler does not take
+        line = getattr(error, "lineno", None) if isinstance(error, TemplateError) else None
         raise ConfigError(
-            f"the chat template cannot be used: {error}" + (f" (line {line})" if line else "")
+            f"the chat template cannot be used: {type(error).__name__}: {error!s:.300}"
+            + (f" (line {line})" if line else "")
         ) from None
 
 
 def _parted(marked: str) -> tuple[str, Spans]:
     """Return a text without marks, and the ranges between them."""
-    pieces, text, spans = re.split(f"([{_BEGIN}{_END}])", marked), "", list[tuple[int, int]]()
+    texts, spans, length = list[str](), list[tuple[int, int]](), 0
     start: int | None = None
-    for piece in pieces:
+    for piece in re.split(f"([{_BEGIN}{_END}])", marked):
         if piece == _BEGIN and start is None:
-            start = len(text)
+            start = length
         elif piece == _END and start is not None:
-            spans.append((start, len(text)))
+            spans.append((start, length))
             start = None
         elif piece in (_BEGIN, _END):
             raise DataError("the chat template has {% generation %} within {% generation %}")
         else:
-            text += piece
-    return text, tuple(spans)
+            texts.append(piece)
+            length += len(piece)
+    return "".join(texts), tuple(spans)
 
 
 def find_chat(
@@ -249,8 +416,10 @@ def find_chat(
             source, origin = read_text(beside, _MOST_BYTES, error=DataError), str(beside)
     if file is not None:
         source, origin = read_text(file, _MOST_BYTES, error=DataError), file
-    compiled(source)
-    return Chat(source, tuple(sorted(tokens.items())), max_tokens), origin
+    chat = Chat(source, tuple(sorted(tokens.items())), max_tokens)
+    if source != DEFAULT:
+        _process_of(chat).ask(None, 0)
+    return chat, origin
 
 
 def _named_default(templates: Any) -> str | None:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from megatron.data.indexed_dataset import MASK_DTYPE, mask_prefix, token_dtype
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import DataError
+from megatron.limited import LimitError
 from megatron_preparation import sources
 from megatron_preparation.chat import Chat
 from megatron_preparation.sources import Block
@@ -123,6 +124,8 @@ def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions)
     documents = parse_block(block, options.json_keys, options.chat)
     try:
         keys = _encode_documents(documents.texts, tokenizer, options)
+    except LimitError as error:
+        raise LimitError(f"{block.where(block.first)} or after it: {error}") from None
     except BaseException as error:
         if not _blames_a_text(error):
             raise
@@ -150,6 +153,8 @@ def parse_block(block: Block, json_keys: Sequence[str], chat: Chat | None = None
     for number, content in _contents(block):
         try:
             texts = _texts(content, block.kind, json_keys, chat)
+        except LimitError as error:
+            raise LimitError(f"{block.where(number)}: {error}") from None
         except (ValueError, DataError) as error:
             documents.bad.append((number, str(error)))
             continue
@@ -269,7 +274,8 @@ def _encode_texts(
 def _blames_a_text(error: BaseException) -> bool:
     """Return whether the text may be the cause; Rust panics are not subclasses of Exception."""
     return not isinstance(
-        error, MemoryError | KeyboardInterrupt | SystemExit | GeneratorExit | AssertionError
+        error,
+        LimitError | MemoryError | KeyboardInterrupt | SystemExit | GeneratorExit | AssertionError,
     )
 
 

@@ -36,6 +36,7 @@ from megatron.data.gpt_dataset import (
     Source,
     TokenDataset,
 )
+from megatron.data.limited_tokenizer import LimitedTokenizer
 from megatron.data.sampler import Ledger, MicroBatchStream, sample_order, sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
@@ -371,6 +372,8 @@ def assemble(
             differs=differences(config),
         )
     )
+    if isinstance(tokenizer, LimitedTokenizer):
+        tokenizer.rest()  # of the steps, only evaluations use it
     describe_length(config, batches, datasets, progress, end, reporter)
     ledger: Ledger | None = None
     if datasets.train is not None and not config.training.skip_train:

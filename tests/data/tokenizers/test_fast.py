@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron import limited
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.data.tokenizer_adapters import GPT2Tokenizer, byte_letters, gpt2
 from megatron.errors import DataError
@@ -254,3 +255,21 @@ def test_a_token_that_is_none_is_refused(tmp_path: Path, config: dict[str, Any])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a", **config}))
     with pytest.raises(DataError, match="tokenizer_config.json: .*tokens"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
+
+
+def test_a_tokenizer_that_doubles_a_text_again_and_again_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import normalizers
+
+    fast = Fast.from_file(str(word_level(tmp_path)))
+    fast.normalizer = normalizers.Sequence([normalizers.Replace("x", "xx")] * 40)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    monkeypatch.setattr(limited, "_TIME_S", 1.0)
+    monkeypatch.setattr(limited, "_MEMORY_BYTES", 1 << 28)
+    tokenizer = build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
+    with pytest.raises(limited.LimitError, match="tokenizer.json"):
+        tokenizer.encode("x")
+    assert tokenizer.encode("a") == [2, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from itertools import chain
@@ -13,12 +14,15 @@ import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from megatron import limited
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
+from megatron_preparation import chat as chat_module
 from megatron_preparation import sources
-from megatron_preparation.chat import Chat, find_chat
+from megatron_preparation.chat import Chat, find_chat, rendered
 from megatron_preparation.encode import PreprocessOptions
 from megatron_preparation.preprocess import PreprocessStopped, preprocess
 from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes
@@ -206,13 +210,107 @@ def test_a_template_runs_in_a_sandbox_and_its_mistakes_are_named(tmp_path: Path)
         ("{{ raise_exception('no such role') }}", "no such role"),
         ("{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}", "within"),
         ("{{ messages | length }}{% generation %}{% endgeneration %}", "nothing"),
-        (
-            "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "message 0",
-        ),
+        ("{{ messages | length }}{{ messages and (messages | last)['content'] }}", "message 0"),
     ):
         with pytest.raises(DataError, match=named):
             Chat(source).read({"messages": [*turns]})
+
+
+# As Qwen3's: the reasoning of turns before the last question is left out, so that a turn is
+# written in another way when others follow.
+QWEN = """
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.last < 0 and message.role == "user" %}{% set ns.last = messages|length - 1 - loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set thought = message.reasoning_content or '' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+        {%- if loop.index0 > ns.last and (loop.last or thought) %}
+            {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+TOOLS = "{{ tools | tojson(separators=(',', ':'), sort_keys=true, indent=1) }}"
+
+
+def test_the_turns_of_a_template_without_marks_are_those_of_the_same_with_them() -> None:
+    unmarked = TOOLS + QWEN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    tools = [{"b": "größe", "a": [1, 2]}]
+    conversations = [copy.deepcopy(line["messages"]) for line in LINES]
+    for number, turn in enumerate(chain.from_iterable(conversations)):
+        if turn["role"] == "assistant" and number % 4:
+            name = ("reasoning", "reasoning_content", "thinking")[number % 4 - 1]
+            turn |= {name: f"thought {number}"}
+    theirs = render_jinja_template(
+        conversations,
+        tools=tools,
+        chat_template=TOOLS + QWEN,
+        return_assistant_tokens_mask=True,
+    )
+    for messages, text, places in zip(conversations, *theirs, strict=True):
+        assert rendered(Chat(unmarked), messages, tools) == (text, tuple(places))
+
+
+def test_the_work_for_a_conversation_does_not_grow_with_the_square_of_its_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    renders: list[int] = []
+    render = chat_module._text
+
+    def counted(chat: Chat, messages: Any, tools: Any, **how: bool) -> str:
+        renders.append(len(messages))
+        return render(chat, messages, tools, **how)
+
+    monkeypatch.setattr(chat_module, "_text", counted)
+    for pairs in (10, 100):
+        turns = [{"role": r, "content": "a"} for r in ("user", "assistant") * pairs]
+        text, spans = rendered(Chat(UNMARKED, (("bos_token", ""),)), turns, None)
+        assert len(spans) == pairs and {text[a:b] for a, b in spans} == {"a<|im_end|>\n"}
+        assert sum(renders) <= 6 * len(turns)
+        renders.clear()
+
+
+HOSTILE = {
+    "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "doubling": "{% set n = namespace(s='ab') %}{% for i in range(70) %}{% set n.s = n.s ~ n.s %}"
+    "{% endfor %}",
+    "power": "{{ 9**9**9 }}",
+    "power of a variable": "{% set a = messages|length + 8 %}{{ a**a**a**a }}",
+    "digits": f"{{{{ 1{'0' * 5000} }}}}",
+    "loops": "{% for a in messages %}" * 21 + "{% endfor %}" * 21,
+    "parentheses": f"{{{{ {'(' * 400}1{')' * 400} }}}}",
+    "brackets": f"{{{{ {'[' * 3000}1{']' * 3000} }}}}",
+    "not": f"{{{{ {'not ' * 20000}1 }}}}",
+    "conditions": "{% if messages %}" * 300 + "{% endif %}" * 300,
+    "width": "{{ '%99999999999d' % 1 }}",
+    "center": "{{ 'a'|center(10**12) }}",
+    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "itself": "{% set n = namespace() %}{% set n.n = n %}{{ n }}{% include 'x' %}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_a_template_ends_with_a_message_whatever_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    monkeypatch.setattr(limited, "_TIME_S", 1.0)
+    monkeypatch.setattr(limited, "_MEMORY_BYTES", 1 << 28)
+    (tmp_path / "t.jinja").write_text(source)
+    with pytest.raises((ConfigError, DataError)):
+        chat, _ = find_chat(str(tmp_path / "t.jinja"), None)
+        chat.read({"messages": [{"role": "assistant", "content": "a"}]})
 
 
 def test_contradicting_flags_and_inputs_are_refused(

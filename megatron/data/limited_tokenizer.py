@@ -1,0 +1,89 @@
+"""A tokenizer of Hugging Face in a process with limits of time and memory.
+
+Rules of a tokenizer.json can double a text again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.added_tokens import files_beside
+from megatron.data.tokenizer_adapters import Ids, Places, Tokenizer, hugging_face
+from megatron.errors import DataError
+from megatron.limited import LimitedProcess
+
+_MOST_BYTES = 1 << 28  # of a tokenizer.json: ten times the largest in use
+
+
+class LimitedTokenizer(Tokenizer):
+    """The HFTokenizer of a tokenizer.json or its folder, see `hugging_face`."""
+
+    def __init__(self, path: Path) -> None:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        size = sum(one.stat().st_size for one in [file, *files_beside(file)] if one.is_file())
+        if size > _MOST_BYTES:
+            raise DataError(
+                f"{file}: {size} bytes are too many for a tokenizer: is it another file?"
+            )
+        self._process = LimitedProcess(f"{__name__}:serve", str(path), str(file), size)
+        about = self._process.ask(("about",), 0)
+        super().__init__(about["vocab_size"], about["eod"])
+        self.behind, self.bos = about["behind"], about["bos"]
+        self.special = frozenset(about["special"])
+
+    def rest(self) -> None:
+        """End the process until it is needed again."""
+        self._process.close()
+
+    def texts_of(self, count: int) -> list[str]:
+        found: list[str] = self._process.ask(("texts", count), count)
+        return found
+
+    def _encode(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
+        size = sum(len(text.encode()) for text in texts)
+        found = np.frombuffer(self._process.ask(("encode", texts), size), np.int64)
+        sizes, ids = found[: len(texts)], found[len(texts) :]
+        return np.split(ids, np.cumsum(sizes)[:-1]) if texts else []
+
+    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+        reply = self._process.ask(("places", text, special), len(text.encode()))
+        found = np.frombuffer(reply, np.int64).reshape(-1, 3)
+        return found[:, 0], found[:, 1:]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._process.ask(("decode", ids), len(ids))
+        return text
+
+
+def serve(path: str) -> Callable[[Any], Any]:
+    """Return what the child does with a request of LimitedTokenizer."""
+    tokenizer = hugging_face(Path(path))
+
+    def answer(request: Any) -> Any:
+        match request:
+            case ("encode", texts):
+                found = tokenizer._encode(texts)
+                sizes = np.fromiter(map(len, found), np.int64, len(found))
+                return np.concatenate(
+                    [sizes, *(np.array(ids, np.int64) for ids in found)]
+                ).tobytes()
+            case ("places", text, special):
+                ids, places = tokenizer._encode_with_places(text, special)
+                return (
+                    np.column_stack([ids, np.reshape(places, (-1, 2))]).astype(np.int64).tobytes()
+                )
+            case ("decode", ids):
+                return tokenizer._decode(ids)
+            case ("texts", count):
+                return tokenizer.texts_of(count)
+        names = ("vocab_size", "eod", "behind", "bos")
+        return {name: getattr(tokenizer, name) for name in names} | {
+            "special": sorted(tokenizer.special)
+        }
+
+    return answer

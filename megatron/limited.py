@@ -1,0 +1,181 @@
+"""A process for what others wrote: chat templates and tokenizers, with limits of time and memory.
+
+Both are programs in all but name: a few lines of either can run for years or fill the memory, in
+code that no signal handler interrupts. So they run in a child, whose limits of CPU time and address
+space grow with the size of a request. Replies are JSON and bytes, because whoever breaks out of a
+template's sandbox could write anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import pickle
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from megatron.errors import ConfigError, DataError
+
+Handler = Callable[[Any], Any]
+_TIME_S, _BYTES_PER_S = 10.0, 1e5  # of CPU, where an ordinary tokenizer takes a tenth
+_MEMORY_BYTES, _BYTES_PER_BYTE = 1 << 30, 256  # where an ordinary tokenizer takes half
+_WAITING = 10  # seconds for each second of CPU on a busy machine
+_HEAD = struct.Struct("<QQ")  # bytes of the JSON and of the rest
+_START = "import sys; sys.path[:] = {path!r}; from megatron.limited import serve; serve({target!r})"
+
+
+class LimitError(DataError):
+    """A template or tokenizer that takes more than its time or memory, or breaks its process."""
+
+
+class LimitedProcess:
+    """A child that calls `target`, "module:function", with `argument`, and then its result.
+
+    The result is called with each request, and returns bytes or what JSON holds. `what` names it in
+    messages. The child starts when it is needed, and ends with this object or this process.
+    """
+
+    def __init__(self, target: str, argument: Any, what: str, size_bytes: int = 0) -> None:
+        self._target, self._argument, self._what = target, argument, what
+        self._size_bytes = size_bytes  # of what it reads at its start
+        self._child: subprocess.Popen[bytes] | None = None
+        self._parent, self._lock = os.getpid(), threading.Lock()
+
+    def ask(self, request: Any, size_bytes: int) -> Any:
+        """Return the reply to a request about `size_bytes` of text.
+
+        Raises the ConfigError or DataError of the child, DataError for other errors in it, and
+        LimitError.
+        """
+        with self._lock:
+            if self._child is None or self._parent != os.getpid():  # a fork has its own
+                self._parent = os.getpid()
+                self._child = subprocess.Popen(
+                    [sys.executable, "-c", _START.format(path=sys.path, target=self._target)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+                )
+                weakref.finalize(self, _end, self._child)
+                try:
+                    self._exchange(self._argument, self._size_bytes)
+                except (ConfigError, DataError):
+                    self.close()
+                    raise
+            return self._exchange(request, size_bytes)
+
+    def close(self) -> None:
+        """End the child; another one starts when it is needed."""
+        if self._child is not None and self._parent == os.getpid():
+            _end(self._child)
+        self._child = None
+
+    def _exchange(self, request: Any, size_bytes: int) -> Any:
+        child = self._child
+        assert child is not None and child.stdin is not None and child.stdout is not None
+        seconds = _TIME_S + size_bytes / _BYTES_PER_S
+        memory = _MEMORY_BYTES + _BYTES_PER_BYTE * size_bytes
+        try:
+            pickle.dump((math.ceil(seconds), memory, request), child.stdin)
+            child.stdin.flush()
+            if not select.select([child.stdout], [], [], _WAITING * seconds)[0]:
+                child.kill()
+            size, rest = _HEAD.unpack(_read(child.stdout, _HEAD.size))
+            reply = json.loads(_read(child.stdout, size))
+            content = _read(child.stdout, rest)
+        except (OSError, EOFError):
+            self.close()
+            code = child.wait()
+            name = signal.Signals(-code).name if code < 0 else f"code {code}"
+            raise LimitError(
+                f"{self._what}: it was ended by {name}, as it may be for more than {seconds:.0f} s of "
+                f"CPU time or {memory / 2**30:.1f} GiB of memory: use one from a source that you "
+                "trust, or shorter texts"
+            ) from None
+        if "error" not in reply:
+            return content if reply["bytes"] else reply["value"]
+        kind, text = reply["error"]
+        if kind == "ConfigError":
+            raise ConfigError(text)
+        if kind == "DataError":
+            raise DataError(text)
+        if kind == "MemoryError":
+            raise LimitError(
+                f"{self._what}: takes more than {memory / 2**30:.1f} GiB of memory: use one from a "
+                "source that you trust, or shorter texts"
+            )
+        raise DataError(f"{self._what} fails: {kind}: {text}")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        with contextlib.suppress(OSError):  # what was not sent
+            if pipe is not None:
+                pipe.close()
+
+
+def _read(stream: Any, size: int) -> bytes:
+    content: bytes = stream.read(size)
+    if len(content) < size:
+        raise EOFError
+    return content
+
+
+def serve(target: str) -> None:
+    """Answer requests from standard input until it ends: the program of the child."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides
+    replies: BinaryIO = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    module, _, name = target.partition(":")
+    handler: Handler = getattr(importlib.import_module(module), name)
+    built = False
+    while True:
+        try:
+            seconds, memory, request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            os._exit(0)
+        content = b""
+        try:
+            _limit(seconds, memory)
+            value = handler(request)
+            if not built:
+                handler, value = value, None
+            is_bytes = isinstance(value, bytes)
+            if is_bytes:
+                content, value = value, None
+            reply = json.dumps({"value": value, "bytes": is_bytes})
+        except BaseException as error:  # a panic of Rust is no Exception
+            reply = json.dumps({"error": [type(error).__name__, f"{error!s:.2000}"]})
+        built = True
+        text = reply.encode()
+        replies.write(_HEAD.pack(len(text), len(content)) + text + content)
+        replies.flush()
+
+
+def _limit(seconds: int, memory: int) -> None:
+    """Set the limits of this process for the next request."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    for kind, limit in (
+        (resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds),
+        (resource.RLIMIT_AS, pages * resource.getpagesize() + memory),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (limit if hard < 0 else min(limit, hard), hard))
