@@ -465,7 +465,7 @@ class TrainingConfig:
     )
     exit_duration_in_mins: float | None = option(
         None,
-        "Exit after this many minutes.",
+        "Save and exit within this many minutes from the start of the program.",
         above=0,
         metavar="MINUTES",
         one_start=True,

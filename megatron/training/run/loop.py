@@ -46,6 +46,8 @@ from megatron.training.safety.bad_steps import (
     roll_back,
 )
 
+_ASKED = "because a signal, or the end of the job or of --exit-duration-in-mins, asks to end"
+
 
 def train(run: Run) -> Stop | None:
     """Train to the last iteration or to a reason to stop, which is returned.
@@ -71,6 +73,8 @@ def train(run: Run) -> Stop | None:
             stop = train_steps(run)
         report(run)
         save(run, last=True)
+        if run.wall_time is not None:
+            run.wall_time.saved = True
         account_data(run)
     if stop is None:
         final_evaluations(run)
@@ -414,20 +418,26 @@ def validate(run: Run) -> None:
         return
     finish_step(run)
     prefix = f"iteration {run.progress.iteration}"
+    done = False
     if run.datasets.corpora:
-        evaluate_corpora(run, prefix)
-    elif run.datasets.valid is not None:
-        evaluate(run, "valid", run.datasets.valid, prefix, advance=run.progress.iteration > 0)
+        done = evaluate_corpora(run, prefix)
+    elif (dataset := run.datasets.valid) is not None:
+        advance = run.progress.iteration > 0
+        done = evaluate(run, "valid", dataset, prefix, advance=advance) is not None
+    if done:
+        run.validated_iteration = run.progress.iteration
     account_data(run)
 
 
 def final_evaluations(run: Run) -> None:
     """Measure validation and test loss at the end of the run, and evaluate tasks.
 
-    Skipped if a signal asks to end: everything is saved by then.
+    What was evaluated after the last step is not evaluated again.
+
+    Skipped if a signal or the end of the time asks to end: everything is saved by then.
     """
     asked = run.tasks and run.tasks_iteration != run.progress.iteration
-    if asked and not run.stop.signalled(run.agreement.now()):
+    if asked and not run.stop.must_leave(run.agreement.now()):
         evaluate_tasks(run)
     sets = (
         ("valid", "validation", run.datasets.valid),
@@ -435,8 +445,10 @@ def final_evaluations(run: Run) -> None:
     )
     for name, label, dataset in sets if run.config.training.eval_iters else ():
         prefix = f"iteration {run.progress.iteration}"
-        if run.stop.signalled(run.agreement.now()):
-            run.reporter.say(f" note: no evaluation on {label} data, because a signal asks to end")
+        if name == "valid" and run.validated_iteration == run.progress.iteration:
+            continue
+        if run.stop.must_leave(run.agreement.now()):
+            run.reporter.say(f" note: no evaluation on {label} data, {_ASKED}")
         elif name == "valid" and run.datasets.corpora:
             evaluate_corpora(run, prefix)
         elif dataset is not None:
@@ -445,23 +457,27 @@ def final_evaluations(run: Run) -> None:
     run.agreement.read()  # discarded
 
 
-def evaluate_corpora(run: Run, prefix: str) -> None:
-    """Measure and report the loss on each named validation corpus, and their unweighted mean."""
+def evaluate_corpora(run: Run, prefix: str) -> bool:
+    """Measure and report the loss on each named validation corpus, and their unweighted mean.
+
+    Returns whether this was not interrupted.
+    """
     start, found = time.perf_counter(), list[list[float]]()
     for name, dataset in run.datasets.corpora.items():
         losses = evaluate(run, "valid", dataset, f"{prefix} on {name}", advance=False, corpus=name)
         if losses is None:
-            return
+            return False
         if losses:
             found.append(losses)
     if not found:
-        return
+        return True
     samples = sum(min(run.eval_samples, len(one)) for one in run.datasets.corpora.values())
     means = [sum(each) / len(found) for each in zip(*found, strict=True)]
     seconds = time.perf_counter() - start
     report_validation(run, prefix, "valid", means, samples, seconds)
     if run.wall_time is not None:
         run.wall_time.after_evaluation(seconds)
+    return True
 
 
 def evaluate(
@@ -482,6 +498,10 @@ def evaluate(
     progress, start = run.progress, time.perf_counter()
     samples = run.eval_samples if corpus is None else min(run.eval_samples, len(dataset))
     position = progress.consumed_valid_samples if name == "valid" and corpus is None else 0
+    interval = run.config.training.eval_interval
+    if not advance and progress.iteration and progress.iteration % interval == 0:
+        # A job before this one has evaluated these weights already: on the same samples.
+        position = max(0, position - samples)
     if position + samples > len(dataset):
         position = 0  # a run longer than the data set was made for starts from its beginning
 
@@ -509,7 +529,7 @@ def evaluate(
                 batches_of(run, stream, samples),
                 run.topology,
                 per_token=run.config.batch.calculate_per_token_loss or corpus is not None,
-                interrupted=lambda: signalled(run),
+                interrupted=lambda: interrupted(run),
             )
         finally:
             stream.close()
@@ -531,9 +551,7 @@ def evaluate(
             with run.engine.averaged_weights():
                 measured += measure()
         if len(measured) < wanted:
-            run.reporter.say(
-                f" note: the evaluation at {prefix} was interrupted, because a signal asks to end"
-            )
+            run.reporter.say(f" note: the evaluation at {prefix} was interrupted, {_ASKED}")
             return None
         if advance:
             progress.consumed_valid_samples = position + samples
@@ -564,8 +582,8 @@ def evaluate_tasks(run: Run) -> None:
         run.chunks.eval()
         try:
             for number, task in enumerate(run.tasks):
-                if number and signalled(run):
-                    run.reporter.say(" note: further tasks are left out: a signal asks to end")
+                if number and interrupted(run):
+                    run.reporter.say(f" note: further tasks are left out, {_ASKED}")
                     return
                 start, size = time.perf_counter(), run.config.batch.micro_batch_size
                 with run.reporter.console.doing(f"task {task.name}"):
@@ -665,12 +683,12 @@ def mean_loss(
     return sum_ / weight if weight else math.nan, weight
 
 
-def signalled(run: Run) -> bool:
-    """Return whether a signal had asked to end at the previous call.
+def interrupted(run: Run) -> bool:
+    """Return whether a signal or the end of the time had asked to end at the previous call.
 
     Called between two iterations of an evaluation.
     """
-    answer = run.stop.signalled(run.agreement.read())
+    answer = run.stop.must_leave(run.agreement.read())
     run.agreement.post()
     return answer
 

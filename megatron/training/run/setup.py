@@ -384,7 +384,7 @@ def assemble(
         config, topology, engine, reporter, agreement, places, train_samples, loaded_here
     )
     signals.saving = lambda: saves is not None and saves.under_way
-    wall_time = build_wall_time(config, topology, reporter, saves, started)
+    wall_time = build_wall_time(config, topology, reporter, saves, started, batches, datasets)
     path = None if config.metrics_path is None else config.metrics_path.with_name("timeline.json")
     executor = build_executor(config, topology, chunks, engine)
     if device.type == "cuda":
@@ -506,22 +506,28 @@ def build_wall_time(
     reporter: Reporter,
     saves: Saves | None,
     started: float | None,
+    batches: BatchSchedule,
+    datasets: Datasets,
 ) -> WallTime | None:
-    """Return the end of the job by --walltime or, if the run saves, by Slurm; None without either.
+    """Return the end of the job by --walltime or, if the run saves, by Slurm, and its duration.
+
+    None without any.
 
     Rank 0 watches the clock for all ranks.
     """
-    given = config.training.walltime
+    training, given = config.training, config.training.walltime
+    began = time.monotonic() if started is None else started
     in_slurm = collectives.broadcast_object("SLURM_JOB_ID" in os.environ, topology.world)
-    if given == "none" or (given is None and (saves is None or not in_slurm)):
+    watched = given != "none" and (given is not None or (saves is not None and in_slurm))
+    if not watched and training.exit_duration_in_mins is None:
         return None
     slurm_end: SlurmEnd | None = None
     end_s: float | None = None
-    if given is not None:
+    if watched and given is not None:
         seconds = duration_s(given)
         assert seconds is not None, "the command line was checked"
-        end_s = (time.monotonic() if started is None else started) + seconds
-    elif topology.world.is_first:
+        end_s = began + seconds
+    elif watched and topology.world.is_first:
         slurm_end = SlurmEnd(os.environ, reporter.say)
 
     def left_s() -> float | None:
@@ -535,9 +541,11 @@ def build_wall_time(
     wall_time = WallTime(
         left_s,
         state_bytes,
-        config.training.eval_iters,
+        evaluation_iterations(config, batches, datasets),
         steps_ahead,
         close=slurm_end.close if slurm_end is not None else lambda: None,
+        duration_s=None if (limit := training.exit_duration_in_mins) is None else 60 * limit,
+        elapsed_s=lambda: time.monotonic() - began,
     )
     if saves is not None:
         saves.after_save.append(wall_time.after_save)
@@ -546,6 +554,13 @@ def build_wall_time(
         f"assumed to take {wall_time.save_s:.0f} s"
     )
     return wall_time
+
+
+def evaluation_iterations(config: Config, batches: BatchSchedule, datasets: Datasets) -> int:
+    """Return the global batches of an evaluation, over all corpora and with --eval-ema."""
+    size, iterations = batches.global_batch_size_at_end, config.training.eval_iters
+    corpora = [min(iterations, -(-len(one) // size)) for one in datasets.corpora.values()]
+    return (1 + config.training.eval_ema) * (sum(corpora) if corpora else iterations)
 
 
 def load_tokenizer(config: Config) -> Tokenizer | None:

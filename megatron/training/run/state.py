@@ -76,6 +76,7 @@ class Run:
     watchdog        patient until the first step is done; None with --hang-timeout 0
     copies_checked  whether copies of weights were compared after a step of this job that was not
                     skipped
+    validated_iteration  the last one at which this job measured the validation loss
     evaluated       whether this job has begun an evaluation: the first one may take longer
     went_back       how often the run went back to the checkpoint of an iteration, after loss spikes
     empty_steps     steps without a token in the loss, in a row, at the last log line
@@ -111,6 +112,7 @@ class Run:
     watchdog: Watchdog | None = None
     accounted_iteration: int | None = None
     copies_checked: bool = False
+    validated_iteration: int | None = None
     evaluated: bool = False
     under_way: StepUnderWay | None = None
     skips: Skips = field(default_factory=Skips)

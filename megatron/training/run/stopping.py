@@ -5,6 +5,7 @@ The agreement of the ranks, the time left of the job, and requeueing.
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import threading
@@ -34,6 +35,7 @@ _RECENT_STEPS = 100  # the next step is expected to take as long as the longest 
 _SPREAD = 1.5
 # to end the processes; Slurm counts whole seconds and checks limits only periodically
 _MARGIN_S = 30.0
+_DURATION_SHARE = 0.05  # of --exit-duration-in-mins, which nobody enforces, if that is less
 # per rank, until the first save is measured: low even for a busy file system
 _GUESSED_BYTES_PER_S = 100e6
 
@@ -123,6 +125,7 @@ class StopRules:
 
     Rank 0 decides on duration, kill switch and wall time; a signal counts on any rank. With several
     ranks they take effect one step later (Agreement). Rules that are off cost no communication.
+    `wall_time` watches both ends of time; None without any.
     """
 
     def __init__(
@@ -131,21 +134,18 @@ class StopRules:
         agreement: Agreement,
         signals: Signals,
         wall_time: WallTime | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        training, start = config.training, clock()
+        training = config.training
         self._interval, self._kill_switch = training.exit_interval, training.kill_switch_file
         self._wall_time = wall_time
-        self._minutes: Callable[[], float] = lambda: (clock() - start) / 60.0
-        limit = training.exit_duration_in_mins
         if signals.enabled:
             agreement.add("signal", lambda: signals.received)
         if self._kill_switch:
             agreement.add_first("kill switch", Path(self._kill_switch).exists)
-        if limit is not None:
-            agreement.add_first("duration", lambda: self._minutes() > limit)
         if wall_time is not None:
             agreement.add_first("wall time", wall_time.is_ending)
+            agreement.add_first("duration", wall_time.duration_is_over)
+            agreement.add_first("leave", wall_time.must_leave)
 
     def check(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
         """Return why to stop after `iteration`, given what was agreed on; None to continue."""
@@ -177,17 +177,21 @@ class StopRules:
             return Stop(
                 f"exiting program at iteration {iteration}: kill switch {self._kill_switch} exists"
             )
-        if agreed.get("duration"):
-            return Stop(f"exiting program after {self._minutes():.2f} minutes")
         if agreed.get("wall time"):
             return Stop(
                 f"exiting program at iteration {iteration}: {self._wall_time}", requeue=True
             )
+        if agreed.get("duration"):
+            return Stop(f"exiting program at iteration {iteration}: {self._wall_time}")
         return None
 
     def signalled(self, agreed: Mapping[str, int]) -> bool:
         """Return whether a signal asks the run to end."""
         return bool(agreed.get("signal"))
+
+    def must_leave(self, agreed: Mapping[str, int]) -> bool:
+        """Return whether an evaluation must end, by a signal or because the time is needed."""
+        return self.signalled(agreed) or bool(agreed.get("leave"))
 
 
 class SlurmEnd:
@@ -277,14 +281,18 @@ class SlurmEnd:
 class WallTime:
     """Decides whether the time left is enough for another step and the saves that follow.
 
+    It ends with the job, and with --exit-duration-in-mins.
+
     left_s             returns the seconds until the job ends; None where that is unknown or never
     checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first
                        save
-    eval_iters         iterations of an evaluation, each assumed to take as long as a step until one
-                       is measured
+    eval_iters         iterations of an evaluation of all corpora, each assumed to take as long as a
+                       step until one is measured
     steps_ahead        steps taken before a decision can end the run: 2 where the ranks agree on it
                        meanwhile
     close              called at the end of the run
+    duration_s         --exit-duration-in-mins, None without
+    elapsed_s          returns the seconds since the program began
     """
 
     def __init__(
@@ -294,6 +302,8 @@ class WallTime:
         eval_iters: int = 0,
         steps_ahead: int = 1,
         close: Callable[[], object] = lambda: None,
+        duration_s: float | None = None,
+        elapsed_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._left_s, self._eval_iters, self.steps_ahead, self.close = (
             left_s,
@@ -301,11 +311,13 @@ class WallTime:
             steps_ahead,
             close,
         )
-        self._steps_s: deque[float] = deque([0.0], maxlen=_RECENT_STEPS)
+        self._duration_s, self._elapsed_s = duration_s, elapsed_s
+        self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._evaluation_s = self._save_s = 0.0
         self.task_s = dict[str, float]()  # of the latest evaluation of each task
         self._guess_s = checkpoint_bytes / _GUESSED_BYTES_PER_S
         self._evaluations, self._saves_ahead = 0, 1
+        self.saved = False  # whether the run has ended, and all of it is saved
 
     def after_step(self, seconds: float, *, evaluations: int = 0, saves_ahead: int = 1) -> None:
         """Note that a step took `seconds`.
@@ -335,21 +347,53 @@ class WallTime:
 
         It covers the steps ahead, their evaluations, the saves and a margin.
         """
-        evaluation = self._evaluation_s or self._eval_iters * max(self._steps_s)
+        return self._work_s + _MARGIN_S
+
+    @property
+    def _step_s(self) -> float:
+        return max(self._steps_s, default=0.0)
+
+    @property
+    def _work_s(self) -> float:
+        evaluation = self._evaluation_s or self._eval_iters * self._step_s
         evaluation += sum(self.task_s.values())
-        steps = self.steps_ahead * max(self._steps_s) + self._evaluations * evaluation
-        return steps + _SPREAD * self.save_s * self._saves_ahead + _MARGIN_S
+        steps = self.steps_ahead * self._step_s + self._evaluations * evaluation
+        return steps + _SPREAD * self.save_s * self._saves_ahead
 
     def is_ending(self) -> bool:
-        """Return whether to end now."""
+        """Return whether to end now, because the job ends."""
         left = self._left_s()
         return left is not None and left < self.needed_s
 
-    def __str__(self) -> str:
+    def duration_is_over(self) -> bool:
+        """Return whether to end now, because of --exit-duration-in-mins."""
+        return self._duration_left_s() < self._work_s
+
+    def _duration_left_s(self) -> float:
+        if self._duration_s is None:
+            return math.inf
+        margin_s = min(_MARGIN_S, _DURATION_SHARE * self._duration_s)
+        return self._duration_s - margin_s - self._elapsed_s()
+
+    def must_leave(self) -> bool:
+        """Return whether an evaluation under way leaves no time for a save and the end."""
         left = self._left_s()
+        left_s = min(math.inf if left is None else left - _MARGIN_S, self._duration_left_s())
+        return left_s < (0.0 if self.saved else _SPREAD * self.save_s)
+
+    def __str__(self) -> str:
+        left, times = self._left_s(), list[str]()
+        if left is not None:
+            times.append(f"{show_duration(left)} left of the job")
+        if self._duration_s is not None:
+            elapsed, limit = self._elapsed_s() / 60, self._duration_s / 60
+            times.append(
+                f"{elapsed:.2f} of the {limit:.2f} minutes of --exit-duration-in-mins over"
+            )
         return (
-            f"{'an unknown time' if left is None else show_duration(left)} left of the job, a step "
-            f"takes up to {max(self._steps_s):.1f} s and a save {self.save_s:.1f} s"
+            f"{' and '.join(times) or 'an unknown time left of the job'}; "
+            + (f"a step takes up to {self._step_s:.1f} s" if self._steps_s else "no step was taken")
+            + f", a save {self.save_s:.1f} s"
             + ("" if self._save_s else " (estimated from its size)")
         )
 

@@ -100,7 +100,6 @@ def stop(topology: Topology, folder: str) -> Any:
         settings: Any = SimpleNamespace(
             training=SimpleNamespace(
                 exit_interval=None,
-                exit_duration_in_mins=None,
                 exit_signal_handler=False,
                 kill_switch_file=switch,
             )

@@ -375,8 +375,25 @@ def test_an_evaluation_changes_no_step(tmp_path: Path) -> None:
         run_processes(1, run, {**fields, "num_layers": 2, "log_interval": 1})
         found = records(tmp_path / str(iterations))
         losses.append(values(found["iteration"], "lm_loss"))
-    assert values(found["validation"], "iteration") == [(1,), (2,), (3,), (3,), (3,)]
+    # After the last step the loss is measured once on validation data, and on test data.
+    assert values(found["validation"], "iteration", "dataset") == [
+        (1, "valid"),
+        (2, "valid"),
+        (3, "valid"),
+        (3, "test"),
+    ]
     assert losses[0] == losses[1]
+
+
+def test_the_same_weights_have_one_validation_loss(tmp_path: Path) -> None:
+    """Another job that has nothing left to train evaluates the last weights on the same samples."""
+    fields = dict(save=str(tmp_path), load=str(tmp_path), num_layers=2, train_iters=6)
+    for _ in range(2):
+        run_processes(1, run, fields)
+    found = [r for r in records(tmp_path)["validation"] if r["dataset"] == "valid"]
+    assert values(found, "iteration") == [(3,), (6,), (6,)]
+    before, last, again = (record["lm_loss"] for record in found)
+    assert last == again != before
 
 
 def test_collections_inside_a_training_skip_what_was_there_before() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 def settings(**changes: Any) -> Any:
     values = dict(
         exit_interval=None,
-        exit_duration_in_mins=None,
         exit_signal_handler=False,
         kill_switch_file=None,
     )
@@ -37,12 +35,11 @@ class Rules:
         topology: Topology = SINGLE,
         signals: Signals | None = None,
         wall_time: WallTime | None = None,
-        clock: Callable[[], float] = lambda: 0.0,
         **changes: Any,
     ) -> None:
         self.agreement = Agreement(topology)
         signals = signals or Signals(enabled=False)
-        self.rules = StopRules(settings(**changes), self.agreement, signals, wall_time, clock)
+        self.rules = StopRules(settings(**changes), self.agreement, signals, wall_time)
 
     def check(self, iteration: int) -> str | None:
         stop = self.rules.check(iteration, self.agreement.now())
@@ -55,13 +52,35 @@ def test_exit_interval_counts_finished_steps() -> None:
     assert rules.rules.check_at_start(5, rules.agreement.now()) is None
 
 
-def test_duration_is_counted_from_the_beginning() -> None:
+def test_the_duration_counts_from_the_start_and_leaves_time_for_what_comes() -> None:
+    """5 % of it are left for the end: with 120 s, 114 s are for steps, evaluations and saves."""
     now = [100.0]
-    rules = Rules(exit_duration_in_mins=2, clock=lambda: now[0])
-    now[0] += 119
+    wall_time = WallTime(lambda: None, 0.0, 10, duration_s=120, elapsed_s=lambda: now[0])
+    rules = Rules(wall_time=wall_time)
+    wall_time.after_step(2.0)
     assert rules.check(1) is None
-    now[0] += 2
-    assert "2.02 minutes" in str(rules.check(2))
+    wall_time.after_save(8.0)
+    assert rules.check(1) is None  # 2 + 1.5 * 8 s
+    wall_time.after_step(2.0, evaluations=1)
+    stop = rules.rules.check(2, rules.agreement.now())  # 10 iterations more
+    assert stop is not None and not stop.requeue
+    assert all(word in stop.reason for word in ("iteration 2", "1.67", "2.00 min"))
+    wall_time.after_step(2.0)
+    agreed = rules.agreement.now()
+    assert not rules.rules.must_leave(agreed)
+    now[0] = 103.0  # 11 s, in which no save of 12 s ends: an evaluation under way ends
+    assert rules.rules.must_leave(rules.agreement.now())
+    wall_time.saved = True
+    assert not rules.rules.must_leave(rules.agreement.now())
+    now[0] = 115.0
+    assert rules.rules.must_leave(rules.agreement.now())
+
+
+def test_a_job_that_ends_is_continued_also_where_the_duration_is_over() -> None:
+    wall_time = WallTime(lambda: 20.0, 0.0, duration_s=120, elapsed_s=lambda: 119.0)
+    rules = Rules(wall_time=wall_time)
+    stop = rules.rules.check(8, rules.agreement.now())
+    assert stop is not None and stop.requeue
 
 
 def test_kill_switch(tmp_path: Path) -> None:

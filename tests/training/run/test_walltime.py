@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config import Config
+from megatron.data.datasets import Datasets
+from megatron.data.gpt_dataset import MockDataset
+from megatron.training.run.schedules import BatchSchedule
+from megatron.training.run.setup import evaluation_iterations
 from megatron.training.run.stopping import SlurmEnd, WallTime, requeue
 
 Command = Callable[[str, str], Path]
@@ -136,6 +141,25 @@ def test_what_must_be_left() -> None:
     wall_time.steps_ahead = 2
     wall_time.after_step(1.0, evaluations=2, saves_ahead=2)
     assert wall_time.needed_s == 2 * 1 + 2 * 7 + 2 * 15 + 30
+
+
+def test_an_evaluation_is_foreseen_with_all_corpora() -> None:
+    """Three batches of the large corpus and the two that the small one has, twice with an average."""
+    config = Config.create(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        seq_length=8,
+        vocab_size=9,
+        global_batch_size=4,
+        eval_iters=3,
+        ema_decay=0.9,
+        eval_ema=True,
+    )
+    corpora = {str(n): MockDataset("valid", n, 8, 9, 1) for n in (100, 5)}
+    batches = BatchSchedule.from_config(config)
+    assert evaluation_iterations(config, batches, Datasets(corpora=corpora)) == 2 * (3 + 2)
+    assert evaluation_iterations(config, batches, Datasets()) == 2 * 3
 
 
 def test_a_job_goes_back_into_the_queue(command: Command) -> None:
