@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DataError
-from megatron.untrusted import is_count, open_regular, read_json
+from megatron.untrusted import check_depth, is_count, open_regular, read_json
 
 _MOST_BYTES, _LONGEST_LINE = 1 << 31, 1 << 20
 _MOST_BESIDE = 1 << 24
@@ -44,49 +44,56 @@ def _tables(values: Any) -> bool:
     return isinstance(values, list) and all(map(_table, values))
 
 
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(map(is_count, values))
+
+
+def _ranges(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_counts, values))
+
+
+def _samples(value: Any) -> bool:
+    return is_count(value) or _counts(value)  # how many of an evaluation, or which are left out
+
+
+def _texts(values: Any) -> bool:
+    return isinstance(values, list) and all(map(is_text, values))
+
+
+def _tables_by_name(value: Any) -> bool:
+    return _table(value) and all(map(_table, value.values()))
+
+
+def _yes_or_no(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 RECORD: Kinds = {
     is_count: (
-        "iteration",
-        "total_iterations",
-        "back_to_iteration",
-        "parameters",
-        "global_batch_size",
-        "consumed_samples",
-        "consumed_tokens",
-        "size_bytes",
-        "memory_bytes",
-        "memory_rank",
-        "reserved_bytes",
-        "skipped",
-        "nan",
-        "empty",
-    ),
+        "iteration total_iterations back_to_iteration parameters global_batch_size seq_length "
+        "consumed_samples consumed_tokens size_bytes memory_bytes memory_rank reserved_bytes "
+        "skipped skipped_since skipped_iterations nan empty examples cut slow_ranks seed context "
+        "stride bytes"
+    ).split(),
     _number: (
-        "time",
-        "step_time_s",
-        "samples_per_s",
-        "tokens_per_s",
-        "tokens_per_s_per_device",
-        "model_tflops",
-        "hardware_tflops",
-        "loss_scale",
-        "grad_norm",
-        "lm_loss",
-        "learning_rate",
-        "mfu",
-        "hfu",
-        "elapsed_s",
-        "stall_s",
-        "bubble",
-        "predicted_bubble",
-        "energy_j",
-        "joules_per_token",
-    ),
-    is_text: ("event", "device", "reason", "dataset", "corpus", "folder", "instead"),
-    _table: ("config", "layout", "differs", "costs", "versions"),
+        "time step_time_s samples_per_s tokens_per_s tokens_per_s_per_device model_tflops "
+        "hardware_tflops loss_scale grad_norm num_zeros params_norm lm_loss ema_loss loss median "
+        "learning_rate mfu hfu elapsed_s stall_s seconds bubble predicted_bubble energy_j "
+        "energy_kwh joules_per_token min_ms median_ms max_ms accuracy accuracy_bytes "
+        "accuracy_tokens log_likelihood perplexity bits_per_byte tokens tokens_per_second"
+    ).split(),
+    is_text: (
+        "event device reason dataset corpus folder instead task checkpoint first file prompt text"
+    ).split(),
+    _yes_or_no: ("background",),
+    _table: ("config", "layout", "differs", "costs", "versions", "balancing"),
     _numbers: ("stage_memory_bytes",),
+    _samples: ("samples",),
+    _ranges: ("left_out",),
+    _texts: ("places", "data"),
     _tables: ("slow",),
     _tables_of_numbers: ("phases_ms", "sources"),
+    _tables_by_name: ("experts", "results"),
 }
 """Fields of a record."""
 SETTINGS: Kinds = {
@@ -139,6 +146,7 @@ def read_records(path: Path, event: str | None = None) -> list[dict[str, Any]]:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
             try:
                 record = json.loads(line)
+                check_depth(record)
             except (ValueError, RecursionError):
                 continue
             if not isinstance(record, dict) or "event" not in record:

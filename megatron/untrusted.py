@@ -119,7 +119,7 @@ def read_toml(
     text = read_text(path, limit_bytes, error=error)
     try:
         found = tomllib.loads(text)
-        _check_depth(found)
+        check_depth(found)
     # a number of thousands of digits raises a plain ValueError
     except (ValueError, RecursionError) as problem:
         raise error(f"{path} is not valid TOML: {problem}") from None
@@ -149,7 +149,7 @@ def parse_json(
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
         found = json.loads(text, parse_int=partial(_integer, bits), **hooks)
-        _check_depth(found)
+        check_depth(found)
         if re.search(r"\\u[dD]", text):
             # a lone surrogate can neither be printed nor be part of a file name
             json.dumps(found, ensure_ascii=False).encode()
@@ -181,7 +181,7 @@ def _integer(bits: int, digits: str) -> int:
     return value
 
 
-def _check_depth(value: Any, levels: int = _DEPTH) -> None:
+def check_depth(value: Any, levels: int = _DEPTH) -> None:
     """Raise RecursionError where a value has more than `levels`.
 
     Recursive code that walks over it would do the same.
@@ -190,4 +190,4 @@ def _check_depth(value: Any, levels: int = _DEPTH) -> None:
         if not levels:
             raise RecursionError("it is nested too deeply")
         for item in value.values() if isinstance(value, dict) else value:
-            _check_depth(item, levels - 1)
+            check_depth(item, levels - 1)

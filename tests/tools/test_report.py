@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import json
 import re
@@ -15,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from megatron import metrics_file
 from megatron.jobs import scaling
+from megatron.training.report import events as training_events
 from megatron_report import pages, values
 from megatron_report.reading import holding
 from tests.tools.measured import records, settings, write
@@ -290,6 +293,43 @@ def test_times_that_are_no_numbers_are_not_drawn(tmp_path: Path) -> None:
     for value in ("NaN", "Infinity", "1e200"):
         (run / "timeline.json").write_text(whole.replace("900.0", value))
         assert "timeline.json" in told(run)["Pipeline"][-1]
+
+
+def test_every_field_of_an_event_has_a_check() -> None:
+    """A field without one could end a report in a traceback."""
+    made = [kind for kind in vars(training_events).values() if isinstance(kind, type)]
+    recorded = {
+        field.name
+        for kind in made
+        if issubclass(kind, training_events.Event)
+        for field in dataclasses.fields(kind)
+        if field.metadata.get("recorded", True)
+    }
+    assert recorded == {name for names in metrics_file.RECORD.values() for name in names} - {
+        "event"
+    }
+
+
+@pytest.mark.parametrize(
+    ("event", "field", "value"),
+    [
+        ("iteration", "seq_length", [1]),
+        ("iteration", "seq_length", "long"),
+        ("iteration", "experts", {"a": 1}),
+        ("not_finite", "first", [{}, 1]),
+        ("loss_spike", "samples", [{}, 1]),
+        ("loss_spike", "left_out", [[1], {}]),
+        ("checkpoint", "background", [{}]),
+        ("timeline", "file", [{}, 1]),
+        ("start", "places", [{}]),
+    ],
+)
+def test_a_line_of_another_type_is_named(
+    tmp_path: Path, event: str, field: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoilt = {"event": event, "iteration": 3, "consumed_samples": 8, field: value}
+    assert report.main([str(written(tmp_path / "run", [*a_run(), spoilt]))]) == 2
+    assert f"line {len(a_run()) + 1}" in capsys.readouterr().err
 
 
 def test_long_curves_keep_their_peaks_on_the_page(tmp_path: Path) -> None:
