@@ -25,7 +25,7 @@ from megatron.config.settings import (
     raise_problems,
     section_of,
 )
-from megatron.config.validate import run_requirements, validate
+from megatron.config.validate import ring_limits, run_requirements, validate
 from megatron.errors import ConfigError
 
 
@@ -255,6 +255,18 @@ def resolve(settings: Settings) -> None:
     _batch(settings)
     _learning_rate(settings)
     _rest(settings)
+    _context(settings)
+
+
+def _context(s: Settings) -> None:
+    """Exchange heads where context parallelism is left to its default and a ring cannot do it."""
+    v, name, size = s.values, "cp_comm_type", s.values["context_parallel_size"]
+    if name in s.given or not s.usable(name, *SIZES, "num_attention_heads") or size == 1:
+        return
+    limits = [limit for limit, _ in ring_limits(v, size)]
+    if limits and v["num_attention_heads"] % (v["tensor_model_parallel_size"] * size) == 0:
+        s.derive(name, "a2a", "derived: a ring cannot do it")
+        s.notices.append(f"--cp-comm-type is a2a: {'; '.join(limits)}")
 
 
 def _tokenizer(s: Settings) -> None:

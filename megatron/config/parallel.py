@@ -46,6 +46,7 @@ class ParallelConfig:
         "--hierarchical-context-parallel-sizes.",
         choices=("p2p", "a2a", "a2a+p2p"),
         hint="all layers use the same",
+        derived="p2p, or a2a for what a ring cannot do",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (),

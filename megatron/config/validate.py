@@ -608,28 +608,29 @@ def _context_parallel(v: Values) -> Iterator[str]:
             "--cp-comm-type p2p, or other sizes"
         )
     if heads < size:
-        yield from _ring(v, v["seq_length"], size // heads)
+        for limit, remedy in ring_limits(v, size // heads):
+            yield f"{limit}: use --cp-comm-type a2a{remedy and ', or '}{remedy}"
 
 
-def _ring(v: Values, length: int | None, places: int) -> Iterator[str]:
-    """Yield what ring attention cannot do; --cp-comm-type a2a can."""
-    remedy = "use --cp-comm-type a2a"
+def ring_limits(v: Values, places: int) -> Iterator[tuple[str, str]]:
+    """Yield what ring attention cannot do and --cp-comm-type a2a can, and another remedy."""
+    length, dropout = v["seq_length"], v["attention_dropout"]
     if v["attention_backend"] in ("unfused", "local"):
-        yield f"--attention-backend {v['attention_backend']} stores all scores: {remedy}, or auto"
+        yield f"--attention-backend {v['attention_backend']} stores all scores", "auto"
     if v["qk_clip"]:
-        yield f"--qk-clip does not work with --cp-comm-type {v['cp_comm_type']}: {remedy}"
-    if not v["attention_dropout"]:
+        yield "--qk-clip does not work on a ring", ""
+    if not dropout:
         return
+    default = all_options()["attention_dropout"].default
+    flag = f"--attention-dropout {dropout}{' (the default)' if dropout == default else ''}"
     if v["reset_attention_mask"]:
+        yield f"{flag} with --reset-attention-mask does not work on a ring", "--attention-dropout 0"
+    step = 2 * places * _TILE
+    if length is not None and length % step:
         yield (
-            f"--attention-dropout {v['attention_dropout']} with --reset-attention-mask does not work "
-            f"with --cp-comm-type {v['cp_comm_type']}: {remedy}, or --attention-dropout 0"
-        )
-    if length is not None and length % (2 * places * _TILE):
-        yield (
-            f"--seq-length {length} is not a multiple of {2 * places * _TILE}, which "
-            f"--attention-dropout {v['attention_dropout']} needs on a ring of {places} ranks: use "
-            f"{nearest_multiples(length, 2 * places * _TILE)}, or {remedy.removeprefix('use ')}"
+            f"{flag} on a ring of {places} ranks needs a --seq-length that is a multiple of {step}, "
+            f"not {length}",
+            f"--attention-dropout 0, or --seq-length {nearest_multiples(length, step)}",
         )
 
 

@@ -16,6 +16,7 @@ from megatron.config.settings import all_options, raise_problems
 from megatron.errors import ConfigError
 
 NO_DROPOUT = dict(attention_dropout=0.0)
+RING = dict(context_parallel_size=2, cp_comm_type="p2p")
 ROPE = dict(position_embedding_type="rope")
 SIZES = dict(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=64)
 
@@ -190,23 +191,23 @@ CASES = [
         dict(cp_comm_type="a2a+p2p"),
     ),
     (
-        dict(context_parallel_size=2, attention_backend="unfused", **NO_DROPOUT),
+        dict(RING, attention_backend="unfused", **NO_DROPOUT),
         ["--attention-backend unfused", "a2a"],
         dict(cp_comm_type="a2a"),
     ),
     (
-        dict(context_parallel_size=2, qk_clip=True, optimizer="muon", **NO_DROPOUT),
-        ["--qk-clip", "p2p", "a2a"],
+        dict(RING, qk_clip=True, optimizer="muon", **NO_DROPOUT),
+        ["--qk-clip", "ring", "a2a"],
         dict(cp_comm_type="a2a"),
     ),
     (
-        dict(context_parallel_size=2, attention_dropout=0.1, seq_length=192),
-        ["--seq-length 192", "128", "128 or 256"],
+        dict(RING, attention_dropout=0.1, seq_length=192),
+        ["--attention-dropout 0.1", "192", "128", "128 or 256"],
         dict(seq_length=256),
     ),
     (
         dict(
-            context_parallel_size=2,
+            RING,
             attention_dropout=0.1,
             seq_length=128,
             reset_attention_mask=True,
@@ -600,6 +601,25 @@ def test_numbers_within_other_values_have_as_few_digits() -> None:
         ("split", "9" * 5000),
     ):
         problem(**{name: value})
+
+
+def test_context_parallelism_alone_does_what_a_ring_cannot() -> None:
+    """With the default dropout and a short sequence, heads are exchanged where they suffice."""
+    both = dict(context_parallel_size=2)
+    assert Config.create(**SIZES, **both, **NO_DROPOUT).parallel.cp_comm_type == "p2p"
+    assert Config.create(**{**SIZES, **both, "seq_length": 128}).parallel.cp_comm_type == "p2p"
+    for limit, flag in (
+        (dict(), "--attention-dropout 0.1"),
+        (dict(seq_length=128, reset_attention_mask=True), "--reset-attention-mask"),
+        (dict(NO_DROPOUT, attention_backend="unfused"), "--attention-backend"),
+        (dict(NO_DROPOUT, optimizer="muon", qk_clip=True), "--qk-clip"),
+    ):
+        config = Config.create(**{**SIZES, **both, **limit})
+        assert config.parallel.cp_comm_type == "a2a"
+        assert any("a2a" in text and flag in text for text in config.notices)
+        assert config.replace(cp_comm_type="a2a") == config
+    text = problem(**both, tensor_model_parallel_size=8, num_attention_heads=8)
+    assert "--attention-dropout 0.1 (the default)" in text
 
 
 def test_packed_documents_are_kept_apart():
