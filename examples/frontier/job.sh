@@ -429,7 +429,7 @@ note_start() {
 check_flags() {
     local python=$PYTHON world
     world=$((${NODES_NEEDED:-$(allocated_nodes)} * TASKS_PER_NODE))
-    local command=("$python" "$CODE/pretrain_gpt.py" "${TRAIN_FLAGS[@]}" --world-size "$world" --print-config)
+    local command=("$python" "$CODE/pretrain_gpt.py" "${TRAIN_FLAGS[@]}" --complete --world-size "$world" --print-config)
     [[ -x $python || $DRY_RUN == 1 ]] || return 0 # only the packed environment is there: the ranks will find out
     show "${command[@]}"
     if [[ $DRY_RUN != 1 ]]; then

@@ -34,6 +34,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--help": "0",
     "-h": "0",
     "--print-config": "0",
+    "--complete": "0",
     "--dry-run": "0",
     "--rank": "1",
     "--preset": "1",
@@ -198,7 +199,8 @@ def parse_args(
 
     world_size: number of processes that the launcher started; None without a launcher. checkpoint:
     reads what --use-checkpoint-args takes; without it nothing is taken. --help and --print-config
-    print and raise SystemExit(0). Raises ConfigError with all problems as a numbered list.
+    print and raise SystemExit(0); with --complete the latter requires what a run does. Raises
+    ConfigError with all problems as a numbered list.
     """
     scanned = scan(argv)
     if "--help" in scanned.flags or "-h" in scanned.flags:
@@ -210,7 +212,7 @@ def parse_args(
         settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
     _give_flags(settings, scanned.flags, checkpoint)
     _give_launch(settings, world_size, printing)
-    config = finish(settings, run=not printing)
+    config = finish(settings, run=not printing or "--complete" in scanned.flags)
     if printing:
         for notice in config.notices:
             print(f"notice: {notice}", file=sys.stderr)

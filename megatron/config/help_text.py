@@ -45,6 +45,10 @@ def render_help() -> str:
             "Print the resolved configuration with the origin of each value, and exit.",
         ),
         *_entry(
+            "--complete",
+            "With --print-config: require what a training needs, such as its length.",
+        ),
+        *_entry(
             "--dry-run",
             "Run one training step without data or devices, for any --world-size and --cluster, "
             "and report the memory that a rank of each pipeline stage needs. Exit code 0; 3 if the "

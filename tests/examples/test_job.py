@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -293,6 +294,19 @@ def test_dry_run_starts_nothing(tmp_path):
     assert f"+ sbcast -pf {TRAIN} /nvme/environment.tar" in lines
     assert any(line.startswith("+ module load ") for line in lines)
     assert any(line.startswith("+ export ") and " NCCL_NET=OFI" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [("--train-iters 3 --lr 1e-3", 0), ("--lr 1e-3", 2), ("--train-iters 3", 2)],
+)
+def test_the_check_of_the_flags_is_that_of_the_run(tmp_path, flags, code):
+    """Without a length or a learning rate all ranks would refuse the run."""
+    model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data"
+    words = [*model.split(), "--vocab-size", "64", "--micro-batch-size", "1", *flags.split()]
+    settings = {"SITE_VENV": sys.prefix, "PRESET": ""}
+    for dry in "01":
+        assert run_script(tmp_path, TRAIN, *words, DRY_RUN=dry, **settings).code == code
 
 
 def test_a_dry_run_ends_with_what_would_end_the_job(tmp_path):

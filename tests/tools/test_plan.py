@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -106,6 +107,17 @@ def test_a_layout_is_judged_alone(capsys, tmp_path: Path):
     assert (row["tp"], row["pp"], row["dp"], row["recompute"]) == ("2", "2", "2", "full:uniform:1")
     flags = " ".join((tmp_path / "job.sbatch").read_text().split())
     assert "--recompute-granularity=full" in flags and "block" not in flags
+
+
+@pytest.mark.slow
+def test_a_planned_job_without_a_preset_passes_the_preflight(capsys, tmp_path: Path):
+    """Length and learning rate were not given to the planner; GPT-3's of 350M parameters is 3e-4."""
+    code, text = call(capsys, *SMALL, "--layout", LAYOUT, "--output", str(tmp_path))
+    assert code == 0, text
+    job = accepted(tmp_path / "job.sbatch", tmp_path)
+    assert job.config is not None and job.config.optimizer.lr == 3e-4
+    text = (tmp_path / "job.sbatch").read_text()
+    assert re.search(r"(?m)^# .*--lr", text) and job.config.batch.train_tokens
 
 
 @pytest.mark.parametrize(

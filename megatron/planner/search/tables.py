@@ -305,6 +305,15 @@ _TOKENS_FOR_EACH_PARAMETER = 20
 """Default length of a run (Hoffmann et al. 2022)."""
 
 
+_RATES = (
+    *((2.5e8, 6e-4), (5.5e8, 3e-4), (1e9, 2.5e-4), (2e9, 2e-4)),
+    *((5e9, 1.6e-4), (1e10, 1.2e-4), (5e10, 1e-4), (math.inf, 6e-5)),
+)
+"""Largest number of parameters and learning rate (Brown et al. 2020, arXiv 2005.14165, table 2.1);
+the limits are about half way between its models.
+"""
+
+
 _SITES = {"frontier": ("-C nvme", "--network=disable_rdzv_get"), "lumi": ()}
 """Machines that the launch scripts support, with additional lines of the header."""
 
@@ -395,6 +404,11 @@ def write_script(
     lengths = {"train_iters", "train_samples", "train_tokens"}
     if tokens is not None and not lengths & config.given.keys():
         flags += ["--train-tokens", str(int(tokens))]
+    if on_site and "lr" not in config.given:
+        parameters = formulas.total_parameters(sized_model(config))
+        rate = next(rate for most, rate in _RATES if parameters <= most)
+        flags += ["--lr", f"{rate:g}"]
+        notes = [*notes, f"--lr {rate:g} is GPT-3's for this size, as none was given: choose yours"]
     if on_site:
         text = _site_script(flags, config, preset, cluster, notes)
         return write_text(folder / "job.sbatch", text, choose=_CHOOSE)
