@@ -42,6 +42,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--config": "1",
     "--trust-config": "0",
 }
+GROUPED = "--group-query-attention"  # without which --num-query-groups does not count
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,13 @@ def _give_flags(
         for spelling in file.keys() & flags.keys() & OWN_FLAGS.keys():
             settings.notices.append(f"{spelling} overrides {origins[spelling]}")
         flags, chosen = {**file, **flags}, below | chosen
+    groups = chosen.get("num_key_value_heads")
+    if groups is not None and "--num-query-groups" in groups.written and not _is_on(flags, GROUPED):
+        del chosen["num_key_value_heads"]
+        settings.notices.append(
+            f"{groups.written} has no effect without {GROUPED}, as in Megatron-LM: each head has its "
+            f"own key and value. --num-key-value-heads {groups.value} alone groups the queries"
+        )
     if "--preset" in flags:
         words = flags["--preset"]
         if len(words) == 1:
@@ -293,8 +301,14 @@ def _give_flags(
     if LATE.keys() & flags.keys():
         translate_late(settings, flags)
     for spelling, words in flags.items():
+        if spelling == GROUPED and "--num-query-groups" in flags:
+            continue
         if (foreign := flag_table()[spelling].foreign) is not None:
             foreign.judge(settings, spelling, words)
+
+
+def _is_on(flags: Mapping[str, list[str]], spelling: str) -> bool:
+    return spelling in flags and not is_off(flags[spelling])
 
 
 def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.config.settings import Settings, all_options
 
@@ -20,11 +21,12 @@ _HOW_MANY = {"0": "no value", "1": "one value", "?": "at most one value"}
 
 @dataclass(frozen=True)
 class Family:
-    """Flags that are handled alike for one reason."""
+    """Flags that are handled alike for one reason; `model`: they change what weights compute."""
 
     name: str
     refused: bool
     reason: str
+    model: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,20 @@ class Foreign:
         return all(any(_equal(word, value) for value in allowed) for word in given)
 
 
+def changes_model(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return whether an argument of Megatron's is one that the command line refuses as a flag.
+
+    Only of those that change what weights compute, and only where it is not off.
+    """
+    foreign = foreign_flags().get(f"--{name.replace('_', '-')}")
+    if foreign is None or not foreign.family.model or value is False:
+        return False
+    if not isinstance(value, bool | int | float | str | list | tuple):
+        return False
+    off = (arguments.get(h[1:], h) if h.startswith("@") else h for h in foreign.harmless)
+    return not any(_equal(str(value), str(one)) for one in (*_OFF, "", *off))
+
+
 def _equal(a: str, b: str) -> bool:
     try:
         return float(a) == float(b)
@@ -86,7 +102,8 @@ def foreign_flags() -> Mapping[str, Foreign]:
     """Return every such flag by its spelling, in the order of the file."""
     found: dict[str, Foreign] = {}
     for title, table in tomllib.loads(FILE.read_text(encoding="utf-8")).items():
-        family = Family(title, table["verdict"] == "refused", table["reason"])
+        refused, model = table["verdict"] == "refused", table.get("model", False)
+        family = Family(title, refused, table["reason"], model)
         for entry in table["flags"].split():
             head, equals, harmless = entry.partition("=")
             name, _, values = head.partition(":")

@@ -82,6 +82,16 @@ def test_all_problems_are_numbered_together():
         assert line.startswith(f"  {number}. ") and word in line
 
 
+def test_query_groups_count_only_with_the_flag_that_megatron_wants():
+    """Without it Megatron-LM builds multi-head attention; the setting's own flag needs no other."""
+    plain = parse_args([*BASE, "--num-query-groups", "2"])
+    assert plain.model.num_key_value_heads == 4
+    assert any("--group-query-attention" in notice for notice in plain.notices)
+    for flags in ("--num-query-groups 2 --group-query-attention", "--num-key-value-heads 2"):
+        config = parse_args([*BASE, *flags.split()])
+        assert config.model.num_key_value_heads == 2 and not config.notices
+
+
 def test_two_flags_that_contradict_each_other():
     """Two contradictory flags are refused; words name the values."""
     for arguments, more in (

@@ -35,7 +35,7 @@ SETTINGS = """
 --num-attention-heads 8
 --kv-channels 12
 --num-key-value-heads 2
---num-query-groups 2 => num_key_value_heads 2
+--num-query-groups 2 --group-query-attention => num_key_value_heads 2
 --seq-length 32
 --max-position-embeddings 128
 --make-vocab-size-divisible-by 64

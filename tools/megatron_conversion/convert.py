@@ -135,8 +135,8 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
     ConfigError for invalid settings.
     """
     with laid_out(source.folder):
-        settings, notes = settings_of(source.arguments)
-        config, more = configure(_completed(settings, source, chosen), chosen)
+        settings = settings_of(source.arguments)
+        config, notes = configure(_completed(settings, source, chosen), chosen)
         model, vocab_size = config.model, config.model.vocab_size
         assert vocab_size is not None, "configure requires it"
         layers = {name.split(".")[1] for name in source.parts if name.startswith("layers.")}
@@ -148,7 +148,7 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
         shapes = global_shapes(config)
         _check_names(source, shapes)
         rules = Rules(source.version, model.kv_channels, vocab_size, model.gated)
-        plan = Plan(source, config, shapes, rules, [*source.notes, *notes, *more])
+        plan = Plan(source, config, shapes, rules, [*source.notes, *notes])
         padded = _rows(source)
         if padded > vocab_size:
             plan.notes.append(

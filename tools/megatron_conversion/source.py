@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from megatron.checkpoint.settings import ARCHITECTURE
 from megatron.config import Config
+from megatron.config.flags_of_others import changes_model
+from megatron.config.settings import all_options
 from megatron.errors import CheckpointError, ConfigError
 from megatron.untrusted import is_count
 from megatron_conversion.unpickle import attributes
@@ -81,6 +84,12 @@ _UNKNOWN = (
     ("softmax_type", (None, "vanilla")),
     ("attention_output_gate", (None, False)),
     ("no_rope_freq", (None,)),
+)
+# Beginnings of our settings' names that settings_of reads in its own way, or _UNKNOWN refuses.
+_READ_APART = (
+    *("vocab_size", "num_key_value_heads", "num_experts", "moe_", "position_embedding_type"),
+    *("rope_", "yarn_", "rotary_base", "normalization", "layernorm_epsilon"),
+    *("embedding_layernorm", "exact_gelu", "use_mup", "mup_", "window_size"),
 )
 
 
@@ -236,13 +245,26 @@ def laid_out(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def settings_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return (our settings by flat name, notes) from Megatron's arguments, if present.
+def _unread(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return whether an argument changes the model, and is not read here."""
+    ours = name in ARCHITECTURE and name not in _MODEL
+    if ours and not name.startswith(_READ_APART):
+        return value is not None and value != all_options()[name].default
+    return changes_model(name, value, arguments)
+
+
+def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our settings by flat name from Megatron's arguments, if present.
 
     Raises CheckpointError that names parts of the model that are not supported here.
     """
     strange = [
         f"{name}={arguments[name]!r}" for name, off in _UNKNOWN if arguments.get(name) not in off
+    ]
+    strange += [
+        f"{name}={value!r:.60}"
+        for name, value in arguments.items()
+        if name not in dict(_UNKNOWN) and _unread(name, value, arguments)
     ]
     positions = arguments.get("position_embedding_type")
     if arguments.get("use_rotary_position_embeddings"):
@@ -284,14 +306,10 @@ def settings_of(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     )
     if isinstance(arguments.get("normalization"), str):
         found["normalization"] = arguments["normalization"].lower()
-    notes = []
     gelu = not any(arguments.get(name) for name in ("swiglu", "squared_relu", "openai_gelu"))
     if arguments and gelu and arguments.get("bias_gelu_fusion") is False:
-        notes.append(
-            "it was trained without fused bias and GELU, perhaps with exact GELU; here it is "
-            "approximated"
-        )
-    return {name: value for name, value in found.items() if value is not None}, notes
+        found["exact_gelu"] = True  # Megatron's fused GELU is its tanh form, the other one exact
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[Config, list[str]]:

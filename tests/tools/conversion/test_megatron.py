@@ -301,6 +301,12 @@ def test_errors(tmp_path: Path) -> None:
         {"num_experts": [8]},
         {"multi_latent_attention": True},
         {"position_embedding_type": "relative"},
+        {"qk_l2_norm": True},
+        {"activation_func_clamp_value": 7.0},
+        {"glu_linear_offset": 1.0},
+        {"final_logit_softcapping": 30.0},
+        {"num_unique_layers": 2},
+        {"attn_sliding_window": 128},
     ],
 )
 def test_models_that_this_program_has_not(tmp_path: Path, setting: dict[str, Any]) -> None:
@@ -309,11 +315,19 @@ def test_models_that_this_program_has_not(tmp_path: Path, setting: dict[str, Any
         plan_conversion(read_source(find_source(tmp_path / "old")), {})
 
 
+def test_gelu_without_fusion_is_the_exact_one() -> None:
+    """Only Megatron's fused kernel has the tanh form; settings that are off refuse nothing."""
+    off = dict(qk_l2_norm=False, activation_func_clamp_value=None, glu_linear_offset=0.0)
+    assert settings_of({"bias_gelu_fusion": False, **off}) == {"exact_gelu": True}
+    assert settings_of({"bias_gelu_fusion": True, **off}) == {}
+    assert settings_of({"bias_gelu_fusion": False, "swiglu": True}) == {"swiglu": True}
+
+
 def test_arguments_of_other_architectures() -> None:
     """Arguments under Megatron's names, and the norm of the embeddings as BLOOM's layers have it."""
     given = dict(qk_layernorm=True, add_qkv_bias=True, rotary_interleaved=True)
     other = dict(embed_layernorm=True, use_rope_scaling=True, rope_scaling_factor=32.0)
-    found, _ = settings_of({**given, **other, "position_embedding_type": "rope"})
+    found = settings_of({**given, **other, "position_embedding_type": "rope"})
     assert found == dict(
         **given,
         embedding_layernorm=True,
@@ -321,7 +335,7 @@ def test_arguments_of_other_architectures() -> None:
         rope_scaling="llama3",
         rope_scaling_factor=32.0,
     )
-    stretched, _ = settings_of({"rotary_seq_len_interpolation_factor": 4})
+    stretched = settings_of({"rotary_seq_len_interpolation_factor": 4})
     assert stretched == dict(rope_scaling="linear", rope_scaling_factor=4)
     layers = PipelineNames({1: ["word_embeddings.weight", "word_embeddings.norm.bias"]})
     assert layers.in_file(1, "word_embeddings.norm.bias") == "embedding_layernorm.bias"
