@@ -9,8 +9,10 @@ files    a command line that works, one of whose files has structural damage
          (hostile_files.py)
 runs     accepted command lines train two steps, in one process or in two with different
          arguments
+nodes    two processes whose folders differ in one file that decides what they train
 
-A case has to end with success or with a message. A traceback, a fatal signal, more than 30 s, more
+A case has to end with success or with a message; processes with different files, with a message
+(unless the file is read in the same way). A traceback, a fatal signal, more than 30 s, more
 than 4 GiB, more than 64 processes, or code run that came from a file, is a failure. A case is
 determined by seed, kind and number alone.
 """
@@ -51,7 +53,7 @@ from tests.helpers.processes import fork_context, free_port, rank_environment
 from tests.prove import hostile_files
 
 LIMIT_S, FILE_BYTES, PROCESSES, LARGEST = 30.0, 1 << 28, 64, 1 << 22
-KINDS = ("files", "files", "flags", "flags", "files", "runs", "files", "flags", "environ")
+KINDS = "files files flags nodes files runs files flags files flags files environ".split()
 """The order in which they come, again and again."""
 MODEL = f"{hostile_files.SMALL} --vocab-size 128 --distributed-timeout-minutes 0.1"
 MOCK = f"{MODEL} --mock-data --train-iters 2"
@@ -89,6 +91,19 @@ TARGETS: Sequence[Target] = (
         "--refine {f}/run/metrics.jsonl --cluster {f}/machine.toml -o {f}/out.toml",
         "measured",
     ),
+    *(
+        ("tools/convert_checkpoint.py", "{f}/hf {f}/new", f"hf {case}")
+        for case in hostile_files.FAMILIES
+    ),
+    (
+        TRAIN,
+        "--load hf:{f}/hf --mock-data --seq-length 16 --micro-batch-size 2 --global-batch-size 4 "
+        "--lr 1e-3 --train-iters 2 --eval-iters 0 --num-workers 0",
+        "hf llama3",
+    ),
+    ("tools/generate_text.py", "--load hf:{f}/hf --prompt ABC --tokens 2", "hf qwen3"),
+    ("tools/convert_checkpoint.py", "{f}/megatron {f}/new", "torch_dist"),
+    ("tools/convert_checkpoint.py", "{f}/megatron {f}/new --no-optim", "torch_dist"),
     ("tools/convert_checkpoint.py", "{f}/megatron {f}/new --no-optim", "megatron"),
     ("tools/convert_checkpoint.py", "{f}/megatron {f}/new", "megatron"),
     (
@@ -139,6 +154,17 @@ TARGETS: Sequence[Target] = (
         "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type HFTokenizer "
         "--tokenizer-model {f}/hf",
         "hugging_face",
+    ),
+    *(
+        2
+        * [
+            (
+                "tools/preprocess_data.py",
+                "--chat --input {f}/chat.jsonl --workers 1 --output-prefix {f}/o --tokenizer-type "
+                "HFTokenizer --tokenizer-model {f}/hf",
+                "conversations",
+            )
+        ]
     ),
     (
         "tools/preprocess_data.py",
@@ -321,7 +347,8 @@ PRELOADED = (
 class Case:
     """Process, or several that communicate.
 
-    `made` are the files it reads, `damage` changes them and reports how.
+    `made` are the files it reads, `damage` changes them and reports how. `folders` are those of the
+    processes, whose files differ, so that they must not train.
     """
 
     script: str
@@ -330,6 +357,7 @@ class Case:
     made: str = "nothing"
     damage: Callable[[Path], str] | None = None
     trains: bool = True
+    folders: Sequence[str] = ()
 
 
 def case_of(seed: int, kind: str, number: int, targets: Sequence[Target] = TARGETS) -> Case:
@@ -346,6 +374,8 @@ def case_of(seed: int, kind: str, number: int, targets: Sequence[Target] = TARGE
         )
     if kind == "flags":
         return Case(script, [changed(script, words.split(), chance)], made=made, trains=False)
+    if kind == "nodes":
+        return of_nodes(chance)
     if kind == "environ":
         environ = {**chance.choice(LAUNCHERS)}
         environ |= {
@@ -367,6 +397,44 @@ def case_of(seed: int, kind: str, number: int, targets: Sequence[Target] = TARGE
     if other == pair:
         environ[1][chance.choice(VARIABLES)] = chance.choice(WORDS)
     return Case(TRAIN, [pair, other], environ)
+
+
+# What two processes read, and the files in their folders of which one differs.
+NODES = (
+    ("--load hf:hf --mock-data", "hf/*.safetensors"),
+    ("--vocab-size 128 --data-path a --data-cache-path cache", "a.*"),
+    ("--vocab-size 128 --data-file-list list", "list"),
+    ("--load hf:hf --mock-data --eval-tasks tasks.jsonl", "tasks.jsonl"),
+    ("--load hf:hf --mock-data", "hf/tokenizer.json"),
+)
+LAYOUTS = (
+    "",
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--context-parallel-size 2 --attention-dropout 0",
+    "--zero-stage 3",
+)
+
+
+def of_nodes(chance: random.Random) -> Case:
+    """Return a case of two processes in folders of which one file differs in a few bytes."""
+    words, pattern = chance.choice(NODES)
+    sizes = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3"
+    rest = "--eval-iters 0 --num-workers 0 --train-iters 4 --distributed-timeout-minutes 0.5"
+    sizes = f"{sizes} {rest}" if "hf:" in words else f"{MODEL} --train-iters 4"
+    line = [*sizes.split(), *words.split(), *chance.choice(LAYOUTS).split()]
+
+    def damage(folder: Path) -> str:
+        path = chance.choice(sorted((folder / "1").glob(pattern)))
+        content = path.read_bytes()
+        at = chance.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        return f"{path.relative_to(folder)}: byte {at}"
+
+    port = free_port()
+    environ = [rank_environment(rank, 2, port) for rank in range(2)]
+    folders = ("0", "1")
+    return Case(TRAIN, [line, line], environ, "nodes", damage, folders=folders)
 
 
 # -- command lines ---------------------------------------------------------------------------------
@@ -486,10 +554,17 @@ class Bench:
                         self.root / f"log-{rank}",
                         {"TMPDIR": str(self.folder)}
                         | {k: filled(v, self.folder) for k, v in environ.items()},
-                        (arm, str(self.folder), str(note), self.limit_s, case.trains),
+                        (arm, str(self.folder), str(note), self.limit_s, case.trains, at),
                     )
                 )
-                for rank, (words, environ) in enumerate(zip(case.words, case.environ, strict=True))
+                for rank, (words, environ, at) in enumerate(
+                    zip(
+                        case.words,
+                        case.environ,
+                        case.folders or [""] * len(case.words),
+                        strict=True,
+                    )
+                )
             ]
             for script in started:
                 script.process.join(self.limit_s + 10)
@@ -497,10 +572,12 @@ class Bench:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(script.pid, signal.SIGKILL)
         ran = (note.read_text() if note.exists() else "") + (
-            "a command ran" if (self.folder / "RAN").exists() else ""
+            "a command ran" if any(self.folder.rglob("RAN")) else ""
         )
         signature = next((found for code, text in outcomes if (found := judge(code, text))), "")
         signature = f"CODE RUN: {ran.splitlines()[0]}" if ran else signature
+        if case.folders and not signature and any(code == 0 for code, _ in outcomes):
+            signature = f"TRAINED: {done.partition(':')[0]}"
         lines = [
             shlex.join([*(f"{k}={v}" for k, v in e.items()), case.script, *w])
             for w, e in zip(case.words, case.environ, strict=True)
@@ -571,10 +648,10 @@ def place(frames: Sequence[tuple[str, str]]) -> str:
     return " < ".join(dict.fromkeys([*innermost, *ours[:2]]))
 
 
-def arm(folder: str, note: str, limit_s: float, trains: bool) -> None:
+def arm(folder: str, note: str, limit_s: float, trains: bool, inside: str = "") -> None:
     """Prepare a process before a script: set folder and limits, and record forbidden actions."""
     os.setsid()
-    os.chdir(folder)
+    os.chdir(os.path.join(folder, inside))
     faulthandler.dump_traceback_later(limit_s, exit=True)
     resource.setrlimit(resource.RLIMIT_DATA, (hostile_files.MEMORY_BYTES,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))

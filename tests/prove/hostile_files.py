@@ -270,6 +270,48 @@ def megatron(folder: Path) -> None:
     write(folder / "megatron", "gpt", 2, 1, 1, 3.0, True)
 
 
+def torch_dist(folder: Path) -> None:
+    from tests.tools.conversion.test_torch_dist import write
+
+    write(folder / "megatron", "gpt")
+
+
+def of_hugging_face(case: str) -> Callable[[Path], None]:
+    """Return a maker of a model of transformers, in several files with an index, and a tokenizer."""
+
+    def make(folder: Path) -> None:
+        from tests.checkpoint import hugging_face as models
+
+        models.make(case, folder / "hf", max_shard_size="40KB")
+        models.save_tokenizer(folder / "hf", entries=40)
+        (folder / "hf" / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+
+    return make
+
+
+def conversations(folder: Path) -> None:
+    hugging_face(folder)
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
+    line = json.dumps({"messages": turns * 3}) + "\n"
+    (folder / "chat.jsonl").write_text(line * 20)
+    (folder / "hf" / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['role'] + ': ' }}"
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim }}"
+        "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{{ '\n' }}{% endfor %}"
+    )
+
+
+def nodes(folder: Path) -> None:
+    """Make two folders with the same files: a model, data, tasks and a list."""
+    first = folder / "0"
+    first.mkdir()
+    of_hugging_face("llama2")(first)
+    data(first)
+    (first / "tasks.jsonl").write_text('{"context": "A", "choices": ["B", "C"], "answer": 0}\n' * 3)
+    (first / "list").write_text("1.0 a\n2.0 b\n")
+    shutil.copytree(first, folder / "1")
+
+
 def deepspeed(folder: Path) -> None:
     from tests.helpers.processes import run_processes
     from tests.tools.conversion.runs import of_our_own_names
@@ -311,6 +353,11 @@ _VALUES: tuple[Any, ...] = (
     {"x": {"x": {}}},
     [1, "x"],
     "torch.float32",
+    [{}, 1],
+    [1, {}],
+    [[1], {"x": 1}],
+    ["x"] * 20000,
+    1000000,
     "nan",
     "1e9",
 )
@@ -358,7 +405,68 @@ class _Calls:
         return os.mkdir, (self.path,)
 
 
-def payload(folder: Path) -> bytes:
+# Templates without an end, with a huge text, or that no compiler takes.
+TEMPLATES = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{{ i * j }}{% endfor %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
+    "{% endfor %}{{ ns.x }}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ 'a' * 10 ** 12 }}",
+    "{{ '%0999999999d' % 1 }}",
+    "{{ '{:>999999999999}'.format(1) }}",
+    "{{ " + "9" * 5000 + " }}",
+    "{{ " + "(" * 400 + "1" + ")" * 400 + " }}",
+    "{% for i in [1] %}" * 21 + "{{ i }}" + "{% endfor %}" * 21,
+    "{% for i in [1] %}" * 300 + "{% endfor %}" * 300,
+    "{{ [1, 2] | batch(0) | list }}",
+    "{{ messages | tojson(indent=10 ** 9) }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.mkdir('RAN') }}",
+    "{{ self._TemplateReference__context }}",
+    "{% include '/etc/passwd' %}",
+    "{% macro f(x) %}{{ f(x + 1) }}{% endmacro %}{{ f(0) }}",
+    "{{ messages[99].content }}",
+    "{{ raise_exception('no') }}",
+    "{{ 1 // 0 }}",
+    "{{ undefined.attribute }}",
+    "{{ range(10 ** 18) | list }}",
+    "{{ ('a' * 30 + '!') | regex_replace('(a+)+$', '') }}",
+    "{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}",
+    "{% generation %}",
+    "{{ lipsum(n=10 ** 9) }}",
+    "{{ '\ud800' }}",
+    "",
+)
+# Rules of a tokenizer.json for whose result there is no room, or no time.
+NORMALIZERS: tuple[Any, ...] = (
+    {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"} for _ in range(40)
+        ],
+    },
+    {"type": "Replace", "pattern": {"Regex": "(e+)+$"}, "content": ""},
+    {"type": "Replace", "pattern": {"String": ""}, "content": "e" * 10000},
+    {"type": "Prepend", "prepend": "e" * 10**6},
+    {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+)
+# After a pickle's first two bytes: nested pairs of one value as keys, shared lists, copies.
+_PAIRS = b")" + 60 * b"\x85q\x00h\x00h\x00\x86"
+PICKLES = (
+    b"}" + _PAIRS + b"Ns",
+    b"}(" + _PAIRS + b"Nu",
+    b"ccollections\nOrderedDict\n](](" + _PAIRS + b"Nee\x85R",
+    b"]" + 60 * b"q\x00](h\x00h\x00e",
+    5000 * b"]" + 4999 * b"a",
+    b"]q\x00h\x00a",
+    b"](" + 30000 * b"K\x01" + b"eq\x01]q\x02(" + 3000 * b"ctorch\nSize\nh\x01\x85R" + b"e",
+    b"}X\x04\x00\x00\x00argsX\x01\x00\x00\x00xs",
+)
+
+
+def payload(folder: Path, chance: random.Random | None = None) -> bytes:
+    if chance is not None and chance.random() < 0.5:
+        return b"\x80\x02" + chance.choice(PICKLES) + b"."
     return pickle.dumps({"args": _Calls(str(folder / "RAN"))}, protocol=2)
 
 
@@ -379,8 +487,24 @@ def damage(folder: Path, chance: random.Random) -> str:
             what = chance.choice((*_SPECIAL, "gone", "large"))
             special(path, what)
         elif draw < 0.3:
-            what = "a pickle that calls"
-            _plant(path, folder)
+            what = "another pickle"
+            _plant(path, folder, chance)
+        elif path.suffix == ".jinja" and draw < 0.8:
+            what = "another template"
+            path.write_text(chance.choice(TEMPLATES), errors="surrogatepass")
+        elif path.name == "tokenizer.json" and draw < 0.45:
+            what = "another normalizer"
+            content = json.loads(path.read_text()) | {"normalizer": chance.choice(NORMALIZERS)}
+            path.write_text(json.dumps(content))
+        elif path.suffix == ".toml" and draw < 0.5:
+            what = "code that is named"
+            (folder / "evil.py").write_text("import os\nos.mkdir('RAN')\nPIECES = {}\n")
+            named = ("evil.py", "../evil.py", ["evil:X"], "evil:X")
+            key = chance.choice(("pieces", "callback", "--pieces", "cluster", "deepspeed_config"))
+            line = f"{json.dumps(key)} = {json.dumps(chance.choice(named))}\n"
+            path.write_bytes(
+                chance.choice((b"", b"[logging]\n")) + line.encode() + path.read_bytes()
+            )
         elif path.suffix == ".pt" and zipfile.is_zipfile(path) and draw < 0.8:
             what = "in_torch"
             in_torch(path, chance)
@@ -422,17 +546,18 @@ def special(path: Path, what: str) -> None:
         os.truncate(path, MEMORY_BYTES + 1)  # a hole: too large to hold, soon read piece by piece
 
 
-def _plant(path: Path, folder: Path) -> None:
+def _plant(path: Path, folder: Path, chance: random.Random) -> None:
     """Plant a pickle in place of the file, or of the pickle within a file by torch.save."""
     try:
         with zipfile.ZipFile(path) as old:
             members = {name: old.read(name) for name in old.namelist()}
     except zipfile.BadZipFile:  # none, or one without checksums
-        path.write_bytes(payload(folder))
+        path.write_bytes(payload(folder, chance))
         return
     with zipfile.ZipFile(path, "w") as new:
         for name, content in members.items():
-            new.writestr(name, payload(folder) if name.endswith("data.pkl") else content)
+            hostile = name.endswith("data.pkl")
+            new.writestr(name, payload(folder, chance) if hostile else content)
 
 
 def _is_text(content: bytes) -> bool:
@@ -561,6 +686,14 @@ MAKERS: dict[str, Callable[[Path], None]] = {
         ranks,
         pieces,
         megatron,
+        torch_dist,
         deepspeed,
+        conversations,
+        nodes,
     )
 }
+FAMILIES = (
+    "gpt2 llama3 llama-biased llama31 llama-yarn mistral-window qwen2-window qwen3 olmo2 mixtral "
+    "olmoe qwen3_moe qwen2_moe gemma2 pythia bloom"
+).split()
+MAKERS |= {f"hf {case}": of_hugging_face(case) for case in FAMILIES}

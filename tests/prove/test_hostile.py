@@ -35,8 +35,8 @@ def test_a_few_cases(tmp_path: Path) -> None:
     counts, found = hostile.campaign(0, few, tmp_path, targets=CHEAP)
     assert not found
     assert {kind: sum(verdicts.values()) for kind, verdicts in counts.items()} == {
-        "files": 7,
-        "flags": 5,
+        "files": 8,
+        "flags": 4,
     }
     assert all(
         sum(verdicts[each] for verdicts in counts.values()) for each in ("accepted", "refused")
@@ -67,3 +67,17 @@ def test_a_refusal_and_a_success_are_none(tmp_path: Path) -> None:
         ("accepted", ""),
         ("refused", ""),
     ]
+
+
+def test_processes_with_other_files_that_end_well_are_a_failure(tmp_path: Path) -> None:
+    bench, script = Bench(tmp_path), tmp_path / "planted.py"
+    script.write_text("import os, sys; sys.exit(2 if os.path.exists('file') else 0)")
+
+    def plant(folder: Path) -> str:
+        for name in ("0", "1"):
+            (folder / name).mkdir()
+        (folder / "1" / "file").touch()
+        return "1/file: new"
+
+    case = Case(str(script), [[], []], ({}, {}), damage=plant, folders=("0", "1"))
+    assert bench.run(case)[:2] == ("FAILED", "TRAINED: 1/file")
