@@ -9,7 +9,8 @@
 #
 # Settings, on the command line:
 #   PYTHON       interpreter that creates the virtual environment (3.11 or newer)
-#   VENV         path of the environment; an existing one is used unchanged
+#   VENV         path of the environment; in an existing one setup installs or changes what this project
+#                needs, and names each package: to leave yours as it is, give the path of a new one
 #   TORCH        requirement of torch for pip, e.g. for ROCm
 #                  make train TORCH="torch --index-url https://download.pytorch.org/whl/rocm7.1"
 #                default: the tested version, unless the environment has a torch already

@@ -85,7 +85,14 @@ if [[ ${1:-} == browser ]]; then
     exit 0
 fi
 
-[[ -x $VENV/bin/python ]] || make_venv
+# An environment that was not made here is the user's own: what is changed in it is said.
+if [[ ! -x $VENV/bin/python ]]; then
+    make_venv
+    touch "$VENV/.made-by-setup"
+elif [[ ! -e $VENV/.made-by-setup ]]; then
+    say "$VENV is there already: packages that are missing or of other versions will be installed in it"
+    before=$("$VENV/bin/python" -m pip freeze)
+fi
 check_python "$VENV/bin/python"
 "$VENV/bin/python" -m pip --version >/dev/null || die "$VENV has no pip: remove it and run make again"
 
@@ -99,6 +106,10 @@ pip install -c $constraints pybind11 ninja
 # Kernels are built for this processor and for the kind of GPU that torch is for.
 export MEGATRON_KERNELS_TARGETS=${MEGATRON_KERNELS_TARGETS:-$(kernel_targets)}
 DS_BUILD_OPS=0 pip install -c $constraints --no-build-isolation -e '.[dev]'
+if [[ -n ${before:-} ]]; then
+    say "changed in $VENV (<: before, >: now):"
+    diff <(echo "$before") <("$VENV/bin/python" -m pip freeze) | grep '^[<>]' | sed 's/^/setup:   /' || true
+fi
 # What pip says of a kernel that was not built is not shown.
 "$VENV/bin/python" tools/check_kernels.py --list | sed 's/^/setup: /'
 say "ready: $VENV with $("$VENV/bin/python" -c 'import torch

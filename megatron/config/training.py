@@ -132,7 +132,7 @@ class OptimizerConfig:
     lr_schedule: str | None = option(
         None,
         "Learning rate by phases, instead of --lr-decay-style and its lengths: 'warmup 1000, "
-        "constant 80%, cosine'. See docs/training.md.",
+        "constant 80%, cosine'. See docs/schedules.md.",
         metavar="PHASES",
     )
     weight_decay: float = option(0.01, "Weight decay.", at_least=0, at_most=1000)
