@@ -12,6 +12,7 @@ import torch
 
 from megatron.checkpoint.files import MANIFEST, SHARD_INDEX
 from megatron.checkpoint.folder import TRACKER, tagged_name
+from megatron.checkpoint.huggingface_load import check_finite
 from megatron.checkpoint.shards import named
 from megatron.config import Config
 from megatron.errors import CheckpointError
@@ -279,7 +280,9 @@ def whole_tensor(plan: Plan, kind: str, name: str) -> torch.Tensor:
     """Return a whole parameter, or its optimizer state, in fp32. Raises CheckpointError."""
     with laid_out(plan.source.folder):
         parts = [_value(plan, name, part, kind) for part in plan.source.parts[name]]
-        return merge(name, parts, plan.rules)
+        whole = merge(name, parts, plan.rules)
+    check_finite(whole, f"{kind} of {name} in {plan.source.folder}")
+    return whole
 
 
 def _value(plan: Plan, name: str, part: Part, kind: str) -> torch.Tensor:

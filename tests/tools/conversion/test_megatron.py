@@ -14,7 +14,13 @@ import torch
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.folder import TRACKER
 from megatron.errors import CheckpointError, MegatronError
-from megatron_conversion.convert import convert, find_source, plan_conversion, read_source
+from megatron_conversion.convert import (
+    convert,
+    find_source,
+    plan_conversion,
+    read_source,
+    whole_tensor,
+)
 from megatron_conversion.names import PipelineNames, ours
 from megatron_conversion.source import settings_of
 from tests.tools.conversion import theirs
@@ -313,6 +319,15 @@ def test_models_that_this_program_has_not(tmp_path: Path, setting: dict[str, Any
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True, **setting)
     with pytest.raises(CheckpointError, match=next(iter(setting))):
         plan_conversion(read_source(find_source(tmp_path / "old")), {})
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, False)
+    plan = plan_conversion(read_source(find_source(tmp_path / "old"), optimizer=False), {})
+    part = plan.source.parts["final_layernorm.weight"][0]
+    (part.load or (lambda: part.weight))().fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="final_layernorm.weight"):
+        whole_tensor(plan, "master", "final_layernorm.weight")
 
 
 def test_gelu_without_fusion_is_the_exact_one() -> None:
