@@ -180,7 +180,7 @@ def _merge_records(
     found = [other for other in records.values() if other is not None]
     alike = {(other.digest, other.vocab_size) for other in found}
     if record is not None and len(found) == len(records) and len(alike) == 1:
-        replace(record, largest_id=max(other.largest_id for other in found)).write(output)
+        replace(record, job="", largest_id=max(other.largest_id for other in found)).write(output)
 
 
 def _open(prefix: str | os.PathLike[str]) -> IndexedDataset:

@@ -172,7 +172,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="output format (mmap is the only one)",
     )
     group.add_argument(
-        "--restart", action="store_true", help="discard the unfinished run in PREFIX_partial"
+        "--restart",
+        action="store_true",
+        help="discard the unfinished run in PREFIX_partial, or write finished files again",
     )
     group = parser.add_argument_group("work")
     cores = len(os.sched_getaffinity(0))

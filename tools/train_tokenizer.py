@@ -14,7 +14,7 @@ import io
 import os
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
@@ -24,6 +24,7 @@ from megatron.config.option import MOST_WIDTH, Parser, real, whole
 from megatron.data.file_lock import renamed_into
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool
+from megatron_preparation.preprocess import ON_BAD_INPUT
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -49,6 +50,13 @@ def build_parser() -> argparse.ArgumentParser:
         default="text",
         metavar="KEY",
         help="key of the text in a JSON line (default: text)",
+    )
+    parser.add_argument(
+        "--on-bad-input",
+        choices=ON_BAD_INPUT,
+        default="fail",
+        help="what to do with a line that is not JSON or UTF-8, or has no text under the key: fail "
+        "at the first one (default), or skip and count them",
     )
     parser.add_argument(
         "--sample-megabytes",
@@ -84,20 +92,26 @@ def train_vocabulary(
     sample_bytes: int = 4_000_000,
     num_threads: int = 2,
     seed: int = 1234,
+    on_bad_input: str = "fail",
+    say: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Train byte-pair encoding on up to `sample_bytes` of documents; return its vocabulary size.
 
     The model file is for GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments
     give the same model. Text is not normalised, white space is kept, and characters without a piece
     are encoded as bytes, so decode(encode(text)) is the text, except that U+2581, SentencePiece's
-    mark for a space, becomes a space. Raises DataError for unusable input, ConfigError for a
+    mark for a space, becomes a space. With `on_bad_input` 'skip', unusable documents are left out, and
+    `say` gets their number and the first one. Raises DataError for unusable input, ConfigError for a
     vocabulary that the text cannot fill.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(f"--vocab-size {vocab_size}: the bytes alone need {MIN_VOCAB_SIZE}")
     import sentencepiece
 
-    documents = list(_texts(inputs, json_key))
+    bad = list[str]()
+    documents = list(_texts(inputs, json_key, None if on_bad_input == "fail" else bad))
+    if bad:
+        say(f"{len(bad)} unusable documents are left out, the first: {bad[0]}")
     random.Random(seed).shuffle(documents)
     lines = _sample_lines(documents, sample_bytes)
     if not lines:
@@ -137,13 +151,21 @@ def train_vocabulary(
     return vocab_size
 
 
-def _texts(inputs: Sequence[str | os.PathLike[str]], json_key: str) -> Iterator[str]:
-    from megatron_preparation.encode import PreprocessOptions, texts_of_block
+def _texts(
+    inputs: Sequence[str | os.PathLike[str]], json_key: str, bad: list[str] | None
+) -> Iterator[str]:
+    """Yield the documents. Unusable ones are added to `bad`; raises DataError if it is None."""
+    from megatron_preparation.encode import parse_block
     from megatron_preparation.sources import read_blocks
 
-    options = PreprocessOptions(tokenizer={}, json_keys=(json_key,))
     for block in read_blocks(inputs, json_keys=(json_key,)):
-        yield from texts_of_block(block, options)[0]
+        documents = parse_block(block, (json_key,))
+        named = [f"{block.where(number)}: {why}" for number, why in documents.bad]
+        if named and bad is None:
+            raise DataError(f"{named[0]}; --on-bad-input skip leaves such documents out")
+        if bad is not None:
+            bad += named
+        yield from documents.texts[0]
 
 
 def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
@@ -177,6 +199,8 @@ def main(argv: Sequence[str]) -> int:
         sample_bytes=int(args.sample_megabytes * 1e6),
         num_threads=args.num_threads,
         seed=args.seed,
+        on_bad_input=args.on_bad_input,
+        say=lambda text: print(f"note: {text}", file=sys.stderr),
     )
     print(f"wrote {args.output}: {size} pieces")
     return 0

@@ -1,8 +1,9 @@
 """The tokenizer that wrote a data set, in `<prefix>.tokenizer.json` beside its .bin and .idx.
 
-It has the tokenizer's type, vocabulary size, end-of-document id and digest, and the largest id of
-the data. The digest is of what ids mean: those of a sample of text, and the texts of the ids. So
-another file with the same tokenizer, or one to which tokens were added, is the same.
+It has the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id of the
+data, and a digest of the job that wrote them ("" if it is not known). The tokenizer's digest is of
+what ids mean: those of a sample of text, and the texts of the ids. So another file with the same
+tokenizer, or one to which tokens were added, is the same.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class TokenizerRecord:
     eod: int
     digest: str
     largest_id: int
+    job: str = ""
 
     def write(self, prefix: str | os.PathLike[str]) -> None:
         """Write it beside a data set. Raises OSError."""
@@ -50,10 +52,10 @@ class TokenizerRecord:
             file.write(json.dumps(asdict(self)).encode())
 
 
-def record_of(kind: str, tokenizer: Tokenizer, largest_id: int) -> TokenizerRecord:
+def record_of(kind: str, tokenizer: Tokenizer, largest_id: int, job: str) -> TokenizerRecord:
     """Return the record of data written with a tokenizer of --tokenizer-type `kind`."""
     size = tokenizer.vocab_size
-    return TokenizerRecord(kind, size, tokenizer.eod, digest(tokenizer, size), largest_id)
+    return TokenizerRecord(kind, size, tokenizer.eod, digest(tokenizer, size), largest_id, job)
 
 
 def digest(tokenizer: Tokenizer, size: int) -> str:
@@ -70,7 +72,9 @@ def read_record(prefix: str | os.PathLike[str]) -> TokenizerRecord | None:
     if not path.exists():
         return None
     values = read_json(path, _MOST_BYTES, error=DataError)
-    types = {"tokenizer": str, "digest": str, "vocab_size": int, "eod": int, "largest_id": int}
+    values.setdefault("job", "")
+    types: dict[str, type] = dict.fromkeys(("tokenizer", "digest", "job"), str)
+    types |= dict.fromkeys(("vocab_size", "eod", "largest_id"), int)
     if values.keys() != types.keys() or not all(
         is_count(value) if types[name] is int else isinstance(value, str)
         for name, value in values.items()

@@ -34,9 +34,10 @@ from typing import Any, BinaryIO
 
 from megatron.data.added_tokens import files_beside
 from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk, renamed_into
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter, WriterPosition, open_at
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.data.tokenizer_record import record_of
+from megatron.data.tokenizer_record import read_record, record_of
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.untrusted import is_count, read_json
 from megatron_preparation.encode import BadInput, EncodedBlock, PreprocessOptions, encode_blocks
@@ -355,12 +356,17 @@ class _Run:
             outputs=list(self.dtypes),
             total_file_bytes=sum(source.size for source in sources),
         )
+        self.job = describe_job(sources, options)
+        content = json.dumps(self.job, sort_keys=True).encode()
+        self.job_digest = hashlib.sha256(content).hexdigest()
         self.journal: Journal | None = None  # as it is on disk
         self.place = Place()
         self.writers: list[IndexedDatasetWriter] = []
         self.bad_file: BinaryIO
 
     def run(self, workers: int, on_bad_input: str, restart: bool, interval_s: float) -> Totals:
+        if not restart and self._is_finished(on_bad_input):
+            return self.totals
         self._begin(restart)
         try:
             if self.journal is None or not self.journal.sealed:
@@ -386,8 +392,34 @@ class _Run:
                     self.folder.remove()
         return self.totals
 
+    def _is_finished(self, on_bad_input: str) -> bool:
+        """Return whether an earlier run of the same job has written all files; fill the totals."""
+        texts = self.totals.outputs[: len(self.options.json_keys)]
+        bad = Path(f"{self.prefix}_bad_input.txt")
+        if self.folder.journal.exists() or (bad.exists() and on_bad_input == "fail"):
+            return False
+        try:
+            records = [read_record(output) for output in texts]
+            datasets = [IndexedDataset(output) for output in self.totals.outputs]
+        except DataError:
+            return False
+        if any(record is None or record.job != self.job_digest for record in records):
+            return False
+        self.totals.documents = sum(data.num_documents for data in datasets[: len(texts)])
+        self.totals.tokens = sum(data.num_tokens for data in datasets[: len(texts)])
+        self.totals.earlier_documents = self.totals.documents
+        if bad.exists():
+            self.totals.bad_input = str(bad)
+            self.totals.bad_documents = bad.read_bytes().count(b"\n")
+        self.folder.remove()
+        self.listeners.on_note(
+            "nothing to do: an earlier run of this command, with these inputs, has written all "
+            "files; --restart writes them again"
+        )
+        return True
+
     def _begin(self, restart: bool) -> None:
-        job = describe_job(self.sources, self.options)
+        job = self.job
         self.journal = None if restart else self.folder.read()
         if self.journal is None:
             self.folder.begin(job)
@@ -515,9 +547,8 @@ class _Run:
         # A mask comes first: tokens must never appear without it.
         for output in reversed(self.totals.outputs):
             IndexedDatasetWriter.publish(output, self.folder.path)
-        record = record_of(
-            self.options.tokenizer["tokenizer_type"], self.tokenizer, self.totals.largest_id
-        )
+        kind = self.options.tokenizer["tokenizer_type"]
+        record = record_of(kind, self.tokenizer, self.totals.largest_id, self.job_digest)
         for output in self.totals.outputs[: len(self.options.json_keys)]:
             record.write(output)
         named = Path(f"{self.prefix}_bad_input.txt")

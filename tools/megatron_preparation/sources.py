@@ -10,12 +10,13 @@ import glob
 import gzip
 import os
 import stat
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -29,6 +30,7 @@ BLOCK_BYTES = 1 << 19  # large enough to amortise passing a block on, small in m
 # per byte of text.
 MAX_DOCUMENT_BYTES = 1 << 30
 _STREAM_BYTES = 1 << 20
+_ARROWS_WINDOW_BYTES = 1 << 27  # beyond which pyarrow does not unpack
 FORMATS = ("auto", "jsonl", "text", "parquet")
 _TEXT_SUFFIXES = (".txt", ".text")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -208,6 +210,10 @@ def open_source(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 
     Reading a damaged file raises one of read_errors().
     """
+    if source.packing == "zstd" and _window_bytes(source.path) > _ARROWS_WINDOW_BYTES:
+        with _by_program(source) as found:
+            yield found
+        return
     if source.packing == "zstd":
         import pyarrow
 
@@ -224,6 +230,59 @@ def open_source(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
                 yield cast(BinaryIO, unpacked), raw.tell
         else:
             yield raw, raw.tell
+
+
+def _window_bytes(path: str) -> int:
+    """Return the window of a file's first zstd frame (RFC 8878, section 3.1.1.1); 0 if unknown."""
+    with open(path, "rb") as file:
+        head = file.read(18)
+    if len(head) < 18 or head[:4] != b"\x28\xb5\x2f\xfd":
+        return 0
+    flags = head[4]
+    if not flags & 0x20:
+        return (1 << 10 + (head[5] >> 3)) * (8 + (head[5] & 7)) // 8
+    first = 5 + (0, 1, 2, 4)[flags & 3]  # behind the number of a dictionary
+    return int.from_bytes(head[first : first + (1, 2, 4, 8)[flags >> 6]], "little")
+
+
+class _Output(RawIOBase):
+    """Standard output of a program, whose failure is an OSError at its end."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        count = self._process.stdout.readinto(buffer)  # type: ignore[attr-defined]
+        if not count and self._process.wait():
+            raise OSError(self._process.stderr.read(300).decode(errors="replace").strip())
+        return int(count)
+
+
+@contextmanager
+def _by_program(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """Unpack with the program zstd, because pyarrow has no setting for long windows."""
+    with open(source.path, "rb", buffering=0) as packed:
+        try:
+            process = subprocess.Popen(
+                ["zstd", "--decompress", "--stdout", "--long=31"],
+                stdin=packed,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        except FileNotFoundError:
+            raise DataError(
+                f"{source.path}: packed with a window of {_window_bytes(source.path) >> 20} MiB (zstd "
+                "--long), for which the program zstd is needed, and it is not on PATH"
+            ) from None
+        with process:
+            try:
+                yield BufferedReader(_Output(process), _STREAM_BYTES), packed.tell
+            finally:
+                process.kill()
 
 
 def _read_lines(

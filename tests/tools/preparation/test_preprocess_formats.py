@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,26 @@ def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path: Path) ->
         for name in ("c.jsonl", "c.jsonl.gz", "c.parquet"):
             blocks = list(read_blocks([write_input(tmp_path / name, ["x" * 100] * 1000)]))
             assert len(blocks) > 3 and max(block.text_bytes for block in blocks) <= 40_000
+
+
+def test_a_zstd_file_with_a_long_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame of one raw block, whose header asks for 256 MiB: 2^(10 + 18) (RFC 8878)."""
+    text = json_lines(["ab", "c"])
+    header = b"\x28\xb5\x2f\xfd" + bytes([0, 18 << 3])
+    block = (len(text) << 3 | 1).to_bytes(3, "little") + text
+    path = tmp_path / "a.jsonl.zst"
+    options = PreprocessOptions(byte_tokenizer(tmp_path))
+    if shutil.which("zstd"):
+        path.write_bytes((header + block) * 2)
+        preprocess([path], tmp_path / "o", options)
+        assert documents(tmp_path / "o_text_document") == [[97, 98], [99]] * 2
+        path.write_bytes(header + block + header)
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst"):
+            preprocess([path], tmp_path / "p", options)
+    path.write_bytes(header + block)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst.*\b256\b"):
+        preprocess([path], tmp_path / "q", options)
 
 
 def test_one_token_ends_a_document_of_a_tokenizer_that_puts_one_there(tmp_path: Path) -> None:

@@ -123,6 +123,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
+def test_a_finished_command_has_nothing_to_do(job: Job) -> None:
+    job.run()
+    before = {path: path.stat().st_mtime_ns for path in job.folder.iterdir()}
+    totals = job.run()
+    assert {path: path.stat().st_mtime_ns for path in job.folder.iterdir()} == before
+    assert (totals.documents, job.written()) == (240, job.expected)
+    job.run(restart=True)
+    assert {path: path.stat().st_mtime_ns for path in job.folder.iterdir()} != before
+    (job.folder / "o_text_document.idx").unlink()
+    job.finish()
+
+
 @pytest.fixture
 def job(whole: Job, tmp_path: Path) -> Job:
     return whole.at(tmp_path)
@@ -364,6 +376,7 @@ def test_damage_in_the_partial_folder(job: Job) -> None:
             for new in (b"3", b"-1", b'"x"', b"true")
         ),
     ):
+        (job.folder / "o_text_document.tokenizer.json").unlink(missing_ok=True)
         job.stop(20)
         path = job.folder / "o_partial" / name
         content = content(path.read_bytes()) if callable(content) else content

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import ConfigError, DataError
+from tools import train_tokenizer
 from tools.train_tokenizer import train_vocabulary
 
 
@@ -36,6 +37,15 @@ def test_trained_vocabulary_is_deterministic(model: Path) -> None:
 def test_trained_vocabulary_loses_nothing(model: Path, text: str) -> None:
     tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model))
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_bad_lines_are_refused_or_left_out(model: Path, tmp_path: Path) -> None:
+    corpus, lines = tmp_path / "bad.jsonl", model.with_name("corpus.jsonl").read_text()
+    corpus.write_text("{x\n" + lines + '{"no": 1}\n')
+    words = ["--input", str(corpus), "--output", str(tmp_path / "m"), "--vocab-size", "600"]
+    assert train_tokenizer.main(words) == 2 and not (tmp_path / "m").exists()
+    assert train_tokenizer.main([*words, "--on-bad-input", "skip"]) == 0
+    assert (tmp_path / "m").read_bytes() == model.read_bytes()
 
 
 def test_vocabulary_refuses(tmp_path: Path) -> None:
