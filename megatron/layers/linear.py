@@ -247,8 +247,11 @@ class _Linear(torch.autograd.Function):
         if ctx.again is None:
             (x,) = ctx.saved_tensors
         else:
+            # The graph stays until its pass ends; without this, what x is computed from would, too.
+            again, ctx.again = ctx.again, None
             with recomputed():
-                x = ctx.again()
+                x = again()
+            del again
         dx, dw = (_Linear._column if ctx.column else _Linear._row)(ctx, x, dy)
         db = None
         if ctx.needs_input_grad[4]:

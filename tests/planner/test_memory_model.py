@@ -1,4 +1,4 @@
-"""The planner's memory beside the dry run, in four layouts.
+"""The planner's memory beside the dry run, in five layouts.
 
 The campaign "memory" compares others.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import memory_model
-from benchmarks.memory_layouts import SMALL, Shape
+from benchmarks.memory_layouts import LLAMA, SMALL, Shape
 
 
 @pytest.mark.slow
@@ -23,6 +23,14 @@ from benchmarks.memory_layouts import SMALL, Shape
             sequence_parallel=True,
             enable_zbh1_pipeline=True,
             world_size=4,
+        ),
+        dict(
+            LLAMA,
+            num_layers=8,
+            enable_zbh1_pipeline=True,
+            recompute_granularity="selective",
+            recompute_modules=("mlp_act", "layernorm"),
+            world_size=2,
         ),
         dict(
             pipeline_model_parallel_size=1,
@@ -39,7 +47,13 @@ from benchmarks.memory_layouts import SMALL, Shape
             world_size=4,
         ),
     ],
-    ids=["2 chunks", "TP 2, SP, zb-h1", "DP 2, ZeRO 2, untied", "TP 2, SP, DP 2, ZeRO 3, untied"],
+    ids=[
+        "2 chunks",
+        "TP 2, SP, zb-h1",
+        "zb-h1, activation and norms again",
+        "DP 2, ZeRO 2, untied",
+        "TP 2, SP, DP 2, ZeRO 3, untied",
+    ],
 )
 def test_the_planners_memory_is_what_the_code_allocates(layout: dict[str, Any]) -> None:
     fields = {**SMALL, "num_layers": 4, "pipeline_model_parallel_size": 2, **layout}
