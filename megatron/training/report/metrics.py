@@ -399,7 +399,7 @@ class Profiler:
         profile, self._profile, self._on = self._profile, None, False
         profile.stop()
         self._write(
-            f"profile of iterations {self._steps[0]} to {self._steps[-1] + 1}",
+            f"profile of iterations {self._steps[0] + 1} to {self._steps[-1] + 1}",
             self._path,
             profile.export_chrome_trace,
         )

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.errors import ConfigError
+from megatron.parallel.environment import whole
 from megatron.protocols import Callback
 from megatron.training.report import mlflow_writer
 from megatron.training.report.events import End, Event, Start, scalars
@@ -222,12 +223,17 @@ class TensorBoard(Callback):
 
 
 class WandB(Callback):
-    """Logs to --wandb-project. A resumed run continues the run whose id is beside metrics.jsonl."""
+    """Logs to --wandb-project. A resumed run continues the run whose id is beside metrics.jsonl.
+
+    Its steps go on as well: offline, where nobody else knows the last one, they would begin again, and
+    a later upload would replace what was logged before.
+    """
 
     def __init__(self, config: Config) -> None:
         self._wandb, self._flags = _package("wandb", "--wandb-project", "wandb"), config.logging
         self._name = config.logging.wandb_exp_name or _name_of(config)
         self._id = _beside(config, "wandb_run_id")
+        self._step_file, self._step = _beside(config, "wandb_step"), 0
         self._folder = config.logging.wandb_save_dir or config.checkpoint.save or "."
         self._exit_code = 1
 
@@ -237,7 +243,7 @@ class WandB(Callback):
             known = _known(self._id, event)
             id_ = known or secrets.token_hex(4)
             os.makedirs(self._folder, exist_ok=True)
-            self._wandb.init(
+            run = self._wandb.init(
                 project=self._flags.wandb_project,
                 entity=self._flags.wandb_entity,
                 name=self._name,
@@ -246,8 +252,12 @@ class WandB(Callback):
                 resume="allow" if known else None,
                 config=event.settings(),
                 # the log stays as it is
-                settings=self._wandb.Settings(console="off", login_timeout=_LOGIN_S),
+                settings=self._wandb.Settings(
+                    console="off", login_timeout=_LOGIN_S, resumed=known is not None
+                ),
             )
+            before = _known(self._step_file, event) if known else None
+            self._step = max(run.starting_step, whole(before or "") or 0)
             # Steps of Weights & Biases only grow; iterations begin again after a roll-back.
             self._wandb.define_metric("*", step_metric="iteration")
             _remember(self._id, id_)
@@ -255,7 +265,10 @@ class WandB(Callback):
             self._exit_code = 0
         points = scalars(event, self._flags.tensorboard_log_interval)
         for iteration, values in points.items():
-            self._wandb.log({"iteration": iteration, **values})
+            self._wandb.log({"iteration": iteration, **values}, step=self._step)
+            self._step += 1
+        if points:
+            _remember(self._step_file, str(self._step))
 
     def close(self) -> None:
         """End the run, as failed if it has no last event."""

@@ -454,18 +454,23 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def in_wandb(folder: Path) -> tuple[list[tuple[str, int, dict[str, Any]]], Points]:
-    """Return (id, exit code, configuration) of each file, and the points of every scalar."""
-    runs, points = [], defaultdict(list)
+    """Return (id, exit code, configuration) of each file, and the points of every scalar.
+
+    The steps of all files together count up from 0, and all but the first are resumed.
+    """
+    runs, points, steps = [], defaultdict(list), list[int]()
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime):
         id_, code, config = "", -1, dict[str, Any]()
         for record in wandb_records(path):
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 id_ = record.run.run_id
+                assert record.run.resumed == bool(runs)
                 config |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
             elif kind == "exit":
                 code = record.exit.exit_code
             elif kind == "history":
+                steps.append(record.history.step.num)
                 items = {
                     i.key or "/".join(i.nested_key): json.loads(i.value_json)
                     for i in record.history.item
@@ -474,6 +479,7 @@ def in_wandb(folder: Path) -> tuple[list[tuple[str, int, dict[str, Any]]], Point
                     if name != "iteration" and not name.startswith("_"):
                         points[name].append((items["iteration"], value))
         runs.append((id_, code, config))
+    assert steps == list(range(len(steps)))
     return runs, points
 
 
