@@ -346,9 +346,9 @@ def _flags_of_file(
     """Return the flags of the file that --config names, with their words, and their origins.
 
     `given` are the flags of the command line, `chosen` its settings. Settings of one start are left
-    out where a run wrote the file, also an older version; a notice lists them, except those that
-    are chosen again. Flags that name code are a problem, unless overridden or with --trust-config:
-    such files are passed on.
+    out where a run wrote the file, also an older version, and with another --save also the places
+    of that run's outputs; a notice lists them, except those that are chosen again. Flags that name
+    code are a problem, unless overridden or with --trust-config: such files are passed on.
     """
     from megatron.config.settings_file import read_settings_file, words_of
 
@@ -359,13 +359,18 @@ def _flags_of_file(
     try:
         if len(words) != 1:
             raise ConfigError(f"takes one file, got {len(words)}")
-        entries, of_a_run = read_settings_file(words[0])
+        read, of_a_run = read_settings_file(words[0])
     except ConfigError as error:
         settings.problems.append(f"--config {error}")
         return flags, origins
+    entries = list(read)
+    folders = {
+        os.path.abspath(word) for key, values, _ in entries if key == "save" for word in values
+    }
+    elsewhere = "save" in chosen and os.path.abspath(chosen["save"]) not in folders
     for key, values, origin in entries:
         option = all_options().get(key.replace("-", "_"))
-        if of_a_run and option and option.one_start:
+        if of_a_run and option and (option.one_start or (elsewhere and option.of_folder)):
             if values != words_of(option.default) and option.name not in chosen:
                 left_out.append(" ".join([option.flag, *values]))
             continue
@@ -386,8 +391,8 @@ def _flags_of_file(
         settings.problems += [f"{problem} ({origin})" for problem in problems]
     if left_out:
         settings.notices.append(
-            f"not repeated, as of the start that wrote {words[0]}: {', '.join(left_out)}. Give on "
-            "the command line what this start is to do, too"
+            f"not repeated, as of the start or the folder of the run that wrote {words[0]}: "
+            f"{', '.join(left_out)}. Give on the command line what this start is to do, too"
         )
     return flags, origins
 

@@ -180,9 +180,12 @@ class CheckpointConfig:
         "Folder for the trained model in the format of Hugging Face, written at the end of "
         "training.",
         metavar="FOLDER",
+        of_folder=True,
     )
     save_hf_ema: bool = option(
-        False, "Write the average of the weights (--ema-decay) with --save-hf, not the weights."
+        False,
+        "Write the average of the weights (--ema-decay) with --save-hf, not the weights.",
+        of_folder=True,
     )
     load: str | None = option(
         None,
@@ -262,8 +265,11 @@ class LoggingConfig:
         "JSON lines file for all metrics, in full precision.",
         metavar="FILE",
         derived="metrics.jsonl in the --save folder",
+        of_folder=True,
     )
-    tensorboard_dir: str | None = option(None, "Folder for TensorBoard events.", metavar="FOLDER")
+    tensorboard_dir: str | None = option(
+        None, "Folder for TensorBoard events.", metavar="FOLDER", of_folder=True
+    )
     tensorboard_log_interval: int = option(
         1, "Number of iterations between the entries of single steps in trackers.", at_least=1
     )
@@ -302,6 +308,7 @@ class LoggingConfig:
         flags=("--wandb-exp-name", "--wandb-run-name", "--wandb-name"),
         metavar="NAME",
         derived="name of the --save folder",
+        of_folder=True,
     )
     wandb_entity: str | None = option(
         None,
@@ -310,7 +317,11 @@ class LoggingConfig:
         metavar="NAME",
     )
     wandb_save_dir: str | None = option(
-        None, "Weights & Biases folder.", metavar="FOLDER", derived="wandb in the --save folder"
+        None,
+        "Weights & Biases folder.",
+        metavar="FOLDER",
+        derived="wandb in the --save folder",
+        of_folder=True,
     )
     mlflow_tracking_uri: str | None = option(
         None,
@@ -322,7 +333,11 @@ class LoggingConfig:
         None, "MLflow experiment to log to.", metavar="NAME", derived="megatron"
     )
     mlflow_run_name: str | None = option(
-        None, "MLflow run name.", metavar="NAME", derived="name of the --save folder"
+        None,
+        "MLflow run name.",
+        metavar="NAME",
+        derived="name of the --save folder",
+        of_folder=True,
     )
     callback: tuple[str, ...] | None = option(
         None,
@@ -355,6 +370,7 @@ class LoggingConfig:
         metavar="FOLDER",
         flags=("--trace-dir", "--path-for-traces"),
         derived="--tensorboard-dir, or the folder of the metrics file",
+        of_folder=True,
     )
     record_memory_history: bool = option(
         False,

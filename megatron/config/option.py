@@ -83,6 +83,7 @@ class Option:
     # a setting of one start, such as what it loads and when it ends; else of the run, of which
     # settings.toml repeats it
     one_start: bool = False
+    of_folder: bool = False  # names an output of the run that --save names, which has its own
     names_code: bool = False  # its value is imported or run: for the command line, not for files
     none_word: bool = False  # the word none also resets a setting without choices
 

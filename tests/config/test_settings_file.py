@@ -178,6 +178,23 @@ def test_each_setting_is_of_the_run_or_of_one_start(tmp_path: Path) -> None:
     )
 
 
+def test_another_folder_has_its_own_outputs(tmp_path: Path) -> None:
+    """Another run's metrics, trackers and model do not go to those of the run whose file it takes."""
+    outputs = {"metrics_file": "a/m.jsonl", "tensorboard_dir": "a/tb", "save_hf": "a/hf"}
+    outputs |= {"wandb_exp_name": "a", "mlflow_run_name": "a", "trace_dir": "a/traces"}
+    run = dict(micro_batch_size=1, train_iters=3, lr=1e-3, vocab_size=9, mock_data=True)
+    first = Config.create(**SIZES, **run, **outputs, save="a")
+    path = stored(tmp_path, render_settings(first))
+    same = read_settings(["--config", path, "--save", "./a/"]).given
+    assert outputs.items() <= same.items()
+    other = read_settings(["--config", path, "--save", "b", "--save-hf", "b/hf"])
+    assert {name: other.given[name] for name in outputs if name in other.given} == {
+        "save_hf": "b/hf"
+    }
+    (said,) = [n for n in other.notices if path in n and "a/m.jsonl" in n]
+    assert all(value in said for name, value in outputs.items() if name != "save_hf")
+
+
 def test_a_resolved_file_on_other_processes(tmp_path: Path) -> None:
     """Values that followed from the number of processes follow from the new number."""
     run = dict(micro_batch_size=1, train_iters=3, lr=1e-3, vocab_size=9, mock_data=True)
