@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from megatron.checkpoint.export import export_problem
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config, parse_args
 from megatron.config.pieces import Pieces, load_callbacks
@@ -86,7 +87,8 @@ def run(arguments: list[str], **pieces: Any) -> int:
             raise SystemExit(dry_run(arguments, launch.world_size, own) if launch.rank == 0 else 0)
         # a single process may print the configuration of any world size
         alone = launch.launcher == "none" and "--print-config" in arguments
-        config = parse_args(arguments, None if alone else launch.world_size, own, settings_to_take)
+        size = None if alone else launch.world_size
+        config = parse_args(arguments, size, own, settings_to_take, export_problem)
         pretrain(config, launch, ranks.append)
 
     return run_guarded(body, lambda: ranks[-1])

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from megatron.checkpoint.export import family_of, without_mup
 from megatron.checkpoint.families import (
     CONFIG,
     FAMILIES,
@@ -31,9 +32,7 @@ from megatron.checkpoint.families import (
     TOKENIZER_CONFIG,
     Family,
     is_huggingface,
-    model_of,
     read_config,
-    windows_of,
     write_fields,
 )
 from megatron.checkpoint.files import to_json, write_text
@@ -46,7 +45,6 @@ from megatron.checkpoint.huggingface_load import (
     check_finite,
     matrix_of,
 )
-from megatron.checkpoint.settings import ARCHITECTURE
 from megatron.checkpoint.together import decided_by_first, together
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
@@ -80,81 +78,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-# ---- which family
-
-
-def family_of(model: ModelConfig, preferred: str | None = None) -> str:
-    """Return the model_type that describes a model: the preferred one, or the first that can.
-
-    A family can if its config.json, read back, gives the same model. Raises ConfigError that names
-    the settings in which the nearest family differs.
-    """
-    model, sparse = without_mup(model), model.num_experts is not None
-    order = [kind for kind, family in FAMILIES.items() if family.experts == sparse]
-    if preferred is not None and preferred in order:
-        order.insert(0, preferred)
-    differences: dict[str, list[str]] = {}
-    for kind in order:
-        differences[kind] = _differences(kind, model)
-        if not differences[kind]:
-            return kind
-    nearest = min(differences, key=lambda kind: len(differences[kind]))
-    raise ConfigError(
-        f"Hugging Face has no such model among {', '.join(FAMILIES)}; {nearest} would have "
-        f"{'; '.join(differences[nearest])}"
-    )
-
-
-def _differences(kind: str, model: ModelConfig) -> list[str]:
-    """Return the settings in which a family's nearest model differs from `model`."""
-    try:
-        back = _effective(model_of(write_fields(kind, model), kind)[1])
-    except CheckpointError as error:
-        return [str(error)]
-    return [
-        f"{name} {back.get(name)!r} instead of {value!r}"
-        for name, value in _effective(model).items()
-        if not _same(back.get(name), value)
-    ]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-12)
-    return bool(one == other)
-
-
-def _effective(model: ModelConfig) -> dict[str, Any]:
-    """Return the architecture of a model, without settings that have no effect in it."""
-    found = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
-    found["add_qkv_bias"] = model.qkv_bias
-    found["window_size"] = windows_of(model)
-    found["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
-    sparse = [model.has_experts(layer) for layer in range(model.num_layers)]
-    found["moe_layer_freq"] = sparse
-    found["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
-    found["embedding_scale"] = model.embedding_scale or 1.0
-    if model.position_embedding_type == "learned_absolute":
-        found["max_position_embeddings"] = model.max_position_embeddings
-    # Settings of what a model does not have keep their defaults (NEEDED in validate.py), but these.
-    names = ["window_attn_skip_freq", *(["ffn_hidden_size"] if all(sparse) else [])]
-    if model.position_embedding_type != "rope":
-        names += ["rotary_base", "rotary_percent"]
-    for name in names:
-        del found[name]
-    return found
-
-
 # ---- factors of muP
-
-
-def without_mup(model: ModelConfig) -> ModelConfig:
-    """Return the same function without muP, for parameters that `take_up` has changed."""
-    if not model.use_mup:
-        return model
-    unset: dict[str, Any] = dict.fromkeys(n for n in ARCHITECTURE if n.startswith("mup_"))
-    unset |= {"use_mup": False, "mup_embedding_mult": 1.0, "softmax_scale": None}
-    return dataclasses.replace(model, **unset)
 
 
 def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor:

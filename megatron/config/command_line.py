@@ -18,6 +18,7 @@ from megatron.config.config import Config, finish
 from megatron.config.files import hugging_face_folder
 from megatron.config.flags_of_others import Foreign, foreign_flags
 from megatron.config.help_text import render_config, render_help
+from megatron.config.model import ModelConfig
 from megatron.config.option import Option
 from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset, yielding
@@ -195,11 +196,12 @@ def parse_args(
     world_size: int | None = None,
     pieces: Pieces = PLAIN,
     checkpoint: ReadCheckpoint | None = None,
+    export: Callable[[ModelConfig, Pieces], str] | None = None,
 ) -> Config:
     """Return the configuration of a training command line.
 
     world_size: number of processes that the launcher started; None without a launcher. checkpoint:
-    reads what --use-checkpoint-args takes; without it nothing is taken. --help and --print-config
+    reads what --use-checkpoint-args takes; without it nothing is taken. export: see finish. --help and --print-config
     print and raise SystemExit(0); with --complete the latter requires what a run does. Raises
     ConfigError with all problems as a numbered list.
     """
@@ -213,7 +215,8 @@ def parse_args(
         settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
     _give_flags(settings, scanned.flags, checkpoint)
     _give_launch(settings, world_size, printing)
-    config = finish(settings, run=not printing or "--complete" in scanned.flags)
+    complete = not printing or "--complete" in scanned.flags
+    config = finish(settings, run=complete, export=export)
     if printing:
         for notice in config.notices:
             print(f"notice: {notice}", file=sys.stderr)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.deepspeed_json import merge_deepspeed_json
+from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.phases import parse_batch_sizes
@@ -188,10 +189,17 @@ def _note_inert(settings: Settings) -> None:
             )
 
 
-def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) -> Config:
+def finish(
+    settings: Settings,
+    *,
+    merge_json: bool = True,
+    run: bool = False,
+    export: Callable[[ModelConfig, Pieces], str] | None = None,
+) -> Config:
     """Merge the DeepSpeed JSON, derive dependent settings, check everything and freeze it.
 
-    run: also require the settings that only a training run needs. Raises ConfigError.
+    run: also require the settings that only a training run needs. export: says why --save-hf could
+    not write a model. Raises ConfigError.
     """
     if merge_json:
         merge_deepspeed_json(settings)
@@ -201,6 +209,8 @@ def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) ->
     resolve(settings)
     _note_inert(settings)
     validate(settings)
+    if export is not None and settings.values["save_hf"] is not None:
+        _check_export(settings, export)
     raise_problems(settings.problems)
     sections = {
         attribute: section(**{o.name: settings.values[o.name] for o in options_of(section)})
@@ -214,6 +224,19 @@ def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) ->
         standing_notices=standing,
         pieces=settings.pieces,
     )
+
+
+def _check_export(settings: Settings, export: Callable[[ModelConfig, Pieces], str]) -> None:
+    values = settings.values
+    try:
+        model = ModelConfig(**{o.name: values[o.name] for o in options_of(ModelConfig)})
+        problem = export(model, settings.pieces)
+    except Exception:
+        if not settings.problems:  # with others there may be no such model at all
+            raise
+        return
+    if problem:
+        settings.problems.append(f"--save-hf: {problem}")
 
 
 # --- resolve

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.export import export_problem
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config, parse_args
 from megatron.errors import ConfigError
@@ -64,6 +65,19 @@ def test_train_on(source: Path, tmp_path: Path) -> None:
     words = ["--load", f"{tmp_path}/run", "--use-checkpoint-args", *FLAGS, "--train-iters", "3"]
     outcomes = launch(1, words)
     assert outcomes[0] is not None and outcomes[0].code == 0
+
+
+def test_what_cannot_be_written_is_said_with_all_other_problems(tmp_path: Path) -> None:
+    words = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", *FLAGS]
+    words += ["--train-iters", "1", "--save-hf", str(tmp_path / "hf")]
+    later = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "absent"]
+    parse_args([*words, *later], 1, export=export_problem)
+    words += ["--vocab-size", "64"]
+    parse_args(words, 1, export=export_problem)
+    with pytest.raises(ConfigError, match=r"(?s)no-such-flag.*--save-hf.*squared"):
+        parse_args([*words, "--squared-relu", "--no-such-flag"], 1, export=export_problem)
+    with pytest.raises(ConfigError, match=r"(?s)heads"):  # no model to write at all
+        parse_args([*words, "--num-attention-heads", "5"], 1, export=export_problem)
 
 
 def test_contradictions(source: Path, tmp_path: Path) -> None:

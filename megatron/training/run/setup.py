@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.export import export_problem
 from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config
 from megatron.config.duration import duration_s
@@ -431,16 +432,12 @@ def check_export(config: Config) -> str:
 
     Returns what it will not write; "" if nothing.
     """
-    from megatron.checkpoint.huggingface_save import check_target, companions_of, family_of
+    from megatron.checkpoint.huggingface_save import check_target, companions_of
 
-    own = [name for name in ("layer", "model") if getattr(config.pieces, name) is not None]
-    if own:
-        raise ConfigError(
-            f"--save-hf writes no model with a {own[0]} of your own: its parts have no names there"
-        )
+    if problem := export_problem(config.model, config.pieces):
+        raise ConfigError(f"--save-hf: {problem}")
     check_target(Path(config.checkpoint.save_hf or ""))
     companions = companions_of(config)
-    family_of(config.model, companions.kind)
     return companions.note
 
 

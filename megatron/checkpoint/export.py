@@ -1,0 +1,97 @@
+"""Which family of Hugging Face describes a model. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from megatron.checkpoint.families import FAMILIES, model_of, windows_of, write_fields
+from megatron.checkpoint.settings import ARCHITECTURE
+from megatron.config.model import ModelConfig
+from megatron.config.pieces import Pieces
+from megatron.errors import CheckpointError, ConfigError
+
+
+def export_problem(model: ModelConfig, pieces: Pieces) -> str:
+    """Return why --save-hf could not write a model; "" if nothing is against it."""
+    for name in ("layer", "model"):
+        if getattr(pieces, name) is not None:
+            return f"it writes no model with a {name} of your own: its parts have no names there"
+    try:
+        # The size of a vocabulary, which a tokenizer may give later, is in every family.
+        family_of(dataclasses.replace(model, vocab_size=model.vocab_size or 1))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def family_of(model: ModelConfig, preferred: str | None = None) -> str:
+    """Return the model_type that describes a model: the preferred one, or the first that can.
+
+    A family can if its config.json, read back, gives the same model. Raises ConfigError that names
+    the settings in which the nearest family differs.
+    """
+    model, sparse = without_mup(model), model.num_experts is not None
+    order = [kind for kind, family in FAMILIES.items() if family.experts == sparse]
+    if preferred is not None and preferred in order:
+        order.insert(0, preferred)
+    differences: dict[str, list[str]] = {}
+    for kind in order:
+        differences[kind] = _differences(kind, model)
+        if not differences[kind]:
+            return kind
+    nearest = min(differences, key=lambda kind: len(differences[kind]))
+    raise ConfigError(
+        f"Hugging Face has no such model among {', '.join(FAMILIES)}; {nearest} would have "
+        f"{'; '.join(differences[nearest])}"
+    )
+
+
+def _differences(kind: str, model: ModelConfig) -> list[str]:
+    """Return the settings in which a family's nearest model differs from `model`."""
+    try:
+        back = _effective(model_of(write_fields(kind, model), kind)[1])
+    except CheckpointError as error:
+        return [str(error)]
+    return [
+        f"{name} {back.get(name)!r} instead of {value!r}"
+        for name, value in _effective(model).items()
+        if not _same(back.get(name), value)
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-12)
+    return bool(one == other)
+
+
+def _effective(model: ModelConfig) -> dict[str, Any]:
+    """Return the architecture of a model, without settings that have no effect in it."""
+    found = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
+    found["add_qkv_bias"] = model.qkv_bias
+    found["window_size"] = windows_of(model)
+    found["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
+    sparse = [model.has_experts(layer) for layer in range(model.num_layers)]
+    found["moe_layer_freq"] = sparse
+    found["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
+    found["embedding_scale"] = model.embedding_scale or 1.0
+    if model.position_embedding_type == "learned_absolute":
+        found["max_position_embeddings"] = model.max_position_embeddings
+    # Settings of what a model does not have keep their defaults (NEEDED in validate.py), but these.
+    names = ["window_attn_skip_freq", *(["ffn_hidden_size"] if all(sparse) else [])]
+    if model.position_embedding_type != "rope":
+        names += ["rotary_base", "rotary_percent"]
+    for name in names:
+        del found[name]
+    return found
+
+
+def without_mup(model: ModelConfig) -> ModelConfig:
+    """Return the same function without muP, for parameters that `take_up` has changed."""
+    if not model.use_mup:
+        return model
+    unset: dict[str, Any] = dict.fromkeys(n for n in ARCHITECTURE if n.startswith("mup_"))
+    unset |= {"use_mup": False, "mup_embedding_mult": 1.0, "softmax_scale": None}
+    return dataclasses.replace(model, **unset)
