@@ -298,6 +298,8 @@ class LogLines(Callback):
             )
             if report.reserved_bytes is not None:
                 most += f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB"
+            else:
+                most += " (the whole process, with libraries and what malloc keeps)"
             self._say(most)
             self._memory_reported = held
         if report.lm_loss is not None:

@@ -21,6 +21,7 @@ from megatron.planner.dryrun.rehearsal import (
     Rehearsal,
     enough_micro_batches,
     members_of,
+    process_bytes,
     rehearse,
     render,
 )
@@ -254,6 +255,24 @@ def test_a_job_that_runs() -> None:
             assert getattr(rank.peak, name) == pytest.approx(width * rank.parameters, rel=0.05), (
                 name
             )
+
+
+@pytest.mark.parametrize(
+    ("experts", "tensors", "held"), [(8, 1.17, 2.08), (8, 0.87, 1.61), (None, 1.55, 2.06)]
+)
+def test_what_a_process_of_a_cpu_held_is_foreseen(
+    experts: int | None, tensors: float, held: float
+) -> None:
+    """GiB of the tensors of a dry run, and VmHWM of two real processes once it grew no more."""
+    config = Config.create(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        seq_length=8,
+        vocab_size=50,
+        num_experts=experts,
+    )
+    assert process_bytes(config, tensors * 2**30) == pytest.approx(held * 2**30, rel=0.05)
 
 
 def test_messages_are_buffers_until_they_are_used() -> None:
