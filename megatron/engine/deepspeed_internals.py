@@ -26,6 +26,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import metadata
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -53,6 +54,7 @@ Parts = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 """Gradients that count in the norm, and copies of others', for each kind with a limit of its own."""
 
 OLDEST_TESTED, NEWEST_TESTED = "0.19.5", "0.19.8"
+OLDEST_PYDANTIC = "2.3"  # earlier ones refuse sys.maxsize, a default of DeepSpeed's
 
 _BF16 = "deepspeed.runtime.bf16_optimizer"
 _COMMUNICATION, _MUON = "deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"
@@ -190,7 +192,8 @@ def ensure_process_group(device: Any = "cpu") -> None:
 def import_deepspeed(device: Any = "cpu") -> Any:
     """Import deepspeed without its messages and its slow start, and return the module.
 
-    Raises ConfigError when it is missing, too old, or lacks a name of OF_MODULES.
+    Raises ConfigError when it or pydantic is missing or too old, when it cannot be imported, or
+    when it lacks a name of OF_MODULES.
     """
     # meta tensors can be made on any machine
     on_cpu = torch.device(device).type in ("cpu", "meta")
@@ -200,21 +203,28 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     # each other out.
     private = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", private)
-    # Its autotuner, which is not used, would import MLflow where that is installed: seconds.
-    unwanted = "mlflow" not in sys.modules
+    # Its autotuner, which is not used, would import MLflow where that is installed: seconds. Its
+    # kernels for inference, not used either, ask Triton for a device: without one Triton 3.2 fails.
+    unwanted = {"mlflow", "triton"} if on_cpu else {"mlflow"}
+    hidden = {name: None for name in unwanted if name not in sys.modules}
     try:
-        if unwanted:
-            sys.modules["mlflow"] = None  # type: ignore[assignment]
+        sys.modules.update(hidden)  # type: ignore[arg-type]
         with _quiet():
+            _check_version("pydantic", importlib.import_module("pydantic").VERSION)
             deepspeed = importlib.import_module("deepspeed")
-            _check_version(deepspeed.__version__)
+            _check_version("deepspeed", deepspeed.__version__)
             with patch.object(torch, "compile", _uncompiled):
                 modules = {name: importlib.import_module(name) for name in OF_MODULES}
-    except ImportError as error:
-        raise ConfigError(f"deepspeed cannot be imported ({error}): {_USE_A_TESTED_ONE}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever an unsuited package raises while it is imported
+        raise ConfigError(
+            f"deepspeed cannot be imported ({type(error).__name__}: {error}), with "
+            f"{_installed()}: {_USE_A_TESTED_ONE}"
+        ) from error
     finally:
-        if unwanted:
-            del sys.modules["mlflow"]
+        for name in hidden:
+            del sys.modules[name]
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names for which newer versions of torch print a warning in
     # every process.
@@ -254,7 +264,12 @@ def deepspeed_json(config: Config) -> dict[str, Any]:
 
 
 def start_engine(
-    deepspeed: Any, topology: Topology, *, sums: torch.dtype = torch.float32, **arguments: Any
+    deepspeed: Any,
+    topology: Topology,
+    *,
+    sums: torch.dtype = torch.float32,
+    from_file: bool = False,
+    **arguments: Any,
 ) -> Any:
     """Run deepspeed.initialize(**arguments) and return the DeepSpeedEngine.
 
@@ -262,8 +277,9 @@ def start_engine(
 
     sums  the format of BF16_Optimizer's gradient sums. The configuration always says fp32: with
           bf16 sums in it, DeepSpeed would choose another optimizer.
+    from_file  whether the user gave a --deepspeed_config
 
-    Raises ConfigError for settings of --deepspeed_config that DeepSpeed refuses.
+    Raises ConfigError for settings that DeepSpeed refuses.
     """
     device = topology.device
     index = device.index
@@ -294,20 +310,34 @@ def start_engine(
             engine, *_ = deepspeed.initialize(args=args, **arguments)
         except importlib.import_module("pydantic").ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            where, remedy = "", f": {_USE_A_TESTED_ONE}"
+            if from_file:
+                where, remedy = "--deepspeed_config: ", ""
             raise ConfigError(
-                f"--deepspeed_config: DeepSpeed rejects this {error.title}: {wrong}"
+                f"{where}DeepSpeed rejects this {error.title}: {wrong}, with {_installed()}{remedy}"
             ) from error
     return engine
 
 
 _USE_A_TESTED_ONE = (
-    f"install one of the versions {OLDEST_TESTED} to {NEWEST_TESTED}, with which this was tested"
+    f"install DeepSpeed {OLDEST_TESTED} to {NEWEST_TESTED}, with which this was tested"
 )
 
 
-def _check_version(version: str) -> None:
-    if TorchVersion(version) < OLDEST_TESTED:
-        raise ConfigError(f"deepspeed {version} is too old: {_USE_A_TESTED_ONE}")
+def _check_version(package: str, version: str) -> None:
+    oldest = {"deepspeed": OLDEST_TESTED, "pydantic": OLDEST_PYDANTIC}[package]
+    if TorchVersion(version) < oldest:
+        remedy = _USE_A_TESTED_ONE if package == "deepspeed" else f"install {oldest} or newer"
+        raise ConfigError(f"{package} {version} is too old for DeepSpeed: {remedy}")
+
+
+def _installed() -> str:
+    """Return the versions of DeepSpeed and of what it is built on."""
+    versions = []
+    for package in ("deepspeed", "torch", "pydantic", "numpy", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    return ", ".join(versions)
 
 
 def _check_names(owner: Any, kind: str, names: Mapping[str, str], version: str) -> None:

@@ -244,6 +244,7 @@ class Engine:
             deepspeed,
             topology,
             sums=sums,
+            from_file=bool(config.engine.extra),
             model=torch.nn.ParameterList(p for group in groups for p in group["params"]),
             optimizer=self._basic,
             config=deepspeed_json(config),

@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 
 from megatron.engine import deepspeed_internals
@@ -122,10 +124,10 @@ def test_what_deepspeed_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_old_deepspeed_is_refused() -> None:
-    deepspeed_internals._check_version("0.19.5")
-    deepspeed_internals._check_version("0.20.0+rocm")
+    deepspeed_internals._check_version("deepspeed", "0.19.5")
+    deepspeed_internals._check_version("deepspeed", "0.20.0+rocm")
     with pytest.raises(ConfigError, match=r"0\.18\.9.*0\.19\.5"):
-        deepspeed_internals._check_version("0.18.9")
+        deepspeed_internals._check_version("deepspeed", "0.18.9")
 
 
 def raised(action: Any) -> str:
@@ -156,6 +158,45 @@ def without_names(rank: int) -> dict[str, str]:
             lambda: Engine(toy.config("bf16"), topology, toy.build(topology))
         )
     return found
+
+
+def with_other_packages(rank: int, folder: str) -> dict[str, str]:
+    """Import and start DeepSpeed beside a broken Triton, an old pydantic and a broken DeepSpeed."""
+    sys.path.insert(0, folder)
+    forget("triton", "deepspeed")
+    found = {"imported": import_deepspeed().__version__}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pydantic.VERSION", "2.2.1")
+        found["pydantic"] = raised(import_deepspeed)
+    refused = pydantic.TypeAdapter(int).validate_python
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.initialize", lambda **_: refused("text"))
+        found["default"] = raised(
+            lambda: Engine(toy.config("bf16"), Topology.create(), toy.build(Topology.create()))
+        )
+    forget("deepspeed")
+    Path(folder, "deepspeed.py").write_text("raise RuntimeError('0 active drivers')")
+    importlib.invalidate_caches()
+    found["broken"] = raised(import_deepspeed)
+    return found
+
+
+def forget(*packages: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+        del sys.modules[name]
+
+
+@pytest.mark.slow
+def test_packages_that_do_not_suit_deepspeed_are_named(tmp_path: Path) -> None:
+    """Triton without a device is not imported at all; of others the versions are named."""
+    (tmp_path / "triton.py").write_text("raise RuntimeError('0 active drivers')")
+    (found,) = run_processes(1, with_other_packages, str(tmp_path))
+    assert found["imported"] == version("deepspeed")
+    assert "2.2.1" in found["pydantic"] and "2.3" in found["pydantic"]
+    assert "active drivers" in found["broken"]
+    for message in (found["default"], found["broken"]):
+        assert "--deepspeed_config" not in message
+        assert f"pydantic {version('pydantic')}" in message
 
 
 @pytest.mark.slow
