@@ -329,7 +329,7 @@ class Router(torch.nn.Module):
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _count(self, experts: Tensor) -> Tensor:
-        return count_choices(experts, self.experts)
+        return count_choices(experts, torch.zeros_like(self.load))
 
     def _with_losses(
         self,
@@ -702,14 +702,15 @@ def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     return by_expert // experts.shape[1], places, ends
 
 
-def count_choices(experts: Tensor, count: int) -> Tensor:
-    """Return how many choices each of `count` experts has, in fp32; -1 is no expert.
+def count_choices(experts: Tensor, none: Tensor) -> Tensor:
+    """Return how many choices each expert has, [E] in fp32; `none` are zeros of this shape.
+
+    -1 is no expert.
 
     Unlike torch.bincount, this needs no wait. On a CPU it is faster in fp32 than in integers.
     """
-    flat = experts.flatten() + 1
-    counts = torch.zeros(count + 1, device=flat.device)
-    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))[1:]
+    flat = experts.flatten()
+    return none.scatter_add(0, flat.clamp(min=0), (flat >= 0).to(none.dtype))
 
 
 # -- messages between expert-parallel ranks --------------------------------------------------------
@@ -742,7 +743,7 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
     for hop in hops:
         members *= hop.size
         levels.append(members_chosen(experts, count // members, members).sum(0))
-    levels.append(count_choices(experts, count).long())
+    levels.append(count_choices(experts, torch.zeros(count, device=experts.device)).long())
     found = list[Tensor]()
     for hop in hops:
         mine = torch.cat([level.view(hop.size, -1) for level in levels], dim=1)

@@ -282,7 +282,8 @@ def assemble(
     if tokenizer is not None:
         size = max(tokenizer.vocab_size, config.model.vocab_size or 0)
         source, known = hugging_face_folder(config.checkpoint.load), config.model.vocab_size
-        if source is not None and known is not None and size > known:
+        of_files = config.tokenizer.tokenizer_model is not None
+        if of_files and source is not None and known is not None and size > known:
             raise ConfigError(
                 f"the tokenizer {config.tokenizer.tokenizer_model} has {size} ids, and the model in "
                 f"{source} has rows for {known}: add rows to the model (resize_token_embeddings() of "
