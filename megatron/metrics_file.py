@@ -161,7 +161,7 @@ def read_records(path: Path, event: str | None = None) -> list[dict[str, Any]]:
 
 
 def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
-    """Return the JSON object in a file beside a metrics file; {} where there is none.
+    """Return the JSON object in a file beside a metrics file, without nulls; {} where there is none.
 
     Raises DataError where it cannot be read.
     """
@@ -169,7 +169,7 @@ def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = read_json(path, _MOST_BESIDE, error=DataError)
     check_kinds(found, kinds, path)
-    return found
+    return {name: value for name, value in found.items() if value is not None}
 
 
 POINT: Kinds = {

@@ -53,6 +53,8 @@ OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
     name.lower(): name for name in TOKENIZER_TYPES
 }
 
+_MOST_BYTES = 1 << 28  # of a file: the largest vocabularies have a tenth
+
 
 def build_tokenizer(
     tokenizer_type: str,
@@ -147,5 +149,10 @@ def _file(tokenizer_type: str, flag: str, value: str | None, *, or_folder: bool 
     if not path.is_file() and not (or_folder and path.is_dir()):
         raise DataError(
             f"{value}: no such file, given by {flag} for {tokenizer_type}; nothing is downloaded"
+        )
+    if path.is_file() and (size := path.stat().st_size) > _MOST_BYTES:
+        raise DataError(
+            f"{value}, given by {flag}, has {size:,} bytes, and no {tokenizer_type} has more than "
+            f"{_MOST_BYTES:,}: give the right file"
         )
     return path

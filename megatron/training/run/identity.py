@@ -83,7 +83,7 @@ def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
     The content is compared, because copies of one clone have different times.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
-    pieces = config.pieces.files()
+    pieces = {*config.pieces.files(), *([config.pieces.file] if config.pieces.file else [])}
     folders = set(map(os.path.dirname, pieces))
     loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     beside = {path for path in loaded if path and os.path.dirname(path) in folders}

@@ -146,12 +146,21 @@ class _Output(io.FileIO):
         return len(data)
 
 
+def _check_terminal_size() -> None:
+    """Remove variables of the terminal's size that hold none: libraries that print would fail."""
+    for name in ("COLUMNS", "LINES"):
+        value = os.environ.get(name, "")
+        if not (value.isascii() and value.isdecimal() and len(value) < 6):
+            os.environ.pop(name, None)
+
+
 def guard_output() -> None:
     """Replace standard output and standard error by streams whose writes never fail.
 
     Call this before any file is opened. A closed stream gets its descriptor back, so that no file
     of the run receives what is printed.
     """
+    _check_terminal_size()
     for number in range(3):
         try:
             os.fstat(number)
@@ -237,6 +246,7 @@ def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
+        _check_terminal_size()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -353,8 +354,9 @@ class _FormerData:
                 theirs = [self._moved.get(str(word), word) for word in theirs]
             if theirs != ours:
                 found.append(f"{name} {ours} (was {values[name]})")
-        if train_samples != self._samples():
-            found.append(f"{train_samples} samples in all (was {self._samples()})")
+        before = self._samples()
+        if train_samples != before and max(train_samples, before) < sys.maxsize:
+            found.append(f"{train_samples} samples in all (was {before})")
         if (blend := self._record.get("blend")) is not None:
             ours = order_record(self._config, None)["blend"]
             if ours is not None and ours != blend:
