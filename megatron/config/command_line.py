@@ -278,7 +278,13 @@ def _give_flags(
             settings.notices.append(f"{spelling} overrides {origins[spelling]}")
         flags, chosen = {**file, **flags}, below | chosen
     groups = chosen.get("num_key_value_heads")
-    if groups is not None and "--num-query-groups" in groups.written and not _is_on(flags, GROUPED):
+    as_in_megatron = "--preset" not in flags  # whose models may group queries
+    if (
+        groups is not None
+        and "--num-query-groups" in groups.written
+        and as_in_megatron
+        and not _is_on(flags, GROUPED)
+    ):
         del chosen["num_key_value_heads"]
         settings.notices.append(
             f"{groups.written} has no effect without {GROUPED}, as in Megatron-LM: each head has its "

@@ -90,6 +90,8 @@ def test_query_groups_count_only_with_the_flag_that_megatron_wants():
     for flags in ("--num-query-groups 2 --group-query-attention", "--num-key-value-heads 2"):
         config = parse_args([*BASE, *flags.split()])
         assert config.model.num_key_value_heads == 2 and not config.notices
+    preset = parse_args(["--preset", "llama-8b", "--num-query-groups", "4", "--mock-data"])
+    assert preset.model.num_key_value_heads == 4
 
 
 def test_two_flags_that_contradict_each_other():
