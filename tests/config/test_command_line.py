@@ -90,7 +90,9 @@ def test_query_groups_count_only_with_the_flag_that_megatron_wants():
     for flags in ("--num-query-groups 2 --group-query-attention", "--num-key-value-heads 2"):
         config = parse_args([*BASE, *flags.split()])
         assert config.model.num_key_value_heads == 2 and not config.notices
-    preset = parse_args(["--preset", "llama-8b", "--num-query-groups", "4", "--mock-data"])
+    preset = parse_args(
+        "--preset llama-8b --num-query-groups 4 --vocab-size 100 --mock-data --train-iters 1".split()
+    )
     assert preset.model.num_key_value_heads == 4
 
 
