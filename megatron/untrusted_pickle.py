@@ -41,7 +41,7 @@ _KINDS = {
 
 
 class _Effect(NamedTuple):
-    """What an instruction does: its kind, and the operands that it takes off the stack.
+    """Effect of an instruction: its kind, and the operands that it takes off the stack.
 
     argument   bytes of its argument, or pickletools' code, below 0, for how its length is told
     lines      of an argument that is text

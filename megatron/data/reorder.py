@@ -70,7 +70,7 @@ def reordered(
 
 @dataclass
 class _Taken:
-    """What is taken of a source in a part of an order: its samples, and the tokens to compare."""
+    """Samples of a source in a part of an order, and the tokens to compare."""
 
     spans: list[Spans] = field(default_factory=list)
     compared: int = 0

@@ -37,7 +37,7 @@ _SAMPLE = (
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """What PREFIX.tokenizer.json says; see the head of this module."""
+    """Content of PREFIX.tokenizer.json; see the head of this module."""
 
     tokenizer: str
     vocab_size: int

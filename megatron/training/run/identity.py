@@ -1,4 +1,4 @@
-"""What all ranks of a run must share: settings, code, and the files that they read.
+"""Comparison of what all ranks of a run must share: settings, code, and files that they read.
 
 Each rank announces digests of them when the ranks meet, before torch connects anything, and rank 0
 compares them. A difference ends the run on every rank: with another seed, learning rate, model or

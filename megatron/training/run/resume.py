@@ -1,4 +1,4 @@
-"""What a resumed run does otherwise than the run of its checkpoint would have done.
+"""Differences between a resumed run and the run of its checkpoint.
 
 Compared are settings, the values that schedules give over the rest of the run, and the order of the
 data.
