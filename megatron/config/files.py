@@ -168,6 +168,8 @@ class CheckpointConfig:
         "With --keep-last, also keep checkpoints whose iteration is a multiple of N.",
         at_least=1,
         flags=("--keep-every", "--save-retain-interval"),
+        # Megatron-LM keeps the newest checkpoint beside these.
+        implies={"--save-retain-interval": {"keep_last": 1}},
     )
     no_save_optim: bool = option(False, "Do not save the optimizer state.")
     no_save_rng: bool = option(

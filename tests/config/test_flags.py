@@ -341,6 +341,7 @@ SETTINGS = """
 --activations-checkpoint-method uniform => recompute_granularity full
 --activations-checkpoint-num-layers 2 => recompute_num_layers 2
 --persistent-save-interval 10 => save_interval 10
+--save-retain-interval 100 => keep_last 1
 --load-iteration 100 => load_tag 100
 --dist-ckpt-format torch_dist => ckpt_format torch_dist
 --ckpt-format zarr => ckpt_format torch_dist
