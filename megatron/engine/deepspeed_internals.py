@@ -595,8 +595,8 @@ class ZeroStep:
         """Take one step with the reduced gradients, which contain `loss_scale`.
 
         No weights are gathered. Returns the global norm of the gradient, loss scale included, a
-        scalar on the device. Where it is not finite nothing is changed, and the caller has to call
-        `not_taken` once it has read the norm.
+        scalar on the device. Where `moves` is False for it nothing is changed, and the caller has to
+        call `not_taken` once it has read the norm.
         """
         outer = self._outer
         if not self._bf16:
@@ -614,7 +614,7 @@ class ZeroStep:
             self._norm = self._clip_kinds(squares.double().sqrt(), self._limits, loss_scale)
         if self._on_device:
             self._set_factor(loss_scale)
-        elif not torch.isfinite(norm):
+        elif not moves(norm):
             return norm
         with patch.object(self._module, "get_global_norm_of_tensors", self._norm_for_deepspeed):
             self._engine.step()
@@ -687,7 +687,7 @@ class ZeroStep:
         fp64, as on the host.
         """
         norm = (self._norm / loss_scale).double()
-        good = torch.isfinite(norm)
+        good = moves(norm)
         factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
         factor = torch.where(good, factor / loss_scale, torch.nan)
         inner: Any = self._inner
@@ -695,6 +695,14 @@ class ZeroStep:
             inner.gradient_scale = factor.float()
         else:  # torch's optimizers take the inverse, as torch.amp.GradScaler gives it
             inner.grad_scale, inner.found_inf = (1.0 / factor).float(), good.logical_not().float()
+
+
+def moves(norm: torch.Tensor) -> torch.Tensor:
+    """Return whether a gradient of this norm moves the weights: it is finite, and not exactly 0.
+
+    Without a gradient, as where no token is in the loss, momentum and weight decay would go on.
+    """
+    return norm.isfinite() & (norm > 0)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -25,6 +25,7 @@ from megatron.engine.deepspeed_internals import (
     deepspeed_json,
     ensure_process_group,
     import_deepspeed,
+    moves,
     start_engine,
 )
 from megatron.engine.gradients import ALIGNMENT, Bucket, Gradients, Terms, WeightGather, divide
@@ -122,7 +123,7 @@ class StepResult:
     """Results of one optimizer step on the host; the same on every rank.
 
     grad_norm    global L2 norm of the gradient before clipping, without the loss scale; None when
-                 skipped
+                 skipped. At 0 weights and optimizer are unchanged, too
     skipped      True when the gradient was not finite: weights and optimizer are unchanged
     loss_scale   the scale with which this step's gradients were computed
     num_zeros    elements of the gradient that are exactly 0, if requested; None when skipped
@@ -386,6 +387,11 @@ class Engine:
         """Return the parameter groups as flat tensors, frozen parameters included."""
         return *self._zero.buckets, *(bucket for bucket, _ in self._frozen)
 
+    @property
+    def has_moved(self) -> bool:
+        """Return whether a step has changed the weights, of those whose results were read."""
+        return self._gradients.counted
+
     def frozen_parameters(self) -> int:
         """Return how many parameters of the model are frozen; all ranks call it."""
         views = [
@@ -474,9 +480,9 @@ class Engine:
         norm = self._zero.step(scale)
         if self._qk_clip is not None:
             self._state_rests()
-            self._qk_clip.apply(norm.isfinite())
+            self._qk_clip.apply(moves(norm))
         if self.routers:
-            self._move_biases(self.routers, self.topology.data, norm.isfinite())
+            self._move_biases(self.routers, self.topology.data, moves(norm))
         self._gradients.renew()
         self._weights.start()
         squares = [self._params_squares()] if self._logging.log_params_norm else []
@@ -498,7 +504,7 @@ class Engine:
         (scale, new, figures), self._under_way = self._under_way, None
         norm, *others = figures.read()
         skipped = not math.isfinite(norm)
-        if skipped:
+        if skipped or norm == 0:
             self._zero.not_taken()
         else:
             self._gradients.counts()

@@ -237,11 +237,11 @@ def between_steps(run: Run) -> Stop | None:
 def copies_are_due(run: Run) -> bool:
     """Return whether to compare copies of weights after this step.
 
-    Due after the first step that was not skipped, and at the flag's interval.
+    Due after the first step that moved the weights, and at the flag's interval.
     """
     if not run.copies_checked:
         finish_step(run)
-        return run.skips.consecutive == 0
+        return run.engine.has_moved
     interval = run.config.training.check_weight_hash_across_dp_replicas_interval
     return interval is not None and run.progress.iteration % interval == 0
 
@@ -255,7 +255,7 @@ def check_copies(run: Run) -> None:
     finish_step(run)
     with saving_what_is_under_way(run), run.topology.flight.phase("copies"):
         run.engine.check_copies(f"after iteration {run.progress.iteration}")
-    run.copies_checked |= run.skips.consecutive == 0
+    run.copies_checked |= run.engine.has_moved
 
 
 @contextmanager
@@ -392,7 +392,16 @@ def check_for_loss(run: Run, figures: Iteration) -> None:
         run.reporter.say(
             f"WARNING: {figures.empty} of the {len(figures.steps)} steps up to iteration "
             f"{figures.iteration} had no token in the loss: the loss mask marks none in their "
-            "samples, so they are in no mean, and the weights learned nothing"
+            "samples, so they are in no mean, and "
+            + (
+                "only balancing losses of the experts moved the weights"
+                if any(
+                    step.grad_norm
+                    for step, loss in zip(figures.steps, figures.step_losses, strict=True)
+                    if loss is None
+                )
+                else "weights and optimizer stay as they were"
+            )
         )
     for step, loss in zip(figures.steps, figures.step_losses, strict=True):
         run.empty_steps = 0 if loss is not None else run.empty_steps + 1

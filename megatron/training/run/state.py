@@ -74,8 +74,7 @@ class Run:
     saves           None without --save
     wall_time       None where the end of the job is unknown
     watchdog        patient until the first step is done; None with --hang-timeout 0
-    copies_checked  whether copies of weights were compared after a step of this job that was not
-                    skipped
+    copies_checked  whether copies of weights were compared after a step of this job that moved them
     validated_iteration  the last one at which this job measured the validation loss
     evaluated       whether this job has begun an evaluation: the first one may take longer
     went_back       how often the run went back to the checkpoint of an iteration, after loss spikes

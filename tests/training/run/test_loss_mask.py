@@ -119,16 +119,19 @@ def test_each_marked_token_of_a_global_batch_counts_equally(
 
 
 class Marked:
-    """Samples of which some have no token in the loss; `marked` has one entry for each."""
+    """Samples of which some have no token in the loss; `marked` has one entry for each.
 
-    def __init__(self, marked: Sequence[bool]) -> None:
-        self.marked = marked
+    `seeds` of the tokens: by default the index of the sample.
+    """
+
+    def __init__(self, marked: Sequence[bool], seeds: Sequence[int] | None = None) -> None:
+        self.marked, self.seeds = marked, seeds or range(len(marked))
 
     def __len__(self) -> int:
         return len(self.marked)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        return np.random.RandomState(index).randint(0, FIELDS["vocab_size"], 9)
+        return np.random.RandomState(self.seeds[index]).randint(0, FIELDS["vocab_size"], 9)
 
     def loss_tokens(self, index: int) -> np.ndarray:
         return np.arange(9) % 2 * self.marked[index]
@@ -183,3 +186,35 @@ def test_steps_without_a_token_in_the_loss_are_in_no_mean(tmp_path: Path, per_to
 def test_data_without_a_token_in_the_loss_are_refused(tmp_path: Path) -> None:
     ended = run_processes(2, run_on, dict(train_iters=3), [False] * 24, [True] * 8)
     assert all(text.startswith("DataError") and "24 of 24" in text for text in ended), ended
+
+
+def run_samples(rank: int, fields: dict[str, Any], marked: list[bool], seeds: list[int]) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    steps = dict(global_batch_size=2, train_iters=len(seeds) // 2, loss_mask=None)
+    config = Config.create(**{**FIELDS, **steps, **fields}, world_size=world)
+    pretrain(config, datasets=lambda *_: (Marked(marked, seeds), None, None))
+
+
+@pytest.mark.parametrize(
+    ("processes", "fields"),
+    [
+        (1, dict(optimizer="muon")),
+        (2, dict(zero_stage=3, bf16=True)),
+        (2, dict(pipeline_model_parallel_size=2, num_experts=2, moe_aux_loss_coeff=(0.0,))),
+    ],
+)
+def test_a_step_without_a_token_in_the_loss_leaves_weights_and_optimizer(
+    tmp_path: Path, processes: int, fields: dict[str, Any]
+) -> None:
+    """The run takes the other steps as if the data were without these samples, also the first."""
+    runs = []
+    for empty in ((0, 1, 4, 5), ()):
+        seeds = [i for i in range(10) if empty or i not in (0, 1, 4, 5)]
+        save = dict(save=str(tmp_path / str(len(empty))), log_params_norm=True)
+        marked = [i not in empty for i in seeds]
+        run_processes(processes, run_samples, {**fields, **save}, marked, seeds)
+        records = read_records(Path(save["save"]) / "metrics.jsonl", "iteration")
+        runs.append([(r["lm_loss"], r["grad_norm"], r["params_norm"]) for r in records])
+    with_empty, without = runs
+    assert [norm for _, norm, _ in with_empty].count(0.0) == 2
+    assert [step for step in with_empty if step[0] is not None] == without
