@@ -105,6 +105,26 @@ def test_loss_is_that_of_each_token_in_its_window(
     assert result["bits_per_byte"] == pytest.approx(loss * number / math.log(2) / size, rel=1e-5)
 
 
+def chatter(log: str) -> None:
+    """Let groups write to standard output, as Gloo does in torch 2.10; standard error is a file."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    connect = torch.distributed.init_process_group
+
+    def connect_loudly(*args: Any, **more: Any) -> None:
+        connect(*args, **more)
+        os.write(1, b"[Gloo] Rank 0 is connected\n")
+
+    torch.distributed.init_process_group = connect_loudly
+
+
+@pytest.mark.slow
+def test_standard_output_has_the_result_alone(folder: Path, tmp_path: Path) -> None:
+    words, log = ["--text", str(folder / "text.jsonl")], tmp_path / "log"
+    (outcome,) = run(folder, 1, *words, arm={0: (chatter, str(log))})
+    assert json.loads(outcome.output)["iteration"] == 7
+    assert "[Gloo]" in log.read_text()
+
+
 @pytest.mark.parametrize("context", [1, 2, 7])
 def test_windows_predict_each_token_once(context: int) -> None:
     for stride in range(1, context + 1):

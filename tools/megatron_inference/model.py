@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.option import real, whole
 from megatron.errors import MegatronError
 from megatron.parallel.launch import Launch, detect_launch
-from megatron.training.run.process import run_guarded
+from megatron.training.run.process import results_apart, run_guarded
 from megatron.training.run.trained import Trained, load_model
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def run_with_model(
     except MegatronError as error:
         launch, problem = Launch(), error
 
+    @results_apart()
     def body() -> None:
         if problem is not None:
             raise problem

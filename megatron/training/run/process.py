@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -179,6 +179,34 @@ def guard_output() -> None:
 def _output_lost() -> bool:
     flush_output()
     return bool(getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "lost", False))
+
+
+@contextlib.contextmanager
+def results_apart() -> Iterator[None]:
+    """Leave standard output to what Python prints, for programs whose results it holds.
+
+    What libraries write to its descriptor goes to standard error: Gloo of torch 2.10 writes a line
+    for each group, RCCL its version.
+    """
+    old = sys.stdout
+    try:
+        replaced = old.fileno() != 1
+    except (AttributeError, OSError, ValueError):  # none, closed, or not a file
+        replaced = True
+    if replaced:
+        yield
+        return
+    old.flush()
+    results = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with open(os.dup(results), "w", encoding=old.encoding, errors=old.errors) as stream:
+            sys.stdout = stream
+            yield
+    finally:
+        sys.stdout = old
+        os.dup2(results, 1)
+        os.close(results)
 
 
 def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefix: str = "") -> int:
