@@ -17,12 +17,16 @@ check_python() {  # check_python INTERPRETER
         die "$1 is $("$1" --version 2>&1); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.12"
 }
 
+oldest_torch=$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+readonly oldest_torch
+
 # Says whether the environment has a torch that is new enough.
 has_torch() {
-    "$VENV/bin/python" - <<'PY' 2>/dev/null
+    "$VENV/bin/python" - "$oldest_torch" <<'PY' 2>/dev/null
 import re, sys
 from importlib.metadata import version
-sys.exit(tuple(map(int, re.findall(r"\d+", version("torch"))[:2])) < (2, 6))
+here, oldest = (list(map(int, re.findall(r"\d+", v)[:2])) for v in (version("torch"), sys.argv[1]))
+sys.exit(here < oldest)
 PY
 }
 
@@ -57,7 +61,7 @@ install_torch() {
         say "installing torch and what it needs"
         pip install -r requirements/torch.txt
     fi
-    has_torch || die "torch 2.6 or newer is needed; this environment has another"
+    has_torch || die "torch $oldest_torch or newer is needed; this environment has another"
 }
 
 # Headers of Python are part of a working compiler here.

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,15 @@ def test_what_deepspeed_refuses_is_named(tmp_path: Path) -> None:
     file.write_text(json.dumps({"zero_optimization": {"no_such_key": 1}}))
     (outcome,) = launch(1, [*TINY, "--train-iters", "1", "--deepspeed_config", str(file)])
     assert outcome is not None and outcome.code == 2 and "no_such_key" in outcome.output, outcome
+
+
+def test_the_versions_are_those_of_the_project() -> None:
+    """They are not read from the installed package: after `git pull` it states the older ones."""
+    tested = (ROOT / "requirements/constraints.txt").read_text().split()
+    assert f"deepspeed=={deepspeed_internals.NEWEST_TESTED}" in tested
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"deepspeed>={deepspeed_internals.OLDEST_TESTED}" in lines
+    assert f"pydantic>={deepspeed_internals.OLDEST_PYDANTIC}" in lines
 
 
 def test_old_deepspeed_is_refused() -> None:
