@@ -47,8 +47,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizer_adapters import byte_letters
+from megatron.data.tiktoken_files import TikTokenSettings, tik_token
+from megatron.data.tokenizer_adapters import (
+    byte_letters,
+    gpt2,
+    hugging_face,
+    sentence_piece,
+)
 from megatron_preparation.encode import PreprocessOptions, texts_of_block
 from megatron_preparation.preprocess import Listeners, Totals, preprocess
 from megatron_preparation.sources import read_blocks
@@ -63,7 +68,7 @@ Batch = Callable[[list[str]], Any]
 def tokenizers_of(names: list[str], folder: Path, corpus: Path) -> dict[str, dict[str, Any]]:
     """Return arguments of build_tokenizer for each name, creating the needed files in `folder`."""
     vocab, merges = DATA / "gpt2-vocab.json", DATA / "gpt2-merges.txt"
-    gpt2: dict[str, Any] = {
+    of_gpt2: dict[str, Any] = {
         "tokenizer_type": "GPT2BPETokenizer",
         "vocab_file": str(vocab),
         "merge_file": str(merges),
@@ -72,9 +77,9 @@ def tokenizers_of(names: list[str], folder: Path, corpus: Path) -> dict[str, dic
     for name in names:
         path = folder / f"{name}.model"
         if name == "gpt2":
-            found[name] = gpt2
+            found[name] = of_gpt2
         elif name == "hf":
-            tokenizer: Any = build_tokenizer(**gpt2)
+            tokenizer: Any = gpt2(vocab, merges)
             path = folder / "tokenizer.json"
             tokenizer._tokenizer.save(str(path))
             found[name] = {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(path)}
@@ -100,10 +105,24 @@ def tokenizers_of(names: list[str], folder: Path, corpus: Path) -> dict[str, dic
     return found
 
 
+def in_this_process(arguments: dict[str, Any], threads: int) -> Any:
+    """Return the tokenizer without the process that build_tokenizer puts around it."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    kind, model = arguments["tokenizer_type"], Path(arguments.get("tokenizer_model", ""))
+    if kind == "GPT2BPETokenizer":
+        return gpt2(Path(arguments["vocab_file"]), Path(arguments["merge_file"]))
+    if kind == "HFTokenizer":
+        return hugging_face(model)
+    if kind == "TikTokenizer":
+        return tik_token(model, TikTokenSettings(), vocab_size=None)
+    return sentence_piece(kind, model, vocab_extra_ids=0)
+
+
 def bare_batch(arguments: dict[str, Any], threads: int) -> Batch:
     """The library's own call, without anything of ours around it."""
     kind = arguments["tokenizer_type"]
-    tokenizer: Any = build_tokenizer(**arguments, num_threads=threads)
+    tokenizer = in_this_process(arguments, threads)
     if kind == "HFTokenizer":
         rust = tokenizer._tokenizer
         return lambda texts: rust.encode_batch_fast(texts)
@@ -206,8 +225,7 @@ _per_document: list[Callable[[str], list[int]]] = []
 
 
 def _start_stand_in(arguments: dict[str, Any]) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer: Any = build_tokenizer(**arguments, num_threads=1)
+    tokenizer = in_this_process(arguments, 1)
     kind = arguments["tokenizer_type"]
     if kind in ("HFTokenizer", "GPT2BPETokenizer"):
         rust = tokenizer._tokenizer

@@ -132,32 +132,44 @@ def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
                 )
 
 
-def read_records(path: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """Return the records of a metrics file in order, of one event if given.
+class Records(list[dict[str, Any]]):
+    """Records of a metrics file in order; `left_out` counts its lines that are none."""
+
+    left_out = 0
+
+
+def read_records(path: Path, event: str | None = None) -> Records:
+    """Return the records of a metrics file, of one event if given.
 
     A truncated line is left out, and so is a start or an iteration without its number. Raises
     DataError where the file cannot be read or has a record that no run writes.
     """
-    records = []
+    records = Records()
     with open_regular(path, error=DataError) as raw:
         if path.stat().st_size > _MOST_BYTES:
             raise DataError(f"{path} has more than {_MOST_BYTES:,} bytes: no run writes as many")
         file = io.TextIOWrapper(raw, errors="replace")
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
-            try:
-                record = json.loads(line)
-                check_depth(record)
-            except (ValueError, RecursionError):
-                continue
-            if not isinstance(record, dict) or "event" not in record:
+            record = _record(line)
+            if record is None:
+                records.left_out += bool(line.strip())
                 continue
             check_kinds(record, RECORD, f"{path}, line {number}")
-            numbered = (
-                record["event"] not in ("start", "iteration") or record.get("iteration") is not None
-            )
-            if numbered and event in (None, record["event"]):
+            if event in (None, record["event"]):
                 records.append(record)
     return records
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+        check_depth(record)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or "event" not in record:
+        return None
+    numbered = record["event"] not in ("start", "iteration") or record.get("iteration") is not None
+    return record if numbered else None
 
 
 def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:

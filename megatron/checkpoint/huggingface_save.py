@@ -54,6 +54,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.optimizer import unique_parameters
 from megatron.errors import CheckpointError, ConfigError
 from megatron.layers.vocabulary import POSITION_EMBEDDINGS, WORD_EMBEDDINGS
+from megatron.limited import LimitedProcess
 from megatron.parallel.collectives import gather_first, gather_objects
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
@@ -228,31 +229,25 @@ def _read(path: str | Path) -> bytes:
 
 def _of_sentence_piece(tokenizer: TokenizerConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return tokenizer_config.json and special ids of a SentencePiece model."""
-    from sentencepiece import SentencePieceProcessor
-
-    model = SentencePieceProcessor(model_file=tokenizer.tokenizer_model)
     known = build_tokenizer(**dataclasses.asdict(tokenizer))
+    path = Path(tokenizer.tokenizer_model or "")
+    target = "megatron.data.tokenizer_adapters:sentence_piece_facts"
+    model = LimitedProcess(target, path, str(path), path.stat().st_size).ask(None, 0)
     # SentencePieceTokenizer appends tokens to those of the file.
-    appended = {i: known.decode([i]) for i in range(model.get_piece_size(), known.vocab_size)}
-    ids = {
-        "bos_token": model.bos_id(),
-        "eos_token": known.eod,
-        "unk_token": model.unk_id(),
-        "pad_token": model.pad_id(),
-    }
+    appended = {i: known.decode([i]) for i in range(len(model["names"]), known.vocab_size)}
+    ids = {f"{name}_token": i for name, i in model["ids"].items()} | {"eos_token": known.eod}
     ids = {name: i for name, i in ids.items() if i >= 0}
-    first = model.encode("a", out_type=str)[0]
     fields = {
         "tokenizer_class": "LlamaTokenizer",
         "add_bos_token": tokenizer.tokenizer_type == "Llama2Tokenizer",
         "add_eos_token": False,
-        "add_prefix_space": first.startswith("\u2581"),  # SentencePiece's mark for a space
+        "add_prefix_space": model["prefix"],
         "clean_up_tokenization_spaces": False,
         "legacy": False,
         "added_tokens_decoder": {i: {"content": n, "special": True} for i, n in appended.items()},
     }
     named = {f"{name}_id": i for name, i in ids.items() if name != "unk_token"}
-    names = {name: appended.get(i) or model.id_to_piece(i) for name, i in ids.items()}
+    names = {name: appended.get(i) or model["names"][i] for name, i in ids.items()}
     return fields | names, named
 
 

@@ -1,36 +1,35 @@
-"""A tokenizer of Hugging Face in a process with limits of time and memory.
+"""Tokenizers in a process with limits of time and memory.
 
-Rules of a tokenizer.json can double a text again and again.
+Rules of a tokenizer.json can double a text again and again, and a damaged model can end the process
+of the library that reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.added_tokens import files_beside
-from megatron.data.tokenizer_adapters import Ids, Places, Tokenizer, hugging_face
+from megatron.data.tokenizer_adapters import Ids, Places, Tokenizer
 from megatron.errors import DataError
 from megatron.limited import LimitedProcess
 
-_MOST_BYTES = 1 << 28  # of a tokenizer.json: ten times the largest in use
+_MOST_BYTES = 1 << 28  # of all files: ten times the largest in use
 
 
 class LimitedTokenizer(Tokenizer):
-    """The HFTokenizer of a tokenizer.json or its folder, see `hugging_face`."""
+    """The tokenizer that `build` returns in the other process; it reads `files`."""
 
-    def __init__(self, path: Path) -> None:
-        file = path / "tokenizer.json" if path.is_dir() else path
-        size = sum(one.stat().st_size for one in [file, *files_beside(file)] if one.is_file())
+    def __init__(self, build: Callable[[], Tokenizer], files: Sequence[Path]) -> None:
+        size = sum(file.stat().st_size for file in files if file.is_file())
         if size > _MOST_BYTES:
             raise DataError(
-                f"{file}: {size} bytes are too many for a tokenizer: is it another file?"
+                f"{files[0]}: {size} bytes are too many for a tokenizer: is it another file?"
             )
-        self._process = LimitedProcess(f"{__name__}:serve", str(path), str(file), size)
+        self._process = LimitedProcess(f"{__name__}:serve", build, str(files[0]), size)
         about = self._process.ask(("about",), 0)
         super().__init__(about["vocab_size"], about["eod"])
         self.behind, self.bos = about["behind"], about["bos"]
@@ -60,9 +59,9 @@ class LimitedTokenizer(Tokenizer):
         return text
 
 
-def serve(path: str) -> Callable[[Any], Any]:
+def serve(build: Callable[[], Tokenizer]) -> Callable[[Any], Any]:
     """Return what the child does with a request of LimitedTokenizer."""
-    tokenizer = hugging_face(Path(path))
+    tokenizer = build()
 
     def answer(request: Any) -> Any:
         match request:
@@ -78,7 +77,7 @@ def serve(path: str) -> Callable[[Any], Any]:
                     np.column_stack([ids, np.reshape(places, (-1, 2))]).astype(np.int64).tobytes()
                 )
             case ("decode", ids):
-                return tokenizer._decode(ids)
+                return tokenizer.decode(ids)
             case ("texts", count):
                 return tokenizer.texts_of(count)
         names = ("vocab_size", "eod", "behind", "bos")

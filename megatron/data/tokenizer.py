@@ -21,15 +21,18 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.data.added_tokens import files_beside
 from megatron.data.limited_tokenizer import LimitedTokenizer
 from megatron.data.tiktoken_files import TikTokenSettings, tik_token
 from megatron.data.tokenizer_adapters import (
     NullTokenizer,
     Tokenizer,
     gpt2,
+    hugging_face,
     sentence_piece,
 )
 from megatron.errors import ConfigError, DataError, MegatronError
@@ -97,21 +100,24 @@ def build_tokenizer(
     if num_threads is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
         os.environ["RAYON_NUM_THREADS"] = str(num_threads)
-    tokenizer: Tokenizer
     if kind == "GPT2BPETokenizer":
-        files = _file(kind, "--vocab-file", vocab_file), _file(kind, "--merge-file", merge_file)
-        tokenizer = gpt2(*files)
+        files = [_file(kind, "--vocab-file", vocab_file), _file(kind, "--merge-file", merge_file)]
+        build = partial(gpt2, *files)
     else:
         path = _file(kind, "--tokenizer-model", tokenizer_model, or_folder=kind == "HFTokenizer")
+        files = [path]
         if kind == "HFTokenizer":
-            tokenizer = LimitedTokenizer(path)
+            file = path / "tokenizer.json" if path.is_dir() else path
+            files = [file, *files_beside(file)]
+            build = partial(hugging_face, path)
         elif kind == "TikTokenizer":
             settings = TikTokenSettings(
                 tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens
             )
-            tokenizer = tik_token(path, settings, vocab_size=vocab_size)
+            build = partial(tik_token, path, settings, vocab_size=vocab_size)
         else:
-            tokenizer = sentence_piece(kind, path, vocab_extra_ids=vocab_extra_ids)
+            build = partial(sentence_piece, kind, path, vocab_extra_ids=vocab_extra_ids)
+    tokenizer = LimitedTokenizer(build, files)
     if tokenizer.vocab_size > MOST_IDS:
         raise DataError(
             f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but "

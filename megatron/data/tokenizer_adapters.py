@@ -7,7 +7,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -450,6 +450,22 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
             "before every text: use GPTSentencePieceTokenizer"
         )
     return SentencePieceTokenizer(processor, eod, add_bos=add_bos)
+
+
+def sentence_piece_facts(path: Path) -> Callable[[Any], dict[str, Any]]:
+    """Return what answers with the names, special ids and prefix of a SentencePiece model."""
+
+    with reading(path, "a SentencePiece model"):
+        from sentencepiece import SentencePieceProcessor
+
+        processor = SentencePieceProcessor(model_file=str(path))
+    facts = {
+        "names": [processor.id_to_piece(i) for i in range(processor.get_piece_size())],
+        "ids": {name: getattr(processor, f"{name}_id")() for name in ("bos", "unk", "pad")},
+        # SentencePiece's mark for a space
+        "prefix": processor.encode("a", out_type=str)[0].startswith("\u2581"),
+    }
+    return lambda _: facts
 
 
 def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:

@@ -41,6 +41,7 @@ class Run(NamedTuple):
     name: str
     config: Config
     seconds: float
+    left_out: int = 0  # lines of its file that are no records
 
 
 Factors = tuple[float, float]
@@ -51,15 +52,19 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
     """Correct a machine by the metrics files of runs.
 
     Return it with the factors, a table of the errors of its estimates before and after, and the
-    reasons why runs were left out. Raises DataError if no run can be used, and ConfigError for a
+    runs and lines that were left out. Raises DataError if no run can be used, and ConfigError for a
     run that does not fit on the machine.
     """
     runs, left_out = list[Run](), list[str]()
     for path in paths:
         try:
-            runs.append(read_run(path))
+            run = read_run(path)
         except DataError as error:
             left_out.append(str(error))
+            continue
+        runs.append(run)
+        if run.left_out:
+            left_out.append(f"{run.left_out} line(s) of {path}: no records of a run")
     if not runs:
         raise DataError(left_out[0])
     before = [estimate(run.config, cluster) for run in runs]
@@ -102,6 +107,7 @@ def read_run(path: Path) -> Run:
             f"{run.path.parent.name}/{run.path.name}",
             Config.from_dict(settings),
             found.step_s,
+            run.left_out,
         )
     except ConfigError as error:
         raise DataError(

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from megatron import metrics_file
 from megatron.errors import DataError
-from megatron.metrics_file import SETTINGS, check_kinds, read_beside, read_records
+from megatron.metrics_file import SETTINGS, Records, check_kinds, read_beside, read_records
 from megatron.model import formulas
 from megatron.planner.published import Published, published
 
@@ -58,6 +58,7 @@ class MeasuredRun:
     point     description of an experiment's point; {} for any other run
     failure   why there are no figures; None if there are
     finished  whether it ran to its end
+    left_out  lines of its file that are no records
     """
 
     name: str
@@ -69,6 +70,7 @@ class MeasuredRun:
     point: Mapping[str, Any] = field(default_factory=dict)
     failure: str | None = None
     finished: bool = False
+    left_out: int = 0
 
     def get(self, name: str) -> Any:
         """Return a setting; None if unknown."""
@@ -115,12 +117,12 @@ def read_run(path: str | Path) -> MeasuredRun:
     file = path / METRICS if path.is_dir() else path
     point = read_beside(file.parent / POINT, metrics_file.POINT)
     result = read_beside(file.parent / RESULT, metrics_file.RESULT)
-    records = read_records(file) if file.exists() or not point else []
+    records = read_records(file) if file.exists() or not point else Records()
     if not (records or point or path.is_dir()):
         raise DataError(f"{path}: no metrics records: give folders of runs, or metrics files")
     starts = [at for at, record in enumerate(records) if record["event"] == "start"]
-    records = records[starts[-1] :] if starts else records
-    start: dict[str, Any] = records[0] if starts else {}
+    last = records[starts[-1] :] if starts else records
+    start: dict[str, Any] = last[0] if starts else {}
     sizes = {"world_size": "world", "data_parallel_size": "data"}
     layout = {name: (start.get("layout") or {}).get(short) for name, short in sizes.items()}
     settings = {
@@ -132,7 +134,7 @@ def read_run(path: str | Path) -> MeasuredRun:
     first = int(start.get("iteration") or 0)
     lines = list[Line]()
     names = Line.__dataclass_fields__.keys() - {"steps"}
-    for record in records:
+    for record in last:
         if (
             record["event"] == "iteration"
             and record.get("step_time_s")
@@ -148,7 +150,7 @@ def read_run(path: str | Path) -> MeasuredRun:
     failure = result.get("reason") if result.get("status") not in (None, "done") else None
     if failure is None and not lines:
         failure = "no iteration was logged" if result or file.exists() else "not run yet"
-    ends = [record.get("reason") for record in records if record["event"] == "end"]
+    ends = [record.get("reason") for record in last if record["event"] == "end"]
     name = point.get("name") or (file.parent.name if file.name == METRICS else file.stem)
     return MeasuredRun(
         name,
@@ -160,6 +162,7 @@ def read_run(path: str | Path) -> MeasuredRun:
         point,
         failure,
         ends[-1:] == ["done"],
+        records.left_out,
     )
 
 
@@ -176,7 +179,7 @@ class Figures:
     memory_bytes  peak over all ranks
     skipped, nan  steps of the whole run
     problems      contradictions; with any, the figures are invalid
-    notes         remarks on valid figures
+    notes         other remarks
     """
 
     run: MeasuredRun
@@ -222,8 +225,13 @@ def figures(
     peak_tflops  of a device; None: the known value
     """
     memory = max((line.memory_bytes for line in run.lines), default=0) or None
+    unreadable = (f"{run.left_out} line(s) of {run.path} are no records of a run, left out",)
     found = Figures(
-        run, sum(line.skipped for line in run.lines), sum(line.nan for line in run.lines), memory
+        run,
+        sum(line.skipped for line in run.lines),
+        sum(line.nan for line in run.lines),
+        memory,
+        notes=unreadable if run.left_out else (),
     )
     if not run.lines:
         return found
@@ -293,7 +301,7 @@ def figures(
         mfu=model / peak if model and peak else None,
         hfu=hardware / peak if hardware and peak else None,
         problems=tuple(problems),
-        notes=tuple(text for text, holds in notes.items() if holds),
+        notes=(*found.notes, *(text for text, holds in notes.items() if holds)),
     )
 
 

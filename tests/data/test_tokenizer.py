@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron import limited
 from megatron.config.settings import all_options
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.data.tokenizer_adapters import PATTERNS, byte_letters
@@ -117,6 +118,24 @@ def test_another_vocabulary_size(families: dict[str, dict], kind: str) -> None:
         wrong = size - 1
     with pytest.raises(ConfigError, match=f"--vocab-size {wrong}.* {size} .*{kind}"):
         build_tokenizer(kind, **families[kind], vocab_size=wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_library_takes_the_memory_of_this_process(
+    families: dict[str, dict], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = build_tokenizer(kind, **families[kind])
+    expected = tokenizer.encode("a b")
+    for name in ("_MEMORY_BYTES", "_BYTES_PER_BYTE"):
+        monkeypatch.setattr(limited, name, 0)
+    with pytest.raises(limited.LimitError, match=tokenizer_file(families[kind])):
+        tokenizer.encode("a b " * 2**22)
+    monkeypatch.undo()
+    assert tokenizer.encode("a b") == expected
+
+
+def tokenizer_file(arguments: dict[str, str]) -> str:
+    return arguments.get("tokenizer_model") or arguments["vocab_file"]
 
 
 def test_ids_never_wrap_around_in_silence(families: dict[str, dict]) -> None:

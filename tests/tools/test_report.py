@@ -332,6 +332,18 @@ def test_a_line_of_another_type_is_named(
     assert f"line {len(a_run()) + 1}" in capsys.readouterr().err
 
 
+def test_lines_that_are_no_records_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path / "run", a_run())
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"event": "iteration", "iter\n\n[1]\n{"event": "iteration"}\n')
+    name = f"{folder / 'metrics.jsonl'}"
+    (summary,) = rows(told(folder)["At a glance"])
+    assert summary["remarks"].startswith(f"3 line(s) of {name} ")
+    assert f"3 line(s) of {name} " in capsys.readouterr().err
+
+
 def test_long_curves_keep_their_peaks_on_the_page(tmp_path: Path) -> None:
     y = [0.0] * 100_000
     y[54_321] = 7.0

@@ -42,26 +42,27 @@ def test_gpt2_facts(gpt2: Tokenizer) -> None:
     assert 50256 not in gpt2.encode("a<|endoftext|>b")  # text cannot end its document
 
 
-def assert_same_for_code_points(gpt2: Tokenizer, reference, points: Iterable[int]) -> None:
-    assert isinstance(gpt2, GPT2Tokenizer) and gpt2._ranks is not None, (
+def assert_same_for_code_points(files: dict[str, str], reference, points: Iterable[int]) -> None:
+    tokenizer = gpt2(Path(files["vocab_file"]), Path(files["merge_file"]))
+    assert isinstance(tokenizer, GPT2Tokenizer) and tokenizer._ranks is not None, (
         "GPT-2's vocabulary runs in tiktoken"
     )
     characters = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     for start in range(0, len(characters), 4096):
         texts = [f"a{c}b {c}1{c} {c}{c} !{c}\n{c}" for c in characters[start : start + 4096]]
         ids = [encoding.ids for encoding in reference.backend_tokenizer.encode_batch_fast(texts)]
-        assert gpt2.encode_batch(texts) == ids
+        assert tokenizer.encode_batch(texts) == ids
 
 
 @pytest.mark.slow
-def test_some_characters_in_two_engines(gpt2: Tokenizer, reference) -> None:
-    assert_same_for_code_points(gpt2, reference, range(0, 0x3100, 3))
+def test_some_characters_in_two_engines(gpt2_files: dict[str, str], reference) -> None:
+    assert_same_for_code_points(gpt2_files, reference, range(0, 0x3100, 3))
 
 
 @pytest.mark.campaign("peers")
-def test_every_character_in_two_engines(gpt2: Tokenizer, reference) -> None:
+def test_every_character_in_two_engines(gpt2_files: dict[str, str], reference) -> None:
     # Unicode assigns nothing between these, and private characters above.
-    assert_same_for_code_points(gpt2, reference, [*range(0x32400), *range(0xE0000, 0xE0200)])
+    assert_same_for_code_points(gpt2_files, reference, [*range(0x32400), *range(0xE0000, 0xE0200)])
 
 
 def write_byte_level(folder: Path, merges: list[tuple[str, str]]) -> tuple[Path, Path]:

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron import limited
 from megatron.data.tokenizer import build_tokenizer
+from megatron.data.tokenizer_adapters import sentence_piece
 from megatron.errors import DataError
 from tests.data.tokenizers.conftest import train_model
 
@@ -49,12 +51,26 @@ def test_against_sentencepiece_itself(model: Path, texts: list[str]) -> None:
 
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     for kind, bos in (("GPTSentencePieceTokenizer", False), ("Llama2Tokenizer", True)):
-        tokenizer = build_tokenizer(kind, tokenizer_model=str(model))
+        tokenizer = sentence_piece(kind, model, vocab_extra_ids=0)
         expected = [processor.encode(text, add_bos=bos) for text in texts]
         assert tokenizer.encode_batch(texts) == expected
         tokens, sizes = tokenizer.encode_batch_arrays(texts, np.uint16)
         assert tokens.dtype == np.uint16 and tokens.tolist() == list(chain.from_iterable(expected))
         assert sizes.tolist() == [len(ids) for ids in expected]
+
+
+def test_a_model_that_lengthens_a_text_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = tmp_path / "rule.tsv"
+    rule.write_text(f"78\t{' '.join(['79'] * 20000)}\n")  # an x becomes many y
+    path = train(tmp_path / "long.model", normalization_rule_tsv=str(rule))
+    monkeypatch.setattr(limited, "_TIME_S", 2.0)
+    monkeypatch.setattr(limited, "_MEMORY_BYTES", 1 << 28)
+    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=path)
+    assert tokenizer.decode(tokenizer.encode("fox")).startswith("foy")
+    with pytest.raises(limited.LimitError, match=r"long\.model"):
+        tokenizer.encode("x" * 20000)
 
 
 def test_models_without_the_usual_pieces(tmp_path: Path) -> None:
