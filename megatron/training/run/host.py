@@ -5,9 +5,11 @@ blocks to the system as soon as they are free, and the next tensor of that size 
 of which the kernel clears when it is first touched. A training step frees and allocates the same
 sizes over and over, so on a CPU this costs between a few per cent and half of its time.
 
-The settings are made in the running process by mallopt(3), and for huge pages by the variable that
-torch's allocator reads. What the user has set takes precedence: with a variable for malloc, or a
-preloaded library, malloc is unchanged.
+Huge pages are turned off: in a heap that keeps its blocks, the smallest one in a gap would hold
+2 MiB, and a process went on growing, to three to five times its tensors.
+
+The settings are made in the running process by mallopt(3) and prctl(2). What the user has set takes
+precedence: with a variable for malloc, or a preloaded library, malloc is unchanged.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ _NEVER_TRIM = -1
 # While a model is set up, blocks of at least this size are mapped one by one.
 _SET_UP_BLOCK_BYTES = 1 << 20
 _DEFAULT_TOP_PAD = 128 << 10  # malloc.c, DEFAULT_TOP_PAD
+_PR_SET_THP_DISABLE = 41  # linux/prctl.h
 # with "1", torch requests huge pages for tensors of 2 MiB and more
 _TORCH_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
@@ -128,18 +131,19 @@ def tune_allocator() -> str:
     """Set malloc up for training on a CPU; return a line for the log.
 
     The line says what was changed, or why nothing was. The settings apply to blocks allocated
-    afterwards; repeated calls are harmless. Huge pages need a process that has not created a tensor
-    yet: torch reads the variable once.
+    afterwards; repeated calls are harmless.
     """
     libc, reason = _malloc()
     if reason:
         return f"malloc: {reason}: left as it is"
     kept = _set_first(libc, _M_MMAP_THRESHOLD, KEEP_BLOCKS_BYTES)
     _set_first(libc, _M_TRIM_THRESHOLD, (_NEVER_TRIM,))
-    huge = os.environ.setdefault(_TORCH_HUGE_PAGES, "1") == "1"
+    huge = os.environ.get(_TORCH_HUGE_PAGES) == "1"
+    if not huge:
+        libc.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
     return (
-        f"malloc: blocks up to {(kept or 0) >> 20} MiB are kept, the heap does not shrink, huge "
-        f"pages {'are requested' if huge else f'are not requested ({_TORCH_HUGE_PAGES})'}"
+        f"malloc: blocks up to {(kept or 0) >> 20} MiB are kept, the heap does not shrink, "
+        f"{f'huge pages as {_TORCH_HUGE_PAGES} says' if huge else 'no huge pages'}"
     )
 
 

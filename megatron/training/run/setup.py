@@ -221,7 +221,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
         torch.use_deterministic_algorithms(True)
         # costs time, changes no result
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-    if device.type == "cpu":  # first: torch reads the variable for huge pages at the first tensor
+    if device.type == "cpu":
         tuned = config.training.allocator_tuning
         lines.append(tune_allocator() if tuned else "malloc: left as it is (--no-allocator-tuning)")
     return [share_cores(device, launch.local_world_size), *lines]
