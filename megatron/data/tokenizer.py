@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +100,7 @@ def build_tokenizer(
     if num_threads is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
         os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+    build: Callable[[], Tokenizer]
     if kind == "GPT2BPETokenizer":
         files = [_file(kind, "--vocab-file", vocab_file), _file(kind, "--merge-file", merge_file)]
         build = partial(gpt2, *files)
