@@ -361,10 +361,12 @@ def _checked(launch: Launch) -> Launch:
             f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to "
             f"{launch.world_size - 1}"
         )
-    if launch.launcher != "none" and launch.local_rank >= launch.local_world_size:
+    # LOCAL_RANK of a process without a launcher is the number of its device.
+    ranks = min(_MOST, _MOST if launch.launcher == "none" else launch.local_world_size)
+    if launch.local_rank >= ranks:
         raise LaunchError(
             f"local rank {launch.local_rank} of {launch.local_world_size} processes on node "
-            f"{launch.node} {source}: local ranks go from 0 to {launch.local_world_size - 1}"
+            f"{launch.node} {source}: local ranks go from 0 to {ranks - 1}"
         )
     if launch.master_port > 65535:
         raise LaunchError(

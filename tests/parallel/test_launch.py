@@ -156,6 +156,8 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
     (TORCHRUN | {"RANK": "x"}, ["RANK", "'x'"]),
     (TORCHRUN | {"RANK": "8"}, ["rank 8", "8"]),
     (TORCHRUN | {"LOCAL_RANK": "4"}, ["local rank 4", "4"]),
+    ({"LOCAL_RANK": "2147483648"}, ["local rank 2147483648"]),
+    (without(TORCHRUN, "LOCAL_WORLD") | {"LOCAL_RANK": "2147483648"}, ["local rank 2147483648"]),
     (TORCHRUN | {"MASTER_PORT": "99999"}, ["MASTER_PORT=99999"]),
     ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR"]),
     # RANK exported in the batch script: all 16 tasks would be rank 0.
