@@ -33,25 +33,10 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     special_tokens_map.json counts more than tokenizer_config.json. Raises DataError for values of
     other types.
     """
-    # transformers writes a length of 10^30 for "no limit"
-    config, older, added = (
-        read_json(beside, _MOST_BYTES, error=DataError, bits=128) if beside.is_file() else {}
-        for beside in map(file.with_name, FILES_BESIDE)
-    )
-    beside = next(iter(files_beside(file)), file)
-    decoder = config.get("added_tokens_decoder")
-    if "additional_special_tokens" in config and not config.get("extra_special_tokens"):
-        config["extra_special_tokens"] = config.pop("additional_special_tokens")
-    if decoder is None:
-        config |= older
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    values = {name: value for name, value in config.items() if name.endswith("_token")}
-    values |= extra if isinstance(extra, dict) else {}
-    named = {
-        name: _token(beside, name, values[name], special=True)
-        for name in dict.fromkeys([*_NAMED, *values])
-        if values.get(name) and (name in _NAMED or isinstance(values[name], str | dict))
-    }
+    config, added, extra, named = _read(file)
+    beside, decoder = next(iter(files_beside(file)), file), config.get("added_tokens_decoder")
+    if isinstance(extra, dict):  # the list is the older name's
+        extra = config.get("additional_special_tokens") or []
     extras = [
         _token(beside, "extra_special_tokens", value, special=True)
         for value in (extra if isinstance(extra, list) else [])
@@ -85,6 +70,34 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     tokenizer.add_tokens(new)
     tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
     return {name: token.content for name, token in named.items()}
+
+
+def named_tokens(file: Path) -> dict[str, str]:
+    """Return the tokens that the files beside a tokenizer.json name, such as eos_token."""
+    return {name: token.content for name, token in _read(file)[3].items()}
+
+
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any], Any, dict[str, AddedToken]]:
+    """Return settings, added_tokens.json, extra tokens and named tokens beside a tokenizer.json."""
+    # transformers writes a length of 10^30 for "no limit"
+    config, older, added = (
+        read_json(beside, _MOST_BYTES, error=DataError, bits=128) if beside.is_file() else {}
+        for beside in map(file.with_name, FILES_BESIDE)
+    )
+    beside = next(iter(files_beside(file)), file)
+    if "additional_special_tokens" in config and not config.get("extra_special_tokens"):
+        config["extra_special_tokens"] = config.pop("additional_special_tokens")
+    if config.get("added_tokens_decoder") is None:
+        config |= older
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    values = {name: value for name, value in config.items() if name.endswith("_token")}
+    values |= extra if isinstance(extra, dict) else {}
+    named = {
+        name: _token(beside, name, values[name], special=True)
+        for name in dict.fromkeys([*_NAMED, *values])
+        if values.get(name) and (name in _NAMED or isinstance(values[name], str | dict))
+    }
+    return config, added, extra, named
 
 
 def _token(file: Path, name: str, value: Any, *, special: bool) -> AddedToken:

@@ -23,7 +23,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from megatron.data.added_tokens import named_tokens
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.limited import LimitedProcess
@@ -76,11 +77,13 @@ class Chat:
     template    source of the chat template
     tokens      names of special tokens, and their texts, for the template
     max_tokens  of a conversation; a longer one is unusable. None: any number
+    tool_use    source of the template of conversations with tools; None: the same
     """
 
     template: str = DEFAULT
     tokens: tuple[tuple[str, str], ...] = ()
     max_tokens: int | None = None
+    tool_use: str | None = None
 
     def read(self, document: dict[str, Any]) -> Conversation:
         """Return the conversation of a line. Raises DataError for a line of another form."""
@@ -145,6 +148,8 @@ class Chat:
             raise DataError("'messages' are nested too deeply") from None
         if any(mark in written for mark in _MARKS):
             raise DataError("U+FDD0 to U+FDD4 in a message, which are not characters")
+        if tools is not None and self.tool_use is not None:
+            return replace(self, template=self.tool_use, tool_use=None)._render(messages, tools)
         if self.template == DEFAULT:
             return rendered(self, messages, tools)
         text, spans = _process_of(self).ask((messages, tools), size)
@@ -396,35 +401,51 @@ def find_chat(
     """Return the chat template of --chat-template, of the tokenizer, or the built-in one.
 
     Also return where it is from. `tokenizer_model` is the path of an HFTokenizer, whose folder may
-    have chat_template.jinja and tokenizer_config.json. Raises DataError for files that cannot be
-    read, ConfigError for a template with a mistake.
+    have templates with names, as in transformers: "default", and "tool_use" for conversations with
+    tools. Raises DataError for files that cannot be read, ConfigError for a template with a
+    mistake.
     """
-    source, origin, tokens = DEFAULT, "the built-in one", dict[str, str]()
+    templates, origin, tokens = {"default": DEFAULT}, "the built-in one", dict[str, str]()
     if tokenizer_model is not None:
         path = Path(tokenizer_model)
         folder = path if path.is_dir() else path.parent
-        settings_file, beside = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        if settings_file.is_file():
-            settings = read_json(settings_file, _MOST_BYTES, error=DataError, bits=128)
-            for name, value in settings.items():
-                text = value.get("content") if isinstance(value, dict) else value
-                if name.endswith("_token") and isinstance(text, str):
-                    tokens[name] = text
-            if own := _named_default(settings.get("chat_template")):
-                source, origin = own, str(settings_file)
-        if beside.is_file():
-            source, origin = read_text(beside, _MOST_BYTES, error=DataError), str(beside)
+        tokens = named_tokens(folder / "tokenizer.json")
+        if (beside := _templates(folder))[0]:
+            templates, origin = beside
     if file is not None:
-        source, origin = read_text(file, _MOST_BYTES, error=DataError), file
-    chat = Chat(source, tuple(sorted(tokens.items())), max_tokens)
-    if source != DEFAULT:
-        _process_of(chat).ask(None, 0)
+        templates, origin = {"default": read_text(file, _MOST_BYTES, error=DataError)}, file
+    if "default" not in templates:
+        raise DataError(
+            f"{origin}: of its chat templates, {', '.join(sorted(templates))}, none is named default: "
+            "write the one to use to a file, and give it as --chat-template"
+        )
+    source = templates["default"]
+    chat = Chat(source, tuple(sorted(tokens.items())), max_tokens, templates.get("tool_use"))
+    for each in (chat, replace(chat, template=chat.tool_use or source, tool_use=None)):
+        if each.template != DEFAULT:
+            _process_of(each).ask(None, 0)
     return chat, origin
 
 
-def _named_default(templates: Any) -> str | None:
-    """Return the template of a tokenizer_config.json: a text, or the one named "default"."""
-    if isinstance(templates, list):
-        named = [t for t in templates if isinstance(t, dict) and t.get("name") == "default"]
-        templates = named[0].get("template") if named else None
-    return templates if isinstance(templates, str) and templates else None
+def _templates(folder: Path) -> tuple[dict[str, str], str]:
+    """Return the chat templates of a tokenizer's folder by name, and where they are from."""
+    main = folder / "chat_template.jinja"
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if main.is_file():
+        files["default"] = main
+    if files:
+        texts = {
+            name: read_text(path, _MOST_BYTES, error=DataError) for name, path in files.items()
+        }
+        return texts, str(files.get("default", folder / "additional_chat_templates"))
+    file = folder / "tokenizer_config.json"
+    settings = read_json(file, _MOST_BYTES, error=DataError, bits=128) if file.is_file() else {}
+    listed = settings.get("chat_template") or []
+    if isinstance(listed, str):
+        return {"default": listed}, str(file)
+    if not isinstance(listed, list) or not all(
+        isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("name", "template"))
+        for one in listed
+    ):
+        raise DataError(f"{file}: its chat_template is neither a text nor a list of named texts")
+    return {one["name"]: one["template"] for one in listed}, str(file)

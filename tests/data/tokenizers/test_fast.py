@@ -216,7 +216,13 @@ BESIDE: list[dict[str, Any]] = [
         "added_tokens.json": {"<w>": 9, "<v>": 8},
     },
     {"tokenizer_config.json": {"eos_token": "<end>", "additional_special_tokens": ["<x>"]}},
-    {"tokenizer_config.json": {"eos_token": "b", "extra_special_tokens": {"x_token": "<x>"}}},
+    {
+        "tokenizer_config.json": {
+            "eos_token": "b",
+            "extra_special_tokens": {"x_token": "<x>"},
+            "additional_special_tokens": ["<no>", "<v>"],
+        }
+    },
     {"tokenizer_config.json": {"eos_token": "<end>", "split_special_tokens": True}},
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -311,6 +312,45 @@ def test_a_template_ends_with_a_message_whatever_it_does(
     with pytest.raises((ConfigError, DataError)):
         chat, _ = find_chat(str(tmp_path / "t.jinja"), None)
         chat.read({"messages": [{"role": "assistant", "content": "a"}]})
+
+
+TURNS = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+LISTED = [{"name": name, "template": name + TURNS} for name in ("tool_use", "default")]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"bos_token": "<s>", "chat_template": LISTED}},
+        {
+            "tokenizer_config.json": {"chat_template": "no"},
+            "special_tokens_map.json": {"bos_token": {"content": "<s>"}},
+            "chat_template.jinja": "file" + TURNS,
+            "additional_chat_templates/tool_use.jinja": "tools" + TURNS,
+        },
+    ],
+)
+def test_the_template_and_its_tokens_are_those_of_transformers(
+    folder: Path, tmp_path: Path, files: dict[str, Any]
+) -> None:
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / name).write_text(text)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    chat, _ = find_chat(None, str(tmp_path))
+    turns = [{"role": "assistant", "content": "a"}]
+    for tools in (None, [{"type": "function"}]):
+        text = theirs.apply_chat_template(turns, tools=tools, tokenize=False)
+        assert chat.read({"messages": turns, "tools": tools}).text == text
+
+
+def test_a_tokenizer_whose_templates_have_no_default_is_refused(tmp_path: Path) -> None:
+    config = json.dumps({"chat_template": LISTED[:1]})
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(DataError, match="tool_use"):
+        find_chat(None, str(tmp_path))
 
 
 def test_contradicting_flags_and_inputs_are_refused(
