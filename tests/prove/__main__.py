@@ -79,11 +79,12 @@ CAMPAIGNS = {
         workers=0,
         programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
-    "deepspeed": Campaign(
-        "the engine's tests pass on the oldest supported DeepSpeed and on the newest of PyPI",
-        8,
+    "versions": Campaign(
+        "users' command lines and the engine's tests with the oldest of everything, with "
+        "Frontier's torch and with the newest",
+        40,
         workers=None,
-        programs=("-m tests.prove.deepspeed_versions",),
+        programs=("-m tests.prove.versions",),
     ),
     "mup": Campaign(
         "activations of muP move alike at widths of 64 to 1024 and at depths of 4 to 32",

