@@ -1,11 +1,13 @@
-"""Layouts that compare the memory model with the dry run (SHAPES), and that with runs (RUNS)."""
+"""Layouts that compare the memory model with the dry run (SHAPES, drawn), and that with runs (RUNS)."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
+from megatron.errors import ConfigError
 
 SMALL: dict[str, Any] = dict(
     num_layers=8,
@@ -154,6 +156,66 @@ def _shapes() -> tuple[Shape, ...]:
 
 
 SHAPES = _shapes()
+
+
+def drawn(seed: int) -> Shape:
+    """Draw a layout that the configuration allows."""
+    draw = random.Random(seed)
+    while True:
+        shape = Shape(f"drawn {seed}", "gpu" if draw.random() < 0.8 else "cpu", _fields(draw))
+        try:
+            shape.config()
+        except ConfigError:
+            continue
+        return shape
+
+
+def _fields(draw: random.Random) -> dict[str, Any]:
+    one_of, chance = draw.choice, draw.random
+    tensor, pipeline, data = one_of((1, 2, 4)), one_of((1, 2, 4)), one_of((1, 2, 4))
+    context, micro_batch, tokens = one_of((1, 1, 2)), one_of((1, 2)), one_of((1024, 1024, 8192))
+    fields: dict[str, Any] = {
+        **SMALL,
+        **(LLAMA if chance() < 0.5 else {}),
+        "hidden_size": one_of((256, 512)),
+        "seq_length": tokens,
+        "max_position_embeddings": tokens,
+        "tensor_model_parallel_size": tensor,
+        "sequence_parallel": tensor > 1 and chance() < 0.7,
+        "tp_comm_overlap": tensor > 1 and chance() < 0.5,
+        "pipeline_model_parallel_size": pipeline,
+        "context_parallel_size": context,
+        "world_size": tensor * pipeline * context * data,
+        "zero_stage": one_of((0, 1, 2, 2) if pipeline > 1 else (0, 1, 2, 3)),
+        "micro_batch_size": micro_batch,
+        "global_batch_size": micro_batch * data * one_of((1, 2, 3, 5, 9, 22)),
+        "attention_backend": one_of(("auto", "auto", "auto", "unfused", "blocked")),
+        "hidden_dropout": one_of((0.0, 0.0, 0.1)),
+        "gradient_accumulation_fusion": chance() < 0.8,
+    }
+    modules = ["core_attn", "mlp_act", "layernorm"]
+    if chance() < 0.3:
+        experts = one_of((1, 2, 4))
+        fields |= dict(num_experts=4, moe_router_topk=2, expert_model_parallel_size=experts)
+        modules += ["moe_act", "moe"]
+    if pipeline > 1:
+        fields |= one_of(
+            (
+                {},
+                dict(enable_zbh1_pipeline=True),
+                dict(num_layers_per_virtual_pipeline_stage=1),
+            )
+        )
+    chosen = tuple(draw.sample(modules, one_of((1, 2))))
+    return fields | one_of(
+        (
+            {},
+            dict(SELECTIVE, recompute_modules=chosen),
+            dict(SELECTIVE, recompute_modules=chosen),
+            dict(FULL, recompute_num_layers=one_of((1, 2))),
+            dict(FULL, recompute_method="block"),
+        )
+    )
 
 
 COMMON: dict[str, Any] = dict(

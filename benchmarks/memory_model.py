@@ -1,10 +1,12 @@
 """Compare the memory model with the dry run, and the dry run with runs on this machine's CPU.
 
     python benchmarks/memory_model.py [--part formulas|runs|both|device] [--only NAME ...] [--markdown]
+                                      [--seeds FIRST LAST]
 
 formulas  the planner's memory (megatron.planner.memory) against the allocations of the run's code
-          in a dry run (megatron.planner.dryrun), for every kind of rank of 62 layouts: peaks within
-          2 %, and each category of more than a twentieth of the peak within 3 %.
+          in a dry run (megatron.planner.dryrun), for every kind of rank of 62 layouts and of some
+          that are drawn at random: peaks within 2 %, and each category of more than a twentieth of
+          the peak within 3 %.
 runs      the dry run against the peak anonymous memory of real processes, as the difference to a
           smaller model in the same layout, so that interpreter, libraries, connections and buffers
           of the matrix library cancel out: within 3 % for models that ZeRO divides, others 10 %.
@@ -34,7 +36,15 @@ from rich import box  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.memory_layouts import COMMON, DEVICE_RUNS, RUNS, SHAPES, Run, Shape  # noqa: E402
+from benchmarks.memory_layouts import (  # noqa: E402
+    COMMON,
+    DEVICE_RUNS,
+    RUNS,
+    SHAPES,
+    Run,
+    Shape,
+    drawn,
+)
 from benchmarks.parity import train  # noqa: E402
 from benchmarks.resident_memory import peak_bytes  # noqa: E402
 from megatron.config import Config  # noqa: E402
@@ -214,6 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="layouts whose name contains one of these"
     )
+    parser.add_argument(
+        "--seeds",
+        nargs=2,
+        type=int,
+        default=(0, 40),
+        metavar=("FIRST", "LAST"),
+        help="seeds of drawn layouts, without LAST (default: 0 40)",
+    )
     parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
     asked = parser.parse_args(arguments)
 
@@ -223,7 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     good, console = True, Console(stderr=True)
     if asked.part in ("formulas", "both"):
         rows: list[Compared] = []
-        shapes = [shape for shape in SHAPES if wanted(f"{shape.name} ({shape.device})")]
+        every = *SHAPES, *map(drawn, range(*asked.seeds))
+        shapes = [shape for shape in every if wanted(f"{shape.name} ({shape.device})")]
         for shape in shapes:
             console.print(f"{shape.name} ({shape.device})", style="dim")
             rows += compare_formula(shape)

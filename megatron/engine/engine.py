@@ -49,6 +49,7 @@ from megatron.engine.optimizer_state import (
     bucket_elements,
     has_16_bit_moments,
     optimizer_state,
+    stage_in_effect,
     wants_whole,
 )
 from megatron.engine.qk_clip import Part, QKClip
@@ -178,6 +179,7 @@ class Engine:
         if stage == 0:
             lines = topology.data, topology.expert_data
             self._shards = Shards.undivided(lines[0]), Shards.undivided(lines[1])
+        stage = stage_in_effect(stage, self._shards[0].inner.size)
         self.copies = self._shards[0].copies, self._shards[1].copies
         self._divided = stage > 1
         self.kept = kept_tensors(chunks)
@@ -357,7 +359,7 @@ class Engine:
         ahead = config.engine.overlap_param_gather
         self._gradients: Gradients
         self._weights: WeightGather
-        if config.engine.zero_stage < 2:
+        if not self._divided:
             self._gradients = Gradients(buckets, self.topology, terms, overlap, direct)
             self._weights = WeightGather(reversed(by_use), self.chunks.children(), ahead)
             return

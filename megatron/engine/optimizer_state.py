@@ -199,6 +199,15 @@ _SMALLEST = 4_000_000
 _PER_RANK = 1_000_000
 
 
+def stage_in_effect(stage: int, ranks: int) -> int:
+    """Return what ZeRO does where `ranks` ranks divide gradients.
+
+    Alone, a rank would hold those of a pass beside its sums, all of them: stages 2 and 3 then do
+    what stage 1 does.
+    """
+    return stage if ranks > 1 else min(stage, 1)
+
+
 def bucket_elements(most: int, ranks: int) -> int:
     """Return the elements at which a bucket over `ranks` data-parallel ranks is closed.
 

@@ -370,19 +370,23 @@ def with_messages(passes: Lists) -> Lists:
 
 
 class Moments(NamedTuple):
-    """Passes of a step, one row each, including the one during which most is held.
+    """Passes of a step in their order, one row each.
 
-    forward  1 for a forward pass, 0 for a backward pass (where it is split, its first half)
-    chunk    of this rank, from 0
-    held     micro-batches of each chunk between their forward and their backward pass, without
-             that of the pass itself  # [moments, chunks]
-    waiting  micro-batches whose weight gradients are deferred, in all chunks
+    op        of the pass
+    chunk     of this rank, from 0
+    held      micro-batches of each chunk between their forward and their backward pass (where it is
+              split, its first half), without that of the pass itself  # [moments, chunks]
+    waiting   micro-batches whose weight gradients are deferred, in all chunks, without that of the
+              pass itself
+    messages  sent ones that are kept, and those for which a receive has been posted, without that
+              which the pass uses
     """
 
-    forward: Numbers
+    op: Numbers
     chunk: Numbers
     held: Numbers
     waiting: Numbers
+    messages: Numbers
 
 
 _GROUPS = 3
@@ -390,32 +394,33 @@ _GROUPS = 3
 of ORDERS: the warm-up is shorter than two groups, and from then on each group holds what the one
 before it held."""
 
+_lists = lru_cache(maxsize=16)(build_lists)
 
-@lru_cache(maxsize=1 << 13)
+
+@lru_cache(maxsize=1 << 11)
 def moments_of_rank(
     schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int
 ) -> Moments:
-    """Return the passes of `rank` in a step of `micro_batches`, without repetitions."""
+    """Return the passes of `rank` in a step of `micro_batches`, or of fewer that hold as much."""
     if isinstance(schedule, str):
         sizes = group_sizes(pipeline_size, micro_batches)
         larger = sizes.count(sizes[0])
         # The same groups result from this smaller number of micro-batches.
         micro_batches = sum(sizes[:larger][:_GROUPS] + sizes[larger:][:_GROUPS])
-    op, stage, _ = passes_of_rank(schedule, pipeline_size, chunks, micro_batches, rank).T
+    lists = _lists(schedule, pipeline_size, chunks, micro_batches)
+    op, stage, _ = lists[rank].T
     chunk = stage // pipeline_size
     begins = (op == Op.BACKWARD) | (op == Op.BACKWARD_INPUT)
     own = chunk[:, None] == np.arange(chunks)
     forward, backward = own & (op == Op.FORWARD)[:, None], own & begins[:, None]
     held = np.cumsum(forward, axis=0) - forward - np.cumsum(backward, axis=0)
-    waiting = (
-        np.cumsum(op == Op.BACKWARD_INPUT)
-        - (op == Op.BACKWARD_INPUT)
-        - np.cumsum(op == Op.BACKWARD_WEIGHT)
-    )
-    rows = np.flatnonzero(op != Op.BACKWARD_WEIGHT)
-    if chunks == 1:  # otherwise the held activations differ from pass to pass
-        seen = (2 * held[rows, 0] + (op[rows] == Op.FORWARD)) * micro_batches + waiting[rows]
-        rows = rows[np.unique(seen, return_index=True)[1]]
-    return Moments(
-        (op[rows] == Op.FORWARD).astype(np.int64), chunk[rows], held[rows], waiting[rows]
-    )
+    later = op == Op.BACKWARD_WEIGHT
+    split = op == Op.BACKWARD_INPUT
+    waiting = np.cumsum(split) - split - np.cumsum(later)
+    sends = np.cumsum((op == Op.SEND_FORWARD) | (op == Op.SEND_BACKWARD))
+    posted = np.cumsum((op == Op.RECV_FORWARD) | (op == Op.RECV_BACKWARD))
+    first, last = stage == 0, stage == len(lists.owner) - 1
+    used = np.cumsum(((op == Op.FORWARD) & ~first) | (begins & ~last)) * (pipeline_size > 1)
+    messages = np.minimum(sends, SENDS_IN_FLIGHT) + posted - used
+    rows = np.flatnonzero(op <= Op.BACKWARD_WEIGHT)
+    return Moments(*(x[rows] for x in (op, chunk, held, waiting, messages)))

@@ -3,7 +3,7 @@
 Computations run one after the other on the device, messages one after the other on the links of
 their group, and a `Wait` blocks the device until its message has arrived. The computations between
 a `Post` and its `Wait` therefore overlap with the message. A `Take` allocates a tensor's memory, a
-`Give` releases it once no reference is left.
+`Give` releases it once no reference is left. A `Sum` says when a gradient is added to its sum.
 """
 
 from __future__ import annotations
@@ -66,7 +66,18 @@ class Give(NamedTuple):
     id: int
 
 
-Step = Product | Attention | Memory | Again | Post | Wait | Take | Give
+class Sum(NamedTuple):
+    """Use of a gradient sum.
+
+    place     of its parameter among those of the part
+    complete  whether a contribution is complete; otherwise one is about to be added
+    """
+
+    place: int
+    complete: bool
+
+
+Step = Product | Attention | Memory | Again | Post | Wait | Take | Give | Sum
 
 
 @dataclass(frozen=True, eq=False)

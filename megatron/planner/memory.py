@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ import numpy as np
 
 from megatron.config import Config, ModelConfig
 from megatron.engine.optimizer_state import IN_FLIGHT, optimizer_state, wants_whole
-from megatron.pipeline.orders import SENDS_IN_FLIGHT
+from megatron.pipeline.orders import Op
 from megatron.pipeline.schedule import moments_of_rank
-from megatron.planner.events import Give, Parameter, Part, Step, Take, Trace
+from megatron.planner.events import Give, Parameter, Part, Pass, Step, Sum, Take, Trace
 from megatron.planner.stage import (
     Stage,
     experts_of,
@@ -122,13 +122,32 @@ def find_peak(rows: Bytes) -> tuple[Bytes, int]:
     return now[at], at
 
 
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of a pass, and before which of them it uses which gradient sums."""
+
+    rows: Bytes
+    sums: tuple[tuple[int, Sum], ...]
+
+
 @lru_cache(maxsize=1 << 12)
-def _passes(part: Part, block: int) -> dict[str, Bytes]:
+def _passes(part: Part, block: int) -> dict[str, _Rows]:
     """Return the rows of a part's passes, by name."""
     kept: dict[int, Take] = {}
-    forward = changes(part.forward.steps, block, kept)
-    backward = changes(part.backward.steps, block, dict(kept))
-    inputs, weights = (changes(half.steps, block, kept) for half in (part.inputs, part.weights))
+
+    def rows_of(of: Pass, made: dict[int, Take]) -> _Rows:
+        rows, sums, at = [NOTHING], list[tuple[int, Sum]](), 0
+        for here, step in enumerate(of.steps):
+            if isinstance(step, Sum):
+                rows.append(changes(of.steps[at:here], block, made))
+                at = here
+                sums.append((sum(map(len, rows)), step))
+        rows.append(changes(of.steps[at:], block, made))
+        return _Rows(np.concatenate(rows), tuple(sums))
+
+    forward = rows_of(part.forward, kept)
+    backward = rows_of(part.backward, dict(kept))
+    inputs, weights = (rows_of(half, kept) for half in (part.inputs, part.weights))
     return {"forward": forward, "backward": backward, "inputs": inputs, "weights": weights}
 
 
@@ -144,18 +163,20 @@ def _as_temporary(rows: Bytes) -> Bytes:
 
 
 class ChunkMemory(NamedTuple):
-    """Bytes that one micro-batch adds in one chunk.
+    """Bytes that one micro-batch adds in one chunk, without gradients.
 
     kept      after the forward pass
     forward   at the peak of the forward pass
-    backward  at the peak of the backward pass, including what was kept
-    waiting   after a backward pass with deferred weight gradients
+    backward  at the peak of the backward pass, or of its first half, including what was kept
+    waiting   after that half, if weight gradients are deferred
+    weights   at the peak of the second half
     """
 
     kept: Bytes
     forward: Bytes
     backward: Bytes
     waiting: Bytes
+    weights: Bytes
 
 
 @lru_cache(maxsize=1 << 14)
@@ -164,67 +185,109 @@ def chunk_memory(
 ) -> ChunkMemory:
     """Simulate the memory of a stage.
 
-    A part's output is freed at the end of its forward pass, and counts as the input of the next
-    part; on another stage it arrives as a message.
-
     group   most layers that are recomputed together
     block   granularity to which a tensor's size is rounded up
     shared  what ZeRO stages 2 and 3 divide
     """
-    embedding, head = (_passes(part, block) for part in (traced.embedding, traced.head))
-    kinds = [traced.layer_of(kind) for kind in stage.layer_kinds]
-    layers = [_passes(layer, block) for layer, _ in kinds]
-    agains = [_passes(again, block) for _, again in kinds]
-    groups, at = list[slice](), 0
-    for count, times in _groups(stage, group):
-        groups += [slice(i, i + count) for i in range(at, at + count * times, count)]
-        at += count * times
-    first = int(stage.first)
-    last = int(stage.last)
-    around = _Around(traced, stage, shared)
-    forward = around.forward(
-        [
-            *[embedding["forward"]] * first,
-            *(rows for some in groups for rows in _forward_again(agains[some])),
-            *(layer["forward"] for layer in layers[at:]),
-            *[head["forward"]] * last,
-        ]
-    )
-
-    def backward(half: str) -> Bytes:
-        def again(some: slice) -> tuple[list[Bytes], list[Bytes]]:
-            inside = layers[some][:-1]
-            made = [_as_temporary(layer["forward"]) for layer in inside]
-            undone = [_as_temporary(layer[half]) for layer in reversed(inside)]
-            return made * (half != "weights"), [agains[some][-1][half], *undone]
-
-        return around.backward(
-            [
-                *[([], [head[half]])] * last,
-                *(([], [layer[half]]) for layer in reversed(layers[at:])),
-                *map(again, reversed(groups)),
-                *[([], [embedding[half]])] * first,
-            ],
-            half,
-        )
-
+    chunk = _chunk(traced, stage, group, block, shared)
+    forward = chunk.forward()
     kept = forward.sum(axis=0)
-    halves = [backward(half) for half in (("inputs", "weights") if stage.split else ("backward",))]
-    most = find_peak(np.concatenate([kept[None], *halves]))[0]
-    waiting = halves[0].sum(axis=0)
-    waiting[_GRADIENTS] = 0.0  # of which all micro-batches have the same
+    first, *second = map(chunk.backward, _halves(stage))
+    waiting = kept + first.sum(axis=0)
     return ChunkMemory(
         kept,
-        find_peak(forward)[0] + around.carried[0],
-        most + around.carried[0],
-        kept + waiting,
+        find_peak(forward)[0],
+        kept + find_peak(first)[0],
+        waiting,
+        waiting + find_peak(second[0])[0] if second else NOTHING[0],
     )
 
 
-def _forward_again(agains: Sequence[dict[str, Bytes]]) -> Iterator[Bytes]:
+def _halves(stage: Stage) -> tuple[str, ...]:
+    """Return the names of a backward pass, or of its two halves (events.Part)."""
+    return ("inputs", "weights") if stage.split else ("backward",)
+
+
+class _Chunk:
+    """Rows of a stage's passes.
+
+    A part's output is freed at the end of its forward pass, and counts as the input of the next
+    part; on another stage it arrives as a message.
+    """
+
+    def __init__(
+        self, traced: Trace, stage: Stage, group: int, block: int, shared: Shared | None
+    ) -> None:
+        self._embedding, self._head = (
+            _passes(part, block) for part in (traced.embedding, traced.head)
+        )
+        kinds = [traced.layer_of(kind) for kind in stage.layer_kinds]
+        self._layers = [_passes(layer, block) for layer, _ in kinds]
+        self._agains = [_passes(again, block) for _, again in kinds]
+        self._groups, at = list[slice](), 0
+        for count, times in _groups(stage, group):
+            self._groups += [slice(i, i + count) for i in range(at, at + count * times, count)]
+            at += count * times
+        self._recomputed, self._first, self._last = at, int(stage.first), int(stage.last)
+        self._around = _Around(traced, stage, shared)
+
+    def forward(self) -> Bytes:
+        """Return the rows of a forward pass."""
+        return self._around.forward(
+            [
+                *[self._embedding["forward"].rows] * self._first,
+                *(rows for some in self._groups for rows in _forward_again(self._agains[some])),
+                *(layer["forward"].rows for layer in self._layers[self._recomputed :]),
+                *[self._head["forward"].rows] * self._last,
+            ]
+        )
+
+    def backward(self, half: str, gradients: Gradients | None = None) -> Bytes:
+        """Return the rows of a backward pass, or of a half of it."""
+        return self._around.backward(
+            [
+                (
+                    [_as_temporary(layer["forward"].rows) for layer in again],
+                    [_as_temporary(one.rows) if i else one.rows for i, one in enumerate(undone)],
+                )
+                for again, undone in self._undone(half)
+            ],
+            gradients,
+        )
+
+    def sums(self, half: str) -> list[_Rows]:
+        """List the parts' backward passes, or halves of them, from the last part on."""
+        return [one for _, undone in self._undone(half) for one in undone]
+
+    def _undone(self, half: str) -> list[tuple[list[dict[str, _Rows]], list[_Rows]]]:
+        """List groups of parts from the last on: layers that are recomputed first, and passes."""
+
+        def again(some: slice) -> tuple[list[dict[str, _Rows]], list[_Rows]]:
+            inside = self._layers[some][:-1]
+            undone = [layer[half] for layer in reversed(inside)]
+            return inside * (half != "weights"), [self._agains[some][-1][half], *undone]
+
+        return [
+            *[([], [self._head[half]])] * self._last,
+            *(([], [layer[half]]) for layer in reversed(self._layers[self._recomputed :])),
+            *map(again, reversed(self._groups)),
+            *[([], [self._embedding[half]])] * self._first,
+        ]
+
+
+_chunk = lru_cache(maxsize=1 << 12)(_Chunk)
+
+
+@lru_cache(maxsize=1 << 12)
+def _rise(chunk: _Chunk, half: str, gradients: Gradients) -> Bytes:
+    """Return the bytes at the peak of a backward pass, beyond those before it."""
+    return find_peak(chunk.backward(half, gradients))[0]
+
+
+def _forward_again(agains: Sequence[dict[str, _Rows]]) -> Iterator[Bytes]:
     """Yield the rows of a recomputed group: the layers after the first keep nothing of their own."""
     for i, again in enumerate(agains):
-        rows = again["forward"]
+        rows = again["forward"].rows
         yield np.concatenate([rows, -rows.sum(axis=0, keepdims=True)]) if i else rows
 
 
@@ -243,48 +306,200 @@ class Shared(NamedTuple):
     """Weights and gradients that ZeRO stages 2 and 3 divide.
 
     ahead, early  whether weights are gathered, and gradients sent, while passes run
+    whole         names of the parameters that the optimizer takes whole
     """
 
     zero: Zero
     ahead: bool
     early: bool
+    whole: frozenset[str]
 
 
-def shared_of(config: Config) -> Shared | None:
+def shared_of(config: Config, traced: Trace) -> Shared | None:
     """Return what ZeRO stages 2 and 3 divide; None for other stages."""
-    engine = config.engine
-    if engine.zero_stage < 2:
+    engine, zero, wants = config.engine, zero_of(config), wants_whole(config)
+    if zero.stage < 2:
         return None
-    return Shared(zero_of(config), engine.overlap_param_gather, engine.overlap_grad_reduce)
+    parts = traced.embedding, *(layer for layer, _ in traced.kinds), traced.head
+    whole = (p.name for part in parts for p in part.parameters if wants and wants(p.name, p.whole))
+    return Shared(zero, engine.overlap_param_gather, engine.overlap_grad_reduce, frozenset(whole))
+
+
+Gradients = tuple[tuple[tuple[int, int], ...], ...]
+"""Changes of the gradients that have memory in a backward pass, or a half of it: for each part from
+the last one on, before which of its rows they get or lose how many bytes."""
 
 
 @dataclass(eq=False)
 class _Bucket:
     """Gradients that are sent together.
 
-    first  place of its first parameter in the stage's module
-    due    contributions of a backward pass
+    number  place among those of a rank
+    first   place of its first parameter in the stage's module
+    due     contributions of a backward pass
+    alone   whether no other rank has a part
     """
 
+    number: int
+    alone: bool
     elements: int = 0
     first: int = 0
     due: int = 0
 
 
-class _Around:
-    """Rows of weights and gradients between the passes of a stage's parts.
+@dataclass(eq=False)
+class _Plan:
+    """Buckets of a stage.
 
-    carried  gradients under way from one backward pass to the next
+    order  in which they are sent
+    uses   of each half and part from the last one on: before which of its rows, of which bucket,
+           and whether that completes a contribution
+    rows   of each half's last part
     """
 
+    order: list[_Bucket]
+    uses: dict[str, list[list[tuple[int, _Bucket, bool]]]]
+    rows: dict[str, int]
+
+
+def _plan(
+    traced: Trace, stage: Stage, chunk: _Chunk, shared: Shared, ahead: int, begin: int
+) -> _Plan:
+    """Put the parameters of a stage into buckets, as engine/optimizer.py does.
+
+    ahead  first halves of backward passes that come before the first second half, that included
+    begin  number of the first bucket
+    """
+    zero, twice = shared.zero, stage.first and stage.last
+    parts = _parts(traced, stage)
+    open_ones, order = dict[object, _Bucket](), list[_Bucket]()
+    of: list[dict[int, _Bucket]] = [{} for _ in parts]
+    for place, (at, p) in reversed(list(enumerate(_in_order(parts)))):
+        again = p.tied and twice
+        unit = _unit(at, p) if zero.stage == 3 and not again else None
+        kind = p.decays, p.name in shared.whole, p.tied, p.experts, unit
+        bucket = open_ones.get(kind)
+        if bucket is None or (not p.tied and bucket.elements + p.elements > zero.limit):
+            alone = zero.gradient_ranks(p.experts) == 1
+            bucket = open_ones[kind] = _Bucket(begin + len(order), alone)
+            order.append(bucket)
+        # two uses of one tied weight
+        bucket.elements = p.elements if again else bucket.elements + p.elements
+        bucket.first = place
+        of[at][parts[at].parameters.index(p)] = bucket
+    uses, rows = dict[str, list[list[tuple[int, _Bucket, bool]]]](), dict[str, int]()
+    for half in _halves(stage):
+        passes = chunk.sums(half)
+        uses[half] = [
+            [(row, in_part[step.place], step.complete) for row, step in one.sums]
+            for one, in_part in zip(passes, reversed(of), strict=True)
+        ]
+        rows[half] = len(passes[-1].rows)
+        for part in uses[half]:
+            for _, bucket, complete in part:
+                bucket.due += complete * (ahead if half == "inputs" else 1)
+    return _Plan(sorted(order, key=lambda bucket: -bucket.first), uses, rows)
+
+
+@dataclass
+class _Traffic:
+    """Gradients of a rank during a step, as engine/sharded.py keeps them.
+
+    there   buckets that have memory, by number
+    flying  those of them that are under way
+    added   contributions since the last pass of their stage
+    sent    number of a stage's buckets that have been sent, by chunk
+    """
+
+    plans: Sequence[_Plan]
+    early: bool
+    gradient_bytes: int
+    there: dict[int, int] = field(default_factory=dict)
+    flying: deque[_Bucket] = field(default_factory=deque)
+    added: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return self.gradient_bytes * sum(self.there.values())
+
+    @property
+    def state(self) -> object:
+        """Return what the changes of further passes depend on."""
+        flying = tuple(bucket.number for bucket in self.flying)
+        return flying, *(tuple(sorted(x.items())) for x in (self.there, self.added, self.sent))
+
+    def copy(self) -> _Traffic:
+        lists = {name: getattr(self, name).copy() for name in ("there", "flying", "added", "sent")}
+        return dataclasses.replace(self, **lists)
+
+    def run(self, chunk: int, half: str) -> Gradients:
+        """Follow a backward pass, or a half of it."""
+        plan, of_parts = self.plans[chunk], list[tuple[tuple[int, int], ...]]()
+        changes, before = list[tuple[int, int]](), self.bytes
+
+        def note(row: int) -> None:
+            nonlocal before
+            if (now := self.bytes) != before:
+                changes.append((row, now - before))
+                before = now
+
+        for part in plan.uses[half]:
+            changes = []
+            for row, bucket, complete in part:
+                self._take(bucket)
+                note(row)
+                self.added[bucket.number] = self.added.get(bucket.number, 0) + complete
+                while self.early and (following := self._following(chunk)):
+                    if self.added.get(following.number, 0) < following.due:
+                        break
+                    self._send(chunk, following)
+                note(row)
+            of_parts.append(tuple(changes))
+        if half == "inputs":
+            return tuple(of_parts)
+        while following := self._following(chunk):
+            self._take(following)
+            note(plan.rows[half])
+            self._send(chunk, following)
+            note(plan.rows[half])
+        of_parts[-1] = tuple(changes)
+        self.sent.pop(chunk)
+        for bucket in plan.order:
+            self.added.pop(bucket.number, None)
+        return tuple(of_parts)
+
+    def _following(self, chunk: int) -> _Bucket | None:
+        order, sent = self.plans[chunk].order, self.sent.get(chunk, 0)
+        return order[sent] if sent < len(order) else None
+
+    def _take(self, bucket: _Bucket) -> None:
+        while bucket in self.flying:
+            self._arrive()
+        self.there[bucket.number] = bucket.elements
+
+    def _arrive(self) -> None:
+        del self.there[self.flying.popleft().number]
+
+    def _send(self, chunk: int, bucket: _Bucket) -> None:
+        self.sent[chunk] = self.sent.get(chunk, 0) + 1
+        while len(self.flying) >= IN_FLIGHT:
+            self._arrive()
+        if bucket.alone:
+            del self.there[bucket.number]
+        else:
+            self.flying.append(bucket)
+
+
+class _Around:
+    """Rows of weights and gradients between the passes of a stage's parts."""
+
     def __init__(self, traced: Trace, stage: Stage, shared: Shared | None) -> None:
-        self._shared, self.carried = shared, NOTHING
+        self._shared = shared
         parts = _parts(traced, stage)
         self._head = stage.last
         # of each use in a forward pass; first come tables, which no backward pass needs
         self._weights, self._tables = [0.0] * len(parts), int(stage.first)
-        # for each half, of each part from the last one on: more while it runs, and after it
-        self._gradients: dict[str, list[tuple[float, float]]] = {}
         if shared is None:
             return
         zero = shared.zero
@@ -299,64 +514,6 @@ class _Around:
         tables = (gathered(traced.embedding.parameters) or [0.0]) * stage.first
         others = (sum(gathered(part.parameters)) for part in parts[stage.first :])
         self._weights, self._tables = [*tables, *others], len(tables)
-        self._follow(parts, stage, shared)
-
-    def _follow(self, parts: Sequence[Part], stage: Stage, shared: Shared) -> None:
-        """Simulate the gradients of a backward pass as engine/sharded.py keeps them."""
-        zero, twice = shared.zero, stage.first and stage.last
-        open_ones, order = dict[object, _Bucket](), list[_Bucket]()
-        # the first half of a split backward pass computes the gradients of norms and biases
-        names = ("inputs", "weights") if stage.split else ("backward",)
-        halves: dict[str, list[list[_Bucket]]] = {name: [[] for _ in parts] for name in names}
-        for place, (at, p) in reversed(list(enumerate(_in_order(parts)))):
-            again = p.tied and twice
-            unit = _unit(at, p) if zero.stage == 3 and not again else None
-            kind = p.decays, p.tied, p.experts, unit
-            bucket = open_ones.get(kind)
-            if bucket is None or (not p.tied and bucket.elements + p.elements > zero.limit):
-                bucket = open_ones[kind] = _Bucket()
-                order.append(bucket)
-            # two uses of one tied weight
-            bucket.elements = p.elements if again else bucket.elements + p.elements
-            bucket.first, bucket.due = place, bucket.due + 1
-            halves[names[-1 if p.decays else 0]][at].append(bucket)
-        order.sort(key=lambda bucket: -bucket.first)
-        there, flying, live = set[_Bucket](), deque[_Bucket](), 0
-
-        def arrive() -> None:
-            nonlocal live
-            there.remove(bucket := flying.popleft())
-            live -= bucket.elements
-
-        def send(bucket: _Bucket) -> None:
-            while len(flying) >= IN_FLIGHT:
-                arrive()
-            flying.append(bucket)
-
-        for _ in range(2):  # the second pass begins with what is under way, as all later ones
-            waiting, added = deque(order), dict.fromkeys(order, 0)
-            for half, in_parts in halves.items():
-                self._gradients[half] = []
-                for buckets in reversed(in_parts):
-                    before = most = live
-                    for bucket in buckets:
-                        while bucket in flying:
-                            arrive()
-                        if bucket not in there:
-                            there.add(bucket)
-                            live += bucket.elements
-                        most = max(most, live)
-                        added[bucket] += 1
-                        while shared.early and waiting and added[waiting[0]] == waiting[0].due:
-                            send(waiting.popleft())
-                    while waiting and half == names[-1] and buckets is in_parts[0]:
-                        send(waiting.popleft())
-                    change = (
-                        zero.gradient_bytes * (most - before),
-                        zero.gradient_bytes * (live - most),
-                    )
-                    self._gradients[half].append(change)
-        self.carried = _row(gradients=zero.gradient_bytes * live)
 
     def forward(self, passes: Sequence[Bytes]) -> Bytes:
         """Return the rows of a forward pass with those around them."""
@@ -372,7 +529,11 @@ class _Around:
             rows += [_row(now), of_part, _row(0.0 if stays else -w[i])]
         return np.concatenate([NOTHING, *rows])
 
-    def backward(self, passes: Sequence[tuple[list[Bytes], list[Bytes]]], half: str) -> Bytes:
+    def backward(
+        self,
+        passes: Sequence[tuple[list[Bytes], list[Bytes]]],
+        gradients: Gradients | None = None,
+    ) -> Bytes:
         """Return the rows of a backward pass, or of a half of it, with those around them.
 
         passes  for each group of parts: what is recomputed first, and each part's backward pass
@@ -382,7 +543,7 @@ class _Around:
                 [NOTHING, *(rows for pair in passes for rows in (*pair[0], *pair[1]))]
             )
         w, ahead, rows = self._weights, self._shared.ahead, list[Bytes]()
-        gradients = iter(self._gradients[half])
+        changes = iter(gradients or [()] * len(w))
         at = len(w)  # uses before are left
         for number, (made, undone) in enumerate(passes):
             embedding = at <= self._tables
@@ -393,10 +554,12 @@ class _Around:
                 rows.append(_row(sum(w[first : at - ahead]) + ahead * w[following]))
             rows += made
             for one in undone:
-                rise, fall = next(gradients)
+                of_part = next(changes)
                 at -= 1
-                done = 0.0 if embedding else -w[at]
-                rows += [_row(gradients=rise), one, _row(done, fall)]
+                if of_part:
+                    bytes_of = [_row(gradients=change)[0] for _, change in of_part]
+                    one = np.insert(one, [row for row, _ in of_part], bytes_of, axis=0)
+                rows += [one, _row(0.0 if embedding else -w[at])]
         return np.concatenate([NOTHING, *rows])
 
 
@@ -598,21 +761,21 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     traced = trace(config, device)
     m = config.num_micro_batches()
     p = parallel.pipeline_model_parallel_size
-    v = parallel.num_chunks
     group = config.recompute.recompute_num_layers
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
-    shared = shared_of(config)
+    shared = shared_of(config, traced)
     stages = stages_of(config)[rank::p]
     mine = [chunk_memory(traced, stage, group, block, shared) for stage in stages]
-    forward, chunk, held, waiting = moments_of_rank(config.schedule, p, v, m, rank)
-    now = np.array([[c.backward, c.forward] for c in mine])[chunk, forward]
+    op, chunk, held, waiting, messages = moments_of_rank(
+        config.schedule, p, parallel.num_chunks, m, rank
+    )
+    by_op = np.array([[c.forward, c.backward, c.backward, c.weights] for c in mine])  # as in Op
+    now = by_op[chunk, op]
+    if shared is not None:
+        chunks = [_chunk(traced, stage, group, block, shared) for stage in stages]
+        now = now + _gradients_of_passes(traced, stages, chunks, shared, op, chunk)
     now = now + held @ np.array([c.kept for c in mine]) + waiting[:, None] * mine[0].waiting
-    if p > 1:
-        more = int(m > 1)  # the next message may be received while the last one is in use
-        awaited = np.where(
-            forward, int(rank < p - 1 or v > 1), more * int(rank > 0 or v > 1)
-        ) + int(v > 1)
-        now[:, _BUFFERS] += (_sent(config, rank) + awaited) * traced.layer.hands_on
+    now[:, _BUFFERS] += messages * traced.layer.hands_on
     most: np.ndarray[Any, np.dtype[np.float64]] = now[np.argmax(now.sum(axis=1))]
     most[_ACTIVATIONS] += max(layer.tables for layer, _ in traced.kinds)
     # tokens, labels and positions, int64, and fp32 masks of all micro-batches of the step
@@ -621,11 +784,42 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     return most
 
 
-def _sent(config: Config, rank: int) -> int:
-    """Count sent messages that a rank still keeps at its peak; fewer with few micro-batches."""
-    p = config.parallel.pipeline_model_parallel_size
-    v = config.parallel.num_chunks
-    passes = config.num_micro_batches() * v
-    ahead = passes if rank < p - 1 or v > 1 else 0
-    back = max(0, passes - (p - 1 - rank) - 1) if rank > 0 or v > 1 else 0
-    return min(SENDS_IN_FLIGHT, ahead + back)
+def _gradients_of_passes(
+    traced: Trace,
+    stages: Sequence[Stage],
+    chunks: Sequence[_Chunk],
+    shared: Shared,
+    op: Any,
+    chunk: Any,
+) -> Bytes:
+    """Return what the gradients of ZeRO stages 2 and 3 add to each pass of a rank."""
+    first_end = np.argmax((op == Op.BACKWARD_WEIGHT) | (op == Op.BACKWARD))
+    ahead = max(1, int((op[:first_end] == Op.BACKWARD_INPUT).sum()))
+    plans = list[_Plan]()
+    for stage in stages:
+        begin = sum(len(plan.order) for plan in plans)
+        plans.append(_plan(traced, stage, chunks[len(plans)], shared, ahead, begin))
+    traffic = _Traffic(plans, shared.early, shared.zero.gradient_bytes)
+    without = {
+        (number, half): _rise(chunks[number], half, ())
+        for number, stage in enumerate(stages)
+        for half in _halves(stage)
+    }
+    after: dict[object, tuple[Bytes, _Traffic]] = {}  # of a state and a pass
+    rows = []
+    for what, number in zip(op.tolist(), chunk.tolist(), strict=True):
+        live = _row(gradients=traffic.bytes)[0]
+        if what == Op.FORWARD:
+            rows.append(live)
+            continue
+        key = traffic.state, what, number
+        if key not in after:
+            half = Op(what).name.lower().partition("_")[2]
+            half = {"input": "inputs", "weight": "weights"}.get(half, "backward")
+            following = traffic.copy()
+            changes = following.run(number, half)
+            more = _rise(chunks[number], half, changes) - without[number, half]
+            after[key] = live + more, following
+        row, traffic = after[key]
+        rows.append(row)
+    return np.array(rows)

@@ -36,6 +36,7 @@ from megatron.planner.events import (
     Pass,
     Post,
     Step,
+    Sum,
     Take,
     Wait,
 )
@@ -112,6 +113,10 @@ class _Recorder(Follower):
         if self._steps is not None:
             self._steps.append(step)
             self._labels.append(self._label)
+
+    def adds(self, step: Sum, *_: Any) -> None:
+        """Record the use of a gradient sum."""
+        self._note(step)
 
     # -- modules -----------------------------------------------------------------------------------
 
@@ -313,13 +318,16 @@ class _Piece:
         self.hands_on = 0
         self.terms = Terms([self.chunk], context.sequence_parallel)
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
-        for p in self.chunk.parameters():
+        for place, p in enumerate(unique_parameters(self.chunk)):
             if not p.requires_grad:
                 continue
             total = torch.empty(p.shape, dtype=sums, device=topology.device)
-            sink = GradientSink(p, total, None, config.kernels.gradient_accumulation_fusion)
+            direct = config.kernels.gradient_accumulation_fusion
+            added = functools.partial(recorder.adds, Sum(place, True))
+            sink = GradientSink(p, total, added, direct)
+            sink.before_use = functools.partial(recorder.adds, Sum(place, False))
             sink.fresh = False  # most micro-batches are not the first of their step
-            p.gradient_sink = sink
+            p.gradient_sink = sink  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(to_sink)
         recorder.names = {module: name for name, module in self.chunk.named_modules()}
         if last:
@@ -368,7 +376,7 @@ class _Piece:
         waiting = self.queue.take()[::-1]
         with self.recorder.recorded("temporary") as weights, torch.no_grad():
             while waiting:
-                waiting.pop(0)()
+                waiting.pop()()
         return inputs, weights[0]
 
     def parameters(self) -> tuple[Parameter, ...]:

@@ -25,6 +25,7 @@ from megatron.planner.events import (
     Part,
     Pass,
     Post,
+    Sum,
     Take,
     Trace,
     Wait,
@@ -319,7 +320,7 @@ def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, fl
         if isinstance(step, Post | Wait):
             found += [since, step]
             since = 0.0
-        elif not isinstance(step, Take | Give):
+        elif not isinstance(step, Take | Give | Sum):
             seconds = seconds_of(step.operation if isinstance(step, Again) else step, rates)
             sums[isinstance(step, Again)] += seconds
             since += seconds

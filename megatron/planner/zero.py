@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.optimizer_state import bucket_elements
+from megatron.engine.optimizer_state import bucket_elements, stage_in_effect
 from megatron.planner.events import Message, Parameter
 
 Hop = tuple[str, str, int]
@@ -123,9 +123,10 @@ class Zero(NamedTuple):
 def zero_of(config: Config) -> Zero:
     """Return what ZeRO divides in a configuration."""
     parallel, engine, precision = config.parallel, config.engine, config.precision
-    line, stage = parallel.gradient_ranks, engine.zero_stage
+    line = parallel.gradient_ranks
     # those of a node (-1) become numbers where the node is known (placement.over_nodes)
     inner = max(0, engine.zero_shard_size) or line
+    stage = stage_in_effect(engine.zero_stage, inner)
     states = max(0, engine.zero_state_shard_size) or line
     return Zero(
         stage,

@@ -138,9 +138,9 @@ def test_what_a_long_step_holds_is_what_its_first_groups_hold(name: str, p: int,
             {
                 tuple(row)
                 for row in zip(
-                    f.tolist(), c.tolist(), map(tuple, h.tolist()), w.tolist(), strict=True
+                    *(x.tolist() for x in (o, c, w, n)), map(tuple, h.tolist()), strict=True
                 )
             }
-            for f, c, h, w in (moments_of_rank(of, p, chunks, m, rank) for of in (name, order))
+            for o, c, h, w, n in (moments_of_rank(of, p, chunks, m, rank) for of in (name, order))
         )
         assert short == long

@@ -112,11 +112,10 @@ def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
     places = list(enumerate(parts))
     assert fullest([(i, part.forward) for i, part in places]) == found.forward.sum()
     assert sum(alive.values()) == found.kept.sum()
-    backward = []
-    for half in halves:
-        assert not backward or sum(alive.values()) == found.waiting.sum()
-        backward.append(fullest([(i, getattr(part, half)) for i, part in places[::-1]]))
-    assert not alive and max(backward) == found.backward.sum()
+    for half, most in zip(halves, (found.backward, found.weights), strict=False):
+        assert half != "weights" or sum(alive.values()) == found.waiting.sum()
+        assert fullest([(i, getattr(part, half)) for i, part in places[::-1]]) == most.sum()
+    assert not alive
 
 
 def test_zero_3_holds_parts_and_two_layers():

@@ -66,8 +66,8 @@ CAMPAIGNS = {
     "hypothesis": Campaign("every property test with 1,000 random examples", 13),
     "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 2),
     "memory": Campaign(
-        "memory formulas against dry runs, and dry runs against real processes",
-        13,
+        "memory formulas against dry runs, also of random layouts, and dry runs against real processes",
+        18,
         programs=("benchmarks/memory_model.py",),
     ),
     "real-time": Campaign(
