@@ -6,7 +6,7 @@
 # Settings, from the environment:
 #   PROCESSES   [number of GPUs, or 1]      PYTHON     [.venv/bin/python of this clone]
 #   PRESET      [tiny]; empty: none         RUN_NAME   [local]: folder below SITE_RUNS
-#   SITE_RUNS   [runs of this clone]        DRY_RUN    1: print the command only
+#   SITE_RUNS   [runs of this clone]        DRY_RUN    1: check the flags and print the command
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -37,3 +37,4 @@ printf '+'
 printf ' %q' "${command[@]}"
 printf '\n'
 [[ ${DRY_RUN:-0} == 1 ]] || exec "${command[@]}"
+"$PYTHON" "$root/pretrain_gpt.py" "${flags[@]}" "$@" --complete --world-size "$PROCESSES" --print-config >/dev/null

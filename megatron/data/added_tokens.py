@@ -38,7 +38,7 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     if isinstance(extra, dict):  # the list is the older name's
         extra = config.get("additional_special_tokens") or []
     extras = [
-        _token(beside, "extra_special_tokens", value, special=True)
+        _token(beside, "extra_special_tokens", value, special=_is_special(value, default=True))
         for value in (extra if isinstance(extra, list) else [])
     ]
     special = {token.content for token in [*named.values(), *extras]}
@@ -50,9 +50,10 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
             listed.append(_token(beside, "added_tokens", name, special=name in special))
     elif isinstance(decoder, dict) and all(i.isdecimal() and len(i) < 20 for i in decoder):
         for number in sorted(decoder, key=int):
-            value = decoder[number]
-            marked = isinstance(value, dict) and value.get("special") is True
-            listed.append(_token(beside, "added_tokens_decoder", value, special=marked))
+            special_too = _is_special(decoder[number], default=False)
+            listed.append(
+                _token(beside, "added_tokens_decoder", decoder[number], special=special_too)
+            )
     else:
         raise DataError(f"{beside}: its added_tokens_decoder does not map ids to tokens")
     flags = {token.content: token for token in listed}
@@ -98,6 +99,11 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any], Any, dict[str, Ad
         if values.get(name) and (name in _NAMED or isinstance(values[name], str | dict))
     }
     return config, added, extra, named
+
+
+def _is_special(value: Any, *, default: bool) -> bool:
+    """Return whether a token is special that is no named one; `default` for a text alone."""
+    return value.get("special") is True if isinstance(value, dict) else default
 
 
 def _token(file: Path, name: str, value: Any, *, special: bool) -> AddedToken:

@@ -63,7 +63,8 @@ def digest(tokenizer: Tokenizer, size: int) -> str:
     if isinstance(tokenizer, NullTokenizer):
         return ""
     ids, _ = tokenizer.encode_with_places(_SAMPLE, special=False)
-    return hashlib.sha256(json.dumps([ids, tokenizer.texts_of(size)]).encode()).hexdigest()
+    texts = tokenizer.texts_of(min(size, tokenizer.vocab_size))
+    return hashlib.sha256(json.dumps([ids, texts]).encode()).hexdigest()
 
 
 def read_record(prefix: str | os.PathLike[str]) -> TokenizerRecord | None:
@@ -110,7 +111,8 @@ def check_tokenizer(
     texts = tokenizer if not isinstance(tokenizer, NullTokenizer) else None
     for dataset in datasets:
         record = read_record(dataset.prefix)
-        most = largest_id(dataset) if record is None else record.largest_id
+        # another program may have written over the data and left the record
+        most = max(largest_id(dataset), 0 if record is None else record.largest_id)
         if most >= vocab_size:
             by = "" if record is None else f" by {record.tokenizer} of {record.vocab_size} ids"
             raise DataError(

@@ -82,6 +82,14 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     assert check(prefix, bytes_)[1] == 1  # another end of a document
     with pytest.raises(DataError, match=r"a_text_document.*\b101\b"):
         check(prefix, {**NULL, "vocab_size": 100})
+    (tmp_path / "tokenizer_config.json").unlink()
+    Path(f"{prefix}.tokenizer.json").write_text(json.dumps({**record, "vocab_size": 10**15}))
+    assert check(prefix, bytes_)[1] == 0  # the ids that both have mean the same
+    tokens = np.fromfile(f"{prefix}.bin", np.uint16)  # by a program that does not know the record
+    tokens[-1] = 300
+    tokens.tofile(f"{prefix}.bin")
+    with pytest.raises(DataError, match=r"a_text_document.*\b300\b"):
+        check(prefix, bytes_)
 
 
 def test_data_without_a_record_get_a_notice_and_their_largest_id_is_found(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_local_mistakes():
     for setting in ("PROCESSES=two", "PYTHON=/nowhere/python"):
         done = local(**dict([setting.split("=")]))
         assert (done.returncode, setting in done.stderr) == (2, True)
+    done = local("--mock-data", DRY_RUN="1", PROCESSES="2")  # no length
+    assert (done.returncode, "--train-iters" in done.stderr) == (2, True)
 
 
 def on_lumi(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -223,7 +223,13 @@ BESIDE: list[dict[str, Any]] = [
             "additional_special_tokens": ["<no>", "<v>"],
         }
     },
-    {"tokenizer_config.json": {"eos_token": "<end>", "split_special_tokens": True}},
+    {
+        "tokenizer_config.json": {
+            "eos_token": "<end>",
+            "split_special_tokens": True,
+            "extra_special_tokens": ["<x>", {"__type": "AddedToken", "content": "<v>"}],
+        }
+    },
 ]
 
 
