@@ -311,3 +311,34 @@ DEVICE_RUNS = (
     Run("124M, fp32", 1, {**_WORK}, _GPT2),
 )
 """On one GPU, where the peak holds tensors alone and needs no baseline."""
+
+
+_HELD: dict[str, Any] = dict(
+    num_layers=6,
+    hidden_size=256,
+    num_attention_heads=4,
+    seq_length=512,
+    max_position_embeddings=512,
+    micro_batch_size=4,
+    global_batch_size=8,
+)
+_EXPERTS = {**_HELD, **dict(num_layers=4, num_experts=8, moe_router_topk=2, ffn_hidden_size=768)}
+_GATED = {**_HELD, **dict(swiglu=True, normalization="rmsnorm", position_embedding_type="rope")}
+PROCESSES = (
+    Run("ZeRO 0", 2, {"zero_stage": 0}, _HELD),
+    Run("ZeRO 1, 2,048 tokens", 2, {"seq_length": 2048, "micro_batch_size": 1}, _HELD),
+    Run("ZeRO 2, gated", 2, {"zero_stage": 2}, _GATED),
+    Run("ZeRO 3, gated", 2, {"zero_stage": 3}, _GATED),
+    Run("TP 2, SP", 2, {**_SP, "tensor_model_parallel_size": 2}, _HELD),
+    Run("PP 2, gated", 2, {"pipeline_model_parallel_size": 2}, _GATED),
+    Run("vocabulary of 50,304", 2, {"vocab_size": 50304, "num_layers": 3}, _HELD),
+    Run("full recomputation", 2, {**FULL, "micro_batch_size": 8, "global_batch_size": 16}, _HELD),
+    Run("8 experts, ZeRO 1", 2, {}, _EXPERTS),
+    Run("8 experts, ZeRO 2", 2, {"zero_stage": 2}, _EXPERTS),
+    Run("8 experts, ZeRO 3", 2, {"zero_stage": 3}, _EXPERTS),
+    Run("8 experts, EP 2", 2, {"expert_model_parallel_size": 2}, _EXPERTS),
+    Run("8 experts, PP 2", 2, {"pipeline_model_parallel_size": 2}, _EXPERTS),
+    Run("one process", 1, {"global_batch_size": 4}, _HELD),
+    Run("one process, 8 experts", 1, {"global_batch_size": 4}, _EXPERTS),
+)
+"""Ordinary runs, whose processes are compared with what a dry run says that they hold."""

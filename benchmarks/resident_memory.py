@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,14 +40,21 @@ class RunFailed(RuntimeError):
     """A process ended with an error or not in time; the message has its last lines."""
 
 
-def peak_bytes(flags: Sequence[str], processes: int, timeout_s: float = 300.0) -> list[int]:
+def peak_bytes(
+    flags: Sequence[str],
+    processes: int,
+    timeout_s: float = 300.0,
+    malloc: Mapping[str, str] = BARE,
+) -> list[int]:
     """Return the peak of each rank of `pretrain_gpt.py FLAGS`, in order. Raises RunFailed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{rank}.log") for rank in range(processes)]
-        started = [_start(flags, rank, processes, port, log) for rank, log in enumerate(logs)]
+        started = [
+            _start(flags, rank, processes, port, log, malloc) for rank, log in enumerate(logs)
+        ]
         peaks = _peaks(started, time.monotonic() + timeout_s)
         for rank, process in enumerate(started):
             if code := process.returncode:
@@ -57,7 +64,12 @@ def peak_bytes(flags: Sequence[str], processes: int, timeout_s: float = 300.0) -
 
 
 def _start(
-    flags: Sequence[str], rank: int, processes: int, port: int, log: Path
+    flags: Sequence[str],
+    rank: int,
+    processes: int,
+    port: int,
+    log: Path,
+    malloc: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     launcher = {
         "RANK": rank,
@@ -67,7 +79,7 @@ def _start(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    environment = {**os.environ, **BARE, **{name: str(value) for name, value in launcher.items()}}
+    environment = {**os.environ, **malloc, **{name: str(value) for name, value in launcher.items()}}
     with open(log, "wb") as out:
         return subprocess.Popen(
             [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags],

@@ -1,4 +1,4 @@
-"""Which family of Hugging Face describes a model. Needs no torch."""
+"""Family of Hugging Face that describes a model. Needs no torch."""
 
 from __future__ import annotations
 

@@ -378,6 +378,7 @@ def _flags_of_file(
     }
     elsewhere = "save" in chosen and os.path.abspath(chosen["save"]) not in folders
     for key, values, origin in entries:
+        key = key.removeprefix("--")  # as on the command line
         option = all_options().get(key.replace("-", "_"))
         if of_a_run and option and (option.one_start or (elsewhere and option.of_folder)):
             if values != words_of(option.default) and option.name not in chosen:

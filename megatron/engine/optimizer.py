@@ -37,7 +37,7 @@ def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 @dataclass(frozen=True)
 class _Trained:
-    """What a rank tells the others; its text, which a dry run compares, is the same on all."""
+    """Message of a rank to the others; its text, which a dry run compares, is the same on all."""
 
     some: bool
     frozen: set[str] = field(repr=False)

@@ -25,7 +25,7 @@ from megatron.data.tokenizer import MOST_IDS, Tokenizer, with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.layout import layout_of
-from megatron.planner.memory import host_bytes, memory_of_ranks
+from megatron.planner.memory import host_bytes, memory_of_ranks, process_bytes
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import EXIT_USER_ERROR
@@ -629,7 +629,8 @@ def check_memory(job: Job, config: Config) -> None:
     """Compare the planner's peak memory of a device with what the machine has, if it is known."""
     if (cluster := job.cluster) is None:
         return
-    peak_gib = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
+    peak = max(rank.total for rank in memory_of_ranks(config, cluster.device_type))
+    peak_gib = process_bytes(peak, cluster.device_type, config) / 2**30
     job.known["memory"] = text = (
         f"{peak_gib:.1f} of {cluster.memory_gib:g} GiB on the device with the highest peak, "
         "predicted"

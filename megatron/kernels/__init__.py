@@ -1,1 +1,1 @@
-"""Which fused kernels this machine has, and the torch operators over them."""
+"""Fused kernels of this machine, and the torch operators over them."""

@@ -315,7 +315,7 @@ def _too_old_for_flash_attention() -> str:
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which operators use the fused kernels; the others use torch's.
+    """Operators that use the fused kernels; the others use torch's.
 
     attention_block  softmax of a block of attention scores, and its gradient
     masked_softmax   scale, mask and softmax of attention scores

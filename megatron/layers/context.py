@@ -221,7 +221,7 @@ class ParameterFactory:
 
 @dataclass
 class Experts:
-    """What the layers of experts of one rank share.
+    """State that the layers of experts of one rank share.
 
     group       the ranks over which the experts of a layer are distributed
     hops        the groups in which a token goes there, one after the other; by default that one

@@ -24,7 +24,7 @@ from megatron.parallel.placing import (
 from megatron.parallel.topology import Group, compress_ranks
 
 Alike = Mapping[str, Mapping[str, Any]]
-"""What must be the same on all ranks, by kind and name; JSON-serialisable. A rank without a kind is
+"""Things that must be the same on all ranks, by kind and name; JSON-serialisable. A rank without a kind is
 not compared.
 """
 

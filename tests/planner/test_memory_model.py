@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import memory_model
-from benchmarks.memory_layouts import drawn
+from benchmarks.memory_layouts import LARGE, Run, drawn
 
 
 @pytest.mark.slow
@@ -16,3 +16,12 @@ from benchmarks.memory_layouts import drawn
 def test_the_planners_memory_is_what_the_code_allocates(seed: int) -> None:
     rows = memory_model.compare_formula(drawn(seed))
     assert memory_model.holds(rows), rows
+
+
+@pytest.mark.slow
+def test_a_process_holds_what_the_dry_run_says() -> None:
+    """Real processes, as a user starts them."""
+    sizes = dict(LARGE, num_layers=3, hidden_size=256, num_attention_heads=4, ffn_hidden_size=1024)
+    fields = dict(seq_length=512, micro_batch_size=4, global_batch_size=8)
+    row = memory_model.compare_process(Run("", 2, fields, sizes), steps=12)
+    assert row.found / memory_model.MOST_HELD <= row.model <= row.found / memory_model.LEAST_HELD

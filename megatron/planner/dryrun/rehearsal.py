@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import textwrap
@@ -30,7 +31,14 @@ from megatron.planner.dryrun.rank import (
     check_messages,
     run_rank,
 )
-from megatron.planner.memory import CATEGORIES, HEADROOM, sized_model
+from megatron.planner.memory import (
+    CATEGORIES,
+    HEADROOM,
+    PROCESS_BYTES,
+    process_bytes,
+    room_bytes,
+    sized_model,
+)
 from megatron.planner.placement import choose_placement, layout_of, over_nodes
 from megatron.planner.stage import stages_of
 from megatron.planner.table import Table
@@ -57,25 +65,6 @@ _HELPS = {
     "logits at once)",
 }
 """Flags that make each category smaller."""
-
-
-PROCESS_BYTES = 0.29 * GIB
-"""Interpreter, libraries and connections of a process on a CPU."""
-
-MALLOC_SHARE = {False: 1.15, True: 1.55}
-"""Memory that a process of a CPU holds for its tensors once malloc keeps what it will need again,
-as a multiple of their peak, by whether experts get other numbers of tokens in each step. An
-estimate from three small fp32 models on two processes: with 8 experts and ZeRO stage 2 it was 1.50
-and no longer grew after some 40 steps; the other two were not followed to an end. Where malloc
-returned every block that was freed, it was 1.0."""
-
-
-def process_bytes(config: Config, tensors: float) -> float:
-    """Return what a process on a CPU holds in the long run, as a job's memory limit counts it.
-
-    tensors  their peak in bytes
-    """
-    return PROCESS_BYTES + MALLOC_SHARE[config.model.num_experts is not None] * tensors
 
 
 # -- which ranks, and how long ---------------------------------------------------------------------
@@ -158,7 +147,7 @@ class Rehearsal:
 
     device          "gpu" or "cpu"
     micro_batches   of the simulated steps; the run may have more, without needing more memory
-    capacity_bytes  of a device, without HEADROOM; None if unknown
+    capacity_bytes  for tensors of a rank, without HEADROOM; None if unknown
     """
 
     config: Config
@@ -229,16 +218,40 @@ def device_of(cluster: Cluster | None) -> str:
 
 
 def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float | None:
-    """Return the bytes that one rank may use; None if unknown."""
-    ranks, usable = config.parallel.world_size, 1.0 - HEADROOM
+    """Return the bytes that tensors of one rank may use; None if unknown."""
+    ranks = config.parallel.world_size
     if cluster is not None:
-        return usable * GIB * cluster.memory_gib
-    if device == "gpu":
-        there = torch.cuda.is_available()
-        return usable * torch.cuda.get_device_properties(0).total_memory if there else None
-    if ranks > (os.cpu_count() or 1):
+        memory = GIB * cluster.memory_gib
+    elif device == "gpu":
+        if not torch.cuda.is_available():
+            return None
+        memory = torch.cuda.get_device_properties(0).total_memory
+    elif ranks > (os.cpu_count() or 1):
         return None
-    return usable * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    else:
+        memory = memory_limit_bytes() / ranks
+    return room_bytes((1.0 - HEADROOM) * memory, device, config)
+
+
+_CGROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}
+"""Folder and file of a limit by the name of its controller: version 2 has one for all."""
+
+
+def memory_limit_bytes(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return the memory of this machine, or what a job or container allows of it (cgroups(7))."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in _CGROUPS:
+            continue
+        kind, name = _CGROUPS[controllers]
+        folder = root / kind / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            with contextlib.suppress(OSError, ValueError):  # not visible here, or "max"
+                limits.append(int((level / name).read_text()))
+    return min(limits)
 
 
 def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun]) -> list[Finding]:
@@ -415,15 +428,15 @@ def _foot(found: Rehearsal) -> Iterator[str]:
     on_gpu = found.device == "gpu"
     if found.capacity_bytes is not None:
         yield (
-            f"Each rank may use {gib(found.capacity_bytes)} GiB: {HEADROOM:.0%} of a device's memory "
-            "are left for runtime, communication library and fragmentation (assumed)."
+            f"Tensors of a rank may use {gib(found.capacity_bytes)} GiB: {HEADROOM:.0%} of a device's "
+            "memory are left for runtime, communication library and fragmentation (assumed)"
+            f"{'.' if on_gpu else ', and what a process holds besides.'}"
         )
     if not on_gpu:
-        held = process_bytes(config, max(run.needed_bytes for run in found.ranks))
+        held = process_bytes(max(r.needed_bytes for r in found.ranks), found.device, config)
         yield (
-            f"A process holds up to about {gib(held)} GiB after some 40 steps, which a job's memory limit "
-            f"counts: tensors, what malloc keeps between steps, and {gib(PROCESS_BYTES)} GiB of "
-            "program and libraries."
+            f"A process holds up to about {gib(held)} GiB, which a job's memory limit counts: tensors, "
+            f"gaps that malloc keeps between them, and {gib(PROCESS_BYTES)} GiB of program and libraries."
         )
     if copy := max((run.copy_bytes for run in found.ranks), default=0):
         yield (f"--async-save keeps a copy of up to {gib(copy)} GiB per rank in host memory.")

@@ -17,6 +17,7 @@ from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planner.cluster import Cluster
 from megatron.planner.layout import Layout, Wanted, allowed
+from megatron.planner.memory import room_bytes
 
 GIB = 2**30
 LONG = 32768
@@ -45,7 +46,7 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
 
 
 def usable_bytes(headroom: str, cluster: Cluster) -> float:
-    """Return the bytes of a device that --headroom (GiB or a percentage) leaves.
+    """Return the bytes for tensors that --headroom (GiB or a percentage) leaves on a device.
 
     Raises ConfigError.
     """
@@ -60,7 +61,7 @@ def usable_bytes(headroom: str, cluster: Cluster) -> float:
             f"--headroom {headroom}: give GiB or a share such as 10%, less than the "
             f"{cluster.memory_gib:g} GiB of a {cluster.device}"
         )
-    return total - kept
+    return room_bytes(total - kept, cluster.device_type)
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was generated after a prompt.
+    """Text that was generated after a prompt.
 
     ids      new token ids, with the end token and all of a stop string
     text     their text, without end token and stop string; "" where there is no tokenizer

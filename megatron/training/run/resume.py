@@ -107,12 +107,9 @@ def _accepted(section: type, values: Mapping[str, Any], folder: Path) -> Iterato
             ) from None
 
 
-def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Reporter) -> Config:
+def with_checkpoint_settings(config: Config, stored: Stored | None, reporter: Reporter) -> Config:
     """Return `config`, with --use-checkpoint-opt_param-scheduler with the checkpoint's schedules."""
-    if folder is None:
-        return config
-    stored = stored_settings(folder, config)
-    if not config.checkpoint.use_checkpoint_opt_param_scheduler:
+    if stored is None or not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
     basis = schedule_basis(stored.config)
     ours = schedule_basis(config)
@@ -121,14 +118,14 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
     ]
     if listed:
         reporter.say(
-            f" note: the schedules follow the settings of {folder}, as asked by "
+            f" note: the schedules follow the settings of {stored.folder}, as asked by "
             f"--use-checkpoint-opt_param-scheduler: {', '.join(listed)}"
         )
     return config.replace(schedule_basis=basis)
 
 
 def describe_resume(
-    folder: Path,
+    stored: Stored,
     config: Config,
     dataset: Source | BlendedDataset | None,
     train_samples: int,
@@ -136,13 +133,12 @@ def describe_resume(
     end: int,
     reporter: Reporter,
 ) -> None:
-    """Report what the rest of the run does otherwise than that of the checkpoint `folder`.
+    """Report what the rest of the run does otherwise than that of the checkpoint.
 
     It goes from `progress` to iteration `end`; `dataset` was made for `train_samples` samples.
     Raises CheckpointError.
     """
-    stored, batches = stored_settings(folder, config), BatchSchedule.from_config(config)
-    say = reporter.console.say_wrapped
+    batches, say = BatchSchedule.from_config(config), reporter.console.say_wrapped
     describe_changes(stored, config, progress, end, say)
     if dataset is not None:
         left = max(0, end - progress.iteration)

@@ -284,7 +284,7 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda q: 2.0 * 0.5**q - 1.0,
     "minus_sqrt": lambda q: 1.0 - math.sqrt(q),
 }
-"""How much of a change is left, from 1 to 0, after the part q of a phase; by shape."""
+"""Part of a change that is left, from 1 to 0, after the part q of a phase; by shape."""
 
 _ENDLESS = ("constant", "inverse-square-root", "power")  # forms that need no length
 _POWER = {"amplitude": 4.0, "exponent": -0.51}  # Shen et al., section 4
@@ -559,7 +559,7 @@ def weight_decay(config: Config) -> Schedule:
 
 @dataclass(frozen=True)
 class Schedules:
-    """What may change from step to step; `betas` is None where they stay."""
+    """Values that may change from step to step; `betas` is None where they stay."""
 
     settings: OptimizerConfig
     learning_rate: Schedule

@@ -77,6 +77,7 @@ from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, layout_record, versions
 from megatron.training.run.resume import (
     describe_resume,
+    stored_settings,
     with_checkpoint_settings,
 )
 from megatron.training.run.schedules import (
@@ -276,7 +277,8 @@ def assemble(
     signals, reporter = signals or Signals(enabled=False), Reporter(config, topology.rank)
     check_save_folder(config, topology, reporter)
     checkpoint = checkpoint_to_load(config, topology, reporter)
-    config = with_checkpoint_settings(config, checkpoint, reporter)
+    stored = None if checkpoint is None else stored_settings(checkpoint, config)
+    config = with_checkpoint_settings(config, stored, reporter)
     settings = config  # for --config: the tokenizer gives the vocabulary size again
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
@@ -342,10 +344,10 @@ def assemble(
     datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
     left = max(0, end - progress.iteration)
     train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
-    if checkpoint is not None and not config.checkpoint.finetune:
+    if stored is not None and not config.checkpoint.finetune:
         describe = partial(
             describe_resume,
-            checkpoint,
+            stored,
             config,
             None if config.training.skip_train else datasets.train,
             train_samples,

@@ -34,7 +34,7 @@ from megatron.training.run.schedules import Progress
 from megatron.training.run.state import Run, Skips, StepUnderWay
 
 MOST = 5
-"""How often a run goes back to one checkpoint. Each time the samples of one more step are left out;
+"""Times that a run goes back to one checkpoint. Each time the samples of one more step are left out;
 a loss that spikes again after that is caused by the weights, and no choice of samples will help."""
 _NOTHING = (
     "none on any rank: when the step was run again, every value was finite. A value that does not "

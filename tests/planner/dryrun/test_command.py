@@ -10,6 +10,7 @@ from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.pipeline.executor import Exchange
 from megatron.planner.cluster import load_cluster
+from megatron.planner.dryrun import rehearsal
 from megatron.planner.dryrun.rehearsal import dry_run, settled
 from megatron.planner.memory import CATEGORIES
 from megatron.planner.timing import estimate
@@ -48,6 +49,17 @@ def test_a_model_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str
     printed = " ".join(capsys.readouterr().out.split())
     for words in ("rank 0", "13", "57.6", "--pipeline-model-parallel-size"):
         assert words in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gib", "code"), [(0.3, 3), (0.6, 0)])
+def test_a_process_must_fit_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, gib: float, code: int
+) -> None:
+    """A limit of memory counts interpreter and libraries, where the tensors alone would fit."""
+    monkeypatch.setattr(rehearsal, "memory_limit_bytes", lambda: int(gib * 2**30))
+    monkeypatch.setattr(rehearsal, "device_of", lambda _: "cpu")
+    assert dry_run([*SMALL, "--pipeline-model-parallel-size", "1"]) == code
 
 
 @pytest.mark.slow

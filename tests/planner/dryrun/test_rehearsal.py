@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from megatron.planner.dryrun.rehearsal import (
     Rehearsal,
     enough_micro_batches,
     members_of,
-    process_bytes,
+    memory_limit_bytes,
     rehearse,
     render,
 )
@@ -258,24 +259,22 @@ def test_a_job_that_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "tensors", "held"), [(8, 1.17, 2.08), (8, 0.87, 1.61), (None, 1.55, 2.06)]
+    ("line", "limit"),
+    [("0::/job/step", 3 << 30), ("4:memory:/job/step", 2 << 30), ("3:cpuset:/job", None)],
 )
-def test_what_a_process_of_a_cpu_held_is_foreseen(
-    experts: int | None, tensors: float, held: float
-) -> None:
-    """GiB of the tensors of a dry run, and VmHWM of two real processes after 40 steps or more.
-
-    The estimate was made from these three: the test keeps it near them.
-    """
-    config = Config.create(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=2,
-        seq_length=8,
-        vocab_size=50,
-        num_experts=experts,
-    )
-    assert process_bytes(config, tensors * 2**30) == pytest.approx(held * 2**30, rel=0.05)
+def test_a_limit_of_the_job_is_the_memory(tmp_path: Path, line: str, limit: int | None) -> None:
+    """A group without a limit of its own has that of the group around it."""
+    for name, value in {
+        "job/step/memory.max": "max",
+        "job/memory.max": str(3 << 30),
+        "memory/job/memory.limit_in_bytes": str(2 << 30),
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    membership = tmp_path / "cgroup"
+    membership.write_text(f"9:name=systemd:/\n{line}\n")
+    everything = memory_limit_bytes(tmp_path / "none", tmp_path)
+    assert memory_limit_bytes(membership, tmp_path) == (limit or everything)
 
 
 def test_messages_are_buffers_until_they_are_used() -> None:

@@ -188,7 +188,8 @@ def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(
     ours = BEFORE | dict(lr=1.0, use_checkpoint_opt_param_scheduler=True) | changes
     listener, folder = Listener(), store(tmp_path / "0", theirs)
     for again in range(2):
-        taken = with_checkpoint_settings(config(**ours), folder, listener)  # type: ignore[arg-type]
+        stored, here = stored_settings(folder, config(**ours)), config(**ours)
+        taken = with_checkpoint_settings(here, stored, listener)  # type: ignore[arg-type]
         for step in (0, 1, 2, 10, 11, 15, 19, 20, 30):
             at = Progress(*3 * [0], 0, 0, step, 4 * step, 32 * step)
             values = Schedules.from_config(taken).at(at)
@@ -364,7 +365,7 @@ def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
         (checkpoint / "config.json").write_text(content)
         write_manifest(checkpoint, ["config.json", "state.json"])
         with pytest.raises(CheckpointError, match="config.json"):
-            with_checkpoint_settings(config(load=str(tmp_path)), checkpoint, Listener())  # type: ignore[arg-type]
+            stored_settings(checkpoint, config(load=str(tmp_path)))
         with pytest.raises(ConfigError, match="config.json"):
             taken(tmp_path)
 
