@@ -205,10 +205,11 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", private)
     # Its autotuner, which is not used, would import MLflow where that is installed: seconds. Its
     # kernels for inference, not used either, ask Triton for a device: without one Triton 3.2 fails.
-    unwanted = {"mlflow", "triton"} if on_cpu else {"mlflow"}
-    hidden = {name: None for name in unwanted if name not in sys.modules}
+    # torch may have imported it before.
+    hidden = ["mlflow", "triton"] if on_cpu else ["mlflow"]
+    before = {name: sys.modules[name] for name in hidden if name in sys.modules}
     try:
-        sys.modules.update(hidden)  # type: ignore[arg-type]
+        sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
         with _quiet():
             _check_version("pydantic", importlib.import_module("pydantic").VERSION)
             deepspeed = importlib.import_module("deepspeed")
@@ -225,6 +226,7 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     finally:
         for name in hidden:
             del sys.modules[name]
+        sys.modules.update(before)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names for which newer versions of torch print a warning in
     # every process.

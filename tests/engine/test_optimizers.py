@@ -44,10 +44,9 @@ def test_newton_schulz_maps_singular_values(shape: tuple[int, int]) -> None:
 
 
 def test_newton_schulz_in_bf16_is_torchs() -> None:
-    from torch.optim._muon import _zeropower_via_newtonschulz
-
+    muon = pytest.importorskip("torch.optim._muon")  # since torch 2.9
     x = matrix(24, 40)
-    theirs = _zeropower_via_newtonschulz(x, coefficients("simple", 1)[0], 5, 1e-7)
+    theirs = muon._zeropower_via_newtonschulz(x, coefficients("simple", 1)[0], 5, 1e-7)
     ours = newton_schulz(x.bfloat16(), coefficients("simple", 5))
     # the matrix is rounded once before it is normalized here, there after it
     assert (ours - theirs).norm() < 0.02 * theirs.norm()
