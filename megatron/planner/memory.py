@@ -9,19 +9,31 @@ inside kernels, and fragmentation. Needs torch if a trace is not cached.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.config import Config, ModelConfig
-from megatron.engine.optimizer_state import IN_FLIGHT, optimizer_state, wants_whole
+from megatron.engine.optimizer_state import optimizer_state, wants_whole
 from megatron.pipeline.orders import Op
 from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Give, Parameter, Part, Pass, Step, Sum, Take, Trace
+from megatron.planner.gradients import (
+    Gradients,
+    Plan,
+    Shared,
+    Sums,
+    Traffic,
+    halves_of,
+    in_order,
+    parts_of,
+    plan_of,
+    shared_of,
+    unit_of,
+)
 from megatron.planner.stage import (
     Stage,
     experts_of,
@@ -32,7 +44,7 @@ from megatron.planner.stage import (
     whole_parameters,
 )
 from megatron.planner.trace import GPT2_VOCABULARY, trace
-from megatron.planner.zero import Zero, zero_of
+from megatron.planner.zero import zero_of
 
 GPU_BLOCK, CPU_BLOCK = 512, 64
 """Allocation granularity in bytes: of the caching allocator of CUDA and ROCm (kMinBlockSize in
@@ -160,7 +172,7 @@ class _Rows:
     """Rows of a pass, and before which of them it uses which gradient sums."""
 
     rows: Bytes
-    sums: tuple[tuple[int, Sum], ...]
+    sums: Sums
 
 
 @lru_cache(maxsize=1 << 12)
@@ -225,7 +237,7 @@ def chunk_memory(
     chunk = _chunk(traced, stage, group, block, shared)
     forward = chunk.forward()
     kept = forward.sum(axis=0)
-    first, *second = map(chunk.backward, _halves(stage))
+    first, *second = map(chunk.backward, halves_of(stage))
     waiting = kept + first.sum(axis=0)
     return ChunkMemory(
         kept,
@@ -234,11 +246,6 @@ def chunk_memory(
         waiting,
         waiting + find_peak(second[0])[0] if second else NOTHING[0],
     )
-
-
-def _halves(stage: Stage) -> tuple[str, ...]:
-    """Return the names of a backward pass, or of its two halves (events.Part)."""
-    return ("inputs", "weights") if stage.split else ("backward",)
 
 
 class _Chunk:
@@ -251,6 +258,7 @@ class _Chunk:
     def __init__(
         self, traced: Trace, stage: Stage, group: int, block: int, shared: Shared | None
     ) -> None:
+        self._traced, self._stage = traced, stage
         self._embedding, self._head = (
             _passes(part, block) for part in (traced.embedding, traced.head)
         )
@@ -288,9 +296,15 @@ class _Chunk:
             gradients,
         )
 
-    def sums(self, half: str) -> list[_Rows]:
-        """List the parts' backward passes, or halves of them, from the last part on."""
-        return [one for _, undone in self._undone(half) for one in undone]
+    def plan(self, shared: Shared, ahead: int, begin: int) -> Plan:
+        """Return the buckets of the stage (gradients.py)."""
+        passes = {
+            half: [one for _, undone in self._undone(half) for one in undone]
+            for half in halves_of(self._stage)
+        }
+        sums = {half: [one.sums for one in ones] for half, ones in passes.items()}
+        rows = {half: len(ones[-1].rows) for half, ones in passes.items()}
+        return plan_of(self._traced, self._stage, sums, rows, shared, ahead, begin)
 
     def _undone(self, half: str) -> list[tuple[list[dict[str, _Rows]], list[_Rows]]]:
         """List groups of parts from the last on: layers that are recomputed first, and passes."""
@@ -332,196 +346,7 @@ def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
     return [(group, whole), (rest, 1)] if rest else [(group, whole)]
 
 
-# -- weights and gradients that are not there all the time ------------------------------------------
-
-
-class Shared(NamedTuple):
-    """Weights and gradients that ZeRO stages 2 and 3 divide.
-
-    ahead, early  whether weights are gathered, and gradients sent, while passes run
-    whole         names of the parameters that the optimizer takes whole
-    """
-
-    zero: Zero
-    ahead: bool
-    early: bool
-    whole: frozenset[str]
-
-
-def shared_of(config: Config, traced: Trace) -> Shared | None:
-    """Return what ZeRO stages 2 and 3 divide; None for other stages."""
-    engine, zero, wants = config.engine, zero_of(config), wants_whole(config)
-    if zero.stage < 2:
-        return None
-    parts = traced.embedding, *(layer for layer, _ in traced.kinds), traced.head
-    whole = (p.name for part in parts for p in part.parameters if wants and wants(p.name, p.whole))
-    return Shared(zero, engine.overlap_param_gather, engine.overlap_grad_reduce, frozenset(whole))
-
-
-Gradients = tuple[tuple[tuple[int, int], ...], ...]
-"""Changes of the gradients that have memory in a backward pass, or a half of it: for each part from
-the last one on, before which of its rows they get or lose how many bytes."""
-
-
-@dataclass(eq=False)
-class _Bucket:
-    """Gradients that are sent together.
-
-    number  place among those of a rank
-    first   place of its first parameter in the stage's module
-    due     contributions of a backward pass
-    alone   whether no other rank has a part
-    """
-
-    number: int
-    alone: bool
-    elements: int = 0
-    first: int = 0
-    due: int = 0
-
-
-@dataclass(eq=False)
-class _Plan:
-    """Buckets of a stage.
-
-    order  in which they are sent
-    uses   of each half and part from the last one on: before which of its rows, of which bucket,
-           and whether that completes a contribution
-    rows   of each half's last part
-    """
-
-    order: list[_Bucket]
-    uses: dict[str, list[list[tuple[int, _Bucket, bool]]]]
-    rows: dict[str, int]
-
-
-def _plan(
-    traced: Trace, stage: Stage, chunk: _Chunk, shared: Shared, ahead: int, begin: int
-) -> _Plan:
-    """Put the parameters of a stage into buckets, as engine/optimizer.py does.
-
-    ahead  first halves of backward passes that come before the first second half, that included
-    begin  number of the first bucket
-    """
-    zero, twice = shared.zero, stage.first and stage.last
-    parts = _parts(traced, stage)
-    open_ones, order = dict[object, _Bucket](), list[_Bucket]()
-    of: list[dict[int, _Bucket]] = [{} for _ in parts]
-    for place, (at, p) in reversed(list(enumerate(_in_order(parts)))):
-        again = p.tied and twice
-        unit = _unit(at, p) if zero.stage == 3 and not again else None
-        kind = p.decays, p.name in shared.whole, p.tied, p.experts, unit
-        bucket = open_ones.get(kind)
-        if bucket is None or (not p.tied and bucket.elements + p.elements > zero.limit):
-            alone = zero.gradient_ranks(p.experts) == 1
-            bucket = open_ones[kind] = _Bucket(begin + len(order), alone)
-            order.append(bucket)
-        # two uses of one tied weight
-        bucket.elements = p.elements if again else bucket.elements + p.elements
-        bucket.first = place
-        of[at][parts[at].parameters.index(p)] = bucket
-    uses, rows = dict[str, list[list[tuple[int, _Bucket, bool]]]](), dict[str, int]()
-    for half in _halves(stage):
-        passes = chunk.sums(half)
-        uses[half] = [
-            [(row, in_part[step.place], step.complete) for row, step in one.sums]
-            for one, in_part in zip(passes, reversed(of), strict=True)
-        ]
-        rows[half] = len(passes[-1].rows)
-        for part in uses[half]:
-            for _, bucket, complete in part:
-                bucket.due += complete * (ahead if half == "inputs" else 1)
-    return _Plan(sorted(order, key=lambda bucket: -bucket.first), uses, rows)
-
-
-@dataclass
-class _Traffic:
-    """Gradients of a rank during a step, as engine/sharded.py keeps them.
-
-    there   buckets that have memory, by number
-    flying  those of them that are under way
-    added   contributions since the last pass of their stage
-    sent    number of a stage's buckets that have been sent, by chunk
-    """
-
-    plans: Sequence[_Plan]
-    early: bool
-    gradient_bytes: int
-    there: dict[int, int] = field(default_factory=dict)
-    flying: deque[_Bucket] = field(default_factory=deque)
-    added: dict[int, int] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        return self.gradient_bytes * sum(self.there.values())
-
-    @property
-    def state(self) -> object:
-        """Return what the changes of further passes depend on."""
-        flying = tuple(bucket.number for bucket in self.flying)
-        return flying, *(tuple(sorted(x.items())) for x in (self.there, self.added, self.sent))
-
-    def copy(self) -> _Traffic:
-        lists = {name: getattr(self, name).copy() for name in ("there", "flying", "added", "sent")}
-        return dataclasses.replace(self, **lists)
-
-    def run(self, chunk: int, half: str) -> Gradients:
-        """Follow a backward pass, or a half of it."""
-        plan, of_parts = self.plans[chunk], list[tuple[tuple[int, int], ...]]()
-        changes, before = list[tuple[int, int]](), self.bytes
-
-        def note(row: int) -> None:
-            nonlocal before
-            if (now := self.bytes) != before:
-                changes.append((row, now - before))
-                before = now
-
-        for part in plan.uses[half]:
-            changes = []
-            for row, bucket, complete in part:
-                self._take(bucket)
-                note(row)
-                self.added[bucket.number] = self.added.get(bucket.number, 0) + complete
-                while self.early and (following := self._following(chunk)):
-                    if self.added.get(following.number, 0) < following.due:
-                        break
-                    self._send(chunk, following)
-                note(row)
-            of_parts.append(tuple(changes))
-        if half == "inputs":
-            return tuple(of_parts)
-        while following := self._following(chunk):
-            self._take(following)
-            note(plan.rows[half])
-            self._send(chunk, following)
-            note(plan.rows[half])
-        of_parts[-1] = tuple(changes)
-        self.sent.pop(chunk)
-        for bucket in plan.order:
-            self.added.pop(bucket.number, None)
-        return tuple(of_parts)
-
-    def _following(self, chunk: int) -> _Bucket | None:
-        order, sent = self.plans[chunk].order, self.sent.get(chunk, 0)
-        return order[sent] if sent < len(order) else None
-
-    def _take(self, bucket: _Bucket) -> None:
-        while bucket in self.flying:
-            self._arrive()
-        self.there[bucket.number] = bucket.elements
-
-    def _arrive(self) -> None:
-        del self.there[self.flying.popleft().number]
-
-    def _send(self, chunk: int, bucket: _Bucket) -> None:
-        self.sent[chunk] = self.sent.get(chunk, 0) + 1
-        while len(self.flying) >= IN_FLIGHT:
-            self._arrive()
-        if bucket.alone:
-            del self.there[bucket.number]
-        else:
-            self.flying.append(bucket)
+# -- weights that are not there all the time -------------------------------------------------------
 
 
 class _Around:
@@ -529,7 +354,7 @@ class _Around:
 
     def __init__(self, traced: Trace, stage: Stage, shared: Shared | None) -> None:
         self._shared = shared
-        parts = _parts(traced, stage)
+        parts = parts_of(traced, stage)
         self._head = stage.last
         # of each use in a forward pass; first come tables, which no backward pass needs
         self._weights, self._tables = [0.0] * len(parts), int(stage.first)
@@ -594,25 +419,6 @@ class _Around:
                     one = np.insert(one, [row for row, _ in of_part], bytes_of, axis=0)
                 rows += [one, _row(0.0 if embedding else -w[at])]
         return np.concatenate([NOTHING, *rows])
-
-
-def _parts(traced: Trace, stage: Stage) -> list[Part]:
-    """List a stage's parts in the order of a forward pass."""
-    layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
-    return [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
-
-
-def _in_order(parts: Sequence[Part]) -> list[tuple[int, Parameter]]:
-    """List parameters in the order of their use, each with the number of its part."""
-    return [(at, p) for at, part in enumerate(parts) for p in part.parameters]
-
-
-def _unit(at: int, p: Parameter) -> object:
-    """Return what a bucket of ZeRO stage 3 may not go beyond (engine/sharded.py's units).
-
-    at  number of the part
-    """
-    return (at, *p.name.split(".", 2)[:2]) if p.decays else None
 
 
 def _row(weights: float = 0.0, gradients: float = 0.0) -> Bytes:
@@ -699,12 +505,12 @@ def _parts_of_buckets(config: Config, rank: int, device: str) -> Iterator[tuple[
         stage = stages[number]
         places = [
             (at, p)
-            for at, p in _in_order(_parts(traced, stage))
+            for at, p in in_order(parts_of(traced, stage))
             if not (at and p.tied and stage.first)
         ]
         for at, p in reversed(places):
             whole = bool(wants and wants(p.name, p.whole))
-            unit = (number, _unit(at, p))[: max(0, zero.stage - 1)]
+            unit = (number, unit_of(at, p))[: max(0, zero.stage - 1)]
             kind = whole, p.experts, p.tied, p.decays, unit
             elements = filled.get(kind, 0)
             if elements and elements + p.elements > zero.limit:
@@ -806,7 +612,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     now = by_op[chunk, op]
     if shared is not None:
         chunks = [_chunk(traced, stage, group, block, shared) for stage in stages]
-        now = now + _gradients_of_passes(traced, stages, chunks, shared, op, chunk)
+        now = now + _gradients_of_passes(stages, chunks, shared, op, chunk)
     now = now + held @ np.array([c.kept for c in mine]) + waiting[:, None] * mine[0].waiting
     now[:, _BUFFERS] += messages * traced.layer.hands_on
     most: np.ndarray[Any, np.dtype[np.float64]] = now[np.argmax(now.sum(axis=1))]
@@ -818,7 +624,6 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
 
 
 def _gradients_of_passes(
-    traced: Trace,
     stages: Sequence[Stage],
     chunks: Sequence[_Chunk],
     shared: Shared,
@@ -828,17 +633,17 @@ def _gradients_of_passes(
     """Return what the gradients of ZeRO stages 2 and 3 add to each pass of a rank."""
     first_end = np.argmax((op == Op.BACKWARD_WEIGHT) | (op == Op.BACKWARD))
     ahead = max(1, int((op[:first_end] == Op.BACKWARD_INPUT).sum()))
-    plans = list[_Plan]()
-    for stage in stages:
+    plans = list[Plan]()
+    for each in chunks:
         begin = sum(len(plan.order) for plan in plans)
-        plans.append(_plan(traced, stage, chunks[len(plans)], shared, ahead, begin))
-    traffic = _Traffic(plans, shared.early, shared.zero.gradient_bytes)
+        plans.append(each.plan(shared, ahead, begin))
+    traffic = Traffic(plans, shared.early, shared.zero.gradient_bytes)
     without = {
         (number, half): _rise(chunks[number], half, ())
         for number, stage in enumerate(stages)
-        for half in _halves(stage)
+        for half in halves_of(stage)
     }
-    after: dict[object, tuple[Bytes, _Traffic]] = {}  # of a state and a pass
+    after: dict[object, tuple[Bytes, Traffic]] = {}  # of a state and a pass
     rows = []
     for what, number in zip(op.tolist(), chunk.tolist(), strict=True):
         live = _row(gradients=traffic.bytes)[0]
