@@ -7,8 +7,11 @@ import importlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -260,16 +263,25 @@ def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
     assert asked_back(tmp_path) == ["scontrol requeue 4711"] * put_back
 
 
+def run_set_up_in_an_hour(rank: int, fields: dict[str, Any]) -> None:
+    """Run with a clock of set-up that is an hour after the program's start."""
+    setup = importlib.import_module("megatron.training.run.setup")
+    an_hour_later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
+    with patch.object(setup, "time", an_hour_later):
+        run(rank, fields)
+
+
 def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
     """A given wall time counts from the start.
 
-    29 s are less than the margin: not even the first evaluation begins, and Slurm is not asked.
+    Of it 29 s are left after set-up, less than the margin: not even the first evaluation begins,
+    and Slurm is not asked.
     """
     save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
     run_processes(
         1,
-        run,
-        dict(SMALL, save=str(save), walltime="0:29", eval_iters=1, eval_at_start=True),
+        run_set_up_in_an_hour,
+        dict(SMALL, save=str(save), walltime="1:00:29", eval_iters=1, eval_at_start=True),
         env=environment,
     )
     (end,) = records(save)["end"]
