@@ -19,7 +19,7 @@ from megatron.config.files import hugging_face_folder
 from megatron.config.flags_of_others import Foreign, foreign_flags
 from megatron.config.help_text import render_config, render_help
 from megatron.config.model import ModelConfig
-from megatron.config.option import Option
+from megatron.config.option import Option, shown
 from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset, yielding
 from megatron.config.settings import Settings, all_options, did_you_mean
@@ -160,16 +160,17 @@ def scan(argv: Sequence[str]) -> Scanned:
         if "_" in spelling and spelling not in flag_table():
             spelling = spelling.replace("_", "-")
         if word == "--":
-            problems += [f"'{stray}' belongs to no flag" for stray in argv[place + 1 :]]
+            problems += [f"'{shown(stray)}' belongs to no flag" for stray in argv[place + 1 :]]
             break
         if not _is_flag(spelling):
             if words is None:
-                problems.append(f"'{word}' belongs to no flag")
+                problems.append(f"'{shown(word)}' belongs to no flag")
             else:
                 words.append(word)
         elif spelling not in flag_table():
             known = (flag for flag in settings_flags() if flag != "-h")
-            problems.append(f"unknown flag {spelling}{did_you_mean(spelling, known)}")
+            unknown = shown(spelling)
+            problems.append(f"unknown flag {unknown}{did_you_mean(unknown, known)}")
             words = []  # the words after it are its values
         else:
             flags.pop(spelling, None)  # a repeated flag takes its last position
@@ -521,7 +522,7 @@ def _value(flag: Flag, option: Option, words: list[str]) -> Any:
             return flag.value
         if option.kind is bool and flag.value is True and len(words) == 1:
             return option.parse(words)  # --flag true, --flag=false
-        raise ValueError(f"takes no value, got {' '.join(words)}")
+        raise ValueError(f"takes no value, got {shown(' '.join(words))}")
     if not words and option.implied is not None:
         return option.implied
     if not words and option.many:

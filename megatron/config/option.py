@@ -26,7 +26,7 @@ _ARTICLE = {
     bool: "True or False",
     dict: "a mapping",
 }
-_SHOWN = 40  # characters of a bad value
+_SHOWN = 80  # characters of a bad value
 
 # Upper limits, far above the values of any real run. Larger numbers are typing errors, and would
 # exhaust memory, take minutes before the first step, or overflow in fp32. MOST applies to settings
@@ -115,7 +115,8 @@ class Option:
             return self.accept([self._parse_one(text) for text in texts])
         if len(texts) != 1:
             raise ValueError(
-                f"takes one value, got {len(texts)}" + (f": {' '.join(texts)}" if texts else "")
+                f"takes one value, got {len(texts)}"
+                + (f": {shown(' '.join(texts))}" if texts else "")
             )
         if self.has_none and texts[0].lower() == "none":
             return None
@@ -125,7 +126,7 @@ class Option:
         if self.kind is bool:
             words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
             if text.lower() not in words:
-                raise ValueError(f"expected true or false, got '{text}'")
+                raise ValueError(f"expected true or false, got '{shown(text)}'")
             return words[text.lower()]
         if self.choices is None and text.lower() in self.value_names:
             return self.value_names[text.lower()]
@@ -133,7 +134,7 @@ class Option:
             for number in (int, float):  # 1e6 is a whole number too; accept() refuses 1.5
                 with contextlib.suppress(ValueError):
                     return number(text)
-            raise ValueError(f"expected {_ARTICLE[self.kind]}, got '{_shown(text)}'")
+            raise ValueError(f"expected {_ARTICLE[self.kind]}, got '{shown(text)}'")
         return text
 
     def accept(self, value: Any) -> Any:
@@ -143,7 +144,7 @@ class Option:
         """
         if self.many:
             if not isinstance(value, (list, tuple)):
-                raise ValueError(f"expected a list, got {value!r}")
+                raise ValueError(f"expected a list, got {shown(repr(value))}")
             return tuple(self._accept_one(item) for item in value)
         return self._accept_one(value)
 
@@ -156,7 +157,7 @@ class Option:
                 self._check_range(value)
             value = kind(value)
         elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"expected {_ARTICLE[kind]}, got {_shown(repr(value))}")
+            raise ValueError(f"expected {_ARTICLE[kind]}, got {shown(repr(value))}")
         return value if self.choices is None else self._choose(value)
 
     def _choose(self, value: Any) -> Any:
@@ -169,7 +170,7 @@ class Option:
                 return by_name[value.lower()]
         hint = f": {self.hint}" if self.hint else ""
         raise ValueError(
-            f"'{_shown(value)}' is not one of {', '.join(str(c) for c in self.choices)}{hint}"
+            f"'{shown(value)}' is not one of {', '.join(str(c) for c in self.choices)}{hint}"
         )
 
     def _check_range(self, value: Any) -> None:
@@ -180,7 +181,7 @@ class Option:
             (self.below is not None and value >= self.below, "less than", self.below),
         ):
             if wrong:
-                raise ValueError(f"is {_shown(value)}, but must be {words} {_shown(limit)}")
+                raise ValueError(f"is {shown(value)}, but must be {words} {shown(limit)}")
 
 
 def _unrolled(text: str) -> str:
@@ -190,7 +191,7 @@ def _unrolled(text: str) -> str:
     """
     if "[" not in text:
         return text
-    wrong = ValueError(f"expected lists of numbers with + and *, got '{_shown(text)}'")
+    wrong = ValueError(f"expected lists of numbers with + and *, got '{shown(text)}'")
 
     def value(node: ast.expr) -> Any:
         match node:
@@ -245,7 +246,7 @@ def _number(rule: Option, text: str) -> Any:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value for a message, shortened."""
     try:
         text = str(value)

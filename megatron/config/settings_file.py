@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.option import options_of
+from megatron.config.option import options_of, shown
 from megatron.config.settings import SECTIONS
 from megatron.errors import ConfigError
 from megatron.untrusted import read_text, read_toml
@@ -42,9 +42,11 @@ def read_settings_file(path: str) -> tuple[Iterator[tuple[str, list[str], str]],
             if key in (*SECTIONS, _START) and isinstance(value, dict):
                 yield from entries(value)
                 continue
-            line = re.search(rf"^[ \t]*[\"']?{re.escape(key)}[\"']?[ \t]*=", text, re.MULTILINE)
+            line = re.search(
+                rf"^[ \t]*([\w-]+\.)*[\"']?{re.escape(key)}[\"']?[ \t]*=", text, re.MULTILINE
+            )
             at = "" if line is None else f":{1 + text.count(chr(10), 0, line.start())}"
-            yield key, words_of(value), f"{path}{at}: {key}"
+            yield key, words_of(value), f"{path}{at}: {shown(key)}"
 
     return entries(content), text.startswith(_FIRST_LINE)
 

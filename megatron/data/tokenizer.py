@@ -51,7 +51,7 @@ TOKENIZER_TYPES = (
     "TikTokenizer",
     "NullTokenizer",
 )
-MOST_IDS = 2**31
+MOST_IDS = 2**22  # four times as many as the largest vocabulary in use
 OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
     name.lower(): name for name in TOKENIZER_TYPES
 }
@@ -121,8 +121,8 @@ def build_tokenizer(
     tokenizer = LimitedTokenizer(build, files)
     if tokenizer.vocab_size > MOST_IDS:
         raise DataError(
-            f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but "
-            f"token files hold ids below {MOST_IDS}: the file is damaged"
+            f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but no "
+            f"tokenizer in use has more than {MOST_IDS} ids: give an undamaged file"
         )
     padded = kind == "HFTokenizer" and (vocab_size or 0) > tokenizer.vocab_size
     if vocab_size not in (None, tokenizer.vocab_size) and not padded:

@@ -81,7 +81,13 @@ def read_record(prefix: str | os.PathLike[str]) -> TokenizerRecord | None:
         for name, value in values.items()
     ):
         raise DataError(f"{path}: damaged: it does not have {', '.join(types)}: remove it")
-    return TokenizerRecord(**values)
+    record = TokenizerRecord(**values)
+    if max(record.eod, record.largest_id) >= record.vocab_size:
+        raise DataError(
+            f"{path}: damaged: of {record.vocab_size} ids, the largest is {record.largest_id} and "
+            f"{record.eod} ends a document: remove it"
+        )
+    return record
 
 
 def largest_id(dataset: IndexedDataset) -> int:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.settings import checkpoint_bytes, settings_to_take
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
-from megatron.config.option import Parser
-from megatron.data.tokenizer import MOST_IDS, Tokenizer, with_vocabulary
+from megatron.config.option import MOST, Parser
+from megatron.data.tokenizer import Tokenizer, with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.layout import layout_of
@@ -566,7 +566,7 @@ def check_data(
         return
     samples = planned_samples(config, BatchSchedule.from_config(config))[0]
     if unknown:  # no id is beyond it
-        config = config.replace(vocab_size=MOST_IDS)
+        config = config.replace(vocab_size=MOST)
     epochs, notices = datasets.check_data(config, tokenizer, samples)
     for notice in notices:
         job.find("note", "data", notice)

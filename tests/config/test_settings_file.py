@@ -86,6 +86,7 @@ def test_a_file_overrides_the_preset_that_it_names(tmp_path: Path) -> None:
         ("swiglu = 3", ["--swiglu", "3", ":1: swiglu"]),
         ("num_layers = 2\n[model]\nnum-layers = 3", ["--num-layers", ":3: num-layers"]),
         ("use_tutel = true", ["--use_tutel"]),
+        ('model.num-layers = "x"', ["--num-layers", ":1: num-layers"]),
         ('config = "x"', ["--config", ":1: config"]),
         ('"" = 3', ["run.toml"]),
         ("data_parallel_size = 2", ["data_parallel_size"]),
@@ -97,6 +98,12 @@ def test_a_file_overrides_the_preset_that_it_names(tmp_path: Path) -> None:
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
     found = problems(stored(tmp_path, text))
     assert all(word in found for word in words), found
+
+
+def test_what_is_long_is_not_shown_in_full(tmp_path: Path) -> None:
+    long = "a" * 10**5
+    for text in (f"{long} = 1", f'num_layers = [1, "{long}"]', f'swiglu = "{long}"'):
+        assert len(problems(stored(tmp_path, text))) < 1000
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

@@ -85,6 +85,10 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     Path(f"{prefix}.tokenizer.json").write_text(json.dumps({**record, "vocab_size": 10**15}))
     assert check(prefix, bytes_)[1] == 0  # the ids that both have mean the same
+    Path(f"{prefix}.tokenizer.json").write_text(json.dumps({**record, "eod": EOD + 1}))
+    with pytest.raises(DataError, match=rf"tokenizer.json.*\b{EOD + 1}\b"):  # beyond its ids
+        check(prefix, bytes_)
+    Path(f"{prefix}.tokenizer.json").write_text(json.dumps(record))
     tokens = np.fromfile(f"{prefix}.bin", np.uint16)  # by a program that does not know the record
     tokens[-1] = 300
     tokens.tofile(f"{prefix}.bin")

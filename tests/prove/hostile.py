@@ -2,6 +2,7 @@
 
     make prove ONLY=hostile [PROVE="--minutes 60 --seed 7 --only files"]
     python -m tests.prove.hostile --seed 7 --case files:123      one case again
+    python -m tests.prove.hostile --only files --made gpt2 pieces     tokenizers' files alone
 flags    a command line that works, with words of a tool's own parser and of the configuration
          added, changed, lost
 environ  a training under variables of launchers, and of other readers of the environment
@@ -55,7 +56,8 @@ from tests.prove import hostile_files
 LIMIT_S, FILE_BYTES, PROCESSES, LARGEST = 30.0, 1 << 28, 64, 1 << 22
 KINDS = "files files flags nodes files runs files flags files flags files environ".split()
 """The order in which they come, again and again."""
-MODEL = f"{hostile_files.SMALL} --vocab-size 128 --distributed-timeout-minutes 0.1"
+SMALL = f"{hostile_files.SMALL} --distributed-timeout-minutes 0.1"
+MODEL = f"{SMALL} --vocab-size 128"
 MOCK = f"{MODEL} --mock-data --train-iters 2"
 TRAIN = "pretrain_gpt.py"
 # {f} is the folder of the case; the function of hostile_files with the name that follows makes the
@@ -145,9 +147,23 @@ TARGETS: Sequence[Target] = (
     ),
     (
         "tools/preprocess_data.py",
-        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type "
-        "GPT2BPETokenizer --vocab-file {f}/vocab.json --merge-file {f}/merges.txt",
+        f"{hostile_files.GPT2} --output-prefix {{f}}/o",
         "gpt2",
+    ),
+    *(
+        (script, f"{words} {hostile_files.VOCABULARY}", "recorded")
+        for script, words in (
+            (TRAIN, f"{SMALL} --train-iters 2 --data-path {{f}}/a_text_document"),
+            (
+                "tools/inspect_dataset.py",
+                "{f}/a_text_document {f}/b_text_document --validate --samples 2",
+            ),
+        )
+    ),
+    (
+        "tools/merge_datasets.py",
+        "--inputs {f}/a_text_document {f}/b_text_document --output-prefix {f}/out",
+        "recorded",
     ),
     (
         "tools/preprocess_data.py",
@@ -156,15 +172,13 @@ TARGETS: Sequence[Target] = (
         "hugging_face",
     ),
     *(
-        2
-        * [
-            (
-                "tools/preprocess_data.py",
-                "--chat --input {f}/chat.jsonl --workers 1 --output-prefix {f}/o --tokenizer-type "
-                "HFTokenizer --tokenizer-model {f}/hf",
-                "conversations",
-            )
-        ]
+        (
+            "tools/preprocess_data.py",
+            "--chat --input {f}/chat.jsonl --workers 1 --output-prefix {f}/o --tokenizer-type "
+            "HFTokenizer --tokenizer-model {f}/hf",
+            made,
+        )
+        for made in ("conversations", "conversations", "named_templates")
     ),
     (
         "tools/preprocess_data.py",
@@ -178,11 +192,14 @@ TARGETS: Sequence[Target] = (
         "--tokenizer-model {f}/x.json --vocab-size 300 --tiktoken-num-special-tokens 10",
         "ranks",
     ),
-    (
-        "tools/preprocess_data.py",
-        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type "
-        "GPTSentencePieceTokenizer --tokenizer-model {f}/spm.model",
-        "pieces",
+    *(
+        (
+            "tools/preprocess_data.py",
+            "--input {f}/e.txt --workers 1 --output-prefix {f}/o "
+            f"--tokenizer-type {kind}Tokenizer --tokenizer-model {{f}}/spm.model",
+            "pieces",
+        )
+        for kind in ("GPTSentencePiece", "SentencePiece", "Llama2")
     ),
     ("tools/report.py", "{f}/run --format json --picture {f}/loss.png", "measured"),
     ("tools/report.py", "{f}/run {f}/run --format md --output {f}/report.md", "measured"),
@@ -749,6 +766,8 @@ def campaign(
                     )
                     (folder / f"{kind}-{number}.txt").write_text(told, errors="replace")
                     again = f"python -m tests.prove.hostile --seed {seed} --case {kind}:{number}"
+                    if len(targets) < len(TARGETS):
+                        again += f" --made {shlex.join(sorted({made for _, _, made in targets}))}"
                     print(f"{signature}\n    {again}    files: {kept}", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -781,6 +800,12 @@ def main() -> int:
     parser.add_argument(
         "--case", metavar="KIND:NUMBER", help="this one again, with all that it says"
     )
+    parser.add_argument(
+        "--made",
+        nargs="+",
+        choices=sorted(hostile_files.MAKERS),
+        help="only cases with these files",
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument(
         "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="more on a busy machine"
@@ -791,18 +816,19 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     folder = options.folder or Path(tempfile.mkdtemp(prefix=f"hostile-{seed}-"))
+    targets = [t for t in TARGETS if not options.made or t[2] in options.made]
     fork_context.set_forkserver_preload(list(PRELOADED))
     print(f"seed {seed}, files in {folder}", flush=True)
     if options.case:
         kind, _, number = options.case.partition(":")
         verdict, signature, told = Bench(folder / "bench-0", options.limit).run(
-            case_of(seed, kind, int(number))
+            case_of(seed, kind, int(number), targets)
         )
         print(f"{told}\n{verdict} {signature}")
         return int(verdict == "FAILED")
     until = time.monotonic() + 60 * options.minutes
     listed = itertools.islice(cases(options.only), options.cases)
-    counts, found = campaign(seed, listed, folder, until, options.jobs, options.limit)
+    counts, found = campaign(seed, listed, folder, until, options.jobs, options.limit, targets)
     for bench in [folder] if not found and options.folder is None else folder.glob("bench-*"):
         remove(bench)
     for signature, failed in sorted(found.items()):

@@ -15,7 +15,8 @@ import shutil
 import stat
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,21 @@ from tests.helpers.preprocessing import byte_tokenizer, null_options, write_inpu
 
 TEXTS = ["17 5 99 3", "1 2 3 4 5 6 7 8 9", "42"] * 40
 MEMORY_BYTES = 4 << 30
+VOCABULARY = (
+    "--tokenizer-type GPT2BPETokenizer --vocab-file {f}/vocab.json --merge-file {f}/merges.txt"
+)
+GPT2 = f"--input {{f}}/e.txt --workers 1 {VOCABULARY}"
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --log-interval 1 --eval-iters 0 "
     "--num-workers 0"
+)
+
+
+CHAT = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim }}"
+    "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{{ '\n' }}{% endfor %}"
 )
 
 
@@ -118,6 +130,7 @@ def settings(folder: Path) -> None:
     (folder / "run.toml").write_text(
         "seed = 7\n[optimizer]\nweight-decay = 0.1\nadam_beta2 = 0.95\n"
         '[data]\nsplit = "90,5,5"\n[logging]\nprofile_ranks = [0, 1]\nlog-interval = 1\n'
+        '[start]\nexit-interval = 2\nno_load_optim = true\nkill-switch-file = "stop"\n'
     )
 
 
@@ -234,6 +247,13 @@ def gpt2(folder: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\nh e\nhe l\n")
 
 
+def recorded(folder: Path) -> None:
+    """Make two data sets with records of their tokenizer."""
+    gpt2(folder)
+    for name in "ab":
+        tool(folder, "tools/preprocess_data.py", f"{GPT2} --output-prefix {{f}}/{name}")
+
+
 def hugging_face(folder: Path) -> None:
     texts(folder)
     (folder / "hf").mkdir()
@@ -243,6 +263,7 @@ def hugging_face(folder: Path) -> None:
     (folder / "hf" / "special_tokens_map.json").write_text(
         '{"eos_token": {"content": "<|endoftext|>"}}'
     )
+    (folder / "hf" / "added_tokens.json").write_text('{"<|user|>": 257, "<|assistant|>": 258}')
 
 
 def ranks(folder: Path) -> None:
@@ -292,13 +313,21 @@ def of_hugging_face(case: str) -> Callable[[Path], None]:
 def conversations(folder: Path) -> None:
     hugging_face(folder)
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
-    line = json.dumps({"messages": turns * 3}) + "\n"
-    (folder / "chat.jsonl").write_text(line * 20)
-    (folder / "hf" / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message['role'] + ': ' }}"
-        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim }}"
-        "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{{ '\n' }}{% endfor %}"
-    )
+    lines = [{"messages": turns * 3}, {"messages": turns, "tools": [{"name": "f"}]}]
+    (folder / "chat.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) * 10)
+    (folder / "hf" / "chat_template.jinja").write_text(CHAT)
+    (folder / "hf" / "additional_chat_templates").mkdir()
+    (folder / "hf" / "additional_chat_templates" / "tool_use.jinja").write_text(CHAT)
+
+
+def named_templates(folder: Path) -> None:
+    """Make the same with the templates in a list of tokenizer_config.json."""
+    conversations(folder)
+    (folder / "hf" / "chat_template.jinja").unlink()
+    shutil.rmtree(folder / "hf" / "additional_chat_templates")
+    named = [{"name": name, "template": CHAT} for name in ("default", "tool_use")]
+    config = {"eos_token": "<|endoftext|>", "chat_template": named}
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def nodes(folder: Path) -> None:
@@ -450,6 +479,132 @@ NORMALIZERS: tuple[Any, ...] = (
     {"type": "Prepend", "prepend": "e" * 10**6},
     {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
 )
+_Content = Callable[[bytes], bytes]
+
+
+def _changed(**values: Any) -> _Content:
+    """Return what changes members of a JSON object."""
+    return lambda content: json.dumps(json.loads(content) | values).encode()
+
+
+def _listed(*templates: Any) -> _Content:
+    return _changed(chat_template=templates)
+
+
+def _field(tag: int, content: bytes) -> bytes:
+    """Return a field of a protobuf, with the length of its content before it."""
+    length = bytes(len(content) >> 7 * i & 127 | 128 * (i < 4) for i in range(5))
+    return bytes([tag << 3 | 2]) + length + content
+
+
+def _rank_lines(tokens: Sequence[bytes]) -> bytes:
+    return b"".join(base64.b64encode(t) + b" %d\n" % (296 + i) for i, t in enumerate(tokens))
+
+
+_DOUBLED = ["e" * 2**i for i in range(23)]
+# What no damage of a file would make: numbers, lengths, lines and levels beyond all use.
+CONTENTS: Mapping[str, Sequence[_Content]] = {
+    "vocab.json": (
+        *(_changed(he=i) for i in (2**22, 2**30, 2**31 - 1, 2**32 - 1, 2**63, 2**64, -1, 1.5)),
+        _changed(**{token: 1000 + i for i, token in enumerate(_DOUBLED[1:])}),
+        _changed(**{f"{i}": 1000 + i for i in range(10**6)}),
+        _changed(**{"\0": 258, "\U0010ffff": 259}),
+        lambda content: b'{"' + 10**8 * b"a" + b'": 0, ' + content[1:],
+    ),
+    "merges.txt": (
+        lambda content: content + 10**8 * b"e",
+        lambda content: content + 10**6 * b"h e\n",
+        *(
+            lambda content, line=line: content + line  # type: ignore[misc]
+            for line in (b"h\0 e\n", b"\xff \xfe\n", b"h e l\n", b" \n", b"\xed\xa0\x80 e\n")
+        ),
+    ),
+    "*.tiktoken": (
+        lambda content: content + 10**8 * b"A" + b" 296\n",
+        lambda content: content + _rank_lines([t.encode() for t in _DOUBLED[1:]]),
+        lambda content: content + _rank_lines([b"%d" % i for i in range(1000, 10**6)]),
+        *(
+            lambda content, line=line: content + line  # type: ignore[misc]
+            for line in (
+                b"ZWVl %d\n" % 2**63,
+                b"ZWVl 999999999999999999\n",
+                b"\0 296\n",
+                b"\xff 296",
+            )
+        ),
+    ),
+    "*.model": (
+        lambda content: content + b"\x0a" + 9 * b"\xff" + b"\x01",
+        lambda content: content + 100 * b"\xff",
+        lambda content: content + 10**6 * b"\x0b",
+        lambda content: content + 10**6 * _field(1, b""),
+        lambda content: content + _field(1, _field(1, 10**7 * b"e")),
+        lambda content: content + _field(1, _field(1, b"ee") + b"\x15\x00\x00\xc0\x7f"),
+        lambda content: content + _field(1, _field(1, b"e\0\xff") + b"\x18\x04"),
+        lambda content: content + _field(2, b"\x18\x09"),
+        lambda content: content + _field(3, _field(2, b"\xff\xff\xff\x7f" + 1000 * b"\xff")),
+        lambda content: content + _field(3, _field(2, b"\x00\x04\0\0" + 2000 * b"\xfe")),
+    ),
+    "*.tokenizer.json": (
+        *(_changed(vocab_size=n, eod=n, largest_id=n) for n in (2**62, 2**63 - 1, 2**63, -1, True)),
+        _changed(tokenizer="\x1b[2J\0\ud800"),
+        _changed(digest="a" * 10**6),
+        _changed(more={}),
+        _changed(vocab_size=0),
+        lambda content: 10**6 * b"[",
+        lambda content: content + 10**6 * b" ",
+        lambda content: 50 * b'{"vocab_size":' + content + 50 * b"}",
+        lambda content: content.decode().encode("utf-16"),
+    ),
+    "tokenizer_config.json": (
+        _listed(),
+        _listed({"name": "tool_use", "template": CHAT}),
+        _listed({"name": "default"}),
+        _listed({"name": ["default"], "template": CHAT}),
+        _listed({"name": "default", "template": {"default": CHAT}}),
+        _listed(*({"name": "default", "template": t} for t in (CHAT, "{{ 9 ** 9 ** 9 }}"))),
+        _listed(*({"name": f"{i}", "template": CHAT} for i in range(10**5))),
+        _listed({"name": "default", "template": CHAT}, {"name": "tool_use", "template": "{%"}),
+        _changed(chat_template={"default": CHAT}),
+        _changed(added_tokens_decoder={f"{i}": {"content": f"<{i}>"} for i in range(10**5)}),
+        _changed(added_tokens_decoder={f"{2**63}": {"content": "<a>"}}),
+    ),
+    "special_tokens_map.json": (
+        *(_changed(eos_token=token) for token in ("e", "e" * 10**7, "\0", "\ud800", ["e"], {})),
+        _changed(additional_special_tokens=[f"<{i}>" for i in range(10**5)]),
+        _changed(additional_special_tokens=[[["e"]]]),
+    ),
+    "added_tokens.json": (
+        *(_changed(**{"<a>": i}) for i in (0, -1, 2**31, 2**63, "1", None, 1.5)),
+        _changed(**{"": 259}),
+        _changed(**{f"<{i}>": 259 + i for i in range(10**5)}),
+    ),
+    "run.toml": (
+        *(
+            lambda content, more=more: more + content.partition(b"[start]")[0]  # type: ignore[misc]
+            for more in (
+                b"start = 1\n",
+                b"start = []\n",
+                b"start.start.seed = 1\n",
+                b"start.optimizer.adam-eps = 1\n",
+                b"start.exit-interval = %d\n" % 2**70,
+                b"start.exit_interval = 1\nexit-interval = 1\n",
+                b'"exit-interval" = [1, [2, [3]]]\n',
+                b"--exit-interval = 3\n",
+                b'"' + 10**6 * b"a" + b'" = 1\n',
+                b"# Every setting of a run.\nlog_interval = 2\n",
+            )
+        ),
+        lambda content: content.replace(b"[start]", b"[[start]]"),
+        lambda content: content + content[content.index(b"[start]") :].replace(b"-", b"_"),
+    ),
+}
+
+
+def _pattern(path: Path) -> str:
+    return next((pattern for pattern in CONTENTS if fnmatch(path.name, pattern)), "")
+
+
 # After a pickle's first two bytes: nested pairs of one value as keys, shared lists, copies.
 _PAIRS = b")" + 60 * b"\x85q\x00h\x00h\x00\x86"
 PICKLES = (
@@ -508,6 +663,9 @@ def damage(folder: Path, chance: random.Random) -> str:
         elif path.suffix == ".pt" and zipfile.is_zipfile(path) and draw < 0.8:
             what = "in_torch"
             in_torch(path, chance)
+        elif draw < 0.65 and (pattern := _pattern(path)):
+            what = "another content"
+            path.write_bytes(chance.choice(CONTENTS[pattern])(path.read_bytes()))
         else:
             content = path.read_bytes()
             ways = [
@@ -689,6 +847,8 @@ MAKERS: dict[str, Callable[[Path], None]] = {
         torch_dist,
         deepspeed,
         conversations,
+        named_templates,
+        recorded,
         nodes,
     )
 }
