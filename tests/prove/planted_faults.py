@@ -62,10 +62,13 @@ def outdated(fault: Fault, root: Path = ROOT) -> str:
     if gone := [test for test in fault.found_by if not (root / test.partition("::")[0]).exists()]:
         return f"{', '.join(gone)} does not exist"
     try:
-        count = (root / fault.file).read_text().count(fault.old)
+        text = "\n" + (root / fault.file).read_text()
     except FileNotFoundError:
         return f"{fault.file} is gone"
-    return "" if count == 1 else f"its text stands {count} times in {fault.file}"
+    lines, anywhere = text.count("\n" + fault.old), text.count(fault.old)
+    if lines != 1 or anywhere != 1:
+        return f"its text is {lines} times whole lines of {fault.file}, {anywhere} times in it"
+    return ""
 
 
 def copy_tree(folder: Path) -> None:
