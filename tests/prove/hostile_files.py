@@ -563,7 +563,7 @@ CONTENTS: Mapping[str, Sequence[_Content]] = {
         _listed({"name": ["default"], "template": CHAT}),
         _listed({"name": "default", "template": {"default": CHAT}}),
         _listed(*({"name": "default", "template": t} for t in (CHAT, "{{ 9 ** 9 ** 9 }}"))),
-        _listed(*({"name": f"{i}", "template": CHAT} for i in range(10**5))),
+        _listed(*({"name": f"{i}", "template": "x"} for i in range(10**5))),
         _listed({"name": "default", "template": CHAT}, {"name": "tool_use", "template": "{%"}),
         _changed(chat_template={"default": CHAT}),
         _changed(added_tokens_decoder={f"{i}": {"content": f"<{i}>"} for i in range(10**5)}),

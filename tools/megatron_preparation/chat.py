@@ -421,9 +421,13 @@ def find_chat(
         )
     source = templates["default"]
     chat = Chat(source, tuple(sorted(tokens.items())), max_tokens, templates.get("tool_use"))
-    for each in (chat, replace(chat, template=chat.tool_use or source, tool_use=None)):
+    with_tools = replace(chat, template=chat.tool_use or DEFAULT, tool_use=None)
+    for name, each in (("default", chat), ("tool_use", with_tools)):
         if each.template != DEFAULT:
-            _process_of(each).ask(None, 0)
+            try:
+                _process_of(each).ask(None, 0)
+            except (ConfigError, DataError) as error:
+                raise type(error)(f"{origin}, template {name}: {error}") from None
     return chat, origin
 
 

@@ -346,10 +346,12 @@ def test_the_template_and_its_tokens_are_those_of_transformers(
         assert chat.read({"messages": turns, "tools": tools}).text == text
 
 
-def test_a_tokenizer_whose_templates_have_no_default_is_refused(tmp_path: Path) -> None:
-    config = json.dumps({"chat_template": LISTED[:1]})
+@pytest.mark.parametrize("more", [[], [{"name": "default", "template": "a\n{%"}]])
+def test_a_template_that_is_missing_or_broken_is_named(tmp_path: Path, more: list[Any]) -> None:
+    config = json.dumps({"chat_template": [*LISTED[:1], *more]})
     (tmp_path / "tokenizer_config.json").write_text(config)
-    with pytest.raises(DataError, match="tool_use"):
+    words = "tokenizer_config.json.*" + ("default.*line 2" if more else "tool_use")
+    with pytest.raises((ConfigError, DataError), match=words):
         find_chat(None, str(tmp_path))
 
 
