@@ -61,6 +61,7 @@ PREPARATION = (
 TRAINING = (
     "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --swiglu --normalization rmsnorm --position-embedding-type rope "
+    "--rotary-base 500 "
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 "
     "--hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --adam-eps 1e-3 "
     f"--train-iters {ITERATIONS} --save-interval {SAVED} --eval-interval {SAVED} --eval-iters 2 "
