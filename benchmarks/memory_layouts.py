@@ -324,9 +324,12 @@ _HELD: dict[str, Any] = dict(
 )
 _EXPERTS = {**_HELD, **dict(num_layers=4, num_experts=8, moe_router_topk=2, ffn_hidden_size=768)}
 _GATED = {**_HELD, **dict(swiglu=True, normalization="rmsnorm", position_embedding_type="rope")}
+_LONG = dict(seq_length=2048, max_position_embeddings=2048)
+_WIDE = dict(hidden_size=512, micro_batch_size=2, global_batch_size=4)
 PROCESSES = (
+    Run("ZeRO 1", 2, {"zero_stage": 1}, _HELD),
     Run("ZeRO 0", 2, {"zero_stage": 0}, _HELD),
-    Run("ZeRO 1, 2,048 tokens", 2, {"seq_length": 2048, "micro_batch_size": 1}, _HELD),
+    Run("ZeRO 1, 2,048 tokens", 2, {**_LONG, "micro_batch_size": 1}, _HELD),
     Run("ZeRO 2, gated", 2, {"zero_stage": 2}, _GATED),
     Run("ZeRO 3, gated", 2, {"zero_stage": 3}, _GATED),
     Run("TP 2, SP", 2, {**_SP, "tensor_model_parallel_size": 2}, _HELD),
@@ -338,6 +341,9 @@ PROCESSES = (
     Run("8 experts, ZeRO 3", 2, {"zero_stage": 3}, _EXPERTS),
     Run("8 experts, EP 2", 2, {"expert_model_parallel_size": 2}, _EXPERTS),
     Run("8 experts, PP 2", 2, {"pipeline_model_parallel_size": 2}, _EXPERTS),
+    Run("hidden size 512, ZeRO 1", 2, {**_WIDE}, _HELD),
+    Run("hidden size 512, TP 2", 2, {**_WIDE, "tensor_model_parallel_size": 2}, _HELD),
+    Run("hidden size 512, CP 2, gated", 2, {**_WIDE, "context_parallel_size": 2}, _GATED),
     Run("one process", 1, {"global_batch_size": 4}, _HELD),
     Run("one process, 8 experts", 1, {"global_batch_size": 4}, _EXPERTS),
 )

@@ -630,7 +630,7 @@ def check_memory(job: Job, config: Config) -> None:
     if (cluster := job.cluster) is None:
         return
     peak = max(rank.total for rank in memory_of_ranks(config, cluster.device_type))
-    peak_gib = process_bytes(peak, cluster.device_type, config) / 2**30
+    peak_gib = process_bytes(peak, cluster.device_type) / 2**30
     job.known["memory"] = text = (
         f"{peak_gib:.1f} of {cluster.memory_gib:g} GiB on the device with the highest peak, "
         "predicted"

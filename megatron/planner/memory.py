@@ -56,10 +56,10 @@ HEADROOM = 0.1
 PROCESS_BYTES = 0.29 * 2**30
 """Interpreter, libraries and connections of a process on a CPU."""
 
-PROCESS_SHARES = (1.5, 2.1)
-"""Memory that a process on a CPU holds for its tensors, as a multiple of their peak: gaps between
-blocks that malloc keeps, and, the second, copies in messages of tensor, context and expert
-parallelism and of ZeRO 3. Upper figures of the runs in docs/measured/predictions.md."""
+PROCESS_SHARES = (1.1, 1.3, 2.8)
+"""Memory that a process on a CPU holds for its tensors, as a multiple of their peak, with gaps
+between blocks that malloc keeps: the least, the median and the most of the runs in
+docs/measured/predictions.md."""
 
 
 @dataclass(frozen=True)
@@ -112,29 +112,17 @@ _ACTIVATIONS, _BUFFERS, _TEMPORARY = map(CATEGORIES.index, ("activations", "buff
 _WEIGHTS, _GRADIENTS = map(CATEGORIES.index, ("weights", "gradients"))
 
 
-def process_bytes(tensors: float, device: str, config: Config | None = None) -> float:
+def process_bytes(tensors: float, device: str, share: float = PROCESS_SHARES[0]) -> float:
     """Return what a limit of memory counts for `tensors` bytes: on a CPU, that of the process.
 
-    config  of the job; None: of any layout, the larger figure
+    share  of PROCESS_SHARES; by default that without which no run got by
     """
-    return PROCESS_BYTES + _share(config) * tensors if device == "cpu" else tensors
+    return PROCESS_BYTES + share * tensors if device == "cpu" else tensors
 
 
-def room_bytes(memory: float, device: str, config: Config | None = None) -> float:
+def room_bytes(memory: float, device: str) -> float:
     """Return how many bytes of tensors fit into `memory`, the inverse of process_bytes."""
-    return max(0.0, memory - PROCESS_BYTES) / _share(config) if device == "cpu" else memory
-
-
-def _share(config: Config | None) -> float:
-    if config is None:
-        return max(PROCESS_SHARES)
-    parallel = config.parallel
-    sizes = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-    )
-    return PROCESS_SHARES[max(sizes) > 1 or config.engine.zero_stage == 3]
+    return max(0.0, memory - PROCESS_BYTES) / PROCESS_SHARES[0] if device == "cpu" else memory
 
 
 # -- passes ----------------------------------------------------------------------------------------

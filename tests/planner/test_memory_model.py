@@ -25,4 +25,6 @@ def test_a_process_holds_what_the_dry_run_says() -> None:
     sizes = dict(LARGE, num_layers=3, hidden_size=256, num_attention_heads=4, ffn_hidden_size=1024)
     fields = dict(seq_length=512, micro_batch_size=4, global_batch_size=8)
     row = memory_model.compare_process(Run("", 2, fields, sizes), steps=8)
-    assert row.found / memory_model.MOST_HELD <= row.model <= row.found / memory_model.LEAST_HELD
+    assert memory_model.holds([row])
+    # as huge pages made it: each small block in a gap held 2 MiB
+    assert row.found < 1.1 * row.model

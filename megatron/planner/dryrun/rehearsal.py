@@ -35,6 +35,7 @@ from megatron.planner.memory import (
     CATEGORIES,
     HEADROOM,
     PROCESS_BYTES,
+    PROCESS_SHARES,
     process_bytes,
     room_bytes,
     sized_model,
@@ -230,7 +231,7 @@ def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float |
         return None
     else:
         memory = memory_limit_bytes() / ranks
-    return room_bytes((1.0 - HEADROOM) * memory, device, config)
+    return room_bytes((1.0 - HEADROOM) * memory, device)
 
 
 _CGROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}
@@ -433,10 +434,15 @@ def _foot(found: Rehearsal) -> Iterator[str]:
             f"{'.' if on_gpu else ', and what a process holds besides.'}"
         )
     if not on_gpu:
-        held = process_bytes(max(r.needed_bytes for r in found.ranks), found.device, config)
+        needed = max(run.needed_bytes for run in found.ranks)
+        least, median, most = (
+            gib(process_bytes(needed, found.device, share)) for share in PROCESS_SHARES
+        )
         yield (
-            f"A process holds up to about {gib(held)} GiB, which a job's memory limit counts: tensors, "
-            f"gaps that malloc keeps between them, and {gib(PROCESS_BYTES)} GiB of program and libraries."
+            f"A process holds about {median} GiB, which a job's memory limit counts: tensors, gaps "
+            f"that malloc keeps between them (in runs that were measured {least} to {most} GiB in "
+            f"all), and {gib(PROCESS_BYTES)} GiB of program and libraries. Too much is what does "
+            "not fit with the smallest gaps."
         )
     if copy := max((run.copy_bytes for run in found.ranks), default=0):
         yield (f"--async-save keeps a copy of up to {gib(copy)} GiB per rank in host memory.")
