@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.config.config import Config, finish
+from megatron.config.config import Config, default_of, finish
 from megatron.config.files import hugging_face_folder
 from megatron.config.flags_of_others import Foreign, foreign_flags
 from megatron.config.help_text import render_config, render_help
@@ -268,7 +268,7 @@ def _give_flags(
 ) -> None:
     chosen = _chosen_values(settings, flags)
     if "--config" in flags:
-        file, origins = _flags_of_file(settings, flags, _values_of(chosen))
+        file, origins, defaults = _flags_of_file(settings, flags, _values_of(chosen))
         below = _chosen_values(settings, file, origins)
         winners = yielding(_values_of(below), _values_of(chosen))
         for name, winner in winners.items():
@@ -278,6 +278,8 @@ def _give_flags(
         for spelling in file.keys() & flags.keys() & OWN_FLAGS.keys():
             settings.notices.append(f"{spelling} overrides {origins[spelling]}")
         flags, chosen = {**file, **flags}, below | chosen
+    else:
+        defaults = set()
     groups = chosen.get("num_key_value_heads")
     as_in_megatron = "--preset" not in flags  # whose models may group queries
     if (
@@ -302,7 +304,8 @@ def _give_flags(
     if "--rank" in flags:
         settings.notices.append("--rank has no effect: the launcher sets the rank")
     for name, one in chosen.items():
-        settings.give(name, one.value, one.origin)
+        if one.origin not in defaults or one.value != default_of(name):
+            settings.give(name, one.value, one.origin)
     from_there = hugging_face_folder(settings.given.get("load")) is not None
     if checkpoint is not None and (from_there or settings.given.get("use_checkpoint_args")):
         _give_checkpoint(settings, checkpoint)
@@ -352,8 +355,9 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
 
 def _flags_of_file(
     settings: Settings, given: Mapping[str, list[str]], chosen: Mapping[str, Any]
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the flags of the file that --config names, with their words, and their origins.
+) -> tuple[dict[str, list[str]], dict[str, str], set[str]]:
+    """Return the flags of the file that --config names, with their words, their origins, and the
+    origins of values that were a run's defaults: while they still are, nobody chose them.
 
     `given` are the flags of the command line, `chosen` its settings. Settings of one start are left
     out where a run wrote the file, also an older version, and with another --save also the places
@@ -365,6 +369,7 @@ def _flags_of_file(
     words, trusted = given["--config"], "--trust-config" in given
     flags: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
+    defaults: set[str] = set()
     left_out: list[str] = []
     try:
         if len(words) != 1:
@@ -372,13 +377,13 @@ def _flags_of_file(
         read, of_a_run = read_settings_file(words[0])
     except ConfigError as error:
         settings.problems.append(f"--config {error}")
-        return flags, origins
+        return flags, origins, defaults
     entries = list(read)
     folders = {
-        os.path.abspath(word) for key, values, _ in entries if key == "save" for word in values
+        os.path.abspath(word) for key, values, *_ in entries if key == "save" for word in values
     }
     elsewhere = "save" in chosen and os.path.abspath(chosen["save"]) not in folders
-    for key, values, origin in entries:
+    for key, values, origin, default in entries:
         key = key.removeprefix("--")  # as on the command line
         option = all_options().get(key.replace("-", "_"))
         if of_a_run and option and (option.one_start or (elsewhere and option.of_folder)):
@@ -399,13 +404,14 @@ def _flags_of_file(
             ]
         elif spelling:
             flags[spelling], origins[spelling] = values, origin
+            defaults |= {origin} if default else set()
         settings.problems += [f"{problem} ({origin})" for problem in problems]
     if left_out:
         settings.notices.append(
             f"not repeated, as of the start or the folder of the run that wrote {words[0]}: "
             f"{', '.join(left_out)}. Give on the command line what this start is to do, too"
         )
-    return flags, origins
+    return flags, origins, defaults
 
 
 def _names_code(spelling: str) -> bool:

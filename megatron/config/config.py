@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +212,7 @@ def finish(
     validate(settings)
     if export is not None and settings.values["save_hf"] is not None:
         _check_export(settings, export)
-    raise_problems(settings.problems)
+    raise_problems([_located(settings, problem) for problem in settings.problems])
     sections = {
         attribute: section(**{o.name: settings.values[o.name] for o in options_of(section)})
         for attribute, section in SECTIONS.items()
@@ -224,6 +225,19 @@ def finish(
         standing_notices=standing,
         pieces=settings.pieces,
     )
+
+
+def _located(settings: Settings, problem: str) -> str:
+    """Return a problem with the lines of files that chose the settings whose flags it names."""
+    flags = {*re.findall(r"--[\w-]+", problem)}
+    places = [
+        settings.origins[name]
+        for name in settings.given
+        if flags.intersection((*all_options()[name].flags, *all_options()[name].off_flags))
+        and re.search(r":\d+: ", settings.origins[name])
+        and settings.origins[name] not in problem
+    ]
+    return f"{problem} ({', '.join(places)})" if places else problem
 
 
 def _check_export(settings: Settings, export: Callable[[ModelConfig, Pieces], str]) -> None:
@@ -251,6 +265,13 @@ _FALLBACKS: Mapping[str, tuple[Any, str]] = {
     "recompute_modules": (("core_attn",), "default"),
     "dataloader_type": ("single", "default"),
 }
+
+
+def default_of(name: str) -> Any:
+    """Return the value of a setting that nobody chooses and that follows from no other."""
+    return _FALLBACKS[name][0] if name in _FALLBACKS else all_options()[name].default
+
+
 # Setting -> the one whose value it takes, where it is unset.
 _SAME_AS: Mapping[str, str] = {
     "num_key_value_heads": "num_attention_heads",

@@ -26,29 +26,33 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 20
 _FIRST_LINE = "# Every setting of a run."  # of the files that runs write, in all versions
+_DEFAULT = "# default"  # ends the lines of settings that nobody chose
 _START = "start"
 
 
-def read_settings_file(path: str) -> tuple[Iterator[tuple[str, list[str], str]], bool]:
-    """Return each key of a file, its value as the words of a flag, and 'FILE:LINE: key'.
+def read_settings_file(path: str) -> tuple[Iterator[tuple[str, list[str], str, bool]], bool]:
+    """Return each key of a file, its value as the words of a flag, 'FILE:LINE: key', and whether a
+    run wrote it as a default.
 
     Also returns whether a run wrote the file. Raises ConfigError.
     """
     content = read_toml(path, _MOST_BYTES, error=ConfigError)
     text = read_text(path, _MOST_BYTES, error=ConfigError)
+    of_a_run = text.startswith(_FIRST_LINE)
 
-    def entries(table: dict[str, Any]) -> Iterator[tuple[str, list[str], str]]:
+    def entries(table: dict[str, Any]) -> Iterator[tuple[str, list[str], str, bool]]:
         for key, value in table.items():
             if key in (*SECTIONS, _START) and isinstance(value, dict):
                 yield from entries(value)
                 continue
             line = re.search(
-                rf"^[ \t]*([\w-]+\.)*[\"']?{re.escape(key)}[\"']?[ \t]*=", text, re.MULTILINE
+                rf"^[ \t]*([\w-]+\.)*[\"']?{re.escape(key)}[\"']?[ \t]*=.*", text, re.MULTILINE
             )
             at = "" if line is None else f":{1 + text.count(chr(10), 0, line.start())}"
-            yield key, words_of(value), f"{path}{at}: {shown(key)}"
+            default = of_a_run and line is not None and line[0].rstrip().endswith(_DEFAULT)
+            yield key, words_of(value), f"{path}{at}: {shown(key)}", default
 
-    return entries(content), text.startswith(_FIRST_LINE)
+    return entries(content), of_a_run
 
 
 def words_of(value: Any) -> list[str]:

@@ -185,6 +185,28 @@ def test_each_setting_is_of_the_run_or_of_one_start(tmp_path: Path) -> None:
     )
 
 
+def test_a_default_of_a_run_is_no_choice_against_a_flag(tmp_path: Path) -> None:
+    """What a file of a run has as a default follows from flags as without the file."""
+    run = [*"--preset tiny --data-path a --vocab-size 9 --micro-batch-size 1".split()]
+    run += ["--train-iters", "3", "--lr", "1e-3"]
+    text = render_settings(parse_args(run))
+    path, flags = stored(tmp_path, text), ["--data-packing", "best-fit", "--loss-mask", "required"]
+    again = parse_args(["--config", path, *flags])
+    assert again == parse_args([*run, *flags])
+    assert again.data.reset_position_ids and again.batch.calculate_per_token_loss
+    assert render_settings(parse_args(["--config", path])).count("# default") == text.count(
+        "# default"
+    )
+    # As of a version with another default, and by hand
+    written = next(line for line in text.splitlines() if line.startswith("layernorm_epsilon"))
+    changed = text.replace(written, "layernorm_epsilon = 0.25  # default")
+    assert parse_args(["--config", stored(tmp_path, changed)]).model.layernorm_epsilon == 0.25
+    by_hand = "\n".join(text.splitlines()[1:])
+    place = 1 + by_hand[: by_hand.index("\nreset_position_ids") + 1].count("\n")
+    said = problems(stored(tmp_path, by_hand), *flags)
+    assert f"{path}:{place}: reset_position_ids" in said and "--no-calculate-per-token-loss" in said
+
+
 def test_another_folder_has_its_own_outputs(tmp_path: Path) -> None:
     """Another run's metrics, trackers and model do not go to those of the run whose file it takes."""
     outputs = {"metrics_file": "a/m.jsonl", "tensorboard_dir": "a/tb", "save_hf": "a/hf"}
