@@ -13,6 +13,7 @@ import argparse
 import io
 import os
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -134,13 +135,11 @@ def train_vocabulary(
             max_sentence_length=1 << 20,
             shuffle_input_sentence=False,
             num_threads=num_threads,
-            minloglevel=1,
+            minloglevel=2,  # what it warns of, its error says
         )
     except RuntimeError as error:
-        raise ConfigError(
-            f"--vocab-size {vocab_size} cannot be trained on {sum(map(len, lines))} characters of "
-            f"text: {error}"
-        ) from error
+        size = f"{sum(map(len, lines))} characters of text"
+        raise ConfigError(f"--vocab-size {vocab_size}: {_refusal(str(error), size)}") from error
     path = Path(output)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,6 +148,17 @@ def train_vocabulary(
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror}") from error
     return vocab_size
+
+
+def _refusal(error: str, text: str) -> str:
+    """Return what SentencePiece's error says of a vocabulary size, without places in its source."""
+    if most := re.search(r"set it to a value <= (\d+)", error):
+        size = int(most[1])
+        less = f"give {size} or less, or " if size >= MIN_VOCAB_SIZE else ""
+        return f"{text} give at most {size} pieces: {less}train on more text"
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        return f"the bytes, and the symbols in {text}, need {least[1]} pieces: give as many or more"
+    return f"cannot be trained on {text}: {error.rpartition('] ')[2]}"
 
 
 def _texts(

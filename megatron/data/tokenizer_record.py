@@ -120,11 +120,7 @@ def check_tokenizer(
         # another program may have written over the data and left the record
         most = max(largest_id(dataset), 0 if record is None else record.largest_id)
         if most >= vocab_size:
-            by = "" if record is None else f" by {record.tokenizer} of {record.vocab_size} ids"
-            raise DataError(
-                f"{dataset.prefix}: has the id {most}, but the vocabulary of this run has "
-                f"{vocab_size}: the data were written with another tokenizer{by}"
-            )
+            raise DataError(_beyond(dataset.prefix, most, record, tokenizer, vocab_size))
         if record is None:
             unknown.append(dataset.prefix)
             continue
@@ -158,3 +154,23 @@ def check_tokenizer(
         for names, what in notices
         if names
     ]
+
+
+def _beyond(
+    prefix: str,
+    most: int,
+    record: TokenizerRecord | None,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+) -> str:
+    """Describe data with an id beyond the vocabulary of a run, and the remedy."""
+    limit, needs = f"the vocabulary of this run has {vocab_size} ids", "the tokenizer of the data"
+    if tokenizer is None:
+        needs = f"--vocab-size {most + 1} or more, or {needs}"
+    elif isinstance(tokenizer, NullTokenizer):
+        limit = f"NullTokenizer with --vocab-size {tokenizer.eod} allows 0..{tokenizer.eod}"
+        needs = f"--vocab-size {most} or more, or {needs}"
+    wrote = "No file beside it says which tokenizer wrote it"
+    if record is not None:
+        wrote = f"{record_path(prefix)} says that {record.tokenizer} of {record.vocab_size} ids wrote it"
+    return f"{prefix}: has the id {most}, but {limit}. {wrote}. A model of it needs {needs}"

@@ -83,7 +83,7 @@ class Totals:
     input_bytes: text after unpacking. file_bytes: read from disk, of `total_file_bytes`.
     earlier_documents, earlier_bytes, earlier_file_bytes: the part done before this run.
     outputs: prefixes of the data sets. bad_input: the file that names the bad documents, if there
-    are any.
+    are any. unchanged: an earlier run had written all files.
     """
 
     documents: int = 0
@@ -99,6 +99,7 @@ class Totals:
     earlier_file_bytes: int = 0
     outputs: list[str] = field(default_factory=list)
     bad_input: str = ""
+    unchanged: bool = False
 
 
 @dataclass(frozen=True)
@@ -408,6 +409,7 @@ class _Run:
         self.totals.documents = sum(data.num_documents for data in datasets[: len(texts)])
         self.totals.tokens = sum(data.num_tokens for data in datasets[: len(texts)])
         self.totals.earlier_documents = self.totals.documents
+        self.totals.unchanged = True
         if bad.exists():
             self.totals.bad_input = str(bad)
             self.totals.bad_documents = bad.read_bytes().count(b"\n")

@@ -126,16 +126,14 @@ class Progress:
         self._bytes.update(totals.file_bytes, self.describe(totals), due)
 
     def describe(self, totals: Totals) -> str:
-        """Return documents, tokens, MB of text, and MB/s of this run."""
-        rate = (
-            (totals.input_bytes - totals.earlier_bytes)
-            / 1e6
-            / max(self._clock() - self._started, 1e-9)
-        )
+        """Return documents, tokens, MB of text, and MB/s of this run if it has read any."""
+        read = totals.input_bytes - totals.earlier_bytes
+        seconds = max(self._clock() - self._started, 1e-9)
+        rate = f", {read / 1e6 / seconds:.2f} MB/s" if read else ""
         bad = f", {totals.bad_documents} bad" if totals.bad_documents else ""
         return (
             f"{totals.documents} documents, {totals.tokens} tokens, "
-            f"{totals.input_bytes / 1e6:.1f} MB{bad}, {rate:.2f} MB/s"
+            f"{totals.input_bytes / 1e6:.1f} MB{bad}{rate}"
         )
 
     def summary(self, totals: Totals) -> list[str]:
@@ -146,11 +144,15 @@ class Progress:
             if totals.earlier_documents
             else ""
         )
-        lines = [
-            f"wrote {self.describe(totals)}",
-            f"  {per_document:.1f} tokens per document, {self._clock() - self._started:.1f} "
-            f"s{earlier}",
-        ]
+        lines = (
+            []
+            if totals.unchanged
+            else [
+                f"wrote {self.describe(totals)}",
+                f"  {per_document:.1f} tokens per document, {self._clock() - self._started:.1f} "
+                f"s{earlier}",
+            ]
+        )
         if totals.empty_documents:
             lines.append(f"  {totals.empty_documents} empty documents left out")
         if totals.bad_documents:

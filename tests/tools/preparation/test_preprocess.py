@@ -260,6 +260,8 @@ def test_rates_and_time_left_are_of_this_run(
         "p.bin",
     ):
         assert figure in summary
+    totals.unchanged = True
+    assert "p.bin" in " ".join(left := shown.summary(totals)) and "6001" not in " ".join(left)
 
 
 def test_corpus(tmp_path: Path) -> None:
