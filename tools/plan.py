@@ -159,7 +159,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="DIR",
-        help="folder for table.csv, table.json, timeline.png, trace.json and the job script",
+        help="folder for table.csv, table.json, timeline.png, trace.json and job.sbatch (command.sh for "
+        "another machine than Frontier and LUMI, or a part of a node)",
     )
     out.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     return parser

@@ -539,11 +539,11 @@ def _value(flag: Flag, option: Option, words: list[str]) -> Any:
 def command_line_of(config: Config) -> list[str]:
     """Return a command line for the same configuration.
 
-    It has the chosen settings only, by section.
+    It has the chosen settings that have an effect, by section.
     """
     argv: list[str] = []
     for name, option in all_options().items():
-        if name not in config.given or not option.flags:
+        if name not in config.given or not option.flags or option.inert:
             continue
         value = config.given[name]
         if option.kind is bool:

@@ -51,19 +51,24 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 _SMALLER_MODEL = "a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
 _LESS_AT_A_TIME = (
-    "a smaller --micro-batch-size, --sequence-parallel, --recompute-granularity "
-    "selective or full, --attention-backend auto, which keeps no scores"
+    "a smaller --micro-batch-size",
+    "--sequence-parallel",
+    "--recompute-granularity selective or full",
+    "--attention-backend auto, which keeps no scores",
 )
+_MORE_RANKS = "more data-parallel ranks, over which --zero-stage 1 divides the optimizer"
 _HELPS = {
-    "weights": f"--zero-stage 3, {_SMALLER_MODEL}",
-    "gradients": f"--zero-stage 2 or 3, {_SMALLER_MODEL}",
-    "master": "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
-    "moments": "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
+    "weights": ("--zero-stage 3", _SMALLER_MODEL),
+    "gradients": ("--zero-stage 2 or 3", _SMALLER_MODEL),
+    "master": (_MORE_RANKS,),
+    "moments": (_MORE_RANKS,),
     "activations": _LESS_AT_A_TIME,
     "temporary": _LESS_AT_A_TIME,
     "buffers": _LESS_AT_A_TIME,
-    "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all "
-    "logits at once)",
+    "logits": (
+        "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all logits at "
+        "once)",
+    ),
 }
 """Flags that make each category smaller."""
 
@@ -272,7 +277,8 @@ def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun])
 def _too_much(run: RankRun, capacity: float) -> Finding:
     """Describe a rank that does not fit: its largest tensors, and flags that reduce them."""
     held = sorted(((getattr(run.peak, name), name) for name in CATEGORIES), reverse=True)
-    helps = dict.fromkeys(_HELPS[name] for size, name in held if size >= run.peak.total / 10)
+    large = (name for size, name in held if size >= run.peak.total / 10)
+    helps = dict.fromkeys(flag for name in large for flag in _HELPS[name])
     largest = ", ".join(
         f"{gib(size)} GiB {category} {what}" for size, category, what in run.largest
     )
@@ -280,7 +286,7 @@ def _too_much(run: RankRun, capacity: float) -> Finding:
         "memory",
         run.rank,
         (
-            f"needs {gib(run.needed_bytes)} of {gib(capacity)} GiB. Largest tensors at the peak: "
+            f"needs {gib(run.needed_bytes)} of {gib(capacity)} GiB for tensors. Largest tensors at the peak: "
             f"{largest}. To reduce them: {'; '.join(helps)}"
         ),
     )
@@ -428,10 +434,16 @@ def _foot(found: Rehearsal) -> Iterator[str]:
     config = found.config
     on_gpu = found.device == "gpu"
     if found.capacity_bytes is not None:
+        memory = process_bytes(found.capacity_bytes, found.device) / (1.0 - HEADROOM)
         yield (
-            f"Tensors of a rank may use {gib(found.capacity_bytes)} GiB: {HEADROOM:.0%} of a device's "
-            "memory are left for runtime, communication library and fragmentation (assumed)"
-            f"{'.' if on_gpu else ', and what a process holds besides.'}"
+            f"Tensors of a rank may use {gib(found.capacity_bytes)} of {gib(memory)} GiB: "
+            f"{HEADROOM:.0%} are left for "
+            + (
+                "runtime, communication library and fragmentation (assumed)."
+                if on_gpu
+                else "others (assumed), and the rest for what a process holds besides. Ranks on this "
+                "machine share its memory, or the job's limit."
+            )
         )
     if not on_gpu:
         needed = max(run.needed_bytes for run in found.ranks)

@@ -401,6 +401,11 @@ def write_script(
     on_site = cluster.name in _SITES and devices % each == 0
     if on_site and tokens is None:
         tokens = _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config))
+        notes = [
+            *notes,
+            f"--train-tokens is {_TOKENS_FOR_EACH_PARAMETER} for each parameter, as no length was "
+            "given; the tables have days and node-hours of 1e9 tokens: choose yours",
+        ]
     lengths = {"train_iters", "train_samples", "train_tokens"}
     if tokens is not None and not lengths & config.given.keys():
         flags += ["--train-tokens", str(int(tokens))]
