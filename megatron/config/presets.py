@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.settings import Settings, did_you_mean
+from megatron.config.validate import EXCLUSIVE
 
 
 def _read() -> dict[str, dict[str, Any]]:
@@ -26,19 +27,23 @@ def _read() -> dict[str, dict[str, Any]]:
 
 PRESETS: Mapping[str, Mapping[str, Any]] = _read()
 
-# A setting chosen in addition to the preset -> the preset's settings that it makes meaningless.
+# A setting chosen in addition to a preset or a file -> its settings that become meaningless.
 _YIELDS: Mapping[str, tuple[str, ...]] = {
-    "fp16": ("bf16",),
-    "bf16": ("fp16",),
-    "squared_relu": ("swiglu", "openai_gelu"),
-    "swiglu": ("openai_gelu",),
-    "openai_gelu": ("swiglu",),
     "recompute_granularity": ("recompute_method", "recompute_num_layers", "recompute_modules"),
     "num_layers": ("num_layers_per_virtual_pipeline_stage",),
-    "pipeline_layout": ("num_layers_per_virtual_pipeline_stage",),
     "enable_zbh1_pipeline": ("num_layers_per_virtual_pipeline_stage",),
-    "lr_schedule": ("lr_decay_style",),
+    "weight_decay_schedule": ("start_weight_decay", "end_weight_decay"),
+    "step_batch_size_schedule": ("global_batch_size",),
 }
+
+# Settings of which a chosen one replaces the others.
+_ALTERNATIVES = (
+    *EXCLUSIVE,
+    ("lr_schedule", "lr_decay_style"),
+    ("weight_decay_schedule", "weight_decay_incr_style"),
+    ("pipeline_layout", "num_layers_per_virtual_pipeline_stage"),
+)
+_EVALUATED = ("valid_data_path", "test_data_path")  # which do not replace what is trained on
 
 
 def give_preset(settings: Settings, name: str, chosen: Mapping[str, Any]) -> None:
@@ -59,9 +64,13 @@ def yielding(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, 
     winners = {
         other: taker
         for taker, others in _YIELDS.items()
-        if taker in chosen and chosen[taker] is not False
+        if chosen.get(taker) or (taker == "recompute_granularity" and taker in chosen)  # or none
         for other in others
     }
+    for group in _ALTERNATIVES:
+        takers = [name for name in group if chosen.get(name)]
+        if takers and not (takers[0] in _EVALUATED and not chosen.get("train_data_path")):
+            winners |= {name: takers[0] for name in group if values.get(name)}
     if _cannot_interleave(values, chosen.get(pipeline)):
         winners[per_chunk] = pipeline
     winners |= {name: name for name in chosen}

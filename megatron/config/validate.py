@@ -30,6 +30,7 @@ EXCLUSIVE = (
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
     ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ("data_path", "data_file_list", "mock_data", "train_data_path"),
     ("data_path", "data_file_list", "mock_data", "valid_data_path"),
     ("data_path", "data_file_list", "mock_data", "test_data_path"),

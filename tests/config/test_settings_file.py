@@ -207,6 +207,48 @@ def test_a_default_of_a_run_is_no_choice_against_a_flag(tmp_path: Path) -> None:
     assert f"{path}:{place}: reset_position_ids" in said and "--no-calculate-per-token-loss" in said
 
 
+ALTERNATIVES = [
+    ("train_iters = 60", "--train-samples 400"),
+    ("train_samples = 400", "--train-iters 60"),
+    ("lr_decay_iters = 50", "--lr-decay-samples 300"),
+    ("lr_decay_tokens = 999", "--lr-decay-iters 50"),
+    ("lr_warmup_iters = 5", "--lr-warmup-fraction 0.1"),
+    ("lr_warmup_samples = 5", "--lr-warmup-iters 3"),
+    ("lr_wsd_decay_iters = 5", "--lr-wsd-decay-samples 9"),
+    ('lr_schedule = "1e-3"', "--lr-warmup-iters 3"),
+    ('lr_schedule = "1e-3"', "--lr-decay-style linear"),
+    ("lr_warmup_fraction = 0.1", "--lr-schedule 1e-3"),
+    ('weight_decay_incr_style = "linear"', "--weight-decay-schedule 0.1"),
+    ('weight_decay_schedule = "0.1"', "--weight-decay-incr-style linear"),
+    ("rampup_batch_size = [2, 2, 8]", "--step-batch-size-schedule 0:2,9:4"),
+    ("global_batch_size = 8", "--step-batch-size-schedule 0:2,9:4"),
+    ("geglu = true", "--squared-relu"),
+    ("mock_data = true", "--data-path a"),
+    ('data_path = ["a"]', "--mock-data"),
+    ('data_path = ["a"]', "--train-data-path b"),
+    ('valid_data_path = ["a"]', "--data-path b"),
+    ('pipeline_layout = "t,t|t,t"', "--num-layers-per-virtual-pipeline-stage 1"),
+]
+
+
+@pytest.mark.parametrize(("line", "flags"), ALTERNATIVES)
+def test_a_flag_replaces_its_alternative_in_a_file(tmp_path: Path, line: str, flags: str) -> None:
+    path, name = stored(tmp_path, line), line.split()[0]
+    settings = read_settings(["--config", path, *flags.split()])
+    assert not settings.problems and name not in settings.given
+    (notice,) = settings.notices
+    assert all(word in notice for word in (flags, f"{path}:1: {name}"))
+
+
+def test_what_is_no_alternative_stays_a_contradiction(tmp_path: Path) -> None:
+    """Two flags, two lines, and evaluation data beside a corpus that is split."""
+    path = stored(tmp_path, RUN)
+    both = "--train-iters", "9", "--train-samples", "400"
+    assert all(flag in problems(path, *both) for flag in both[::2])
+    said = problems(path, "--valid-data-path", "c")
+    assert "--valid-data-path" in said and f"{path}:14: data_path" in said
+
+
 def test_another_folder_has_its_own_outputs(tmp_path: Path) -> None:
     """Another run's metrics, trackers and model do not go to those of the run whose file it takes."""
     outputs = {"metrics_file": "a/m.jsonl", "tensorboard_dir": "a/tb", "save_hf": "a/hf"}
