@@ -108,5 +108,15 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="layer"):
         check_export(flags().with_pieces(layer=object))
     (tmp_path / "new").mkdir()
-    with pytest.raises(ConfigError, match=str(tmp_path / "new")):
-        check_export(flags())
+    (tmp_path / "new-2").mkdir()
+    resumed = tmp_path / "settings.toml"
+    resumed.write_text(f'save_hf = "{tmp_path / "new"}/"\n')
+    words = ["--preset", "tiny", *FLAGS, "--train-iters", "1", "--vocab-size", "50"]
+    for config, source in (
+        (flags(), "command line"),
+        (parse_args([*words, "--config", str(resumed)], 1), f"{resumed}:1: save_hf"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_export(config)
+        said = str(caught.value)
+        assert source in said and f"--save-hf {tmp_path / 'new-3'}" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -435,11 +436,19 @@ def check_export(config: Config) -> str:
 
     Returns what it will not write; "" if nothing.
     """
-    from megatron.checkpoint.huggingface_save import check_target, companions_of
+    from megatron.checkpoint.huggingface_save import companions_of
 
     if problem := export_problem(config.model, config.pieces):
         raise ConfigError(f"--save-hf: {problem}")
-    check_target(Path(config.checkpoint.save_hf or ""))
+    folder = Path(config.checkpoint.save_hf or "")
+    if os.path.lexists(folder):
+        free = next(
+            name for n in itertools.count(2) if not os.path.lexists(name := f"{folder}-{n}")
+        )
+        raise ConfigError(
+            f"--save-hf {folder} ({config.origin('save_hf')}) exists; if this run was there before, "
+            f"it may be its own earlier model: give --save-hf {free}, or rename or remove {folder}"
+        )
     companions = companions_of(config)
     return companions.note
 
