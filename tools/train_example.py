@@ -3,21 +3,23 @@
 Creates a corpus from the Python standard library and trains a vocabulary on it; both are kept in
 --folder and reused. Then runs pretrain_gpt.py on 2 processes (interleaved pipeline of 2 stages,
 ZeRO-1), or on the machine's accelerators, and writes a report. Exit code 1 if the validation loss
-does not fall as expected.
+does not fall as expected. After Ctrl-C the same command goes on from the checkpoint that was saved.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,13 +28,17 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 from megatron.config.option import Parser, whole
 from megatron.errors import LaunchError, print_error
+from megatron.jobs import parent_watch
 from megatron.metrics_file import read_records
 from megatron.training.run.process import as_tool
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ("def main(", "import ", '"""Return the')
+UNFINISHED = "unfinished.json"  # there until all parts have ended: what is trained, and where
 PEERS_LEAVE_S = 60.0  # time for the other processes to end after one failed
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ONE_PRESS_S = 1.0  # `timeout` sends a signal twice
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--folder",
         default="runs/example",
         metavar="FOLDER",
-        help="folder for everything that is written; FOLDER/run is emptied first",
+        help="folder for everything that is written; FOLDER/run is emptied first, unless it was "
+        "interrupted",
     )
     parser.add_argument(
         "--iterations",
@@ -91,12 +98,37 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class Interrupted(Exception):
+    """A signal to this process, after which its processes have ended."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run and return the exit code: 0, 1 if the loss did not fall enough, 2 after an error."""
+    """Run and return the exit code.
+
+    It is 0, 1 if the loss did not fall enough, 2 after an error, 128 + N after signal N.
+    """
     args = build_parser().parse_args(argv)
-    size, folder = QUICK if args.quick else FULL, Path(args.folder)
-    iterations = args.iterations or size.iterations
+    size, folder, number = QUICK if args.quick else FULL, Path(args.folder), signal.SIGINT
+    try:
+        return run_example(size, args.iterations or size.iterations, folder)
+    except Interrupted as stop:
+        number = stop.number
+    except KeyboardInterrupt:  # between two processes
+        pass
+    saved = checkpoint_of(folder)
+    what = f"{saved} is saved: the same command goes on from it"
+    if saved is None:
+        what = "no checkpoint is saved: the same command begins the training anew"
+    print(f" {number.name}: {what}", file=sys.stderr, flush=True)
+    return 128 + number
+
+
+def run_example(size: Size, iterations: int, folder: Path) -> int:
+    """Run the parts of the example; return the exit code. Raises Interrupted."""
     steps = Steps()
     folder.mkdir(parents=True, exist_ok=True)
     corpus, vocabulary, prefix = (
@@ -151,13 +183,23 @@ def main(argv: Sequence[str]) -> int:
             ),
         ),
     )
-    machine = steps.run("machine", choose_machine)
+    stamp = folder / UNFINISHED
+    job = {"size": asdict(size), "iterations": iterations}
+    machine = unfinished(stamp, job) if checkpoint_of(folder) else None
+    load = ["--load", str(run)] if machine else []
+    if machine is None:
+        machine = steps.run("machine", choose_machine)
+        if before := checkpoint_of(folder):
+            print(f" {before} is removed: it is of another size or other --iterations", flush=True)
+        shutil.rmtree(run, ignore_errors=True)
+        stamp.write_text(json.dumps(job | {"machine": asdict(machine)}))
+    else:
+        print(f"\n goes on from {checkpoint_of(folder)}, of a run that was interrupted")
     print(f" {machine.reason}", flush=True)
-    shutil.rmtree(run, ignore_errors=True)  # always trained anew
     arguments = training_arguments(size, machine, iterations, vocabulary, data, run)
     steps.run(
         f"training: {iterations} iterations on {machine.processes} process(es)",
-        lambda: train(arguments, machine),
+        lambda: train([*arguments, *load], machine),
     )
     steps.run(
         "text from the trained model",
@@ -183,7 +225,24 @@ def main(argv: Sequence[str]) -> int:
         "report",
         lambda: execute(tool("report.py", run, "--picture", picture, "--title", "make train")),
     )
+    stamp.unlink()
     return summary(size, run, picture, steps)
+
+
+def unfinished(stamp: Path, job: Mapping[str, object]) -> Machine | None:
+    """Return the machine of a run of the same job that was interrupted; None without one."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        before = json.loads(stamp.read_text())
+        machine = Machine(**before.pop("machine"))
+        return machine if before == job else None
+    return None
+
+
+def checkpoint_of(folder: Path) -> Path | None:
+    """Return the newest checkpoint of a run that was interrupted; None without one."""
+    from megatron.checkpoint.find import find
+
+    return find(folder / "run").folder if (folder / UNFINISHED).exists() else None
 
 
 class Steps:
@@ -208,10 +267,8 @@ def tool(name: str, *arguments: object) -> list[str]:
 
 
 def execute(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-    """Run a command to its end. Raises LaunchError if it fails."""
-    code = subprocess.run(
-        list(command), env=None if env is None else dict(env), check=False
-    ).returncode
+    """Run a command to its end. Raises LaunchError if it fails, and Interrupted."""
+    code = run_together([command], [os.environ if env is None else env])[0]
     if code:
         raise LaunchError(
             f"{Path(command[1]).name} ended with exit code {code}: see its message above"
@@ -320,49 +377,95 @@ def environment(machine: Machine) -> dict[str, str]:
 
 
 def train(arguments: Sequence[str], machine: Machine) -> None:
-    """Start processes as a launcher would, and wait for all. Raises LaunchError if one fails."""
+    """Start processes as a launcher would, and wait for all.
+
+    Raises LaunchError if one fails, and Interrupted.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(machine.processes):
-            ranks = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": machine.processes,
-                "LOCAL_WORLD_SIZE": machine.processes,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            env = environment(machine) | {name: str(value) for name, value in ranks.items()}
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments], env=env
-                )
-            )
-        wait_for_all(processes)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-def wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for all; after a failure the others get time to report. Raises LaunchError."""
-    deadline = None
-    while any(process.poll() is None for process in processes):
-        if deadline is None and any(process.poll() for process in processes):
-            deadline = time.monotonic() + PEERS_LEAVE_S
-        if deadline is not None and time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    codes = [process.poll() for process in processes]
+    ranks = [
+        {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": machine.processes,
+            "LOCAL_WORLD_SIZE": machine.processes,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for rank in range(machine.processes)
+    ]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments]
+    environments = [
+        environment(machine) | {name: str(value) for name, value in names.items()}
+        for names in ranks
+    ]
+    codes = run_together([command] * machine.processes, environments)
     if any(codes):
         raise LaunchError(
             f"training failed, exit codes of the processes {codes}: see their messages above"
         )
+
+
+def run_together(
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
+) -> list[int | None]:
+    """Run commands at the same time and return their exit codes.
+
+    After a failure the others get time to report; None for those that did not end in it. Raises
+    Interrupted after a signal, once all have ended. They are in sessions of their own, so that a
+    terminal's Ctrl-C reaches them once, from here: a second one makes them end without saving. The
+    kernel kills them with this process.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    watch = [sys.executable, "-I", "-S", parent_watch.__file__, str(os.getpid())]
+    deadline, first = None, None
+    with noted_signals() as noted:
+        try:
+            for command, env in zip(commands, environments, strict=True):
+                watched = [*watch, *command]
+                processes.append(subprocess.Popen(watched, env=env, start_new_session=True))
+            while any(process.poll() is None for process in processes):
+                for number in [noted.pop(0) for _ in noted[:]]:
+                    first = first or number
+                    for process in processes:
+                        process.send_signal(number)
+                if deadline is None and any(process.poll() for process in processes):
+                    deadline = time.monotonic() + PEERS_LEAVE_S
+                if deadline is not None and time.monotonic() > deadline:
+                    break
+                time.sleep(0.1)
+            codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+    if first := first or next(iter(noted), None):
+        raise Interrupted(first)
+    return codes
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[signal.Signals]]:
+    """Note signals that ask to end; one that comes again within ONE_PRESS_S is the same."""
+    noted, last = list[signal.Signals](), dict[int, float]()
+
+    def note(number: int, frame: object) -> None:
+        now = time.monotonic()
+        if now - last.get(number, float("-inf")) > ONE_PRESS_S:
+            noted.append(signal.Signals(number))
+            last[number] = now
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handled = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+    try:
+        for number in handled:
+            signal.signal(number, note)
+        yield noted
+    finally:
+        for number in handled:
+            signal.signal(number, before[number])
 
 
 def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,11 @@ def what_was_made(folder: Path) -> int:
 def test_the_example_trains_and_keeps_what_it_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The example trains and keeps its outputs. Its parts run in forked processes."""
+    """The example trains, goes on after an interruption, and keeps its outputs.
+
+    Its parts run in forked processes.
+    """
+    interrupted = list[int]()
 
     def execute(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         with Script(command[1], command[2:], tmp_path / "log") as script:
@@ -37,19 +42,42 @@ def test_the_example_trains_and_keeps_what_it_made(
         assert outcome.code == 0, outcome.output
 
     def train(arguments: Sequence[str], machine: train_example.Machine) -> None:
-        for outcome in launch(machine.processes, arguments):
+        stop = [] if interrupted else ["--exit-interval", "10"]
+        for outcome in launch(machine.processes, [*arguments, *stop]):
             assert outcome is not None and outcome.code == 0, outcome
+        if stop:
+            interrupted.append(1)
+            raise train_example.Interrupted(signal.SIGINT)
 
     monkeypatch.setattr(train_example, "execute", execute)
     monkeypatch.setattr(train_example, "train", train)
     monkeypatch.setattr(
         train_example, "choose_machine", lambda: train_example.Machine("cpu", 2, 1, False, "")
     )
-    assert train_example.main(["--quick", "--folder", str(tmp_path)]) == 0
+    words = ["--quick", "--folder", str(tmp_path)]
+    assert train_example.main(words) == 128 + signal.SIGINT
+    assert train_example.main(words) == 0
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [r["iteration"] for r in records if r["event"] == "iteration"] == [10, 20]
     made = what_was_made(tmp_path)
-    again = train_example.main(["--quick", "--folder", str(tmp_path), "--iterations", "2"])
+    again = train_example.main([*words, "--iterations", "2"])
     assert again in (0, 1)  # two iterations may not bring the loss down
     assert (tmp_path / "corpus.jsonl").stat().st_mtime_ns == made
+
+
+def test_a_signal_reaches_the_processes_of_the_example_and_they_end_first(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, signal, sys\n"
+        "def save(*_):\n"
+        "    pathlib.Path(sys.argv[1]).write_text('saved')\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGINT, save)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "signal.pause()\n"
+    )
+    with pytest.raises(train_example.Interrupted):
+        train_example.execute([sys.executable, "-c", code, str(tmp_path / "file")])
+    assert (tmp_path / "file").read_text() == "saved"
 
 
 def test_arguments_are_checked_before_torch_is_imported() -> None:
