@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron.config.config import Config, default_of
 from megatron.config.flags_of_others import FILE, foreign_flags
 from megatron.config.option import Option, options_of
 from megatron.config.presets import PRESETS
-from megatron.config.settings import SECTIONS, all_options
+from megatron.config.settings import SECTIONS
 from megatron.config.translate import DIRECT, LATE
-
-if TYPE_CHECKING:
-    from megatron.config.config import Config
 
 WIDTH = 100
 _INDENT = 44
@@ -190,24 +189,25 @@ def render_config(config: Config) -> str:
 
 def differences(config: Config) -> dict[str, Any]:
     """Return the settings that were chosen and differ from their defaults, JSON-serializable."""
-    options = all_options()
     return {
         name: value
         for name, value in config.to_dict().items()
         if name in config.given
-        and config.get(name) != options[name].default
+        and config.get(name) != default_of(name)
         and config.origin(name) != "launcher"
     }
 
 
 def render_differences(config: Config) -> list[str]:
-    """Return the settings of `differences` in a line for each origin but the command line."""
+    """Return the settings of `differences` in a line for the command line and each other source."""
     lines: dict[str, str] = {}
     for name in differences(config):
-        origin = config.origin(name)
-        title = "" if origin in ("command line", "argument") else f"{origin}: "
+        source, line = config.origin(name), ""
+        if of_file := re.fullmatch(r"(.+):(\d+): \S+", source):
+            source, line = of_file[1], f" (line {of_file[2]})"
+        title = "" if source in ("command line", "argument") else f"{source}: "
         before = f"{lines[title]}, " if title in lines else title
-        lines[title] = f"{before}{name}={_text(config.get(name))}"
+        lines[title] = f"{before}{name}={_text(config.get(name))}{line}"
     return list(lines.values())
 
 

@@ -113,13 +113,22 @@ def written(value: Any) -> str:
 def write_settings(path: Path, text: str, iteration: int) -> None:
     """Write the result of `render_settings` beside a run that starts at `iteration`.
 
-    A file with other settings is kept as settings-ITERATION.toml, unless there is one: between two
-    starts at the same iteration nothing was trained that counts. Raises OSError and ValueError.
+    Settings that were read from this file keep their lines, with the first origin. A file with
+    other settings is kept as settings-ITERATION.toml, unless there is one: between two starts at
+    the same iteration nothing was trained that counts. Raises OSError and ValueError.
     """
     try:
         before = read_toml(path, _MOST_BYTES, error=ConfigError)
+        lines = read_text(path, _MOST_BYTES, error=ConfigError).split("\n")
     except ConfigError:
-        before = {}
+        before, lines = {}, []
+
+    def first(found: re.Match[str]) -> str:
+        earlier = lines[int(found[3]) - 1] if 0 < int(found[3]) <= len(lines) else ""
+        same = os.path.abspath(found[2]) == os.path.abspath(path)
+        return earlier if same and earlier.startswith(found[1]) else found[0]
+
+    text = re.sub(r"^(.*  # )(.+):(\d+): .*$", first, text, flags=re.MULTILINE)
     temporary, earlier = path.with_suffix(".tmp"), path.with_stem(f"{path.stem}-{iteration:07d}")
     temporary.write_text(text, encoding="utf-8")  # first: the disk may be full
     if before != tomllib.loads(text) and path.exists() and not earlier.exists():

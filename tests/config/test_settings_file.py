@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.config import PRESETS, Config, parse_args
 from megatron.config.command_line import parse_plan, read_settings
+from megatron.config.help_text import render_differences
 from megatron.config.option import Option
 from megatron.config.settings import all_options, section_of
 from megatron.config.settings_file import render_settings, write_settings, written
@@ -320,6 +322,27 @@ def test_a_value_is_written_as_toml_reads_it(tmp_path_factory: Any, value: Any) 
     folder = tmp_path_factory.getbasetemp()
     path = stored(folder, f"value = {written(value)}\n")
     assert read_toml(path, 1 << 20, error=ConfigError) == {"value": value}
+
+
+def test_a_resumed_run_names_what_was_chosen_and_where(tmp_path: Path) -> None:
+    """Defaults are not listed, each setting once, and its first origin stays in the file."""
+    run = [*"--preset tiny --data-path a --vocab-size 9 --micro-batch-size 1".split()]
+    run += ["--train-iters", "3", "--lr", "1e-3", "--recompute-granularity", "selective"]
+    path = tmp_path / "settings.toml"
+    write_settings(path, render_settings(parse_args(run)), 0)
+    first = path.read_text().splitlines()
+    resumed = parse_args(["--config", str(path), "--train-iters", "4"])
+    of_file, on_line = sorted(render_differences(resumed))
+    assert on_line == "train_iters=4"
+    line = 1 + next(n for n, text in enumerate(first) if text.startswith("hidden_size"))
+    assert of_file.startswith(f"{path}: ") and f"hidden_size=64 (line {line})" in of_file
+    assert of_file.count("hidden_size") == of_file.count(str(path)) == 1
+    assert not {"recompute_modules", "dataloader_type"} & {*re.findall(r"\w+", of_file)}
+    write_settings(path, render_settings(resumed), 3)
+    again = path.read_text().splitlines()
+    pairs = zip(again, first, strict=True)
+    changed = [text.strip("# ").split()[0] for text, old in pairs if text != old]
+    assert changed == ["train_iters", "lr_decay_iters"]
 
 
 def test_settings_of_an_earlier_start_are_kept(tmp_path: Path) -> None:
