@@ -69,7 +69,7 @@ TRAINING = (
 )
 ALONE = "one-process"
 RUNS = {
-    ALONE: "",
+    ALONE: "--tensorboard-dir board",
     "TP": "--tensor-model-parallel-size 2 --sequence-parallel",
     "PP": "--pipeline-model-parallel-size 2",
     "ZeRO-3": "--zero-stage 3",
@@ -84,8 +84,7 @@ TESTS = {
     "engine": "tests/engine",
     "packages": "tests/data/tokenizers/test_tik_token.py tests/data/tokenizers/test_sentence_piece.py "
     "tests/tools/preparation/test_preprocess_formats.py tests/jobs/test_tune.py tests/test_drawing.py "
-    "tests/planner/test_timeline_plot.py "
-    "tests/training/report/test_trackers.py::test_tensorboard_has_what_the_metrics_file_has",
+    "tests/planner/test_timeline_plot.py",
 }
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "triton")
 
