@@ -431,7 +431,7 @@ def run_together(
                     for process in processes:
                         process.send_signal(number)
                 if deadline is None and any(process.poll() for process in processes):
-                    deadline = time.monotonic() + PEERS_LEAVE_S
+                    deadline = time.monotonic() + (5.0 if first else PEERS_LEAVE_S)
                 if deadline is not None and time.monotonic() > deadline:
                     break
                 time.sleep(0.1)
