@@ -264,12 +264,6 @@ def config_fields(config: Config, companions: Companions, dtype: torch.dtype) ->
     return fields | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
-def check_target(folder: Path) -> None:
-    """Raise ConfigError where a folder for a model exists."""
-    if os.path.lexists(folder):
-        raise ConfigError(f"{folder} exists: choose another folder for the model, or remove it")
-
-
 # ---- tensors
 
 
@@ -444,7 +438,8 @@ def _prepare(
     companions: Companions | None,
     dtype: torch.dtype,
 ) -> tuple[Companions, dict[str, Any]]:
-    check_target(folder)
+    if os.path.lexists(folder):
+        raise ConfigError(f"{folder} exists: choose another folder for the model, or remove it")
     beside = companions_of(config) if companions is None else companions
     return beside, config_fields(config, beside, dtype)
 
