@@ -161,7 +161,13 @@ PARTS = 6
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    [None, *(pytest.param(part, marks=pytest.mark.campaign("kills")) for part in range(PARTS))],
+    [
+        None,
+        *(
+            pytest.param(part, marks=[pytest.mark.campaign("kills"), pytest.mark.timeout(1200)])
+            for part in range(PARTS)
+        ),
+    ],
 )
 def test_any_setting_changed_is_the_same_run_or_named(tmp_path: Path, part: int | None) -> None:
     names = SOME if part is None else list(all_options())[part::PARTS]
@@ -176,7 +182,9 @@ def test_any_setting_changed_is_the_same_run_or_named(tmp_path: Path, part: int 
             changes.append({name: value})
             if not option.choices:
                 break
-    (found,) = run_processes(1, resumed, str(tmp_path), changes)
+    (found,) = run_processes(
+        1, resumed, str(tmp_path), changes, timeout_s=1200 if part is not None else None
+    )
     plain, different = found[0][0], set()
     for change, (figures, log) in zip(changes, found, strict=True):
         for name in change:
