@@ -27,6 +27,7 @@ def what_was_made(folder: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)  # three runs
 def test_the_example_trains_and_keeps_what_it_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
