@@ -30,6 +30,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.timeout(180)  # the first case makes each kind of files
 def test_a_few_cases(tmp_path: Path) -> None:
     few = itertools.islice(hostile.cases(("files", "flags")), 12)
     counts, found = hostile.campaign(0, few, tmp_path, targets=CHEAP)
