@@ -47,13 +47,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from megatron.data.tiktoken_files import TikTokenSettings, tik_token
-from megatron.data.tokenizer_adapters import (
-    byte_letters,
-    gpt2,
-    hugging_face,
-    sentence_piece,
-)
+from megatron.data.tokenizer import adapter_of
+from megatron.data.tokenizer_adapters import byte_letters, gpt2
 from megatron_preparation.encode import PreprocessOptions, texts_of_block
 from megatron_preparation.preprocess import Listeners, Totals, preprocess
 from megatron_preparation.sources import read_blocks
@@ -109,14 +104,9 @@ def in_this_process(arguments: dict[str, Any], threads: int) -> Any:
     """Return the tokenizer without the process that build_tokenizer puts around it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
-    kind, model = arguments["tokenizer_type"], Path(arguments.get("tokenizer_model", ""))
-    if kind == "GPT2BPETokenizer":
-        return gpt2(Path(arguments["vocab_file"]), Path(arguments["merge_file"]))
-    if kind == "HFTokenizer":
-        return hugging_face(model)
-    if kind == "TikTokenizer":
-        return tik_token(model, TikTokenSettings(), vocab_size=None)
-    return sentence_piece(kind, model, vocab_extra_ids=0)
+    names = ("vocab_file", "merge_file", "tokenizer_model")
+    files = {name: arguments[name] for name in names if name in arguments}
+    return adapter_of(arguments["tokenizer_type"], **files)[0]()
 
 
 def bare_batch(arguments: dict[str, Any], threads: int) -> Batch:

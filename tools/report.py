@@ -78,11 +78,8 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     runs = read_runs(args.runs, args.warm_up, args.peak_tflops)
     for run in runs:
-        if left_out := run.measured.run.left_out:
-            print_error(
-                f"{left_out} line(s) of {run.measured.run.path} are no records of a run, left out",
-                prefix="note",
-            )
+        if remark := run.measured.run.remark:
+            print_error(remark, prefix="note")
     names = [run.name for run in runs]
     rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
     title = args.title or f"{', '.join(names[:4])}{rest}"

@@ -13,21 +13,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.tokenizer_adapters import Ids, Places, Tokenizer
+from megatron.data.tokenizer_adapters import MOST_BYTES, Ids, Places, Tokenizer
 from megatron.errors import DataError
 from megatron.limited import LimitedProcess
-
-_MOST_BYTES = 1 << 28  # of all files: ten times the largest in use
 
 
 class LimitedTokenizer(Tokenizer):
     """The tokenizer that `build` returns in the other process; it reads `files`."""
 
     def __init__(self, build: Callable[[], Tokenizer], files: Sequence[Path]) -> None:
-        size = sum(file.stat().st_size for file in files if file.is_file())
-        if size > _MOST_BYTES:
+        sizes = {file: file.stat().st_size for file in files if file.is_file()}
+        size = sum(sizes.values())
+        if size > MOST_BYTES:
+            largest = max(sizes, key=lambda file: sizes[file])
             raise DataError(
-                f"{files[0]}: {size} bytes are too many for a tokenizer: is it another file?"
+                f"{largest} has {sizes[largest]:,} bytes, and the files of a tokenizer have at most "
+                f"{MOST_BYTES:,} in all: give the right file"
             )
         self._process = LimitedProcess(f"{__name__}:serve", build, str(files[0]), size)
         about = self._process.ask(("about",), 0)

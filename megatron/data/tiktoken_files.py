@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.tokenizer_adapters import (
+    MOST_BYTES,
     PATTERNS,
     RankTokenizer,
     check_vocabulary,
@@ -37,7 +38,6 @@ from megatron.data.tokenizer_adapters import (
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import read_bytes, read_json
 
-_MOST_BYTES = 1 << 28  # of a vocabulary: published ones have a few million
 MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 MEGATRON_NUM_SPECIAL_TOKENS = 1000
 MEGATRON_VOCAB_SIZE = 2**17
@@ -189,7 +189,7 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> RankTokenizer:
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes, int]]:
     """Yield the place, token in base64 and rank of each line of a .tiktoken file."""
-    for number, line in enumerate(read_bytes(path, _MOST_BYTES, error=DataError).split(b"\n"), 1):
+    for number, line in enumerate(read_bytes(path, MOST_BYTES, error=DataError).split(b"\n"), 1):
         words = line.split()
         if not words:
             continue
@@ -207,7 +207,7 @@ def _json_entries(path: Path) -> Iterator[tuple[str, bytes, int]]:
 
     It is an ordered list of {"rank", "token_bytes" (base64), "token_str"}.
     """
-    entries: list[Any] = read_json(path, _MOST_BYTES, error=DataError, kind=list)
+    entries: list[Any] = read_json(path, MOST_BYTES, error=DataError, kind=list)
     for place, entry in enumerate(entries):
         where = f"{path}: entry {place}"
         if not isinstance(entry, dict) or entry.get("rank") != place or "token_bytes" not in entry:

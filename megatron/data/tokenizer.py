@@ -56,8 +56,6 @@ OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
     name.lower(): name for name in TOKENIZER_TYPES
 }
 
-_MOST_BYTES = 1 << 28  # of a file: the largest vocabularies have a tenth
-
 
 def build_tokenizer(
     tokenizer_type: str,
@@ -100,24 +98,17 @@ def build_tokenizer(
     if num_threads is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
         os.environ["RAYON_NUM_THREADS"] = str(num_threads)
-    build: Callable[[], Tokenizer]
-    if kind == "GPT2BPETokenizer":
-        files = [_file(kind, "--vocab-file", vocab_file), _file(kind, "--merge-file", merge_file)]
-        build = partial(gpt2, *files)
-    else:
-        path = _file(kind, "--tokenizer-model", tokenizer_model, or_folder=kind == "HFTokenizer")
-        files = [path]
-        if kind == "HFTokenizer":
-            file = path / "tokenizer.json" if path.is_dir() else path
-            files = [file, *files_beside(file)]
-            build = partial(hugging_face, path)
-        elif kind == "TikTokenizer":
-            settings = TikTokenSettings(
-                tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens
-            )
-            build = partial(tik_token, path, settings, vocab_size=vocab_size)
-        else:
-            build = partial(sentence_piece, kind, path, vocab_extra_ids=vocab_extra_ids)
+    build, files = adapter_of(
+        kind,
+        vocab_file=vocab_file,
+        merge_file=merge_file,
+        tokenizer_model=tokenizer_model,
+        vocab_size=vocab_size,
+        vocab_extra_ids=vocab_extra_ids,
+        tiktoken=TikTokenSettings(
+            tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens
+        ),
+    )
     tokenizer = LimitedTokenizer(build, files)
     if tokenizer.vocab_size > MOST_IDS:
         raise DataError(
@@ -132,6 +123,33 @@ def build_tokenizer(
             "to make the model's larger, use --make-vocab-size-divisible-by"
         )
     return tokenizer
+
+
+def adapter_of(
+    kind: str,
+    *,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    vocab_extra_ids: int = 0,
+    tiktoken: TikTokenSettings | None = None,
+) -> tuple[Callable[[], Tokenizer], list[Path]]:
+    """Return what makes the tokenizer of a type in this process, and the files that it reads.
+
+    Raises ConfigError for a missing flag, DataError for a missing file.
+    """
+    if kind == "GPT2BPETokenizer":
+        files = [_file(kind, "--vocab-file", vocab_file), _file(kind, "--merge-file", merge_file)]
+        return partial(gpt2, *files), files
+    path = _file(kind, "--tokenizer-model", tokenizer_model, or_folder=kind == "HFTokenizer")
+    if kind == "HFTokenizer":
+        file = path / "tokenizer.json" if path.is_dir() else path
+        return partial(hugging_face, path), [file, *files_beside(file)]
+    if kind == "TikTokenizer":
+        settings = tiktoken or TikTokenSettings()
+        return partial(tik_token, path, settings, vocab_size=vocab_size), [path]
+    return partial(sentence_piece, kind, path, vocab_extra_ids=vocab_extra_ids), [path]
 
 
 def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
@@ -156,10 +174,5 @@ def _file(tokenizer_type: str, flag: str, value: str | None, *, or_folder: bool 
     if not path.is_file() and not (or_folder and path.is_dir()):
         raise DataError(
             f"{value}: no such file, given by {flag} for {tokenizer_type}; nothing is downloaded"
-        )
-    if path.is_file() and (size := path.stat().st_size) > _MOST_BYTES:
-        raise DataError(
-            f"{value}, given by {flag}, has {size:,} bytes, and no {tokenizer_type} has more than "
-            f"{_MOST_BYTES:,}: give the right file"
         )
     return path

@@ -20,7 +20,7 @@ from megatron.data.added_tokens import add_tokens
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import read_json
 
-_MOST_BYTES = 1 << 28  # of a vocabulary
+MOST_BYTES = 1 << 28  # of a tokenizer's files: ten times the largest in use
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | npt.NDArray[Any]
 Places = npt.NDArray[np.int64] | Sequence[tuple[int, int]]
@@ -333,7 +333,7 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
     """Return the GPT2BPETokenizer. Raises DataError for files that do not belong together."""
 
     # The library does not say where a file is damaged, and reads 2^32 as 0.
-    for token, i in read_json(vocab_file, _MOST_BYTES, error=DataError).items():
+    for token, i in read_json(vocab_file, MOST_BYTES, error=DataError).items():
         if type(i) is not int or not 0 <= i < 1 << 32:
             raise DataError(
                 f"{vocab_file}: the token {token!r:.60} has the id {i!r:.60}, which is not an integer "

@@ -41,7 +41,7 @@ class Run(NamedTuple):
     name: str
     config: Config
     seconds: float
-    left_out: int = 0  # lines of its file that are no records
+    remark: str = ""  # on lines left out of its file
 
 
 Factors = tuple[float, float]
@@ -63,8 +63,8 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
             left_out.append(str(error))
             continue
         runs.append(run)
-        if run.left_out:
-            left_out.append(f"{run.left_out} line(s) of {path}: no records of a run")
+        if run.remark:
+            left_out.append(run.remark)
     if not runs:
         raise DataError(left_out[0])
     before = [estimate(run.config, cluster) for run in runs]
@@ -107,7 +107,7 @@ def read_run(path: Path) -> Run:
             f"{run.path.parent.name}/{run.path.name}",
             Config.from_dict(settings),
             found.step_s,
-            run.left_out,
+            run.remark,
         )
     except ConfigError as error:
         raise DataError(

@@ -72,6 +72,13 @@ class MeasuredRun:
     finished: bool = False
     left_out: int = 0
 
+    @property
+    def remark(self) -> str:
+        """Notice of the lines left out of its file; empty without any."""
+        if not self.left_out:
+            return ""
+        return f"{self.left_out} line(s) of {self.path} are no records of a run, left out"
+
     def get(self, name: str) -> Any:
         """Return a setting; None if unknown."""
         return self.settings.get(name)
@@ -225,13 +232,12 @@ def figures(
     peak_tflops  of a device; None: the known value
     """
     memory = max((line.memory_bytes for line in run.lines), default=0) or None
-    unreadable = (f"{run.left_out} line(s) of {run.path} are no records of a run, left out",)
     found = Figures(
         run,
         sum(line.skipped for line in run.lines),
         sum(line.nan for line in run.lines),
         memory,
-        notes=unreadable if run.left_out else (),
+        notes=(run.remark,) if run.remark else (),
     )
     if not run.lines:
         return found

@@ -611,6 +611,14 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     return most
 
 
+_HALVES = {
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "inputs",
+    Op.BACKWARD_WEIGHT: "weights",
+}
+"""Names of backward passes and their halves in events.Part, by instruction."""
+
+
 def _gradients_of_passes(
     stages: Sequence[Stage],
     chunks: Sequence[_Chunk],
@@ -640,8 +648,7 @@ def _gradients_of_passes(
             continue
         key = traffic.state, what, number
         if key not in after:
-            half = Op(what).name.lower().partition("_")[2]
-            half = {"input": "inputs", "weight": "weights"}.get(half, "backward")
+            half = _HALVES[what]
             following = traffic.copy()
             changes = following.run(number, half)
             more = _rise(chunks[number], half, changes) - without[number, half]

@@ -188,7 +188,7 @@ def test_each_setting_is_of_the_run_or_of_one_start(tmp_path: Path) -> None:
 
 
 def test_a_default_of_a_run_is_no_choice_against_a_flag(tmp_path: Path) -> None:
-    """What a file of a run has as a default follows from flags as without the file."""
+    """A setting that a run wrote as a default follows from flags as without the file."""
     run = [*"--preset tiny --data-path a --vocab-size 9 --micro-batch-size 1".split()]
     run += ["--train-iters", "3", "--lr", "1e-3"]
     text = render_settings(parse_args(run))

@@ -388,22 +388,17 @@ def check_for_loss(run: Run, figures: Iteration) -> None:
     Raises TrainingError after --max-consecutive-skips of them in a row; all ranks call this.
     """
     limit = run.config.training.max_consecutive_skips
+    steps = list(zip(figures.steps, figures.step_losses, strict=True))
     if figures.empty:
+        effect = "weights and optimizer stay as they were"
+        if any(step.grad_norm for step, loss in steps if loss is None):
+            effect = "only balancing losses of the experts moved the weights"
         run.reporter.say(
             f"WARNING: {figures.empty} of the {len(figures.steps)} steps up to iteration "
             f"{figures.iteration} had no token in the loss: the loss mask marks none in their "
-            "samples, so they are in no mean, and "
-            + (
-                "only balancing losses of the experts moved the weights"
-                if any(
-                    step.grad_norm
-                    for step, loss in zip(figures.steps, figures.step_losses, strict=True)
-                    if loss is None
-                )
-                else "weights and optimizer stay as they were"
-            )
+            f"samples, so they are in no mean, and {effect}"
         )
-    for step, loss in zip(figures.steps, figures.step_losses, strict=True):
+    for step, loss in steps:
         run.empty_steps = 0 if loss is not None else run.empty_steps + 1
         if limit and run.empty_steps >= limit:
             raise TrainingError(
