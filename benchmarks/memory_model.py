@@ -82,6 +82,7 @@ class Compared:
 
     limit  of the error
     worst  category with the largest error
+    anonymous  of a process, without the program files in memory; 0 if not looked at
     """
 
     name: str
@@ -91,6 +92,7 @@ class Compared:
     limit: float
     worst: str = ""
     worst_error: float = 0.0
+    anonymous: float = 0.0
 
     @property
     def error(self) -> float:
@@ -156,13 +158,13 @@ def compare_process(run: Run, steps: int = 40) -> Compared:
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder, "metrics.jsonl")
         flags = [*_command(fields, steps), "--metrics-file", str(metrics)]
-        peak_bytes(flags, run.processes, timeout_s=1800.0, malloc={"OMP_NUM_THREADS": "1"})
+        peaks = peak_bytes(flags, run.processes, timeout_s=1800.0, malloc={"OMP_NUM_THREADS": "1"})
         held = max(record["memory_bytes"] for record in read_records(metrics, "iteration"))
     config = Config.create(**{**fields, "world_size": run.processes})
     tensors = max(_foreseen(config))
     least, median, most = (process_bytes(tensors, "cpu", share) for share in PROCESS_SHARES)
     limit = 1.0 if least <= held <= most else 0.0
-    return Compared(run.name, 0, median, held, limit)
+    return Compared(run.name, 0, median, held, limit, anonymous=max(peaks))
 
 
 def compare_device(runs: Sequence[Run]) -> list[Compared]:

@@ -26,5 +26,6 @@ def test_a_process_holds_what_the_dry_run_says() -> None:
     fields = dict(seq_length=512, micro_batch_size=4, global_batch_size=8)
     row = memory_model.compare_process(Run("", 2, fields, sizes), steps=8)
     assert memory_model.holds([row])
-    # as huge pages made it: each small block in a gap held 2 MiB
-    assert row.found < 1.1 * row.model
+    # Huge pages, where each small block in a gap held 2 MiB, made it 1.02 to 1.15 times. Program
+    # files are not in it: the page cache decides how much of them is in memory.
+    assert row.anonymous < 0.9 * row.model
