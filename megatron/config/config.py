@@ -27,7 +27,7 @@ from megatron.config.settings import (
     raise_problems,
     section_of,
 )
-from megatron.config.validate import ring_limits, run_requirements, validate
+from megatron.config.validate import own_passes, ring_limits, run_requirements, validate
 from megatron.errors import ConfigError
 
 
@@ -80,9 +80,11 @@ class Config(Sections):
     def with_pieces(self, **pieces: Any) -> Config:
         """Return a copy with the user's own pieces.
 
-        They are a layer, model, datasets, optimizer, schedule or callbacks.
+        They are a layer, model, datasets, optimizer, schedule or callbacks. Raises ConfigError.
         """
-        return dataclasses.replace(self, pieces=dataclasses.replace(self.pieces, **pieces))
+        own = dataclasses.replace(self.pieces, **pieces)
+        raise_problems(list(own_passes(self.kernels.cuda_graph_impl, own)))
+        return dataclasses.replace(self, pieces=own)
 
     @property
     def schedule(self) -> str | Callable[..., Any]:

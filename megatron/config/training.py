@@ -348,6 +348,19 @@ class KernelConfig:
         "queries, without storing scores. unfused, local: explicit softmax(q k^T) v.",
         choices=("auto", "flash", "fused", "blocked", "unfused", "local"),
     )
+    cuda_graph_impl: str | None = option(
+        None,
+        "local: record each forward and backward pass of a micro-batch over a chunk once, as a CUDA "
+        "or HIP graph, and replay it: the host launches a pass in one call. On a CPU this is "
+        "rehearsed, for tests: no faster. The same values as without. Not with dropout, experts, "
+        "separated documents, ring attention, ZeRO 2 and 3, layers or models of your own.",
+        choices=("local",),
+        value_names={"transformer_engine": "local"},
+        shortcuts={"--enable-cuda-graph": "local", "--external-cuda-graph": "local"},
+    )
+    cuda_graph_warmup_steps: int = option(
+        3, "Steps after each start that run eagerly before --cuda-graph-impl records.", at_least=1
+    )
     masked_softmax_fusion: bool = option(
         True,
         "Fuse scale, mask and softmax of --attention-backend unfused.",

@@ -15,6 +15,7 @@ from megatron.config.duration import duration_s
 from megatron.config.files import hugging_face_folder, named_corpus
 from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.phases import PHASED, norm_limits, parse_batch_sizes, parse_phases
+from megatron.config.pieces import Pieces
 from megatron.config.settings import Settings, all_options
 
 Values = dict[str, Any]
@@ -74,6 +75,7 @@ NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("optimizer", "lion", ("lion_beta1", "lion_beta2")),
     ("optimizer", "muon", _MUON),
     ("qk_clip", True, ("qk_clip_alpha", "qk_clip_threshold")),
+    ("cuda_graph_impl", "local", ("cuda_graph_warmup_steps",)),
     ("qk_layernorm", True, ("qk_layernorm_over",)),
     ("use_mup", True, ("mup_base_hidden_size", "mup_base_num_layers", "mup_base_ffn_hidden_size")),
     ("use_mup", True, ("mup_base_num_attention_heads", "mup_base_num_key_value_heads")),
@@ -109,6 +111,7 @@ def validate(settings: Settings) -> None:
     for needs, problems in CHECKS:
         if settings.usable(*needs):
             settings.problems.extend(problems(settings.values))
+    settings.problems.extend(own_passes(settings.values["cuda_graph_impl"], settings.pieces))
     settings.problems.extend(_problems_of_tables(settings))
 
 
@@ -966,6 +969,57 @@ def _kernels(v: Values) -> Iterator[str]:
         yield (
             "--norm-implementation fused and --no-persist-layer-norm contradict each other: choose "
             "one"
+        )
+
+
+def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Iterator[str]:
+    """Yield what is wrong with the user's own pieces for captured passes."""
+    for name, piece in {"layer": pieces.layer, "model": pieces.model}.items():
+        if cuda_graph_impl is not None and piece is not None:
+            yield (
+                f"a {name} of your own ({pieces.describe()[name]}) does not work with "
+                f"--cuda-graph-impl {cuda_graph_impl}: what its Python code does in each pass would "
+                "be left out of replays. Use --cuda-graph-impl none"
+            )
+
+
+@check("cuda_graph_impl", "zero_stage")
+def _captured_passes(v: Values) -> Iterator[str]:
+    if v["cuda_graph_impl"] is None:
+        return
+    options = all_options()
+    masks = "a replay would repeat the masks of the micro-batch that was recorded"
+    documents = "how documents are divided decides which kernels run"
+    rows = "the host reads how many tokens each expert gets"
+    limits = [
+        (name, masks, options[name].written(0.0))
+        for name in ("hidden_dropout", "attention_dropout")
+        if v[name]
+    ]
+    if v["data_packing"] == "best-fit":
+        limits.append(("data_packing", documents, options["data_packing"].written("concat")))
+    elif v["reset_attention_mask"]:
+        without = options["reset_attention_mask"].written(False)
+        limits.append(("reset_attention_mask", documents, without))
+    if v["num_experts"] is not None:
+        limits.append(("num_experts", rows, ""))
+    if v["zero_stage"] > 1:
+        limits.append(
+            (
+                "zero_stage",
+                "the memory of gradients or weights moves",
+                options["zero_stage"].written(1),
+            )
+        )
+    if v["context_parallel_size"] > 1 and v["cp_comm_type"] != "a2a":
+        limits.append(
+            ("cp_comm_type", "the messages of a ring are no collectives", "--cp-comm-type a2a")
+        )
+    for name, reason, instead in limits:
+        yield (
+            f"{options[name].written(v[name])} does not work with --cuda-graph-impl "
+            f"{v['cuda_graph_impl']}: {reason}. Use {instead and instead + ', or '}"
+            "--cuda-graph-impl none"
         )
 
 

@@ -62,6 +62,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Shards, Topology
+from megatron.pipeline.captured import Captures
 from megatron.pipeline.executor import Executor
 
 if TYPE_CHECKING:
@@ -707,14 +708,26 @@ def build_executor(
     It announces its steps to `engine`.
     """
     some: Any = next(iter(chunks.values()))
+    stages, captures = stages_of(chunks), None
+    message = hidden_shape(config), hidden_dtype(config)
+    if config.kernels.cuda_graph_impl is not None and topology.device.type != "meta":
+        captures = Captures(
+            {number: (stages[number], chunks[str(number)]) for number in stages},
+            config.parallel.num_stages - 1,
+            message,
+            topology.device,
+            topology.flight,
+            config.kernels.cuda_graph_warmup_steps,
+            engine.wait_for_weights,
+        )
     return Executor(
         topology,
-        stages_of(chunks),
+        stages,
         config.schedule,
         config.parallel.num_chunks,
-        hidden_shape(config),
-        hidden_dtype(config),
+        *message,
         some.context.weight_gradients,
         before_training=engine.begin,
         after_backward=engine.pass_ends,
+        captures=captures,
     )

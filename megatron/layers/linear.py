@@ -247,8 +247,10 @@ class _Linear(torch.autograd.Function):
         if ctx.again is None:
             (x,) = ctx.saved_tensors
         else:
-            # The graph stays until its pass ends; without this, what x is computed from would, too.
-            again, ctx.again = ctx.again, None
+            again = ctx.again
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                # The graph stays until its pass ends; without this, what x is computed from would.
+                ctx.again = None
             with recomputed():
                 x = again()
             del again
@@ -282,9 +284,7 @@ class _Linear(torch.autograd.Function):
         elif needs_weight:
             # so that a deferred gradient does not keep the graph
             x, gathered = _gather_async(x.detach(), context)
-            context.weight_gradients.add(
-                partial(deferred_weight_gradient, ctx.weights, dy, x, gathered)
-            )
+            _defer(ctx, dy, x, gathered)
         _wait(works)
         return dx, dw
 
@@ -299,11 +299,20 @@ class _Linear(torch.autograd.Function):
         elif needs_weight:
             dy, gathered = _gather_async(dy, context)
         if needs_weight and queue.deferring:
-            queue.add(partial(deferred_weight_gradient, ctx.weights, dy, x.detach(), gathered))
+            _defer(ctx, dy, x.detach(), gathered)
         elif needs_weight:
             gathered.wait()
             dw = _weight_gradients(ctx.weights, dy, x)
         return dx, dw
+
+
+def _defer(ctx: Any, dy: Tensor, x: Tensor, gathered: Any) -> None:
+    """Leave the weight gradient in the queue; `gathered` is the message of dy or x."""
+    if dy.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph has its own waits
+        gathered.wait()
+        gathered = collectives.DONE
+    compute = partial(deferred_weight_gradient, ctx.weights, dy, x, gathered)
+    ctx.context.weight_gradients.add(compute)
 
 
 def _wait(works: list[Any]) -> None:

@@ -16,6 +16,7 @@ from megatron.errors import ConfigError, LaunchError
 from megatron.parallel.collectives import post
 from megatron.parallel.sharding import WeightGradients
 from megatron.parallel.topology import Group, Topology
+from megatron.pipeline.captured import Captures, Root, Slot
 from megatron.pipeline.orders import (
     COMPUTE,
     SENDS,
@@ -51,6 +52,7 @@ class Executor:
                       Engine needs it to find which gradient of a parameter is the last.
     after_backward    called with the global stage after each backward pass that leaves no weight
                       gradients for later.
+    captures          records and replays the passes of training steps; None: all run eagerly.
 
     Every rank of the pipeline must call `train` and `evaluate` in the same order with as many
     micro-batches. Gradients are added to the parameters' `.grad`; nothing is reduced and no
@@ -68,6 +70,7 @@ class Executor:
         weight_gradients: WeightGradients | None = None,
         before_training: Callable[[int], None] | None = None,
         after_backward: Callable[[int], None] | None = None,
+        captures: Captures | None = None,
     ) -> None:
         size, rank = topology.pipeline.size, topology.pipeline.rank
         wanted = [chunk * size + rank for chunk in range(num_chunks)]
@@ -92,6 +95,7 @@ class Executor:
         self.weight_gradients = weight_gradients
         self.before_training = before_training
         self.after_backward = after_backward
+        self.captures = captures
         self._instructions: dict[tuple[int, bool], tuple[Instruction, ...]] = {}
 
     @property
@@ -127,7 +131,12 @@ class Executor:
             )
         if self.before_training:
             self.before_training(count)
-        return _Pass(self, micro_batches, loss_scale, weights).run(plan)
+        captures = self.captures
+        if captures is None:
+            return _Pass(self, micro_batches, loss_scale, weights).run(plan)
+        with captures.stream():
+            ready = captures if captures.begin(count) else None
+            return _Pass(self, micro_batches, loss_scale, weights, ready).run(plan)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[torch.Tensor]:
         """Return the losses of the micro-batches on the rank of the last stage, without gradients.
@@ -161,27 +170,13 @@ class Executor:
 _NAMES = {op: op.name.encode() for op in Op}  # as the flight recorder takes them
 
 
-class _Root(torch.autograd.Function):
-    """A scalar from which a chunk's graph is run backward, without keeping the chunk's output.
+class _Saved(NamedTuple):
+    """Graph of a chunk's forward pass (through root), its input, and the list for the gradient.
 
-    Autograd needs the output tensor only for the shape of its gradient. This node takes the
-    gradient from a list instead, so the output's memory is free as soon as it has been sent.
+    Of a recorded pass its slot, which has the input.
     """
 
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:
-        ctx.gradient = gradient
-        return output.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.gradient.pop(), None
-
-
-class _Saved(NamedTuple):
-    """Graph of a chunk's forward pass (through root), its input, and the list for the gradient."""
-
-    root: torch.Tensor
+    root: torch.Tensor | Slot
     hidden: torch.Tensor | None
     gradient: list[torch.Tensor]
 
@@ -195,6 +190,7 @@ class _Pass:
         micro_batches: Sequence[Any],
         loss_scale: float | None,
         weights: Sequence[Any],
+        captures: Captures | None = None,
     ) -> None:
         self._executor = executor
         self._micro_batches = micro_batches
@@ -202,6 +198,7 @@ class _Pass:
         self._exchange = Exchange(executor.topology.pipeline)
         self._local = executor.topology.pipeline.size == 1
         self._last_stage = executor.last_stage
+        self._captures = captures
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._activations: dict[tuple[int, int], torch.Tensor] = {}  # of the stage that made them
         # of the input of the stage that made them
@@ -251,7 +248,12 @@ class _Pass:
         if hidden is not None and self._loss_scale is not None:
             hidden.requires_grad_()
         micro_batch = self._micro_batches[index]
-        output = self._executor.chunks[stage](micro_batch, hidden)
+        slot = None
+        if self._captures is not None:
+            slot = self._captures.take(stage, micro_batch, hidden)
+            output = slot.forward(micro_batch, hidden)
+        else:
+            output = self._executor.chunks[stage](micro_batch, hidden)
         gradient: list[torch.Tensor] = []
         if stage == self._last_stage:
             if output.numel() != 1:
@@ -266,8 +268,11 @@ class _Pass:
         else:
             self._check_output(instruction, output, micro_batch)
             self._activations[stage, index] = output.detach()
-        if self._loss_scale is not None:
-            self._saved[stage, index] = _Saved(_Root.apply(output, gradient), hidden, gradient)  # type: ignore[no-untyped-call]
+        if slot is not None:
+            self._saved[stage, index] = _Saved(slot, None, gradient)
+        elif self._loss_scale is not None:
+            root = Root.apply(output, gradient)  # type: ignore[no-untyped-call]
+            self._saved[stage, index] = _Saved(root, hidden, gradient)
 
     def _check_output(
         self, instruction: Instruction, output: torch.Tensor, micro_batch: Any
@@ -290,6 +295,9 @@ class _Pass:
                 gradient = self._exchange.take(Instruction(Op.RECV_BACKWARD, stage, index))
             saved.gradient.append(gradient)
             del gradient  # its memory is free as soon as autograd has used it
+        if isinstance(saved.root, Slot):
+            self._backward_again(saved.root, saved.gradient.pop(), instruction)
+            return
         if saved.root.requires_grad:  # a chunk may be frozen
             torch.autograd.backward(saved.root)
         if saved.hidden is not None:
@@ -298,16 +306,30 @@ class _Pass:
                 gradient_of_input = torch.zeros_like(saved.hidden)
             self._gradients[stage, index] = gradient_of_input.detach()
 
+    def _backward_again(self, slot: Slot, gradient: torch.Tensor, instruction: Instruction) -> None:
+        op, stage, index = instruction
+        assert self._captures is not None, "a slot is of recorded passes"
+        gradient_of_input = slot.backward(gradient, self._captures.eager(stage, index))
+        if gradient_of_input is not None:
+            self._gradients[stage, index] = gradient_of_input
+        if slot.loss is not None:
+            self._losses[index] = slot.loss.clone()
+        if op is Op.BACKWARD:
+            slot.release()
+
     def _backward_input(self, instruction: Instruction) -> None:
         weight_gradients = self._executor.weight_gradients
         assert weight_gradients is not None, (
             "a split backward pass without a queue of weight gradients"
         )
+        root = self._saved[instruction[1:]].root
         weight_gradients.begin()
         try:
             self._backward(instruction)
         finally:
             deferred = weight_gradients.take()
+        if isinstance(root, Slot):
+            deferred = root.later(deferred)
         self._deferred[instruction[1:]] = deferred
 
     def _backward_weight(self, instruction: Instruction) -> None:

@@ -31,6 +31,8 @@ def problem(**values) -> str:
 
 
 # (settings, words of the message, settings that fix it)
+CAPTURED = dict(cuda_graph_impl="local", hidden_dropout=0.0, attention_dropout=0.0)
+CAPTURED = dict(cuda_graph_impl="local", hidden_dropout=0.0, attention_dropout=0.0)
 CASES = [
     (
         dict(tensor_model_parallel_size=3, ffn_hidden_size=66),
@@ -514,6 +516,18 @@ CASES = [
     (dict(data_path="corpus"), ["--data-path"], dict(data_path=["corpus"])),
     (dict(num_layer=8), ["'num_layer'", "num_layers"], None),
     (dict(data_parallel_size=8), ["data_parallel_size"], None),
+    *(
+        (CAPTURED | values, ["--cuda-graph-impl local", words], dict(cuda_graph_impl=None))
+        for values, words in (
+            (dict(hidden_dropout=0.1), "--hidden-dropout 0.1"),
+            (dict(attention_dropout=0.1), "--attention-dropout 0.1"),
+            (dict(reset_attention_mask=True), "--reset-attention-mask"),
+            (dict(data_packing="best-fit"), "--data-packing best-fit"),
+            (dict(num_experts=2), "--num-experts 2"),
+            (dict(zero_stage=2), "--zero-stage 2"),
+            (dict(context_parallel_size=2), "--cp-comm-type p2p"),
+        )
+    ),
 ]
 
 

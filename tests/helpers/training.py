@@ -228,15 +228,8 @@ def train_in_process(
     poison = (step, rank): there one element of one gradient becomes infinite before the optimizer
     step. Processes may do several runs, one after another.
     """
-    from megatron.engine.engine import Engine
-    from megatron.model.gpt import (
-        build_chunks,
-        hidden_dtype,
-        hidden_shape,
-        layer_context,
-        stages_of,
-    )
-    from megatron.pipeline.executor import Executor
+    from megatron.engine.engine import Engine, build_executor
+    from megatron.model.gpt import build_chunks, layer_context
 
     # A gradient is changed after the backward passes: it must not be in flight by then.
     config = configured(
@@ -257,17 +250,7 @@ def train_in_process(
     chunks = build_chunks(config, topology, context)
     chunks.train()
     engine = Engine(config, topology, chunks)
-    executor = Executor(
-        topology,
-        stages_of(chunks),
-        config.schedule,
-        parallel.num_chunks,
-        hidden_shape(config),
-        hidden_dtype(config),
-        context.weight_gradients,
-        before_training=engine.begin,
-        after_backward=engine.pass_ends,
-    )
+    executor = build_executor(config, topology, chunks, engine)
     history = []
     for step in range(steps):
         losses = executor.train(

@@ -657,6 +657,10 @@ def describe_setup(
     say(f"device: {name}, {config.precision.dtype_name}{per}")
     pieces = (f"{name} of your own: {where}" for name, where in config.pieces.describe().items())
     kernels = choose.report(config, topology.device)
+    if config.kernels.cuda_graph_impl is not None:
+        how = "recorded as graphs" if topology.device.type == "cuda" else "rehearsed, no faster"
+        after = config.kernels.cuda_graph_warmup_steps
+        kernels.append(f"captured passes: {how}, after {after} eager step(s)")
     for line in (*host, *kernels, *pieces, *(f"note: {notice}" for notice in config.notices)):
         say(line)
     say(describe_output(config))

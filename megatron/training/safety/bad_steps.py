@@ -248,6 +248,7 @@ class _Tracer:
         executor, handles = run.executor, list[Any]()
         # no gradient leaves this rank
         begin, executor.before_training = executor.before_training, None
+        captures, executor.captures = executor.captures, None  # whose replays call no hook
         for stage, chunk in run.chunks.items():
             handles.append(chunk.register_forward_pre_hook(partial(self._enter, int(stage))))
             handles.append(chunk.register_forward_hook(self._leave))
@@ -257,7 +258,7 @@ class _Tracer:
         try:
             yield
         finally:
-            executor.before_training = begin
+            executor.before_training, executor.captures = begin, captures
             for handle in handles:
                 handle.remove()
 

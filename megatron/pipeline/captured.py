@@ -1,0 +1,493 @@
+"""Captured passes: the passes of a chunk over a micro-batch, recorded once and replayed.
+
+After some eager steps each pass is recorded as a CUDA or HIP graph, which the host launches in
+one call. What the host decides stays outside: messages between stages, buckets of gradients, the
+factor of a loss. A chunk has as many slots as its schedule has micro-batches under way: a slot has
+static inputs, and the memory of what its forward pass keeps for its backward pass.
+
+The forward pass is recorded with autograd and the backward pass through its graph, in one memory
+pool, as torch.cuda.make_graphed_callables does. Its graph is retained, so that a backward pass can
+also run eagerly: that of the last micro-batch, where gradients are sent while it runs.
+
+On a CPU there are no such graphs. A rehearsal records the operators instead, and calls them again
+on the same memory. It keeps the rules of a capture, so that tests show what would break one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron.errors import ConfigError
+from megatron.parallel.flight import FlightRecorder
+from megatron.parallel.sharding import GradientSink
+
+_aten = torch.ops.aten
+# What gives the host an answer, or a tensor whose size depends on values.
+_READS = frozenset(
+    {
+        _aten._local_scalar_dense,
+        _aten.equal,
+        _aten.nonzero,
+        _aten.masked_select,
+        _aten._unique2,
+        _aten.unique_dim,
+        _aten.unique_consecutive,
+        _aten.bincount,
+        _aten.repeat_interleave,
+    }
+)
+_INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+_MOVES = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
+_EMPTY = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
+)
+
+
+class Root(torch.autograd.Function):
+    """A scalar from which a chunk's graph is run backward, without keeping the chunk's output.
+
+    Autograd needs the output tensor only for the shape of its gradient. This node takes the
+    gradient from a list instead, so the output's memory is free as soon as it has been sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient.pop(), None
+
+
+class _Rules(TorchDispatchMode):
+    """The rules of a capture, for every operator that runs in it.
+
+    what   names the pass in errors
+    names  of the chunk's modules, by id
+    calls  to which a rehearsal adds each operator's repetition; None: a device's graph has them
+
+    Tensors from outside, such as tables of angles, are kept: a replay reads their memory.
+    """
+
+    def __init__(
+        self, what: str, names: Mapping[int, str], calls: list[Callable[[], object]] | None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._what, self._names, self._calls = what, names, calls
+        self._made, self._sent = set[int](), set[int]()  # storages: of results, of messages
+        self.outside = dict[int, torch.Tensor]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch's compiler would be imported
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._check(func, args, kwargs)
+        out = func(*args, **kwargs)
+        used, results = _tensors_of((args, kwargs)), _tensors_of(out)
+        if func.namespace == "c10d":
+            self._sent.update(map(_storage, used))
+        elif (
+            func is _aten.copy_.default
+            and _storage(args[0]) in self._sent
+            and _storage(args[1]) not in self._made
+        ):  # gloo sums in memory of its own, and copies it when it is waited for
+            return out
+        for x in used:
+            if (storage := _storage(x)) not in self._made:
+                self.outside[storage] = x.detach()
+        if not func.is_view and not func._schema.is_mutable:
+            self._made.update(map(_storage, results))
+        if self._calls is not None and not func.is_view and func.overloadpacket not in _EMPTY:
+            self._calls.append(_again(func, args, kwargs, results))
+        return out
+
+    def _check(self, func: Any, args: Any, kwargs: Any) -> None:
+        packet, problem = func.overloadpacket, ""
+        masks = (torch.bool, torch.uint8)
+        if packet in _READS:
+            problem = "gives the host a value, or a size that depends on values"
+        elif packet in _INDEXED and any(x is not None and x.dtype in masks for x in args[1]):
+            problem = "selects by a mask, so that a size depends on values"
+        elif packet in _MOVES:
+            problem = "moves or frees memory that a replay would use"
+        elif torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(packet):
+            problem = "draws random numbers, which a replay would repeat"
+        elif packet in (_aten._to_copy, _aten.copy_):
+            of = [x.device for x in args[:2] if isinstance(x, torch.Tensor)]
+            to = torch.device(kwargs.get("device") or of[0])
+            if any(x.type != to.type for x in of):
+                problem = "copies between host and device"
+        if problem:
+            raise ConfigError(
+                f"--cuda-graph-impl local cannot capture {self._what}: {func} in {self._place()} "
+                f"{problem}. Leave the flag out, or compute this outside of the passes"
+            )
+
+    def _place(self) -> str:
+        """Return the innermost module of the chunk whose code is running, else the code itself."""
+        frame, code = sys._getframe(1).f_back, ""
+        while frame is not None:
+            here = frame.f_code
+            if (name := self._names.get(id(frame.f_locals.get("self")))) is not None:
+                return f"{name or 'the chunk'} ({here.co_filename}:{frame.f_lineno})"
+            if not code and "/megatron/" in here.co_filename and here.co_filename != __file__:
+                code = f"{here.co_qualname} ({here.co_filename}:{frame.f_lineno})"
+            frame = frame.f_back
+        return code or "the backward pass"
+
+
+def _again(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> Callable[[], object]:
+    """Return a function that computes an operator again, into the memory of its results."""
+
+    def bare(x: torch.Tensor) -> torch.Tensor:
+        # Without autograd, and with a version of its own: those that autograd has noted stay.
+        return x.data
+
+    args, kwargs = tree_map_only(torch.Tensor, bare, (args, kwargs))
+    if func.namespace == "c10d":  # a message, which a replay waits for at once
+
+        def send() -> None:
+            for work in tree_leaves(func(*args, **kwargs)):
+                if not isinstance(work, torch.Tensor):
+                    work.wait()
+
+        return send
+    if func._schema.is_mutable:
+        return lambda: func(*args, **kwargs)
+    places = [bare(x) for x in results]
+
+    def compute() -> None:
+        for place, x in zip(places, _tensors_of(func(*args, **kwargs)), strict=True):
+            place.copy_(x)
+
+    return compute
+
+
+class Recorded:
+    """One recorded pass; `device` decides whether as a graph or as a rehearsal.
+
+    Making it also runs `function` once, as `replay` does.
+
+    added  parameters that got a contribution to their gradient, in order
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], None],
+        pool: Pool,
+        what: str,
+        names: Mapping[int, str],
+        sinks: Iterable[GradientSink],
+    ) -> None:
+        self.added: list[torch.nn.Parameter] = []
+        self._graph: Any = None
+        self._calls: list[Callable[[], object]] = []
+        told = [(sink, sink.added) for sink in sinks]
+        for sink, _ in told:
+            sink.added = self.added.append
+        rules = _Rules(what, names, self._calls if pool.stream is None else None)
+        try:
+            if pool.stream is None:
+                with rules:
+                    function()
+            else:
+                self._graph = torch.cuda.CUDAGraph()
+                # Threads that copy or wait for messages go on (capture_error_mode). The stream is
+                # one for all: libraries make a handle for each (pytorch pull request 187745).
+                with (
+                    torch.cuda.graph(
+                        self._graph,
+                        pool=pool.handle,
+                        stream=pool.stream,
+                        capture_error_mode="thread_local",
+                    ),
+                    rules,
+                ):
+                    function()
+                self._graph.replay()
+        finally:
+            for sink, added in told:
+                sink.added = added
+        self._outside = rules.outside  # kept alive
+        self._tell()
+
+    def replay(self) -> None:
+        """Compute the pass again, on what is in its inputs now."""
+        if self._graph is None:
+            for call in self._calls:
+                call()
+        else:
+            self._graph.replay()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Count the contributions to gradients, as the layers do in an eager pass."""
+        for p in self.added:
+            added = p.gradient_sink.added  # type: ignore[attr-defined]
+            if added is not None:
+                added(p)
+
+
+class Pool:
+    """The memory of all recorded passes, and the stream on which they are recorded.
+
+    None on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: Any = None
+        self.handle: Any = None
+        if device.type == "cuda":
+            self.stream, self.handle = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+
+class Slot:
+    """The place of one micro-batch under way in a stage: its static inputs and recorded passes.
+
+    loss  that of the last stage, once the backward pass has been replayed
+    """
+
+    def __init__(self, stage: CapturedStage, batch: Any, hidden: torch.Tensor | None) -> None:
+        self._stage = stage
+        self._batch = _copied(batch)
+        self._hidden = None if hidden is None else hidden.detach().clone().requires_grad_()
+        self._passes = dict[str, Recorded]()
+        self._root: torch.Tensor
+        self._gradient: list[torch.Tensor] = []  # see Root
+        self._deferred: list[Callable[[], None]] = []
+        self._eager = False  # whether the last backward pass ran eagerly
+        self.loss: torch.Tensor | None = None
+
+    def forward(self, batch: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Return the output of the stage, which is the caller's; of the last stage its loss."""
+        places = [(x, getattr(batch, name)) for name, x in _tensors(self._batch).items()]
+        if self._hidden is not None:
+            places.append((self._hidden, hidden))
+        for place, x in places:
+            place.data.copy_(x)  # autograd is not to see that what it keeps has changed
+        self._run("forward pass", self._forward)
+        return self._stage.output.clone() if self.loss is None else self.loss
+
+    def _forward(self) -> None:
+        output = self._stage.chunk(self._batch, self._hidden)
+        self._root = Root.apply(output, self._gradient)  # type: ignore[no-untyped-call]
+        if self._stage.last:
+            self.loss = output.detach().reshape(())
+        else:
+            self._stage.output.copy_(output.detach())
+
+    def backward(self, gradient: torch.Tensor, eager: bool) -> torch.Tensor | None:
+        """Run the backward pass from the output's gradient; return that of the input.
+
+        eager  run it operator by operator, through the graph of the recorded forward pass
+        """
+        stage, self._eager = self._stage, eager
+        stage.gradient.copy_(gradient)
+        if eager:
+            self._backward()
+        else:
+            self._run("backward pass", self._backward)
+        return None if self._hidden is None else stage.gradient_of_input.clone()
+
+    def _backward(self) -> None:
+        if self._root.requires_grad:  # a chunk may be frozen
+            self._gradient.append(self._stage.gradient)
+            torch.autograd.backward(self._root, retain_graph=True)
+        if self._hidden is not None:
+            if self._hidden.grad is None:
+                self._stage.gradient_of_input.zero_()
+            else:
+                self._stage.gradient_of_input.copy_(self._hidden.grad)
+                self._hidden.grad = None
+
+    def later(self, deferred: list[Callable[[], None]]) -> list[Callable[[], None]]:
+        """Return what computes the weight gradients that the backward pass left, and releases this.
+
+        deferred  what it has left in the queue: nothing if it was replayed
+        """
+        if self._eager:
+            return [*deferred, self.release]
+        if deferred:  # recorded just now; their tensors stay
+            self._deferred = deferred
+        return [lambda: self._run("weight gradients", self._weights), self.release]
+
+    def _weights(self) -> None:
+        for compute in self._deferred:
+            compute()
+
+    def release(self) -> None:
+        """Leave the slot to the next micro-batch."""
+        self._stage.free.append(self)
+
+    def _run(self, kind: str, function: Callable[[], None]) -> None:
+        """Record a pass the first time, which runs it; replay it afterwards."""
+        done = self._passes.get(kind)
+        if done is not None:
+            with torch.no_grad():
+                done.replay()
+            return
+        stage = self._stage
+        what = f"the {kind} of stage {stage.number}"
+        with stage.flight.silent():
+            self._passes[kind] = Recorded(function, stage.pool, what, stage.names, stage.sinks())
+
+
+class CapturedStage:
+    """A stage of this rank, with the tensors that its slots share.
+
+    chunk     what the executor calls
+    module    whose parameters and modules it uses
+    last      whether its output is the loss
+    message   shape and dtype of the hidden states between stages
+
+    Each is in use within one pass only: output, its gradient, and the gradient of the input.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        chunk: Callable[[Any, torch.Tensor | None], torch.Tensor],
+        module: torch.nn.Module,
+        last: bool,
+        message: tuple[tuple[int, ...], torch.dtype],
+        pool: Pool,
+        flight: FlightRecorder,
+    ) -> None:
+        self.number, self.chunk, self.last = number, chunk, last
+        self.pool, self.flight = pool, flight
+        self.names = {id(one): name for name, one in module.named_modules()}
+        self.free: list[Slot] = []
+        shape, dtype = message
+        some = torch.empty(shape, dtype=dtype, device=pool.device)
+        self.output = some
+        self.gradient = torch.zeros((), device=pool.device) if last else torch.empty_like(some)
+        self.gradient_of_input = torch.empty_like(some)
+        self._parameters = list(module.parameters())
+        self._inputs: dict[str, Any] | None = None
+
+    def sinks(self) -> list[GradientSink]:
+        """Return the sinks of the parameters."""
+        every = (getattr(p, "gradient_sink", None) for p in self._parameters)
+        return [sink for sink in every if sink is not None]
+
+    def take(self, batch: Any, hidden: torch.Tensor | None) -> Slot:
+        """Return a free slot for a micro-batch, whose tensors are like those of all before."""
+        inputs = {name: (x.shape, x.dtype) for name, x in _tensors(batch).items()}
+        if self._inputs is None:
+            self._inputs = inputs
+        if inputs != self._inputs:
+            different = {**self._inputs, **inputs}
+            name = next(n for n in different if inputs.get(n) != self._inputs.get(n))
+            raise ConfigError(
+                f"--cuda-graph-impl local replays passes over tensors of fixed shapes, but "
+                f"{name} of a micro-batch is {_words(inputs.get(name))} where it was "
+                f"{_words(self._inputs.get(name))} before: leave the flag out"
+            )
+        return self.free.pop() if self.free else Slot(self, batch, hidden)
+
+
+class Captures:
+    """Recorded passes of this rank's stages, for an executor.
+
+    stages   functions that the executor runs, and the modules they use, by global stage
+    warmup   training steps that run eagerly first: they measure what later ones take for granted
+    message  of hidden states between stages: shape and dtype
+    before   called before the first pass of a step whose passes are replayed
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, tuple[Callable[..., torch.Tensor], torch.nn.Module]],
+        last_stage: int,
+        message: tuple[tuple[int, ...], torch.dtype],
+        device: torch.device,
+        flight: FlightRecorder,
+        warmup: int,
+        before: Callable[[], None],
+    ) -> None:
+        self._stages, self._message = stages, message
+        self._pool, self._flight = Pool(device), flight
+        self._last_stage, self._steps, self._before = last_stage, warmup, before
+        self._captured: dict[int, CapturedStage] = {}
+        self._last = -1
+
+    def begin(self, micro_batches: int) -> bool:
+        """Begin a training step; return whether its passes are replayed."""
+        self._steps -= 1
+        if self._steps >= 0:
+            return False
+        if not self._captured:
+            for number, (chunk, module) in self._stages.items():
+                last = number == self._last_stage
+                self._captured[number] = CapturedStage(
+                    number, chunk, module, last, self._message, self._pool, self._flight
+                )
+        self._before()
+        with torch.no_grad():
+            for stage in self._captured.values():
+                for sink in stage.sinks():
+                    sink.complete()  # passes add to sums, also the first one
+        self._last = micro_batches - 1
+        return True
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """Run training passes on the stream on which they are, or will be, recorded.
+
+        Libraries make their handles and memory for each stream: eager steps do that before a
+        capture, which must not (pytorch pull request 187745). Nodes of autograd run on the stream
+        where they were made.
+        """
+        stream = self._pool.stream
+        if stream is None:
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def take(self, stage: int, batch: Any, hidden: torch.Tensor | None) -> Slot:
+        """Return a slot of a stage for a micro-batch."""
+        return self._captured[stage].take(batch, hidden)
+
+    def eager(self, stage: int, micro_batch: int) -> bool:
+        """Return whether a backward pass has to run eagerly: gradients are sent while it runs."""
+        sinks = self._captured[stage].sinks() if micro_batch == self._last else []
+        return any(sink.added is not None for sink in sinks)
+
+
+def _tensors_of(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested values."""
+    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
+def _storage(x: torch.Tensor) -> int:
+    """Return a number for the memory of a tensor."""
+    return int(x.untyped_storage()._cdata)
+
+
+def _tensors(batch: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a micro-batch, a dataclass, by name."""
+    return {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+
+
+def _copied(batch: Any) -> Any:
+    """Return a micro-batch with tensors of its own."""
+    return dataclasses.replace(batch, **{name: x.clone() for name, x in _tensors(batch).items()})
+
+
+def _words(form: Any) -> str:
+    return "absent" if form is None else f"{form[1]} {list(form[0])}"

@@ -1,0 +1,192 @@
+"""Passes that are replayed are those that run eagerly, to the bit, and keep the rules of a capture.
+
+On a CPU a rehearsal replays operators in place of a graph: the rest is what a GPU runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.errors import ConfigError
+from megatron.layers.transformer import TransformerLayer
+from megatron.parallel.topology import Topology
+from megatron.pipeline.captured import Captures
+from megatron.pipeline.executor import Executor
+from tests.helpers.processes import SETUP_LIMIT_S, run_processes
+from tests.parity.cases import CHEAP, FULL, LLAMA, SELECTIVE, Case, layout, train
+
+WARM_UP, STEPS, MICRO_BATCHES = 2, 4, 4
+CAPTURED = dict(cuda_graph_impl="local", cuda_graph_warmup_steps=WARM_UP)
+
+CASES = [
+    layout(bf16=True),
+    layout(**LLAMA),
+    layout(recompute=CHEAP, fp16=True, initial_loss_scale=2.0**10),
+    layout(tp=2, sp=True, bf16=True),
+    layout(dp=2, recompute=CHEAP),
+    layout(pp=2),
+    layout(pp=2, schedule="interleaved", **LLAMA),
+    layout(pp=2, schedule="zb-h1"),
+]
+CAMPAIGN = [
+    layout(zero=0),
+    layout(recompute=FULL),
+    layout(recompute=SELECTIVE),
+    layout(cpu_offload=True),
+    layout(qk_clip=True),
+    layout(tp=2, tp_comm_overlap=True, bf16=True),
+    layout(cp=2, cp_comm_type="a2a"),
+    layout(dp=2, recompute=FULL, bf16=True),
+    layout(tp=2, sp=True, pp=2, schedule="zb-h1"),
+    layout(tp=2, sp=True, dp=2, bf16=True, **LLAMA),
+    layout(tp=2, pp=2, schedule="interleaved", recompute=SELECTIVE),
+    layout(pp=2, dp=2, schedule="zb-h1", recompute=CHEAP),
+    layout(pp=4, schedule="interleaved"),
+]
+
+
+def passes(rank: int, cases: list[dict[str, Any]]) -> list[tuple[Any, Any, int, int]]:
+    """Run each case eagerly and captured; return both, and how often a layer's code ran in each."""
+    calls, forward = [0], TransformerLayer.forward
+
+    def counting(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return forward(*args, **options)
+
+    def run(fields: dict[str, Any]) -> tuple[Any, int]:
+        calls[0] = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TransformerLayer, "forward", counting)
+            (result,) = train(rank, [fields], STEPS)
+        return result, calls[0]
+
+    found = []
+    for fields in cases:
+        eager, calls_eager = run(fields)
+        captured, calls_captured = run(fields | CAPTURED)
+        found.append((eager, captured, calls_eager, calls_captured))
+    return found
+
+
+def under_way(rank: int, size: int, fields: dict[str, Any]) -> int:
+    """Return of how many layers a rank keeps the activations of 1F1B at the most.
+
+    Of as many micro-batches as there are stages from its own on (Narayanan et al., arXiv
+    2104.04473, section 2.2).
+    """
+    stages = fields["pipeline_model_parallel_size"]
+    stage = rank * stages // size
+    return min(MICRO_BATCHES, stages - stage) * fields["num_layers"] // stages
+
+
+def check(case: Case, ranks: list[tuple[Any, Any, int, int]]) -> None:
+    name, size, fields = case
+    for rank, (eager, captured, calls_eager, calls_captured) in enumerate(ranks):
+        assert captured["history"] == eager["history"]
+        for name_of, (_, values) in eager["parameters"].items():
+            np.testing.assert_array_equal(captured["parameters"][name_of][1], values, name_of)
+        warm_up = calls_eager * WARM_UP // STEPS
+        if "1f1b" in name and "uniform" not in name:  # which runs layers again
+            # As many micro-batches have memory of their own as in an eager run.
+            assert calls_captured == warm_up + under_way(rank, size, fields)
+        assert warm_up < calls_captured < calls_eager
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SETUP_LIMIT_S)
+@pytest.mark.parametrize("size", [1, 2])
+def test_replayed_passes_give_the_bits_of_eager_ones(size: int) -> None:
+    cases = [case for case in CASES if case[1] == size]
+    ranks = run_processes(size, passes, [fields for *_, fields in cases], timeout_s=SETUP_LIMIT_S)
+    for number, case in enumerate(cases):
+        check(case, [rank[number] for rank in ranks])
+
+
+@pytest.mark.campaign("parity")
+@pytest.mark.timeout(SETUP_LIMIT_S)
+@pytest.mark.parametrize("case", CAMPAIGN, ids=[name for name, *_ in CAMPAIGN])
+def test_any_layout_replays_the_bits_of_eager_passes(case: Case) -> None:
+    check(case, [rank for (rank,) in run_processes(case[1], passes, [case[2]], timeout_s=600)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+
+
+class Stage(torch.nn.Module):
+    """A stage whose part `inner` does as `function` does."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.inner = Inner(function)
+
+    def forward(self, batch: Batch, hidden: None) -> torch.Tensor:
+        result: torch.Tensor = self.inner(batch.x * self.weight).sum()
+        return result
+
+
+class Inner(torch.nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def executor(stage: torch.nn.Module) -> Executor:
+    """Return an executor that captures the second step."""
+    topology = Topology.create()
+    message = (4,), torch.float32
+    stages = {0: (stage, stage)}
+    captures = Captures(stages, 0, message, topology.device, topology.flight, 1, lambda: None)
+    return Executor(topology, {0: stage}, "1f1b", 1, *message, captures=captures)
+
+
+RULES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "_local_scalar_dense": lambda x: x * x.detach().sum().item(),
+    "nonzero": lambda x: x[x.detach().nonzero().flatten()],
+    "index": lambda x: x[x > 0],
+    "bernoulli_": lambda x: torch.nn.functional.dropout(x, 0.5),
+    "resize_": lambda x: x + torch.ones(2).resize_(4),
+}
+
+
+@pytest.mark.parametrize("operator", RULES)
+def test_what_cannot_be_captured_is_named_with_its_layer(operator: str) -> None:
+    run = executor(Stage(RULES[operator]))
+    batch = Batch(torch.ones(4))
+    run.train([batch])
+    with pytest.raises(ConfigError, match=rf"(?s)forward pass of stage 0.*{operator}.*inner"):
+        run.train([batch])
+
+
+def test_a_micro_batch_of_another_shape_is_refused() -> None:
+    run = executor(Stage(lambda x: x))
+    for _ in range(2):
+        run.train([Batch(torch.ones(4))])
+    with pytest.raises(ConfigError, match=r"x of .*\[3, 4\].*\[4\]"):
+        run.train([Batch(torch.ones(3, 4))])
+
+
+def test_a_stage_of_ones_own_is_refused() -> None:
+    config = Config.create(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        seq_length=8,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        cuda_graph_impl="local",
+    )
+    with pytest.raises(ConfigError, match=r"layer.*Stage.*--cuda-graph-impl"):
+        config.with_pieces(layer=Stage)
