@@ -2,12 +2,12 @@
 
     python benchmarks/parity.py [--device cpu|cuda] [--ranks 1|2] [--output FOLDER]
 
-Runs have one process in fp32 and bf16, and two processes: tensor parallel, a pipeline and ZeRO-1
-over RCCL or NCCL, if there are two devices. On a single device, which RCCL and NCCL do not allow
-for two ranks, tensor parallelism and ZeRO-1 use gloo; a pipeline is left out, because gloo cannot
-send its messages from a device. One training with --deterministic-mode is resumed, to the same bits as
-without the interruption. On a CPU only a part is run, as a smoke test. Exit code 1 if a run fails
-or deviates.
+Runs have one process in fp32 and bf16, the latter also with captured passes, and two processes:
+tensor parallel, a pipeline and ZeRO-1 over RCCL or NCCL, if there are two devices. On a single
+device, which RCCL and NCCL do not allow for two ranks, tensor parallelism and ZeRO-1 use gloo; a
+pipeline is left out, because gloo cannot send its messages from a device. One training with
+--deterministic-mode is resumed, to the same bits as without the interruption. On a CPU only a part
+is run, as a smoke test. Exit code 1 if a run fails or deviates.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ long for a gradient near zero as for any other. 16 bits: each result of a layer 
 (fp16); a loss is a mean over tokens, in which most of that cancels, in a norm less does. A pass or a message that is
 wrong moves the norm by tens of per cent."""
 ON_CPU = (["--distributed-backend", "gloo"], {"DS_ACCELERATOR": "cpu"})
+CAPTURED = ("--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "2")
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 START_S = 400  # the first import of torch on a cold file system takes minutes
 LAYOUTS = {
@@ -89,7 +90,8 @@ def cases(device: str, devices: int) -> list[Case]:
         if not (shared and name == "PP 2")
         for precision in ("fp32", "bf16")
     ]
-    return [*(Case("one process", precision) for precision in ("fp32", "bf16")), *two]
+    one = [Case("one process", precision) for precision in ("fp32", "bf16")]
+    return [*one, Case("captured passes", "bf16", flags=CAPTURED), *two]
 
 
 def launch(

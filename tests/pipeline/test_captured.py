@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ import torch
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.layers.transformer import TransformerLayer
+from megatron.metrics_file import read_records
 from megatron.parallel.topology import Topology
 from megatron.pipeline.captured import Captures
 from megatron.pipeline.executor import Executor
+from megatron.program import pretrain
 from tests.helpers.processes import SETUP_LIMIT_S, run_processes
 from tests.parity.cases import CHEAP, FULL, LLAMA, SELECTIVE, Case, layout, train
 
@@ -114,6 +117,46 @@ def test_replayed_passes_give_the_bits_of_eager_ones(size: int) -> None:
 @pytest.mark.parametrize("case", CAMPAIGN, ids=[name for name, *_ in CAMPAIGN])
 def test_any_layout_replays_the_bits_of_eager_passes(case: Case) -> None:
     check(case, [rank for (rank,) in run_processes(case[1], passes, [case[2]], timeout_s=600)])
+
+
+def resumed(rank: int, folder: str) -> list[Any]:
+    """Return losses and norms of an eager run, and of a captured one that was interrupted."""
+    fields: dict[str, Any] = dict(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        seq_length=8,
+        vocab_size=50,
+        micro_batch_size=1,
+        global_batch_size=2,
+        mock_data=True,
+        num_workers=0,
+        train_iters=8,
+        lr=1e-2,
+        log_interval=1,
+        eval_interval=3,
+        eval_iters=1,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    runs: list[dict[str, Any]] = [
+        {},
+        CAPTURED | dict(save=folder, exit_interval=4),
+        CAPTURED | dict(load=folder),
+    ]
+    figures = []
+    for number, changes in enumerate(runs):
+        metrics = Path(folder, f"{number}.jsonl")
+        pretrain(Config.create(**fields, **changes, metrics_file=str(metrics)))
+        figures.append([(r["lm_loss"], r["grad_norm"]) for r in read_records(metrics, "iteration")])
+    return figures
+
+
+@pytest.mark.slow
+def test_an_interrupted_captured_run_has_the_bits_of_an_eager_one(tmp_path: Path) -> None:
+    ((eager, first, rest),) = run_processes(1, resumed, str(tmp_path))
+    assert len(first) == len(rest) == 4
+    assert first + rest == eager
 
 
 @dataclasses.dataclass(frozen=True)
