@@ -12,6 +12,7 @@ name until all of it is on disk.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,7 +21,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ from megatron.checkpoint.huggingface_load import (
     matrix_of,
 )
 from megatron.checkpoint.together import decided_by_first, together
-from megatron.checkpoint.writer import Alive, nothing
+from megatron.checkpoint.writer import Alive, SyncedFile, nothing
 from megatron.config import Config
 from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.settings import all_options
@@ -330,12 +331,11 @@ def _write_part(
     failure: Exception | None = None
     try:
         if path is not None:
-            with open(path, "xb") as file:
+            with contextlib.closing(SyncedFile(path)) as file:
                 file.write(part.header)
                 for name in part.parameters:
                     _write_tensors(file, matrices[name], next(values), dtype)
-                file.flush()
-                os.fsync(file.fileno())
+                file.finish()
     except (OSError, CheckpointError) as error:
         failure = error
     for _ in values:
@@ -344,7 +344,7 @@ def _write_part(
 
 
 def _write_tensors(
-    file: BinaryIO, matrix: Matrix, whole: torch.Tensor | None, dtype: torch.dtype
+    file: SyncedFile, matrix: Matrix, whole: torch.Tensor | None, dtype: torch.dtype
 ) -> None:
     assert whole is not None, "the first tensor rank has the whole of each parameter"
     values = whole.to(dtype)
@@ -428,7 +428,10 @@ def _each(
 ) -> Iterator[torch.Tensor | None]:
     for name in names:
         values = whole(name)
-        yield take_up(model, name, values) if values is not None and model.use_mup else values
+        if values is not None and model.use_mup:
+            values = take_up(model, name, values)
+        yield values
+        del values  # before the next one is made
         alive()
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -381,26 +381,33 @@ def read_shards(
 ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
     """Yield (name, shard, values) of shards of some tensors, in their order in the files.
 
-    Raises CheckpointError naming the file that is damaged.
+    The values are those of a buffer, which the next shard overwrites: new memory for each takes
+    longer than reading. Raises CheckpointError naming the file that is damaged.
     """
+    buffer = torch.empty(0, dtype=torch.uint8)
     ordered = sorted(wanted, key=lambda entry: (entry[1].file, entry[1].start))
     for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1].file):
         with open_regular(folder / file, error=CheckpointError) as opened:
             for name, shard in entries:
-                yield name, shard, _read_shard(opened, folder, name, shard, stored[name]["dtype"])
+                buffer = _read_bytes(opened, folder / file, name, shard, buffer)
+                yield name, shard, _tensor_in(buffer, folder, name, shard, stored[name]["dtype"])
 
 
 def read_tensor(
-    folder: Path, stored: Mapping[str, Stored], name: str, row: int | None = None
+    folder: Path,
+    stored: Mapping[str, Stored],
+    name: str,
+    row: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return a whole tensor, or only row `row` of its first dimension.
+    """Return a whole tensor, or only row `row` of its first dimension, by default as it is stored.
 
     Raises CheckpointError naming the file that is damaged.
     """
     entry = stored[name]
     shape, offset = entry["shape"], (row or 0, *(0 for _ in entry["shape"][1:]))
     sizes = shape if row is None else (1, *shape[1:])
-    values = torch.empty(sizes, dtype=getattr(torch, entry["dtype"]))
+    values = torch.empty(sizes, dtype=dtype or getattr(torch, entry["dtype"]))
     common = {shard: overlap(offset, sizes, shard.offset, shard.sizes) for shard in entry["boxes"]}
     wanted = [(name, shard) for shard, part in common.items() if part]
     for _, shard, found in read_shards(folder, wanted, stored):
@@ -409,12 +416,19 @@ def read_tensor(
     return values if row is None else values[0]
 
 
-def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: str) -> torch.Tensor:
-    path, end = folder / shard.file, shard.start + shard.length
+def _read_bytes(
+    file: BinaryIO, path: Path, name: str, shard: Shard, buffer: torch.Tensor
+) -> torch.Tensor:
+    """Return a buffer that begins with the bytes of a shard: `buffer`, unless it is too small."""
+    end = shard.start + shard.length
     try:
         size = os.fstat(file.fileno()).st_size
-        file.seek(shard.start)
-        data = file.read(shard.length) if end <= size else b""
+        if end <= size:
+            if len(buffer) < shard.length:
+                buffer = torch.empty(shard.length, dtype=torch.uint8)
+            file.seek(shard.start)
+            reader = cast(io.BufferedReader, file)
+            size = shard.start + reader.readinto(_bytes_of(buffer, shard))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror or error}); {name} is in it"
@@ -423,15 +437,61 @@ def _read_shard(file: BinaryIO, folder: Path, name: str, shard: Shard, dtype: st
         raise CheckpointError(
             f"{path} has {size} bytes, but at least {end} were written; it contains {name}"
         )
-    if shard.digest is not None and digest(data) != shard.digest:
+    if shard.digest is not None and digest(_bytes_of(buffer, shard)) != shard.digest:
         raise CheckpointError(
             f"{path} is damaged: bytes {shard.start} to {end}, a part of {name}, are not those "
             "that were written"
         )
-    stream = io.BytesIO(data)
+    return buffer
+
+
+def _bytes_of(buffer: torch.Tensor, shard: Shard) -> memoryview:
+    return buffer.numpy().data[: shard.length]
+
+
+class _Stream(io.RawIOBase):
+    """Bytes as a file, which io.BytesIO would copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, len(self._data))[whence])
+        return self._at
+
+    def readinto(self, target: Any) -> int:
+        part = self._data[self._at : self._at + len(target)]
+        target[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def _tensor_in(
+    buffer: torch.Tensor, folder: Path, name: str, shard: Shard, dtype: str
+) -> torch.Tensor:
+    """Return the tensor that torch.save wrote into the bytes of a shard, as a view of them."""
+    path = folder / shard.file
+    stream: Any = _Stream(_bytes_of(buffer, shard))
     check_torch_file(stream, f"{path}, where {name} is,", CheckpointError)
     try:
-        values: torch.Tensor = torch.load(stream, map_location="cpu", weights_only=True)
+        values: torch.Tensor = torch.load(stream, map_location="meta", weights_only=True)
+        stream.seek(0)
+        if type(values) is torch.Tensor and values.is_contiguous() and not values.storage_offset():
+            reader: Any = torch._C.PyTorchFileReader(stream)
+            at = reader.get_record_offset("data/0")
+            data = buffer[at : min(at + values.nbytes, shard.length)]
+            values = data.view(values.dtype).view(values.shape)
+        else:
+            values = torch.load(stream, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
     except Exception as error:  # a damaged archive can raise anything

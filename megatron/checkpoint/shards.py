@@ -23,16 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.checkpoint.files import SHARD_INDEX, Manifest, Written, write_text
 from megatron.engine.optimizer import Index
@@ -184,6 +174,18 @@ def write_index(folder: Path, parts: list[Totals]) -> tuple[str, Written]:
 
 def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
     """Write .metadata, the list of all shards in torch's form, with torch's own writer."""
+    # Half a second, which reading does not need.
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.storage import WriteResult
+
     tensors: dict[str, Any] = {}
     files: list[WriteResult] = []
     for name, s in stored.items():

@@ -15,6 +15,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,13 +26,56 @@ from megatron.checkpoint.shards import Shard, Stored
 from megatron.checkpoint.tensors import Shards
 from megatron.engine.optimizer import Index
 
-_SYNC = 4 << 30  # bytes between two syncs, each of which shows progress
+_SYNC = 256 << 20  # bytes between two syncs
 
 Alive = Callable[[], None]
 
 
 def nothing() -> None:
     """Do nothing: the default of `alive`, which is called to show progress."""
+
+
+class SyncedFile:
+    """A new file that goes to disk while more is written: at most two parts wait for the disk.
+
+    Raises OSError with the system's own reason.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.bytes = path, 0
+        self._file = open(path, "wb")  # noqa: SIM115  closed by `close`
+        self._thread = ThreadPoolExecutor(1)
+        self._syncing: Future[None] | None = None
+        self._synced = 0
+
+    def write(self, data: Any) -> None:
+        """Append bytes."""
+        self._file.write(data)
+        self.bytes += memoryview(data).nbytes
+        if self.bytes - self._synced >= _SYNC:
+            self._sync()
+
+    def _sync(self) -> None:
+        self._file.flush()
+        self._wait()
+        self._syncing = self._thread.submit(os.fsync, self._file.fileno())
+        self._synced = self.bytes
+
+    def _wait(self) -> None:
+        if self._syncing is not None:
+            self._syncing.result()
+
+    def finish(self) -> None:
+        """Wait until all bytes are on disk."""
+        self._sync()
+        self._wait()
+        sys.audit("megatron.checkpoint.synced", str(self.path))
+
+    def close(self) -> None:
+        """Close the file, which `finish` has synced unless another error is being raised."""
+        self._thread.shutdown()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 class ShardWriter:
@@ -48,17 +92,20 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, rank: int, alive: Alive = nothing) -> None:
-        self._path = folder / f"__{rank}_0.distcp"
         self._alive = alive
         self._stored: dict[str, Stored] = {}
-        self._file = open(self._path, "wb")  # noqa: SIM115  closed by __exit__
+        self._file = SyncedFile(folder / f"__{rank}_0.distcp")
         self._digest = xxhash.xxh3_128()  # of the shard that is being written
-        self._at = self._synced = 0
         self._error: OSError | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of the file so far."""
+        return self._file.bytes
 
     def add(self, name: str, shape: tuple[int, ...], offset: Index, view: torch.Tensor) -> None:
         """Append a shard: `view` is the part at `offset` of tensor `name` of global `shape`."""
-        start, self._digest = self._at, xxhash.xxh3_128()
+        start, self._digest = self.bytes, xxhash.xxh3_128()
         try:
             with _without_checksums():
                 torch.save(_with_own_storage(view), cast(IO[bytes], self))
@@ -69,12 +116,10 @@ class ShardWriter:
             raise
         dtype = str(view.dtype).removeprefix("torch.")
         stored = self._stored.setdefault(name, {"shape": tuple(shape), "dtype": dtype, "boxes": []})
-        length, found = self._at - start, self._digest.hexdigest()
+        length, found = self.bytes - start, self._digest.hexdigest()
         stored["boxes"].append(
-            Shard(tuple(offset), tuple(view.shape), self._path.name, start, length, found)
+            Shard(tuple(offset), tuple(view.shape), self._file.path.name, start, length, found)
         )
-        if self._at - self._synced >= _SYNC:
-            self._sync()
         self._alive()
 
     def write(self, data: Any) -> int:
@@ -86,33 +131,24 @@ class ShardWriter:
         except OSError as error:
             self._error = error
             raise
-        self._at += len(view)
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: torch.save calls this after every tensor, and `_sync` flushes the file."""
+        """Do nothing: torch.save calls this after every tensor; a sync flushes the file."""
 
     def finish(self) -> dict[str, Stored]:
         """Sync the file and return the shards in it; remove it where there are none."""
         if self._stored:
-            self._sync()
+            self._file.finish()
         else:
-            self._path.unlink()
+            self._file.path.unlink()
         return self._stored
-
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        sys.audit("megatron.checkpoint.synced", str(self._path))
-        self._synced = self._at
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # `finish` has synced it, or another error is being raised
-        with contextlib.suppress(OSError):
-            self._file.close()
+        self._file.close()
 
 
 def write_tensors(

@@ -17,7 +17,7 @@ from megatron.checkpoint.shards import read_stored
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron_conversion import write as write_module
-from megatron_conversion.write import write_offline
+from megatron_conversion.write import pieces, write_offline
 from tests.tools.conversion.whole import whole_tensors
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (2, 6, 4), "d": (1,), "e": (4, 3)}
@@ -37,7 +37,7 @@ def write(directory: Path, given: Any, iteration: int = 3) -> Path:
     return write_offline(
         directory,
         iteration,
-        given,
+        (piece for name, tensor in given for piece in pieces(name, tensor)),
         config=config,
         state={"iteration": iteration},
         scalars={"optimizer_step": 2},
@@ -46,9 +46,12 @@ def write(directory: Path, given: Any, iteration: int = 3) -> Path:
     )
 
 
-@pytest.mark.parametrize("box", [1 << 20, 100, 24, 1])
-def test_boxes_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: int) -> None:
+@pytest.mark.parametrize(("box", "of_file"), [(1 << 20, 1 << 30), (100, 1), (24, 4000), (1, 1)])
+def test_boxes_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: int, of_file: int
+) -> None:
     monkeypatch.setattr(write_module, "SHARD_BYTES", box)
+    monkeypatch.setattr(write_module, "FILE_BYTES", of_file)
     folder = write(tmp_path, tensors().items())
     assert folder == find_folder(tmp_path) == tmp_path / "iter_0000003"
     found = whole_tensors(folder)
@@ -66,8 +69,10 @@ def test_boxes_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box:
         for _, sizes, _, _, _, digest in entry["boxes"]:
             assert torch.Size(sizes).numel() * 4 <= box or sizes[0] == 1
             assert digest is not None
-    files = {box[2] for entry in stored.values() for box in entry["boxes"]}
-    assert len(files) == len(SHAPES)
+    boxes = [box for entry in stored.values() for box in entry["boxes"]]
+    files = {box[2] for box in boxes}
+    assert len(files) == 1 if of_file == 1 << 30 else len(files) > 1
+    assert len(files) == len(boxes) or of_file > 1
     assert {p.name for p in folder.iterdir()} == {*manifest.files, *files, "manifest.json"}
 
 

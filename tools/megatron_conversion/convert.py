@@ -30,7 +30,7 @@ from megatron_conversion.names import (
 )
 from megatron_conversion.source import KINDS, Part, Source, configure, laid_out, settings_of
 from megatron_conversion.torch_dist import BACKENDS, is_torch_dist, read_torch_dist
-from megatron_conversion.write import write_offline
+from megatron_conversion.write import Piece, pieces, write_offline
 
 _TRACKER_LIMIT_BYTES = 4096
 
@@ -261,10 +261,8 @@ def convert(
     )
 
 
-def _tensors(
-    plan: Plan, progress: Callable[[int, int], None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in a checkpoint, fp32 tensor), one after another, without keeping them."""
+def _tensors(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[Piece]:
+    """Yield the shards of fp32 tensors, one tensor after another, without keeping them."""
     for done, name in enumerate(plan.shapes, 1):
         parts = plan.source.parts[name]
         if is_replicated(name) and any(
@@ -272,7 +270,7 @@ def _tensors(
         ):
             plan.notes.append(f"{name} differs between tensor ranks: using that of the first")
         for kind in KINDS if plan.optimizer else KINDS[:1]:
-            yield f"{kind}.{name}", whole_tensor(plan, kind, name)
+            yield from pieces(f"{kind}.{name}", whole_tensor(plan, kind, name))
         progress(done, len(plan.shapes))
 
 

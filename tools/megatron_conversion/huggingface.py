@@ -6,13 +6,15 @@ Both directions share the work over all processes, whatever the layout of the tr
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,13 +47,14 @@ from megatron_conversion.convert import (
     reader_of,
     whole_tensor,
 )
-from megatron_conversion.write import write_offline
+from megatron_conversion.write import Piece, rows_of_shards, write_offline
 
 BESIDE = "huggingface"
 """Folder beside a converted checkpoint with the files of the tokenizer and config.json."""
 _PRECISIONS = {torch.bfloat16: {"bf16": True}, torch.float16: {"fp16": True}}
 
 Shapes = Mapping[str, tuple[int, ...]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Incoming:
 class Outgoing:
     """A checkpoint that is to become a folder of Hugging Face.
 
-    whole   returns a parameter by its name, in fp32
+    whole   returns a parameter by its name, in fp32 or in `dtype`
     notes   for the user
     """
 
@@ -138,7 +141,7 @@ def to_checkpoint(
         folder = write_offline(
             directory,
             0,
-            _masters(incoming, topology, progress),
+            ahead(_masters(incoming, topology, progress)),
             config=_with_tokenizer(incoming, beside),
             state=dataclasses.asdict(Progress()),
             scalars={"optimizer_step": 0, "skipped_steps": 0, "loss_scale": None},
@@ -153,6 +156,15 @@ def to_checkpoint(
     return folder
 
 
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield items, of which each is made in a thread while the one before is used."""
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(next, items, None)
+        while (item := made.result()) is not None:
+            made = thread.submit(next, items, None)
+            yield item
+
+
 def _with_tokenizer(incoming: Incoming, beside: Path) -> Config:
     """Return the configuration with the tokenizer that is copied, unless another is chosen."""
     config = incoming.config
@@ -163,16 +175,25 @@ def _with_tokenizer(incoming: Incoming, beside: Path) -> Config:
 
 def _masters(
     incoming: Incoming, topology: Topology, progress: Callable[[int, int], None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in a checkpoint, fp32 tensor) for this process's share of the parameters."""
+) -> Iterator[Piece]:
+    """Yield the fp32 shards of this process's share of the parameters, each valid until the next
+    but one.
+    """
     family, read = FAMILIES[incoming.kind], Reader(incoming.folder, incoming.places)
     mine = list(incoming.shapes)[topology.rank :: topology.world.size]
+    # Of one buffer a shard is written, the other one is filled. New memory would take longer.
+    buffers = [torch.empty(0), torch.empty(0)]
     for done, name in enumerate(mine, 1):
         shape = incoming.shapes[name]
-        tensor = torch.empty(shape)
-        read.fill(tensor, (0,) * len(shape), matrix_of(family, incoming.config.model, name, shape))
-        yield f"{MASTER}.{name}", tensor
-        del tensor
+        matrix = matrix_of(family, incoming.config.model, name, shape)
+        for first, rows in rows_of_shards(shape):
+            sizes, offset = (rows, *shape[1:]), (first, *(0 for _ in shape[1:]))
+            buffers.reverse()
+            if buffers[0].numel() < math.prod(sizes):
+                buffers[0] = torch.empty(math.prod(sizes))
+            view = buffers[0][: math.prod(sizes)].view(sizes)
+            read.fill(view, offset, matrix)
+            yield f"{MASTER}.{name}", shape, offset, view
         progress(done, len(mine))
 
 
@@ -204,16 +225,16 @@ def read_checkpoint(
         raise CheckpointError(
             f"{checkpoint.folder} does not have the parameters of its model: {named(wrong)}"
         )
-    return Outgoing(
-        checkpoint.folder,
-        config,
-        shapes,
-        partial(_parameter, checkpoint.folder, stored, kind),
-    )
+    # muP's factors are multiplied in fp32.
+    dtype = None if config.model.use_mup else getattr(torch, config.precision.dtype_name)
+    whole = partial(_parameter, checkpoint.folder, stored, kind, dtype)
+    return Outgoing(checkpoint.folder, config, shapes, whole)
 
 
-def _parameter(folder: Path, stored: Mapping[str, Stored], kind: str, name: str) -> torch.Tensor:
-    return read_tensor(folder, stored, f"{kind}.{name}")
+def _parameter(
+    folder: Path, stored: Mapping[str, Stored], kind: str, dtype: torch.dtype | None, name: str
+) -> torch.Tensor:
+    return read_tensor(folder, stored, f"{kind}.{name}", dtype=dtype)
 
 
 def foreign_folder(directory: Path, tag: str | None) -> Path | None:
@@ -265,10 +286,13 @@ def to_huggingface(
         return beside
 
     target = decided_by_first(topology, place)
+    # One process writes all of them in order.
+    in_order = ahead(map(outgoing.whole, outgoing.shapes)) if topology.world.size == 1 else None
 
     def whole(name: str) -> torch.Tensor:
         nonlocal done
-        tensor, done = outgoing.whole(name), done + 1
+        tensor = outgoing.whole(name) if in_order is None else next(in_order)
+        done += 1
         progress(done, len(outgoing.shapes))
         return tensor
 

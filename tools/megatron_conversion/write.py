@@ -1,7 +1,8 @@
-"""Writing of checkpoints from whole tensors, by processes without a model."""
+"""Writing of checkpoints by processes without a model."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
@@ -27,12 +28,18 @@ SHARD_BYTES = 64 << 20
 """Size above which a tensor is cut between rows: a loading rank reads whole shards, and may need
 little of a tensor.
 """
+FILE_BYTES = 2 << 30
+
+Piece = tuple[str, tuple[int, ...], Index, torch.Tensor]
+"""Shard of a tensor: the tensor's name in a checkpoint (tensors.py) and its shape, the shard's
+offset, and its values in host memory.
+"""
 
 
 def write_offline(
     directory: str | os.PathLike[str],
     iteration: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    shards: Iterable[Piece],
     *,
     config: Config,
     state: Mapping[str, Any],
@@ -41,35 +48,29 @@ def write_offline(
     provenance: Mapping[str, Any],
     topology: Topology | None = None,
 ) -> Path:
-    """Write DIRECTORY/iter_NNNNNNN from whole tensors, and return its path.
+    """Write DIRECTORY/iter_NNNNNNN, and return its path.
 
     It becomes the last checkpoint. One process, or several together, write it without a model,
-    tensor by tensor, in bounded memory.
+    shard by shard, in bounded memory.
 
-    tensors      (name, whole tensor in host memory), with names as in tensors.py. They are taken
-                 one at a time. Each process has others
+    shards       of whole tensors. They are taken one at a time. Each process has others
     state        counters of the training loop
     scalars      those of the engine: optimizer_step, skipped_steps, loss_scale
-    optimizer    whether its state is among the tensors
+    optimizer    whether its state is among the shards
     provenance   provenance of the checkpoint, JSON-ready
     topology     by default that of a single process
 
-    Raises CheckpointError, on every process, when it cannot be written or `tensors` raises an
+    Raises CheckpointError, on every process, when it cannot be written or `shards` raises an
     error; then no checkpoint has appeared.
     """
     topology = topology or Topology.from_layout(Layout(), 0)
     folder = Path(directory).absolute() / folder_name(iteration)
     files = small_files(iteration, config, state, scalars, optimizer, provenance)
-    mine: dict[str, Stored] = {}
     temporary = decided_by_first(topology, lambda: start_folder(folder))
     try:
         with together(topology, f"writing checkpoint {folder}"):
-            number = topology.rank
-            for name, tensor in tensors:  # enumerate would keep one until it has the next
-                mine |= _write_whole(temporary, number, name, tensor)
-                number += topology.world.size
-                del tensor
-        stored = merged(gather_objects(mine, topology.world, everywhere=False))
+            written = _write(temporary, topology, iter(shards))
+        stored = merged(gather_objects(written, topology.world, everywhere=False))
 
         def complete() -> None:
             try:
@@ -87,17 +88,31 @@ def write_offline(
     return folder
 
 
-def _write_whole(folder: Path, number: int, name: str, tensor: torch.Tensor) -> dict[str, Stored]:
-    """Write a tensor into a file of its own; return its shards."""
-    with ShardWriter(folder, number) as writer:
-        for offset, view in _rows(tensor):
-            writer.add(name, tuple(tensor.shape), offset, view)
-        return writer.finish()
+def _write(folder: Path, topology: Topology, shards: Iterator[Piece]) -> dict[str, Stored]:
+    """Write a process's shards into files of its own; return what is stored."""
+    written: list[dict[str, Stored]] = []
+    for number in itertools.count(topology.rank, topology.world.size):
+        with ShardWriter(folder, number) as writer:
+            for shard in shards:
+                writer.add(*shard)
+                del shard  # which holds a tensor while the next one is made
+                if writer.bytes >= FILE_BYTES:
+                    break
+            written.append(writer.finish())
+        if not written[-1]:
+            break
+    return merged(written)
 
 
-def _rows(tensor: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
-    """Yield (offset, view) of shards of a tensor, cut along its first dimension."""
-    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-    rows = max(1, SHARD_BYTES // max(row_bytes, 1))
-    for number, view in enumerate(tensor.split(rows)):
-        yield (number * rows, *(0 for _ in tensor.shape[1:])), view
+def pieces(name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+    """Yield the shards of a tensor."""
+    for first, rows in rows_of_shards(tuple(tensor.shape)):
+        offset = (first, *(0 for _ in tensor.shape[1:]))
+        yield name, tuple(tensor.shape), offset, tensor[first : first + rows]
+
+
+def rows_of_shards(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield the first row and the number of rows of the shards of an fp32 tensor."""
+    rows = max(1, SHARD_BYTES // max(math.prod(shape[1:]) * torch.float32.itemsize, 1))
+    for first in range(0, shape[0], rows):
+        yield first, min(rows, shape[0] - first)

@@ -18,6 +18,7 @@ from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.parallel.topology import Layout, Topology
+from megatron_conversion import write
 from megatron_conversion.huggingface import read_checkpoint, read_folder, to_checkpoint
 from tests.checkpoint.hugging_face import identical, make, save_tokenizer, tensors
 from tests.helpers.launching import launch
@@ -81,6 +82,7 @@ def test_large_models_are_cut_into_files(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_save, "FILE_BYTES", 6000)
+    monkeypatch.setattr(write, "SHARD_BYTES", 700)  # rows of two of their tensors in one shard
     assert main([str(llama), str(tmp_path / "native")]) == 0
     assert main(["--to", "hf", str(tmp_path / "native"), str(tmp_path / "back")]) == 0
     back = tmp_path / "back"
@@ -92,8 +94,9 @@ def test_large_models_are_cut_into_files(
     assert index["metadata"]["total_size"] == sum(sizes)
 
 
-def test_experts_there_and_back(tmp_path: Path) -> None:
+def test_experts_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of single experts are parts of ours; files end within a layer."""
+    monkeypatch.setattr(write, "SHARD_BYTES", 9000)
     source = make("qwen3_moe", tmp_path / "source", torch.bfloat16, max_shard_size="30KB")
     assert main([str(source), str(tmp_path / "native")]) == 0
     masters = whole_tensors(find_folder(tmp_path / "native"))
@@ -108,8 +111,9 @@ def test_experts_there_and_back(tmp_path: Path) -> None:
     assert fields["mlp_only_layers"] == [1] and fields["num_experts"] == 6
 
 
-def test_files_as_they_were_published(tmp_path: Path) -> None:
+def test_files_as_they_were_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names without their first part, constants beside parameters, and a stored tied output."""
+    monkeypatch.setattr(write, "SHARD_BYTES", 700)
     source, old = tmp_path / "source", tmp_path / "old"
     make("gpt2", source)
     shutil.copytree(source, old)
