@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -278,12 +279,14 @@ class Slot:
         for place, x in places:
             place.data.copy_(x)  # autograd is not to see that what it keeps has changed
         self._run("forward pass", self._forward)
-        return self._stage.output.clone() if self.loss is None else self.loss
+        output = self._stage.output if self.loss is None else self.loss
+        assert output is not None, "a stage that is not the last has an output"
+        return output.clone()
 
     def _forward(self) -> None:
         output = self._stage.chunk(self._batch, self._hidden)
         self._root = Root.apply(output, self._gradient)  # type: ignore[no-untyped-call]
-        if self._stage.last:
+        if self._stage.output is None:
             self.loss = output.detach().reshape(())
         else:
             self._stage.output.copy_(output.detach())
@@ -299,18 +302,20 @@ class Slot:
             self._backward()
         else:
             self._run("backward pass", self._backward)
-        return None if self._hidden is None else stage.gradient_of_input.clone()
+        return None if stage.gradient_of_input is None else stage.gradient_of_input.clone()
 
     def _backward(self) -> None:
         if self._root.requires_grad:  # a chunk may be frozen
             self._gradient.append(self._stage.gradient)
             torch.autograd.backward(self._root, retain_graph=True)
-        if self._hidden is not None:
-            if self._hidden.grad is None:
-                self._stage.gradient_of_input.zero_()
-            else:
-                self._stage.gradient_of_input.copy_(self._hidden.grad)
-                self._hidden.grad = None
+        of_input = self._stage.gradient_of_input
+        if of_input is None or self._hidden is None:
+            return
+        if self._hidden.grad is None:
+            of_input.zero_()
+        else:
+            of_input.copy_(self._hidden.grad)
+            self._hidden.grad = None
 
     def later(self, deferred: list[Callable[[], None]]) -> list[Callable[[], None]]:
         """Return what computes the weight gradients that the backward pass left, and releases this.
@@ -365,15 +370,15 @@ class CapturedStage:
         pool: Pool,
         flight: FlightRecorder,
     ) -> None:
-        self.number, self.chunk, self.last = number, chunk, last
+        self.number, self.chunk = number, chunk
         self.pool, self.flight = pool, flight
         self.names = {id(one): name for name, one in module.named_modules()}
         self.free: list[Slot] = []
         shape, dtype = message
-        some = torch.empty(shape, dtype=dtype, device=pool.device)
-        self.output = some
-        self.gradient = torch.zeros((), device=pool.device) if last else torch.empty_like(some)
-        self.gradient_of_input = torch.empty_like(some)
+        empty = partial(torch.empty, shape, dtype=dtype, device=pool.device)
+        self.output = None if last else empty()
+        self.gradient = torch.empty((), device=pool.device) if last else empty()
+        self.gradient_of_input = empty() if number else None
         self._parameters = list(module.parameters())
         self._inputs: dict[str, Any] | None = None
 
@@ -435,10 +440,13 @@ class Captures:
                     number, chunk, module, last, self._message, self._pool, self._flight
                 )
         self._before()
-        with torch.no_grad():
-            for stage in self._captured.values():
-                for sink in stage.sinks():
-                    sink.complete()  # passes add to sums, also the first one
+        sinks = [sink for stage in self._captured.values() for sink in stage.sinks()]
+        new = dict.fromkeys(sink for sink in sinks if sink.fresh)
+        if new:  # passes add to sums, also the first one
+            with torch.no_grad():
+                torch._foreach_zero_([sink.total for sink in new])
+            for sink in new:
+                sink.fresh = False
         self._last = micro_batches - 1
         return True
 

@@ -6,19 +6,29 @@ On a CPU a rehearsal replays operators in place of a graph: the rest is what a G
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.config import Config
+from megatron.data.sampler import make_micro_batch
+from megatron.engine.engine import build_executor
+from megatron.engine.gradients import to_sink
 from megatron.errors import ConfigError
 from megatron.layers.transformer import TransformerLayer
 from megatron.metrics_file import read_records
+from megatron.model.gpt import build_chunks
+from megatron.parallel.sharding import GradientSink
 from megatron.parallel.topology import Topology
+from megatron.pipeline import captured
 from megatron.pipeline.captured import Captures
 from megatron.pipeline.executor import Executor
 from megatron.program import pretrain
@@ -91,10 +101,10 @@ def under_way(rank: int, size: int, fields: dict[str, Any]) -> int:
 
 def check(case: Case, ranks: list[tuple[Any, Any, int, int]]) -> None:
     name, size, fields = case
-    for rank, (eager, captured, calls_eager, calls_captured) in enumerate(ranks):
-        assert captured["history"] == eager["history"]
+    for rank, (eager, replayed, calls_eager, calls_captured) in enumerate(ranks):
+        assert replayed["history"] == eager["history"]
         for name_of, (_, values) in eager["parameters"].items():
-            np.testing.assert_array_equal(captured["parameters"][name_of][1], values, name_of)
+            np.testing.assert_array_equal(replayed["parameters"][name_of][1], values, name_of)
         warm_up = calls_eager * WARM_UP // STEPS
         if "1f1b" in name and "uniform" not in name:  # which runs layers again
             # As many micro-batches have memory of their own as in an eager run.
@@ -157,6 +167,78 @@ def test_an_interrupted_captured_run_has_the_bits_of_an_eager_one(tmp_path: Path
     ((eager, first, rest),) = run_processes(1, resumed, str(tmp_path))
     assert len(first) == len(rest) == 4
     assert first + rest == eager
+
+
+class Live(TorchDispatchMode):
+    """Count the bytes of living results of operators, as torch's allocators would.
+
+    before  tensors that do not count
+    """
+
+    def __init__(self, before: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known = dict[int, tuple[StorageWeakRef, int]]()
+        for x in before:
+            self._see(x, 0)
+
+    def _see(self, x: torch.Tensor, size: int) -> None:
+        storage = x.untyped_storage()
+        self._known.setdefault(storage._cdata, (StorageWeakRef(storage), size))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._known = {key: one for key, one in self._known.items() if not one[0].expired()}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self._see(x, x.untyped_storage().nbytes())
+        self.peak = max(self.peak, sum(size for _, size in self._known.values()))
+        return out
+
+
+def peak_of_a_step(layers: int, records: bool) -> int:
+    """Return the largest number of bytes of the passes of one micro-batch."""
+    config = Config.create(
+        num_layers=layers,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=64,
+        vocab_size=256,
+        micro_batch_size=2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_backend="blocked",
+        bf16=True,
+        **(CAPTURED if records else {}),
+    )
+    topology = Topology.create()
+    chunks = build_chunks(config, topology).to(torch.bfloat16).train()
+    for p in chunks.parameters():
+        p.gradient_sink = GradientSink(p, torch.zeros(p.shape))  # type: ignore[attr-defined]
+        p.register_post_accumulate_grad_hook(to_sink)
+    engine = types.SimpleNamespace(begin=None, pass_ends=None, wait_for_weights=lambda: None)
+    run = build_executor(config, topology, chunks, engine)  # type: ignore[arg-type]
+    batches = [make_micro_batch(torch.randint(256, (2, 65)).numpy())]
+    for _ in range(WARM_UP):
+        run.train(batches)
+    sums = [p.gradient_sink.total for p in chunks.parameters()]  # type: ignore[attr-defined]
+    with Live([*chunks.parameters(), *sums]) as live:
+        run.train(batches)
+    return live.peak
+
+
+def test_a_recorded_pass_keeps_what_an_eager_one_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded pass takes at most what a layer keeps more, whatever the number of layers.
+
+    Recorded as for a graph, where memory is free when its tensor is: a rehearsal keeps all.
+    """
+    monkeypatch.setattr(captured, "_again", lambda *_: None)
+    (eager, recorded), (eager_of_4, recorded_of_4) = (
+        [peak_of_a_step(layers, records) for records in (False, True)] for layers in (2, 4)
+    )
+    of_a_layer = (eager_of_4 - eager) / 2
+    assert recorded_of_4 - eager_of_4 == recorded - eager
+    assert 0 < recorded - eager < of_a_layer
 
 
 @dataclasses.dataclass(frozen=True)
