@@ -114,8 +114,15 @@ if [[ -n ${before:-} ]]; then
     say "changed in $VENV (<: before, >: now):"
     diff <(echo "$before") <("$VENV/bin/python" -m pip freeze) | grep '^[<>]' | sed 's/^/setup:   /' || true
 fi
-# What pip says of a kernel that was not built is not shown.
-"$VENV/bin/python" tools/check_kernels.py --list | sed 's/^/setup: /'
+# What pip says of a kernel that was not built is not shown, and the times that were measured neither.
+inventory() { "$VENV/bin/python" tools/check_kernels.py --list | sed '/ ms$/d; s/^/setup: /'; }
+kernels=$(inventory)
+if [[ $kernels == *--measure* ]]; then
+    say "measuring which implementations are the fastest on this CPU"
+    "$VENV/bin/python" tools/check_kernels.py --measure >/dev/null || say "not measured: runs use the defaults"
+    kernels=$(inventory)
+fi
+echo "$kernels"
 say "ready: $VENV with $("$VENV/bin/python" -c 'import torch
 kind = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else "CPU"
 print(f"torch {torch.__version__} ({kind} build, {torch.cuda.device_count()} device(s) visible)")')"

@@ -2,8 +2,11 @@
 """List the fused kernels of this machine and their libraries, and compare each with torch's operators.
 
     python tools/check_kernels.py [--device cpu|cuda] [--list]
+    python tools/check_kernels.py --measure
 
-Use it on a new machine after `python setup.py build_kernels`. Takes seconds.
+Use it on a new machine after `python setup.py build_kernels`. Takes seconds. --measure times the
+implementations among which runs on this kind of CPU choose, and keeps the times beside the
+libraries; nothing else should run at the same time. MEGATRON_KERNELS_MEASURED names another file.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 import torch
 
+from benchmarks import fastest
 from benchmarks.kernel_cases import OPERATORS, Operator
 from megatron.config.option import Parser
-from megatron.kernels import choose, library
+from megatron.errors import KernelError
+from megatron.kernels import choose, library, measured
 from megatron.kernels.build import LIBRARIES, SOURCES, TARGETS, compiler, no_compiler, source_hash
 from megatron.kernels.ops.elementwise import bias_dropout_add
 from megatron.kernels.ops.optimizer import adamw_
@@ -179,11 +184,31 @@ def inventory(device_types: Sequence[str]) -> Iterator[str]:
         yield from (
             f"  {target:<5} {compiler(target) or no_compiler(target)}" for target in TARGETS
         )
+    yield measured.find().line
+    yield from table(measured.find())
     yield "optional packages"
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     yield f"  {choose.flash_attention(kind, 'bfloat16').line}"
     yield f"  {choose.fused_norm(kind).line}"
     yield f"  {choose.fused_adam(kind).line}"
+
+
+def table(one: measured.Measured) -> Iterator[str]:
+    """List the times of a measurement, each case's fastest first."""
+    for case, seconds in one.seconds.items():
+        ways = sorted(seconds, key=seconds.__getitem__)
+        yield f"  {case:<32} " + ", ".join(f"{way} {1e3 * seconds[way]:.2f} ms" for way in ways)
+
+
+def measure() -> None:
+    """Measure this machine, and keep and print the times. Raises KernelError."""
+    file, found = measured.path(), library.find("cpu")
+    if file is None or found.handle is None:
+        why = f"{measured.OVERRIDE} is none" if file is None else found.line
+        raise KernelError(f"nothing to measure: {why}")
+    one = fastest.measure()
+    measured.write(file, one)
+    print(f"{measured.cpu()}\n{one.line}, in {file}", *table(one), sep="\n")
 
 
 def compare(device_type: str) -> bool:
@@ -212,6 +237,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="check kernels of this kind only (cuda includes ROCm)",
     )
     parser.add_argument("--list", action="store_true", help="list the kernels without testing them")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time the implementations of a CPU and keep the times",
+    )
     return parser
 
 
@@ -219,6 +249,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit code: 1 if a kernel disagrees or a requested device has no library."""
     args = build_parser().parse_args(argv)
+    if args.measure:
+        measure()
+        return 0
     device_types = [args.device] if args.device else ["cpu", "cuda"]
     print(*inventory(device_types), sep="\n")
     if args.list:

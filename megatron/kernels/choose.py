@@ -15,6 +15,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.kernels import measured
+
 if TYPE_CHECKING:
     import torch
 
@@ -168,14 +170,56 @@ def choose_attention(
         # has no part to leave out, and is merged once instead of once for each block.
         lacks = windowed or drops or biased or not _returns_logarithms(device_type, dtype_name)
         return "blocked" if lacks else "torch"
-    # Measured with benchmarks/attention.py: in bf16 blocks are 1.9 to 2.8 times as fast as torch at
-    # sequences of 512 to 2048; in fp32 1.2 times at 512, but 0.9 to 0.96 from 1024 on (with grouped
-    # queries 1.1), where torch's own blocks fill its products. In fp16 torch's batched products
-    # have no fast path on most processors, and without the kernels the passes over the scores cost
-    # what the products gain. In a window (512 of 4096, fp32) they are 1.2 times as fast.
-    short = dtype_name == "float32" and (sequence <= LONGEST_BLOCKED_IN_FP32 or windowed)
-    faster = device_type == "cpu" and (short or dtype_name == "bfloat16") and _loaded("cpu")
+    host = device_type == "cpu" and _loaded("cpu")
+    faster = host and fastest_attention(dtype_name, sequence, windowed) != "torch"
     return "blocked" if backend == "auto" and faster else "torch"
+
+
+def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) -> str:
+    """Return "torch" or, for blocks, their length in positions.
+
+    As measured on this CPU, otherwise as on others: in bf16 blocks are 1.3 to 2.8 times as fast as
+    torch at sequences of 512 to 2048; in fp32 1.2 times at 512 and in a window, but 0.9 to 0.96 from
+    1024 on, where torch's own blocks fill its products. In fp16 torch's batched products have no
+    fast path on most processors.
+    """
+    short = dtype_name == "float32" and (sequence <= LONGEST_BLOCKED_IN_FP32 or windowed)
+    usual = short or dtype_name == "bfloat16"
+    default = str(usual_block(dtype_name, sequence)) if usual else "torch"
+    times = measured.find()
+    return times.fastest(times.nearest(_case(dtype_name, windowed), sequence), default)
+
+
+def block_length(dtype_name: str, length: int) -> int:
+    """Return the positions of a block of attention: the fastest on this CPU, or the usual ones."""
+    times, default = measured.find(), str(usual_block(dtype_name, length))
+    case = times.nearest(_case(dtype_name, windowed=False), length)
+    return int(times.fastest(case, default, without="torch"))
+
+
+def usual_block(dtype_name: str, length: int) -> int:
+    """Return the positions of a block of attention on CPUs that were not measured.
+
+    Smaller blocks skip more above the diagonal, larger ones make faster products, which matters
+    more in 16 bits. They are multiples of 32, the tiles of the kernels.
+    """
+    least = 64 if dtype_name == "float32" else 128
+    return max(least, min(-(-length // 256) * 32, 2 * least))
+
+
+def copies_keys(dtype_name: str) -> bool:
+    """Return whether attention copies a block of keys for a product with its transpose.
+
+    In 16 bits most processors are at full speed only with a transposed matrix that is the whole of
+    a tensor.
+    """
+    default = "in place" if dtype_name in ("float32", "float64") else "copied"
+    return measured.find().fastest(f"keys {dtype_name}", default) == "copied"
+
+
+def _case(dtype_name: str, windowed: bool) -> str:
+    """Return the beginning of the names of measured cases of attention."""
+    return f"{'windowed ' if windowed else ''}attention {dtype_name} "
 
 
 def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
@@ -371,8 +415,8 @@ HOST_FASTER = {
     # norm, clipping, update and 16-bit weights in two passes; else it is torch's one pass
     "optimizer": ("bfloat16",),
 }
-"""The types in which an operator's kernel is faster than torch on a CPU. On a GPU all of them
-are.
+"""The types in which an operator's kernel is faster than torch on CPUs that were not measured
+(measured.py). On a GPU all of them are.
 """
 
 _APEX = "apex has it"
@@ -393,7 +437,7 @@ def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_nam
     """Choose what uses the kernels on `device` (None: the CPU) when computing in `dtype_name`.
 
     An operator does if a library is loaded for the device, no flag forbids it, and, on a CPU,
-    HOST_FASTER says that the kernel is faster or `--...-implementation fused` requests it.
+    the kernel is faster (faster_on_host) or `--...-implementation fused` requests it.
     """
     device_type = device.type if device is not None else "cpu"
     fusions = assumed_fusions(kernels, device_type, dtype_name, _loaded(device_type))
@@ -436,6 +480,11 @@ def report(config: Config, device: torch.device) -> list[str]:
         used = ", ".join(names.pop("")) or "none"
         others = "; ".join(f"{', '.join(left)} ({reason})" for reason, left in names.items())
         lines.append(f"through fused kernels: {used}; others: {others or 'none'}")
+        if device.type == "cpu":
+            name = _NAMES[attention]
+            if attention == "blocked":
+                name += f" of {block_length(dtype_name, model.seq_length)} positions"
+            lines.append(f"{measured.find().line}; attention by {name}")
     if model.num_experts is not None:
         lines.append(grouped_product(device, dtype_name).line)
     return lines + packages(config.kernels, device.type, dtype_name, attention, **wishes)
@@ -509,9 +558,15 @@ def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str
         return _APEX
     if dtype_name not in EVERY_TYPE:
         return f"they do not compute in {dtype_name}"
-    if device_type == "cpu" and wish != "fused" and dtype_name not in HOST_FASTER[name]:
+    if device_type == "cpu" and wish != "fused" and not faster_on_host(name, dtype_name):
         return "torch's is faster on a CPU"
     return ""
+
+
+def faster_on_host(name: str, dtype_name: str) -> bool:
+    """Return whether an operator's kernel is faster than torch: measured here, or HOST_FASTER."""
+    default = "fused" if dtype_name in HOST_FASTER[name] else "torch"
+    return measured.find().fastest(f"{name} {dtype_name}", default) == "fused"
 
 
 def bits(fusions: Fusions) -> int:

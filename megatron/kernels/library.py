@@ -73,6 +73,11 @@ class Found:
     sources: str = ""
 
     @property
+    def build(self) -> str:
+        """Return what tells libraries of different speed or results apart."""
+        return f"{self.target}-{self.arch}-{self.sources}"
+
+    @property
     def line(self) -> str:
         """Return one line for the log."""
         if self.handle is not None:

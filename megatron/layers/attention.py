@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from megatron.kernels import choose
 from megatron.kernels.choose import Fusions
 from megatron.kernels.ops import attention as kernel
 from megatron.kernels.ops.attention import NO_WINDOW, causal_softmax, hidden_keys, masked_softmax
@@ -611,10 +612,6 @@ class SelfAttention(torch.nn.Module):
 # --- blocked attention
 
 
-# Measured on a CPU, sequences of 512 to 2048, heads of 64 and 128: smaller blocks skip more above
-# the diagonal, larger ones make faster products, which matters more in 16 bits.
-_LEAST = {torch.float32: 64}
-_LEAST_16_BIT, _MOST_TIMES, _BLOCKS = 128, 2, 8
 # Scores of this many elements at once: a buffer of some MiB for any number of heads and samples.
 _SCORES = 1 << 22
 
@@ -626,10 +623,8 @@ kernels take them.
 
 
 def block_length(length: int, dtype: torch.dtype) -> int:
-    """Return the positions of a block: a whole number of kernel tiles, at most twice the least."""
-    least = _LEAST.get(dtype, _LEAST_16_BIT)
-    wished = -(-length // (_BLOCKS * kernel.TILE)) * kernel.TILE
-    return max(least, min(wished, _MOST_TIMES * least))
+    """Return the positions of a block: a whole number of kernel tiles."""
+    return choose.block_length(str(dtype).removeprefix("torch."), length)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -645,10 +640,10 @@ def _heads(x: Tensor) -> Tensor:
 def _transposed(x: Tensor) -> Tensor:
     """Transpose [n, keys, d] to [n, d, keys], as the second matrix of a product.
 
-    In 16 bits torch's product is at full speed with a transposed matrix only where it is the whole
-    of a tensor.
+    It is copied first where products of copies are faster on this CPU.
     """
-    return (x if x.dtype == torch.float32 else x.contiguous()).transpose(1, 2)
+    copied = choose.copies_keys(str(x.dtype).removeprefix("torch."))
+    return (x.contiguous() if copied else x).transpose(1, 2)
 
 
 def _sizes(length: int, share: int, window: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -682,12 +677,24 @@ class _Rows:
             self.place.copy_(self.rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
 
 
+def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Compute out = a b.
+
+    In fp32 MKL's batched product needs contiguous results: into others torch multiplies matrix by
+    matrix, at two thirds of the speed, which is more than a copy costs.
+    """
+    if out.is_contiguous() or out.dtype != torch.float32 or out.device.type != "cpu":
+        torch.bmm(a, b, out=out)
+    else:
+        out.copy_(torch.bmm(a, b))
+
+
 def _add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     """Compute total (+)= a b.
 
     In 16 bits total is fp32 and a product is rounded before it is added.
     """
-    if total.dtype == a.dtype:
+    if total.dtype == a.dtype and total.device.type != "cpu":
         torch.baddbmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
     elif fresh:
         total.copy_(torch.bmm(a, b))
@@ -738,7 +745,7 @@ class _Attention(torch.autograd.Function):
                     scores = buffer[: math.prod(shape)].view(shape)
                     torch.bmm(queries[part, rows], _transposed(keys[part, key:last]), out=scores)
                     weights(scores, logarithms, slopes, part.start, first, *law)
-                    torch.bmm(scores, values[part, key:last], out=result.rows[part, rows])
+                    _put_product(result.rows[part, rows], scores, values[part, key:last])
             result.put()
         ctx.save_for_backward(out, logarithms, *tensors)
         ctx.settings = settings
@@ -783,8 +790,8 @@ class _Attention(torch.autograd.Function):
                     gradient(
                         scores, dscores, logarithms, dots, slopes, part.start, first, first, *law
                     )
-                    torch.bmm(scores.transpose(1, 2), douts[rows], out=to_values.rows[keys_here])
-                    torch.bmm(dscores.transpose(1, 2), queries[rows], out=to_keys.rows[keys_here])
+                    _put_product(to_values.rows[keys_here], scores.transpose(1, 2), douts[rows])
+                    _put_product(to_keys.rows[keys_here], dscores.transpose(1, 2), queries[rows])
                     for at, stop, fresh in ((row, written, False), (max(row, written), end, True)):
                         if at < stop:
                             some = dscores[:, at - row : stop - row]

@@ -225,9 +225,9 @@ def _folder(device: str) -> Path | None:
     if device == "cpu":  # operators depend on this machine
         import torch
 
-        from megatron.kernels import library
+        from megatron.kernels import library, measured
 
-        depends += f" {library.find('cpu').line} {torch.get_num_threads()}"
+        depends += f" {library.find('cpu').line} {torch.get_num_threads()} {measured.find()}"
     digest = hashlib.sha256(depends.encode())
     for source in _SOURCES:
         path = _PACKAGE / source

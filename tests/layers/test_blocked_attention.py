@@ -130,8 +130,7 @@ def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, fused):
     gradients, alternate between 1 and -1 with mean 0, and with keys of the same sign each product
     is positive.
     """
-    monkeypatch.setattr(module, "_LEAST_16_BIT", 32)
-    monkeypatch.setattr(module, "_MOST_TIMES", 1)
+    monkeypatch.setattr(module, "block_length", lambda *_: 32)
     s, unit = 256, torch.finfo(dtype).eps / 4
     sign = torch.ones(s).index_fill_(0, torch.arange(1, s, 2), -1.0)
     q, k, v = (torch.zeros(s, 1, 1, 4, dtype=dtype) for _ in range(3))

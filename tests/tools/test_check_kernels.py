@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.kernels import build, library
+from benchmarks import fastest
+from benchmarks.kernel_cases import OPERATORS
+from megatron.kernels import build, choose, library, measured
 from tests.kernels.conftest import kernels
 from tools import check_kernels as command
 
@@ -22,6 +25,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     library.forget()
+    measured.forget()
 
 
 def test_without_a_library(
@@ -90,6 +94,38 @@ def test_a_wrong_result_fails(
         "FAILED"
     ] * 4
     assert "float32" in lines["one_off"] and "RuntimeError: x" in lines["broken"]
+
+
+@pytest.mark.slow
+def test_what_is_measured_decides(
+    kernels: library.Found,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each choice of a CPU is among the cases, whatever their times are."""
+    monkeypatch.setattr(fastest, "SEQUENCES", [(64, 1, 2)] * 2)
+    monkeypatch.setattr(fastest, "WINDOW", 16)
+    monkeypatch.setattr(fastest, "_ROUNDS", 1)
+    small = {name: tuple(min(n, 32) for n in of.host[0]) for name, of in OPERATORS.items()}
+    monkeypatch.setattr(fastest, "SMALLER", small)
+    monkeypatch.setattr(fastest, "tune_allocator", lambda: "")
+    file = tmp_path / "times.json"
+    monkeypatch.setenv(measured.OVERRIDE, str(file))
+    measured.forget()
+    assert command.main(["--measure"]) == 0
+    (one,) = measured.read(file)
+    cases = {f"{name} {dtype}" for name in choose.OPERATORS for dtype in choose.EVERY_TYPE}
+    cases |= {f"{kind} {d}" for kind in ("keys", "attention") for d in ("bfloat16", "float32")}
+    cases |= {"windowed attention bfloat16", "windowed attention float32", "attention float16"}
+    assert {re.sub(r" \d+$", "", case) for case in one.seconds} == cases
+    capsys.readouterr()
+    assert command.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(case in listed for case in one.seconds)
+    monkeypatch.setenv(measured.OVERRIDE, "none")
+    measured.forget()
+    assert command.main(["--measure"]) == 2
 
 
 def test_every_operator_has_a_case() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import os
 import re
 import resource
@@ -29,7 +30,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.kernels import choose, library
+from megatron.kernels import choose, library, measured
 from megatron.parallel import collectives
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.topology import Topology
@@ -192,6 +193,13 @@ def _set_first(libc: Any, parameter: int, values: tuple[int, ...]) -> int | None
 
 
 # -- fused kernels ---------------------------------------------------------------------------------
+
+
+def agree_on_times(topology: Topology) -> None:
+    """Let all ranks choose implementations by the measurement of rank 0's CPU."""
+    if topology.world.size > 1 and topology.device.type == "cpu":
+        times = collectives.broadcast_object(dataclasses.asdict(measured.find()), topology.world)
+        measured.agree(measured.Measured(**times))
 
 
 def check_kernels(config: Config, topology: Topology) -> None:

@@ -66,6 +66,7 @@ from megatron.training.run.checkpoints import (
 )
 from megatron.training.run.data import first_alone, first_builds, open_stream, staged_locations
 from megatron.training.run.host import (
+    agree_on_times,
     check_kernels,
     device_name,
     mapped_blocks,
@@ -298,6 +299,7 @@ def assemble(
 
         if note := decided_by_first(topology, partial(check_export, config)):
             reporter.say(f" note: --save-hf: {note}")
+    agree_on_times(topology)
     describe_setup(config, topology, places, reporter, host)
     check_kernels(config, topology)
 

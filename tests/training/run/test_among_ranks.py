@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
-from megatron.kernels import choose, library
+from megatron.kernels import choose, library, measured
 from megatron.model.gpt import build_chunks
 from megatron.parallel import flight as flight_module
 from megatron.parallel.collectives import all_reduce
@@ -42,7 +42,12 @@ from megatron.training.report.metrics import (
 from megatron.training.report.timeline import Recording, Timeline
 from megatron.training.run.data import PlaceholderStream
 from megatron.training.run.generate import Sampling, generate
-from megatron.training.run.host import check_kernels, masks_on_this_node, share_cores
+from megatron.training.run.host import (
+    agree_on_times,
+    check_kernels,
+    masks_on_this_node,
+    share_cores,
+)
 from megatron.training.run.loop import mean_loss
 from megatron.training.run.process import Signals
 from megatron.training.run.stopping import Agreement, StopRules
@@ -268,6 +273,25 @@ def kernels(topology: Topology, folder: str) -> Any:
     return said
 
 
+def times(topology: Topology, folder: str) -> tuple[bool, str]:
+    """Return whether the kernel of a norm is chosen, and the attention, on CPUs of several kinds.
+
+    Of rank 0's measurement both are the opposite of the others'.
+    """
+    fused, blocks = (2.0, 1.0) if topology.rank == 0 else (1.0, 2.0)
+    seconds = {
+        "layer_norm float32": {"fused": fused, "torch": 1.5},
+        "attention float32 512": {"128": blocks, "torch": 1.5},
+    }
+    try:
+        measured.agree(measured.Measured(seconds))
+        agree_on_times(topology)
+        chosen = choose.faster_on_host("layer_norm", "float32")
+        return chosen, choose.fastest_attention("float32", 512)
+    finally:
+        measured.forget()
+
+
 def bound_cores(topology: Topology, folder: str) -> Any:
     mine, rank = os.sched_getaffinity(0), topology.rank
     cores = sorted(mine)
@@ -353,6 +377,7 @@ CASES: tuple[tuple[Case, tuple[int, int]], ...] = (  # the case, tensor and pipe
     (evaluate, (2, 1)),
     (stragglers, (2, 1)),
     (kernels, (2, 1)),
+    (times, (1, 1)),
     (bound_cores, (1, 1)),
     (texts, (1, 1)),
 )
@@ -448,6 +473,10 @@ def test_ranks_with_different_kernels_stop_on_every_rank(found: Found) -> None:
     assert "MEGATRON_KERNELS_LIBRARY" in missing
     assert "[ffffffff]" in said[0]["first"] and "[00000000]" in said[0]["first"]
     assert "rank 0: " in choices and "rank 1: " in choices and "bias_activation" in choices
+
+
+def test_all_ranks_choose_by_the_times_of_the_first(found: Found) -> None:
+    assert found(times) == [(False, "128")] * RANKS
 
 
 def test_processes_tell_each_other_their_cores(found: Found) -> None:

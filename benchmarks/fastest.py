@@ -1,0 +1,182 @@
+"""Times of the implementations from which runs on a CPU choose (megatron/kernels/measured.py).
+
+For each case the implementations take turns, and the shortest of their rounds counts: a disturbance
+only adds time. Shapes are GPT-2 124M's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.kernel_cases import OPERATORS, Shape
+from megatron.kernels import choose, library, measured
+from megatron.kernels.measured import Measured
+from megatron.layers.attention import PLAIN, blocked_attention, torch_attention
+from megatron.training.run.host import tune_allocator
+
+Run = Callable[[], object]
+Case = tuple[str, dict[str, Run]]
+"""Its name and its implementations."""
+
+BLOCKS = (64, 128, 256)
+# Sequence, micro-batch, heads
+SEQUENCES: list[Shape] = [(512, 2, 12), (1024, 1, 12), (2048, 1, 6)]
+FEW: list[Shape] = [(512, 1, 2)]
+WINDOW = 512
+OF_FUSION = {
+    "attention_block": ("attention_weights", "attention_gradient", "row_dots"),
+    "masked_softmax": ("causal_softmax", "masked_softmax"),
+    "bias_activation": ("bias_gelu", "bias_swiglu"),
+    "bias_dropout": ("bias_dropout_add",),
+    "layer_norm": ("layer_norm", "add_layer_norm"),
+    "rms_norm": ("rms_norm", "add_rms_norm"),
+    "rotary": ("rotate",),
+    "cross_entropy": ("cross_entropy",),
+    "permute": ("permute", "unpermute"),
+    "optimizer": ("adamw",),
+}
+SMALLER: dict[str, Shape] = {
+    "causal_softmax": (1, 4, 1024, 1024),
+    "masked_softmax": (1, 4, 1024, 1024),
+    "cross_entropy": (256, 50304),
+    "adamw": (16, 840_000),
+    "scale_and_norm": (16, 840_000),
+}
+_ROUNDS, _CASE_S = 5, 0.3  # of a case: the most rounds, and the seconds after which none begins
+
+
+def operators(dtype: torch.dtype) -> Iterator[Case]:
+    """Yield a case for each of the fusions: its kernels, and torch's operators."""
+    cpu = torch.device("cpu")
+    for fusion, names in OF_FUSION.items():
+        if fusion == "optimizer" and dtype == torch.bfloat16:
+            names = (*names, "scale_and_norm")  # in other types this pass is apart with both
+        ways: dict[str, list[Run]] = {"fused": [], "torch": []}
+        for name in names:
+            operator = OPERATORS[name]
+            work = operator.prepare(SMALLER.get(name, operator.host[0]), cpu, dtype)
+            for runs, way in zip(ways.values(), (work.ours, work.torch), strict=True):
+                runs.append(partial(both_passes, way, work.arguments, work.leaves))
+        yield f"{fusion} {name_of(dtype)}", {way: partial(each, runs) for way, runs in ways.items()}
+
+
+def each(runs: list[Run]) -> None:
+    """Run all of them."""
+    for run in runs:
+        run()
+
+
+def both_passes(
+    way: Callable[..., Any], arguments: tuple[Any, ...], leaves: list[torch.Tensor]
+) -> None:
+    """Compute a result and, where there are leaves, their gradients."""
+    with torch.set_grad_enabled(bool(leaves)):
+        result = way(*arguments)
+    if leaves:
+        results = result if isinstance(result, tuple) else (result,)
+        gradients = [torch.ones_like(x) for x in results]
+        torch.autograd.grad(results, leaves, gradients, allow_unused=True)
+
+
+def attention(dtype: torch.dtype) -> Iterator[Case]:
+    """Yield cases of attention: torch's, and blocks of several lengths.
+
+    In fp16, whose products are slow on most processors, one small case stands for all.
+    """
+    name = name_of(dtype)
+    for shape in SEQUENCES if dtype != torch.float16 else FEW:
+        case, x = f"attention {name} {shape[0]}", projection(shape, dtype)
+        blocks = {str(n): chosen(case, str(n), passes(by_blocks, x)) for n in BLOCKS}
+        yield case, {"torch": passes(by_torch, x), **blocks}
+    if dtype == torch.float16:
+        return
+    limited = PLAIN._replace(window=WINDOW)
+    ways = {
+        str(choose.usual_block(name, shape[0])): partial(by_blocks, scoring=limited),
+        "torch": partial(by_torch, scoring=limited),
+    }
+    yield f"windowed {case}", {way: passes(run, x) for way, run in ways.items()}
+    case, x = f"keys {name}", projection(SEQUENCES[1], dtype)
+    yield case, {way: chosen(case, way, passes(by_blocks, x)) for way in ("copied", "in place")}
+
+
+def projection(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return random queries, keys and values [s, b, heads, 3, 64]."""
+    return torch.randn(*shape, 3, 64).to(dtype).requires_grad_()
+
+
+def passes(way: Callable[..., Any], x: torch.Tensor) -> Run:
+    """Return the forward and the backward pass of attention."""
+    return partial(both_passes, way, (x,), [x])
+
+
+def by_torch(x: torch.Tensor, scoring: Any = PLAIN) -> torch.Tensor:
+    """Return attention of a projection [s, b, heads, 3, 64] by torch."""
+    q, k, v = x.unbind(3)
+    return torch_attention(q, k, v, None, None, 0.0, scoring)
+
+
+def by_blocks(x: torch.Tensor, scoring: Any = PLAIN) -> torch.Tensor:
+    """Return the same by products of blocks."""
+    return blocked_attention((x,), None, None, 0.0, None, True, scoring=scoring)
+
+
+def chosen(case: str, way: str, run: Run) -> Run:
+    """Return `run`, which chooses `way` in a case."""
+
+    def call() -> object:
+        measured.agree(Measured({case: {way: 1.0}}))
+        return run()
+
+    return call
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def times(ways: dict[str, Run], now: Callable[[], float]) -> dict[str, float]:
+    """Return the shortest time of each way, in seconds, after a call that does not count."""
+    best = dict.fromkeys(ways, math.inf)
+    end = 0.0
+    for nth in range(_ROUNDS + 1):
+        if nth == 1:
+            end = now() + _CASE_S
+        if nth > 1 and now() > end:
+            break
+        for way, run in ways.items():
+            start = now()
+            run()
+            if nth:
+                best[way] = min(best[way], now() - start)
+    return best
+
+
+def measure(now: Callable[[], float] = time.perf_counter) -> Measured:
+    """Return the times of all cases on this machine; without a library of kernels, KernelError."""
+    tune_allocator()
+    torch.manual_seed(0)
+    seconds = {}
+    try:
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            for cases in (operators(dtype), attention(dtype)):
+                for case, ways in cases:
+                    measured.agree(Measured())
+                    seconds[case] = times(ways, now)
+    finally:
+        measured.forget()
+    return Measured(
+        seconds,
+        torch.get_num_threads(),
+        datetime.date.today().isoformat(),
+        str(torch.__version__),
+        library.find("cpu").build,
+    )

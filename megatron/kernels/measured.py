@@ -1,0 +1,237 @@
+"""Times of implementations on this kind of CPU, from which the fastest are chosen.
+
+`tools/check_kernels.py --measure` takes them once and keeps them beside the kernels' library, in a
+file for each kind of CPU, so that nodes of several kinds can share a folder. A file has one
+measurement for each number of threads; one of another torch or other kernels does not count. Without
+a measurement the choices are the defaults of choose.py. Nothing is measured during a run: with the
+same file a run always chooses alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import KernelError
+from megatron.kernels.build import LIBRARIES
+from megatron.untrusted import read_json
+
+OVERRIDE = "MEGATRON_KERNELS_MEASURED"
+"""Environment variable: another file of measurements; "none": the defaults."""
+
+COMMAND = "python tools/check_kernels.py --measure"
+"""What takes a measurement."""
+
+_LIMIT_BYTES = 1 << 20
+_NOISE = 1.03  # times of a default that is no slower than this are not worth a change
+_FLAGS = ("amx", "asimd", "avx", "bf16", "f16c", "fma", "i8mm", "sve")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measurement, or its absence.
+
+    seconds  time by case and implementation; empty: not measured
+    threads  that were used
+    date     YYYY-MM-DD
+    torch    its version
+    kernels  the library's target, architecture and sources
+    reason   why there is none
+    """
+
+    seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    threads: int = 0
+    date: str = ""
+    torch: str = ""
+    kernels: str = ""
+    reason: str = ""
+
+    @property
+    def line(self) -> str:
+        """Return a line for the log."""
+        if not self.seconds:
+            return f"implementations on a CPU: defaults, {self.reason}"
+        return (
+            f"implementations on a CPU: the fastest of a measurement on {self.date} with "
+            f"{self.threads} thread(s)"
+        )
+
+    def fastest(self, case: str, default: str, without: str = "") -> str:
+        """Return the fastest implementation of a case but one, or a default that is about as fast.
+
+        The default, too, if the case was not measured.
+        """
+        times = {way: s for way, s in self.seconds.get(case, {}).items() if way != without}
+        if not times:
+            return default
+        best = min(times, key=times.__getitem__)
+        return default if times.get(default, math.inf) <= _NOISE * times[best] else best
+
+    @functools.cached_property
+    def _lengths(self) -> dict[str, list[int]]:
+        """Return the lengths that were measured, by prefix."""
+        found: dict[str, list[int]] = {}
+        for case in self.seconds:
+            prefix, _, length = case.rpartition(" ")
+            if re.fullmatch("[1-9][0-9]{0,8}", length):
+                found.setdefault(f"{prefix} ", []).append(int(length))
+        return found
+
+    def nearest(self, prefix: str, length: int) -> str:
+        """Return the case of the length nearest to `length`, as a ratio, of those with a prefix.
+
+        A case is named by prefix and length; "" if none was measured.
+        """
+        lengths = self._lengths.get(prefix)
+        if not lengths:
+            return ""
+        near = min(lengths, key=lambda n: abs(math.log(max(length, 1) / n)))
+        return f"{prefix}{near}"
+
+
+def cpu() -> str:
+    """Return the kind of this CPU: its name, model, and the instructions that decide its speed."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    parts = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    lines = {name.strip(): value.strip() for name, _, value in parts}
+    names = ("model name", "cpu family", "model", "CPU implementer", "CPU part")
+    flags = sorted(
+        flag
+        for flag in lines.get("flags", lines.get("Features", "")).split()
+        if any(part in flag for part in _FLAGS)
+    )
+    return ", ".join([*(lines[name] for name in names if lines.get(name)), " ".join(flags)])
+
+
+def path() -> Path | None:
+    """Return the file of this CPU's measurements, which need not exist; None for the defaults."""
+    override = os.environ.get(OVERRIDE, "")
+    if override:
+        return None if override == "none" else Path(override)
+    return LIBRARIES / f"measured-{hashlib.sha256(cpu().encode()).hexdigest()[:12]}.json"
+
+
+_agreed: list[Measured] = []
+
+
+def find() -> Measured:
+    """Return the measurement from which this process chooses: see `agree`, otherwise the file's."""
+    return _agreed[0] if _agreed else _found()
+
+
+def agree(one: Measured) -> None:
+    """Choose from a measurement of another process from now on: all ranks of a job choose alike."""
+    _agreed[:] = [one]
+
+
+def forget() -> None:
+    """Read the file again on next use."""
+    _agreed.clear()
+    _found.cache_clear()
+
+
+@functools.cache
+def _found() -> Measured:
+    """Return the measurement whose number of threads is nearest to this process's."""
+    import torch
+
+    from megatron.kernels import library
+
+    file = path()
+    if file is None:
+        return Measured(reason=f"{OVERRIDE} is none")
+    if library.find("cpu").handle is None:
+        return Measured(reason="there are no kernels")
+    if not file.exists():
+        return Measured(reason=f"not measured on this CPU: {COMMAND}")
+    try:
+        stored = read(file)
+    except KernelError as error:
+        return Measured(reason=f"{error}: {COMMAND}")
+    here = str(torch.__version__), library.find("cpu").build
+    usable = [one for one in stored if (one.torch, one.kernels) == here]
+    if not usable:
+        return Measured(reason=f"{file} is of another torch or other kernels: {COMMAND}")
+    threads = torch.get_num_threads()
+    return min(usable, key=lambda one: abs(math.log(one.threads / threads)))
+
+
+def read(file: Path) -> list[Measured]:
+    """Return the measurements of a file. Raises KernelError if it is damaged."""
+    value = read_json(file, _LIMIT_BYTES, error=KernelError)
+    entries = value.get("measurements")
+    if not isinstance(entries, list):
+        raise KernelError(f"{file} has no list of measurements: it is damaged, or another file")
+    return [_checked(entry, file) for entry in entries]
+
+
+def _checked(entry: Any, file: Path) -> Measured:
+    """Return a measurement of a file, each field of which has its type."""
+    problem = KernelError(f"{file} has a damaged measurement")
+    if not isinstance(entry, dict):
+        raise problem
+    seconds, threads = entry.get("seconds"), entry.get("threads")
+    texts = [entry.get(name) for name in ("date", "torch", "kernels")]
+    if not isinstance(seconds, dict) or type(threads) is not int or not 0 < threads < 1 << 16:
+        raise problem
+    if not all(isinstance(text, str) and re.fullmatch(r"[\w.+-]{0,64}", text) for text in texts):
+        raise problem
+    for case, times in seconds.items():
+        if not isinstance(times, dict) or not all(_is_way(case, way) for way in times):
+            raise problem
+        if not all(type(s) is float and 0.0 < s < math.inf for s in times.values()):
+            raise problem
+    return Measured(seconds, threads, *map(str, texts))
+
+
+def _is_way(case: str, way: str) -> bool:
+    """Return whether an implementation may be one of a case: of attention by name or block length."""
+    if "attention " not in case:
+        return way in ("fused", "torch", "copied", "in place")
+    return way == "torch" or (bool(re.fullmatch("[1-9][0-9]{1,3}", way)) and int(way) % 32 == 0)
+
+
+def write(file: Path, one: Measured) -> None:
+    """Put a measurement into a file, which is replaced at once.
+
+    It takes the place of one with as many threads; those of another torch or other kernels are
+    dropped, and a damaged file is replaced. Raises KernelError.
+    """
+    try:
+        others = read(file)
+    except KernelError:
+        others = []
+    same = one.torch, one.kernels
+    current = [
+        other
+        for other in others
+        if (other.torch, other.kernels) == same and other.threads != one.threads
+    ]
+    entries = [dataclasses.asdict(each) for each in (*current, one)]
+    for entry in entries:
+        del entry["reason"]
+    text = json.dumps({"cpu": cpu(), "measurements": entries}, indent=1) + "\n"
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
+            partial.write(text)
+        os.chmod(partial.name, 0o644)
+        os.replace(partial.name, file)
+    except OSError as error:
+        raise KernelError(
+            f"cannot write {file}: {error.strerror}. {OVERRIDE} names another file for these times, "
+            "here and in the environment of runs"
+        ) from error
