@@ -44,12 +44,16 @@ class Gap:
 
 @dataclass(frozen=True)
 class Stream:
-    """Work on a stream, ms: its sum, the time from first to last, and the gaps, longest first."""
+    """Work on a stream, ms: its sum, the time from first to last, and the gaps, longest first.
+
+    launches   pieces of work, to compare with benchmarks/passes.py
+    """
 
     name: str
     busy_ms: float
     span_ms: float
     gaps: list[Gap]
+    launches: int
 
 
 def fold(events: Iterable[Event]) -> Stream:
@@ -83,7 +87,7 @@ def _stream(name: str, work: list[Event], host: Sequence[Event]) -> Stream:
         Gap(length / 1e3, before, after, _inside(host, at + length / 2) if number < SHOWN else ())
         for number, (length, at, before, after) in enumerate(gaps)
     ]
-    return Stream(name, busy / 1e3, (end - work[0]["ts"]) / 1e3, named)
+    return Stream(name, busy / 1e3, (end - work[0]["ts"]) / 1e3, named, len(work))
 
 
 def _inside(host: Sequence[Event], at: float) -> tuple[str, ...]:
@@ -93,12 +97,15 @@ def _inside(host: Sequence[Event], at: float) -> tuple[str, ...]:
 
 def tables(stream: Stream, steps: int) -> list[str]:
     """Markdown: the whole, gaps by size, the longest."""
-    lines = ["| stream | busy, ms a step | idle, ms a step | idle, share |", "|---|---|---|---|"]
+    lines = [
+        "| stream | busy, ms a step | idle, ms a step | idle, share | launches a step |",
+        "|---|---|---|---|---|",
+    ]
     idle = stream.span_ms - stream.busy_ms
     share = idle / stream.span_ms
     lines.append(
         f"| {stream.name} | {stream.busy_ms / steps:.2f} | {idle / steps:.2f} | {100 * share:.1f} "
-        "% |"
+        f"% | {stream.launches / steps:.1f} |"
     )
     lines += ["", "| gaps, ms | a step | ms a step |", "|---|---|---|"]
     for low, high in zip((0.0, *SIZES_MS), (*SIZES_MS, float("inf")), strict=True):

@@ -48,12 +48,10 @@ _NEAR = math.log(1.5) ** 2
 class Rates:
     """Compute times of one device, in the dtype 'float16', 'bfloat16' or 'float32'.
 
-    captured  passes are launched as graphs: the host has nothing to do for a layer
-
     Raises ConfigError for a dtype with neither a peak nor figures in the machine's file.
     """
 
-    def __init__(self, cluster: Cluster, dtype: str, captured: bool = False) -> None:
+    def __init__(self, cluster: Cluster, dtype: str) -> None:
         self._figures = cluster.figures
         self._dtype = dtype
         for name in (
@@ -72,8 +70,6 @@ class Rates:
         each = self._take("layer_overhead_s").value
         self.layer_forward_overhead_s = self._optional("layer_forward_overhead_s", each)
         self.layer_backward_overhead_s = self._optional("layer_backward_overhead_s", each)
-        if captured:
-            self.layer_forward_overhead_s = self.layer_backward_overhead_s = 0.0
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
         self.step_overhead_s = self._take("step_overhead_s").value
         self._kernel_s = self._take("kernel_s").value

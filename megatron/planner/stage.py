@@ -271,12 +271,9 @@ MessageSeconds = Callable[[str, float, str], float]
 
 
 @functools.lru_cache(maxsize=64)
-def rates_of(cluster: Cluster, dtype_name: str, captured: bool = False) -> Rates:
-    """Return the rates of a machine and dtype; one object for each, which caches its results.
-
-    captured  see Rates
-    """
-    return Rates(cluster, dtype_name, captured)
+def rates_of(cluster: Cluster, dtype_name: str) -> Rates:
+    """Return the rates of a machine and dtype; one object for each, which caches its results."""
+    return Rates(cluster, dtype_name)
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -9,7 +9,7 @@ import dataclasses
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
 from megatron.engine.engine import build_executor
-from megatron.engine.gradients import Gradients, to_sink
+from megatron.engine.gradients import to_sink
 from megatron.errors import ConfigError
 from megatron.layers.transformer import TransformerLayer
 from megatron.metrics_file import read_records
 from megatron.model.gpt import build_chunks
-from megatron.parallel.sharding import GradientSink, within_backward
+from megatron.parallel.sharding import GradientSink
 from megatron.parallel.topology import Topology
 from megatron.pipeline import captured
 from megatron.pipeline.captured import Captures
@@ -65,37 +65,27 @@ CAMPAIGN = [
 ]
 
 
-class Run(NamedTuple):
-    """Results of a run, how often a layer's code ran, and buckets sent during backward passes."""
+def passes(rank: int, cases: list[dict[str, Any]]) -> list[tuple[Any, Any, int, int]]:
+    """Run each case eagerly and captured; return both, and how often a layer's code ran in each."""
+    calls, forward = [0], TransformerLayer.forward
 
-    history: Any
-    parameters: dict[str, Any]
-    calls: int
-    sent: int
-
-
-def passes(rank: int, cases: list[dict[str, Any]]) -> list[tuple[Run, Run]]:
-    """Run each case eagerly and captured."""
-    calls, sent = [0], [0]
-    forward, send = TransformerLayer.forward, Gradients._send
-
-    def called(*args: Any, **options: Any) -> Any:
+    def counting(*args: Any, **options: Any) -> Any:
         calls[0] += 1
         return forward(*args, **options)
 
-    def sends(gradients: Gradients) -> None:
-        sent[0] += within_backward()
-        send(gradients)
-
-    def run(fields: dict[str, Any]) -> Run:
-        calls[0] = sent[0] = 0
+    def run(fields: dict[str, Any]) -> tuple[Any, int]:
+        calls[0] = 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TransformerLayer, "forward", called)
-            patch.setattr(Gradients, "_send", sends)
+            patch.setattr(TransformerLayer, "forward", counting)
             (result,) = train(rank, [fields], STEPS)
-        return Run(result["history"], result["parameters"], calls[0], sent[0])
+        return result, calls[0]
 
-    return [(run(fields), run(fields | CAPTURED)) for fields in cases]
+    found = []
+    for fields in cases:
+        eager, calls_eager = run(fields)
+        captured, calls_captured = run(fields | CAPTURED)
+        found.append((eager, captured, calls_eager, calls_captured))
+    return found
 
 
 def under_way(rank: int, size: int, fields: dict[str, Any]) -> int:
@@ -109,20 +99,17 @@ def under_way(rank: int, size: int, fields: dict[str, Any]) -> int:
     return min(MICRO_BATCHES, stages - stage) * fields["num_layers"] // stages
 
 
-def check(case: Case, ranks: list[tuple[Run, Run]]) -> None:
+def check(case: Case, ranks: list[tuple[Any, Any, int, int]]) -> None:
     name, size, fields = case
-    for rank, (eager, replayed) in enumerate(ranks):
-        assert replayed.history == eager.history
-        for key, (_, values) in eager.parameters.items():
-            np.testing.assert_array_equal(replayed.parameters[key][1], values, key)
-        warm_up = eager.calls * WARM_UP // STEPS
+    for rank, (eager, replayed, calls_eager, calls_captured) in enumerate(ranks):
+        assert replayed["history"] == eager["history"]
+        for name_of, (_, values) in eager["parameters"].items():
+            np.testing.assert_array_equal(replayed["parameters"][name_of][1], values, name_of)
+        warm_up = calls_eager * WARM_UP // STEPS
         if "1f1b" in name and "uniform" not in name:  # which runs layers again
             # As many micro-batches have memory of their own as in an eager run.
-            assert replayed.calls == warm_up + under_way(rank, size, fields)
-        assert warm_up < replayed.calls < eager.calls
-        # Gradients leave while the last backward pass runs.
-        assert replayed.sent == eager.sent
-        assert bool(eager.sent) == ("-dp2-1f1b" in name)
+            assert calls_captured == warm_up + under_way(rank, size, fields)
+        assert warm_up < calls_captured < calls_eager
 
 
 @pytest.mark.slow
@@ -257,7 +244,6 @@ def test_a_recorded_pass_keeps_what_an_eager_one_keeps(monkeypatch: pytest.Monke
 @dataclasses.dataclass(frozen=True)
 class Batch:
     x: torch.Tensor
-    lengths: Any = None
 
 
 class Stage(torch.nn.Module):
@@ -309,21 +295,12 @@ def test_what_cannot_be_captured_is_named_with_its_layer(operator: str) -> None:
         run.train([batch])
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (Batch(torch.ones(3, 4)), r"x of .*\[3, 4\].*\[4\]"),
-        (Batch(torch.ones(4), torch.ones(2)), r"lengths of .*float32 \[2\].*absent"),
-        (Batch(torch.ones(4), [2, 2]), r"lengths of .*list"),
-    ],
-    ids=["shape", "tensors", "host"],
-)
-def test_a_micro_batch_of_another_form_is_refused(other: Batch, words: str) -> None:
+def test_a_micro_batch_of_another_shape_is_refused() -> None:
     run = executor(Stage(lambda x: x))
     for _ in range(2):
         run.train([Batch(torch.ones(4))])
-    with pytest.raises(ConfigError, match=words):
-        run.train([other])
+    with pytest.raises(ConfigError, match=r"x of .*\[3, 4\].*\[4\]"):
+        run.train([Batch(torch.ones(3, 4))])
 
 
 def test_a_stage_of_ones_own_is_refused() -> None:

@@ -170,8 +170,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     check_clock()
     placement = placement or choose_placement(config, cluster)
     config = over_nodes(config, placement.layout)
-    captured = config.kernels.cuda_graph_impl is not None and cluster.device_type != "cpu"
-    rates = rates_of(cluster, config.precision.dtype_name, captured)
+    rates = rates_of(cluster, config.precision.dtype_name)
     channels = Channels(config, cluster, placement)
     traced = trace(config, cluster.device_type)
     stages = stages_of(config)

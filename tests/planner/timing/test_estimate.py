@@ -70,17 +70,6 @@ def test_parts_add_up(machine, config):
     assert found.tokens_per_s == pytest.approx(tokens / found.seconds)
 
 
-def test_captured_passes_take_no_time_of_the_host_for_a_layer():
-    seconds = [
-        estimate(
-            run(cuda_graph_impl=graphs, hidden_dropout=0.0, attention_dropout=0.0),
-            MACHINES["busy host"],
-        ).parts["host"]
-        for graphs in (None, "local")
-    ]
-    assert seconds[0] > seconds[1] == FRONTIER.figures["step_overhead_s"].value
-
-
 @given(machine=st.sampled_from([*MACHINES]), config=configs())
 def test_the_folded_cost_is_near_the_estimate(machine, config):
     """The folded cost is near the estimate in small steps with few micro-batches.
