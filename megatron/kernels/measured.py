@@ -156,8 +156,8 @@ def _found() -> Measured:
         return Measured(reason=f"{OVERRIDE} is none")
     if library.find("cpu").handle is None:
         return Measured(reason="there are no kernels")
-    if not file.exists():
-        return Measured(reason=f"not measured on this CPU: {COMMAND}")
+    if not os.path.exists(file):  # also where the path is too long for the system
+        return Measured(reason=f"not measured on this CPU ({file}): {COMMAND}")
     try:
         stored = read(file)
     except KernelError as error:
