@@ -79,6 +79,7 @@ class BuildKernels(Command):
             kernels["make"](
                 targets, archs, folder=folder, jobs=int(self.jobs or 0) or None, force=self.force
             )
+            kernels["make_nodes"](folder, force=self.force)
         except (kernels["BuildError"], OSError) as error:
             sys.exit(f"error: {error}")
 

@@ -251,13 +251,11 @@ def _layer_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: boo
 
     if add:
         leaves = [x, residual, weight, bias]
-        ours = lambda *a: norm.norm(*a, EPSILON)  # noqa: E731
+        ours = lambda x, *a: norm.add_norm(x, None, *a, EPSILON)  # noqa: E731
         return Work(tuple(leaves), ours, added, leaves, {"flash-attn": flash})
     leaves = [x, weight, bias]
     others = {"apex": apex, "liger": liger, "flash-attn": flash}
-    return Work(
-        tuple(leaves), lambda x, *a: norm.norm(x, None, *a, EPSILON)[0], plain, leaves, others
-    )
+    return Work(tuple(leaves), lambda *a: norm.norm(*a, EPSILON), plain, leaves, others)
 
 
 def _rms_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool = False) -> Work:
@@ -297,12 +295,11 @@ def _rms_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool 
     others = {"liger": liger, "flash-attn": flash} | ({} if add else {"apex": apex})
     if add:
         leaves = [x, residual, weight]
-        return Work(
-            tuple(leaves), lambda *a: norm.norm(*a, None, EPSILON, rms=True), added, leaves, others
-        )
+        ours = lambda x, *a: norm.add_norm(x, None, *a, None, EPSILON, rms=True)  # noqa: E731
+        return Work(tuple(leaves), ours, added, leaves, others)
     return Work(
         (x, weight),
-        lambda x, weight: norm.norm(x, None, weight, None, EPSILON, rms=True)[0],
+        lambda x, weight: norm.norm(x, weight, None, EPSILON, rms=True),
         plain,
         [x, weight],
         others,

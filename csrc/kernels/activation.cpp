@@ -192,14 +192,15 @@ static int forward(void *y, const void *x, const void *bias, int64_t rows, int64
 }
 
 template <class T, class F>
-static int backward(void *dx, void *dbias, float *partial, const void *dy, const void *x, const void *bias,
-                    int64_t rows, int64_t n, int64_t parts, void *stream) {
+static int backward(void *dx, float *dbias, float *partial, const void *dy, const void *x, const void *bias,
+                    int64_t rows, int64_t n, int64_t parts, int adds, void *stream) {
     const ActivationBackward<T, F> op{(T *)dx, (const T *)dy, {(const T *)x, (const T *)bias, n}};
     const bool wide = aligned(dx, partial, dy, x, bias);
     if (!bias) return launch_tiles<T>(op, rows, n, wide, (mk_stream)stream);
     const BiasActivationBackward<T, F> summing{op};
     const int code = launch_tile_sums<T>(summing, rows, n, parts, partial, wide, (mk_stream)stream);
-    return code ? code : launch_part_sums<T>((T *)dbias, partial, parts, F::INPUTS * n, (mk_stream)stream);
+    const SumsTo to{dbias, nullptr, nullptr, F::INPUTS * n, adds};
+    return code ? code : launch_part_sums(to, partial, parts, to.n, (mk_stream)stream);
 }
 
 // Calls forward or backward for the kind of this number.
@@ -231,9 +232,10 @@ MK_API mk_bias_activation(int type, int kind, void *y, const void *x, const void
     FOR_KIND(forward, y, x, bias, rows, n, stream)
 }
 
-// partial: parts * INPUTS * n floats; it and dbias are not touched where bias is null.
+// dbias: INPUTS * n floats, to which the gradient is added if `adds` is 1; partial: parts times as many. They are not
+// touched where bias is null.
 MK_API mk_bias_activation_backward(int type, int kind, void *dx, void *dbias, void *partial, const void *dy,
-                                   const void *x, const void *bias, int64_t rows, int64_t n, int64_t parts,
+                                   const void *x, const void *bias, int64_t rows, int64_t n, int64_t parts, int adds,
                                    void *stream) {
-    FOR_KIND(backward, dx, dbias, (float *)partial, dy, x, bias, rows, n, parts, stream)
+    FOR_KIND(backward, dx, (float *)dbias, (float *)partial, dy, x, bias, rows, n, parts, adds, stream)
 }

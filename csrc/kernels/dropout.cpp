@@ -25,7 +25,8 @@ template <class T> struct Dropout {
     }
 };
 
-// dx, and in the second form its sums over rows, which are the bias's gradient, taken before dx is rounded.
+// dx, and in the second form its sums over rows, which are the bias's gradient, taken before dx is rounded. Without a
+// mask dx is dy: null, it is not written.
 template <class T> struct DropoutBackward {
     static constexpr int WAVES = 8, SUMS = 1;
     T *dx;
@@ -38,7 +39,7 @@ template <class T> struct DropoutBackward {
         const int64_t at = row * n + c;
         load<G>(dy + at, d);
         mask.apply<G>(place.number(row) * n + c, d);
-        store<G>(dx + at, d);
+        if (dx) store<G>(dx + at, d);
     }
     template <class G> MEMBER void operator()(const G &, int64_t row, int c) const {
         float d[G::V];
@@ -60,12 +61,13 @@ static int forward(void *y, const void *x, const void *bias, const void *residua
 
 template <class T>
 static int backward(void *dx, float *dbias, float *partial, const void *dy, int64_t rows, int64_t n, int64_t parts,
-                    const Mask &mask, const Place &place, void *stream) {
+                    int adds, const Mask &mask, const Place &place, void *stream) {
     const DropoutBackward<T> op{(T *)dx, (const T *)dy, n, mask, place};
     const bool wide = aligned(dx, partial, dy);
     if (!dbias) return launch_tiles<T>(op, rows, n, wide, (mk_stream)stream);
     const int code = launch_tile_sums<T>(op, rows, n, parts, partial, wide, (mk_stream)stream);
-    return code ? code : launch_part_sums<float>(dbias, partial, parts, n, (mk_stream)stream);
+    const SumsTo to{dbias, nullptr, nullptr, n, adds};
+    return code ? code : launch_part_sums(to, partial, parts, n, (mk_stream)stream);
 }
 
 // random is 0 where p is 0; keep and scale then mean nothing.
@@ -77,11 +79,13 @@ MK_API mk_bias_dropout_add(int type, void *y, const void *x, const void *bias, c
     FOR_TYPE(type, (forward<T>(y, x, bias, residual, rows, n, mask, place, stream)));
 }
 
-// dbias: n floats; partial: parts * n floats, not touched where dbias is null.
+// dbias: n floats, to which the gradient is added if `adds` is 1; partial: parts * n floats, not touched where dbias is
+// null. dx: null to compute dbias alone, where p is 0.
 MK_API mk_bias_dropout_add_backward(int type, void *dx, void *dbias, void *partial, const void *dy, int64_t rows,
-                                    int64_t n, int64_t parts, uint64_t seed, uint32_t keep, float scale, int random,
+                                    int64_t n, int64_t parts, int adds, uint64_t seed, uint32_t keep, float scale, int random,
                                     uint64_t start, uint32_t period, uint64_t outer, uint64_t inner, void *stream) {
     const Mask mask{seed, keep, scale, random != 0};
     const Place place{start, outer, inner, period};
-    FOR_TYPE(type, (backward<T>(dx, (float *)dbias, (float *)partial, dy, rows, n, parts, mask, place, stream)));
+    FOR_TYPE(type, (backward<T>(dx, (float *)dbias, (float *)partial, dy, rows, n, parts, adds, mask, place,
+                               stream)));
 }

@@ -32,6 +32,20 @@ template <class... P> static inline bool aligned(P... pointers) {
     return bits % 16 == 0;
 }
 
+// ---- where the sums of columns go -----------------------------------------------------------------------------------
+// Column c of the partial sums is column c % n of array c / n. Bit i of `adds`: array i has a sum already, to which its
+// columns are added. A struct of named pointers: an array would be kept in memory, for its index.
+struct SumsTo {
+    float *first, *second, *third;
+    int64_t n;
+    int adds;
+    MEMBER void put(int64_t c, float sum) const {
+        const int i = c < n ? 0 : c < 2 * n ? 1 : 2;
+        float *const at = (i == 0 ? first : i == 1 ? second : third) + (c - i * n);
+        *at = (adds >> i & 1) ? *at + sum : sum;
+    }
+};
+
 #if MK_DEVICE
 
 template <class T> struct Full {
@@ -172,31 +186,33 @@ static int launch_tile_sums(const Op &op, int64_t rows, int64_t n, int64_t parts
     return MK_LAST_ERROR();
 }
 
-// out[c] = sum over parts of partial[part][c]: 16 columns side by side, 16 parts at a time.
-template <class T> struct PartSums {
+// 16 columns side by side, 16 parts at a time.
+template <class To> struct PartSums {
     static constexpr int WAVES = 8;
-    T *out;
+    To to;
     const float *partial;
 };
 // narrow: all (the parts are few: one column a lane)
-template <class T>
-__global__ void MK_OCCUPANCY(BLOCK, 8) part_sums_kernel(PartSums<T> op, int64_t parts, int64_t n) {
+template <class To>
+__global__ void MK_OCCUPANCY(BLOCK, 8) part_sums_kernel(PartSums<To> op, int64_t parts, int64_t n) {
+    constexpr int COLUMNS = 16;
     MK_SHARED(float, lds, BLOCK);
-    const int64_t c = (int64_t)blockIdx.x * 16 + threadIdx.x % 16;
+    const int64_t c = (int64_t)blockIdx.x * COLUMNS + threadIdx.x % COLUMNS;
     float sum = 0;
     if (c < n) {
-        for (int64_t p = threadIdx.x / 16; p < parts; p += 16) sum += op.partial[p * n + c];
+        for (int64_t p = threadIdx.x / COLUMNS; p < parts; p += BLOCK / COLUMNS) sum += op.partial[p * n + c];
     }
     lds[threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.x >= 16 || c >= n) return;
+    if (threadIdx.x >= COLUMNS || c >= n) return;
     float total = 0;
-    UNROLL for (int r = 0; r < 16; ++r) total += lds[r * 16 + threadIdx.x];
-    op.out[c] = Rounded<T>::of(total);
+    UNROLL for (int r = 0; r < BLOCK / COLUMNS; ++r) total += lds[r * COLUMNS + threadIdx.x];
+    op.to.put(c, total);
 }
-template <class T> static int launch_part_sums(T *out, const float *partial, int64_t parts, int64_t n, mk_stream stream) {
+template <class To>
+static int launch_part_sums(const To &to, const float *partial, int64_t parts, int64_t n, mk_stream stream) {
     if (n == 0) return OK;
-    MK_LAUNCH((part_sums_kernel<T>), dim3((unsigned)((n + 15) / 16)), dim3(BLOCK), stream, PartSums<T>{out, partial}, parts, n);
+    MK_LAUNCH((part_sums_kernel<To>), dim3((unsigned)((n + 15) / 16)), dim3(BLOCK), stream, PartSums<To>{to, partial}, parts, n);
     return MK_LAST_ERROR();
 }
 
@@ -263,12 +279,13 @@ static int launch_tile_sums(const Op &op, int64_t rows, int64_t n, int64_t parts
     return OK;
 }
 
-template <class T> static int launch_part_sums(T *out, const float *partial, int64_t parts, int64_t n, mk_stream) {
+template <class To>
+static int launch_part_sums(const To &to, const float *partial, int64_t parts, int64_t n, mk_stream) {
 #pragma omp parallel for schedule(static) if (parts * n > HOST_GRAIN)
     for (int64_t c = 0; c < n; ++c) {
         float sum = 0;
         for (int64_t p = 0; p < parts; ++p) sum += partial[p * n + c];
-        out[c] = Rounded<T>::of(sum);
+        to.put(c, sum);
     }
     return OK;
 }

@@ -3,14 +3,15 @@
 #include "api.h"
 #include "row_sums.h"
 
-// y = (x - mean) * rstd * (weight + plus) + bias, RMS without mean and bias. With a residual, x is the rounded sum of x
-// and residual, so that the backward pass, which has only the rounded sum, has the same input.
+// y = (x - mean) * rstd * (weight + plus) + bias, RMS without mean and bias. With a residual, x is the rounded sum of x,
+// shift (the bias of the layer before, if there is one) and residual, so that the backward pass, which has only the
+// rounded sum, has the same input.
 template <class T, bool RMS> struct Norm {
     static constexpr int WAVES = 4, HOLDS = 3;  // x, the residual, and the result
     // narrow: 2 (mean and rstd of a row)
     T *y, *sum;
     float *mean, *rstd;
-    const T *x, *residual, *weight, *bias;
+    const T *x, *shift, *residual, *weight, *bias;
     int n;
     float eps, plus;
 
@@ -25,6 +26,10 @@ template <class T, bool RMS> struct Norm {
             PACKS(i, g, n) {
                 a.get(i, u);
                 b.get(i, v);
+                if (shift) {
+                    load<G>(shift + g.column(i), w);
+                    EACH(k) u[k] += w[k];
+                }
                 EACH(k) u[k] += v[k];
                 held.write(g, i, sum + at, u);
             }
@@ -88,9 +93,9 @@ template <class T, bool RMS> struct Norm {
 
 // With h = (x - mean) * rstd and g = dy * (weight + plus):
 // dx = rstd * (g - mean of g - h * mean of g * h) + dsum, where RMS has no mean of g; dweight = sum of dy * h over the
-// rows, dbias = sum of dy.
-template <class T, bool RMS> struct NormBackward {
-    static constexpr int WAVES = 4, SUMS = RMS ? 1 : 2;
+// rows, dbias = sum of dy, and with SHIFT dshift = sum of dx, taken before dx is rounded.
+template <class T, bool RMS, bool SHIFT> struct NormBackward {
+    static constexpr int WAVES = 4, SUMS = (RMS ? 1 : 2) + (SHIFT ? 1 : 0);
     // narrow: 2 (mean and rstd of a row)
     T *dx;
     const T *dy, *dsum, *x, *weight;
@@ -138,16 +143,17 @@ template <class T, bool RMS> struct NormBackward {
                 load<G>(dsum + at + c, v);
                 EACH(k) u[k] += v[k];
             }
+            if (SHIFT) sums.add(SUMS - 1, i, u);
             store<G>(dx + at + c, u);
         }
     }
 };
 
-// Only the sums, for rows whose sums are not held.
-template <class T, bool RMS> struct NormColumns {
-    static constexpr int WAVES = 8, SUMS = RMS ? 1 : 2;
+// Only the sums, for rows whose sums are not held; that of dx from its rounded elements.
+template <class T, bool RMS, bool SHIFT> struct NormColumns {
+    static constexpr int WAVES = 8, SUMS = NormBackward<T, RMS, SHIFT>::SUMS;
     // narrow: 2 (mean and rstd of a row)
-    const T *dy, *x;
+    const T *dx, *dy, *x;
     const float *mean, *rstd;
     int n;
 
@@ -158,39 +164,48 @@ template <class T, bool RMS> struct NormColumns {
         const float mu = RMS ? 0.0f : mean[row], scale = rstd[row];
         EACH(k) {
             sums[0][k] += u[k] * ((v[k] - mu) * scale);
-            if (!RMS) sums[SUMS - 1][k] += u[k];
+            if (!RMS) sums[1 % SUMS][k] += u[k];
+        }
+        if (SHIFT) {
+            load<G>(dx + row * n + c, v);
+            EACH(k) sums[SUMS - 1][k] += v[k];
         }
     }
 };
 
-template <class T, bool RMS>
-static int backward(const NormBackward<T, RMS> &op, float *parameters, float *partial, int64_t rows, int64_t n,
-                    int64_t parts, mk_stream stream) {
-    const NormColumns<T, RMS> columns{op.dy, op.x, op.mean, op.rstd, (int)n};
+template <class T, bool RMS, bool SHIFT>
+static int backward(const NormBackward<T, RMS, SHIFT> &op, const SumsTo &to, float *partial, int64_t rows, int64_t parts,
+                    mk_stream stream) {
+    const NormColumns<T, RMS, SHIFT> columns{op.dx, op.dy, op.x, op.mean, op.rstd, (int)to.n};
     const bool wide = aligned(op.dx, op.dy, op.dsum, op.x, op.weight, partial);
-    const int code = launch_row_sums<T>(op, columns, rows, n, parts, partial, wide, stream);
-    return code ? code : launch_part_sums<float>(parameters, partial, parts, op.SUMS * n, stream);
+    const int code = launch_row_sums<T>(op, columns, rows, to.n, parts, partial, wide, stream);
+    return code ? code : launch_part_sums(to, partial, parts, op.SUMS * to.n, stream);
 }
 
-// residual (with sum), bias may be null; of an RMS norm also mean. plus is added to the weight. mean, rstd [rows].
-MK_API mk_norm(int type, void *y, void *sum, float *mean, float *rstd, const void *x, const void *residual,
-               const void *weight, const void *bias, int64_t rows, int64_t n, float eps, float plus, int rms,
-               void *stream) {
+// residual (with sum), shift, bias may be null. plus is added to the weight. statistics: of each row rstd, and behind
+// these, unless RMS, the means.
+MK_API mk_norm(int type, void *y, void *sum, float *statistics, const void *x, const void *shift,
+               const void *residual, const void *weight, const void *bias, int64_t rows, int64_t n, float eps, float plus,
+               int rms, void *stream) {
 #define NORM(RMS)                                                                                                  \
-    launch_rows<T>(Norm<T, RMS>{(T *)y, (T *)sum, mean, rstd, (const T *)x, (const T *)residual,                   \
-                                (const T *)weight, (const T *)bias, (int)n, eps, plus},                            \
-                   rows, n, aligned(y, sum, x, residual, weight, bias), (mk_stream)stream)
+    launch_rows<T>(Norm<T, RMS>{(T *)y, (T *)sum, statistics + rows, statistics, (const T *)x, (const T *)shift,   \
+                                (const T *)residual, (const T *)weight, (const T *)bias, (int)n, eps, plus},       \
+                   rows, n, aligned(y, sum, x, shift, residual, weight, bias), (mk_stream)stream)
     FOR_TYPE(type, rms ? NORM(true) : NORM(false));
 }
 
-// parameters, fp32 [1 or 2, n]: the gradients of weight and, unless RMS, bias; partial, workspace [parts, 1 or 2, n].
-// x: the input of the norm. dsum, its gradient from other uses, may be null.
-MK_API mk_norm_backward(int type, void *dx, void *parameters, float *partial, const void *dy, const void *dsum,
-                        const void *x, const void *weight, const float *mean, const float *rstd, int64_t rows,
-                        int64_t n, int64_t parts, float plus, int rms, void *stream) {
-#define BACKWARD(RMS)                                                                                              \
-    backward(NormBackward<T, RMS>{(T *)dx, (const T *)dy, (const T *)dsum, (const T *)x, (const T *)weight, mean,  \
-                                  rstd, 1.0f / n, plus},                                                           \
-             (float *)parameters, partial, rows, n, parts, (mk_stream)stream)
-    FOR_TYPE(type, rms ? BACKWARD(true) : BACKWARD(false));
+// dweight, dbias (null for RMS), dshift (null: none is computed), fp32 [n]: the gradients of weight, bias and shift.
+// partial, workspace [parts, number of these, n]. adds: bit i, those of weight, bias and shift, if the gradient is added
+// to what the array has. x: the input of the norm. dsum, its gradient from other uses, may be null.
+MK_API mk_norm_backward(int type, void *dx, float *dweight, float *dbias, float *dshift, float *partial, const void *dy,
+                        const void *dsum, const void *x, const void *weight, const float *statistics, int64_t rows,
+                        int64_t n, int64_t parts, float plus, int rms, int adds, void *stream) {
+    const SumsTo to = rms ? SumsTo{dweight, dshift, nullptr, n, (adds & 1) | (adds >> 1 & 2)}
+                          : SumsTo{dweight, dbias, dshift, n, adds};
+#define BACKWARD(RMS, SHIFT)                                                                                       \
+    backward(NormBackward<T, RMS, SHIFT>{(T *)dx, (const T *)dy, (const T *)dsum, (const T *)x, (const T *)weight, \
+                                         statistics + rows, statistics, 1.0f / n, plus},                           \
+             to, partial, rows, parts, (mk_stream)stream)
+    FOR_TYPE(type, rms ? (dshift ? BACKWARD(true, true) : BACKWARD(true, false))
+                       : (dshift ? BACKWARD(false, true) : BACKWARD(false, false)));
 }

@@ -10,6 +10,7 @@ template <class T> struct Rotary {
     const T *x;
     const float *cos, *sin;
     int64_t by_position, by_sample, by_head;  // strides of x, in elements
+    int64_t to_position, to_sample, to_head;  // of y
     int64_t rows;
     int samples, heads, half, d;
     bool shared;  // one table for all samples
@@ -22,7 +23,7 @@ template <class T> struct Rotary {
         const int64_t token = over(row, heads), position = over(token, samples);
         const int64_t head = row - token * heads, sample = token - position * samples;
         const T *const from = x + position * by_position + sample * by_sample + head * by_head;
-        T *const to = y + row * d;
+        T *const to = y + position * to_position + sample * to_sample + head * to_head;
         if (c >= half) {
             typedef Pack<T, G::V> P;
             *reinterpret_cast<P *>(to + half + c) = *reinterpret_cast<const P *>(from + half + c);
@@ -72,17 +73,19 @@ template <class... N> static int common_pack(N... sizes) {
     return (int)(bits & -bits);
 }
 
-// x [s, samples, heads, d] with strides for all but the last dimension; y contiguous; cos and sin fp32
-// [s, 1 or samples, half], contiguous; 2 half <= d.
+// x and y [s, samples, heads, d] with strides for all but the last dimension; cos and sin fp32 [s, 1 or samples, half],
+// contiguous; 2 half <= d.
 MK_API mk_rotary(int type, void *y, const void *x, const void *cos, const void *sin, int64_t s, int64_t samples,
                  int64_t heads, int64_t d, int64_t half, int64_t by_position, int64_t by_sample, int64_t by_head,
-                 int shared, float sign, void *stream) {
+                 int64_t to_position, int64_t to_sample, int64_t to_head, int shared, float sign, void *stream) {
     const int64_t rows = s * samples * heads;
     if (rows == 0 || d == 0) return OK;
     const int packing =
-        aligned(y, x, cos, sin) ? common_pack(half, d - 2 * half, by_position, by_sample, by_head) : 1;
+        aligned(y, x, cos, sin) ? common_pack(half, d - 2 * half, by_position, by_sample, by_head, to_position, to_sample,
+                                              to_head)
+                                : 1;
     FOR_TYPE(type, launch_rotary<T>(Rotary<T>{(T *)y, (const T *)x, (const float *)cos, (const float *)sin, by_position,
-                                              by_sample, by_head, rows, (int)samples, (int)heads, (int)half, (int)d,
-                                              shared != 0, sign},
+                                              by_sample, by_head, to_position, to_sample, to_head, rows, (int)samples,
+                                              (int)heads, (int)half, (int)d, shared != 0, sign},
                                     packing, (mk_stream)stream));
 }

@@ -102,7 +102,9 @@ static int launch_row_sums(const Op &op, const Columns &columns, int64_t rows, i
         if (packs <= 256) return row_sums_held<256, 1, T>(op, rows, n, parts, partial, stream);
         if (packs <= 512) return row_sums_held<256, 2, T>(op, rows, n, parts, partial, stream);
         if (packs <= 1024) return row_sums_held<512, 2, T>(op, rows, n, parts, partial, stream);
-        if (packs <= 2048) return row_sums_held<WIDE, 2048 / WIDE, T>(op, rows, n, parts, partial, stream);
+        if constexpr (Op::SUMS < 3 || W == 64) {
+            if (packs <= 2048) return row_sums_held<WIDE, 2048 / WIDE, T>(op, rows, n, parts, partial, stream);
+        }
         if constexpr (FOUR && W == 64) {
             if (packs <= 4096) return row_sums_held<1024, 4, T>(op, rows, n, parts, partial, stream);
         }

@@ -15,12 +15,15 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "kernels"
+NODES = SOURCES.with_name("nodes")
 LIBRARIES = Path(__file__).resolve().parent / "lib"
 TARGETS = ("host", "hip", "cuda")
 DEFAULT_ARCHS = {"hip": ("gfx90a", "gfx942", "gfx950"), "cuda": ("sm_90",)}
@@ -290,6 +293,64 @@ def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
     )
 
 
+# ---- the nodes of autograd's graph -----------------------------------------------------------------
+
+
+def nodes_name(torch_version: str) -> str:
+    """Return the file name of csrc/nodes/ for this Python and a version of torch."""
+    return f"_nodes-torch-{torch_version}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def nodes_hash(kernels: Path = SOURCES, nodes: Path = NODES) -> str:
+    """Return a hash of the nodes' sources and of the kernels that they call; "" without any."""
+    return f"{source_hash(kernels)}-{source_hash(nodes)}" if source_hash(nodes) else ""
+
+
+def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path, bool]:
+    """Compile csrc/nodes/ for this Python's torch; return its path, and whether it was made now.
+
+    Raises BuildError, also where this Python has no torch or no headers.
+    """
+    tool = compiler("host")
+    if tool is None:
+        raise BuildError(no_compiler("host"))
+    # In a process of its own: this one must not import torch for the rest of its life.
+    asked = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
+    if asked.returncode:
+        raise BuildError(f"{sys.executable} cannot import torch, which the nodes are part of")
+    version, abi, libraries, *includes = asked.stdout.split("\n")[:-1]
+    path = folder.resolve() / nodes_name(version)
+    digest = nodes_hash()
+    if not force and path.is_file() and digest.encode() + b"\0" in path.read_bytes():
+        return path, False
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
+    searched = [f"-isystem{each}" for each in (*includes, sysconfig.get_path("include"))]
+    defined = [f'-DMK_NODES="{digest}"', f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+    # torch's own headers are C++20 since 2.14.
+    flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-shared", "-Wall", "-Wextra"]
+    # Found by their names, since torch has loaded them before.
+    linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+    command = [tool, *flags, *defined, *searched, "nodes.cpp", "-o", str(partial), *linked]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=NODES)
+        if done.returncode:
+            cause = "\n".join(done.stderr.splitlines()[:_CAUSE_LINES])
+            raise BuildError(f"{' '.join(command)}\n{cause}")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path, True
+
+
+_TORCH = """
+import torch
+from torch.utils.cpp_extension import TORCH_LIB_PATH, include_paths
+abi = int(torch.compiled_with_cxx11_abi())
+print(torch.__version__, abi, TORCH_LIB_PATH, *include_paths(), sep="\\n")
+"""
+
+
 # ---- the command and the installation ------------------------------------------------------------
 
 
@@ -352,6 +413,21 @@ def make(
     return made
 
 
+def make_nodes(
+    folder: Path = LIBRARIES, *, force: bool = False, say: Callable[[str], None] = print
+) -> list[Path]:
+    """Build the nodes, or report why not: the same is then done in Python, which takes longer."""
+    start = time.monotonic()
+    try:
+        path, made = build_nodes(folder, force=force)
+    except (BuildError, OSError) as error:
+        say(f"nodes: not built, calls of kernels take the host twice as long: {error}")
+        return []
+    took = f"{time.monotonic() - start:.1f} s" if made else "up to date"
+    say(f"nodes: {took}, {path}")
+    return [path]
+
+
 def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) -> None:
     """Build the kernels of an installation.
 
@@ -373,8 +449,11 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
                 "operators are used instead; to try again: python setup.py build_kernels "
                 f"--target {target}"
             )
+    if made:
+        made += make_nodes(folder, say=say)
     if alone:
-        for path in set(folder.glob("libmegatron-*.so")) - set(made):
+        built = (*folder.glob("libmegatron-*.so"), *folder.glob("_nodes-*.so"))
+        for path in set(built) - set(made):
             path.unlink()
 
 

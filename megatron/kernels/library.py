@@ -16,10 +16,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.machinery
+import importlib.util
 import os
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from megatron.kernels.build import (
     LIBRARIES,
     host_archs,
     library_name,
+    nodes_hash,
+    nodes_name,
     source_hash,
     without_kernels,
 )
@@ -63,6 +67,9 @@ class Found:
     reason        why there is none; "" if there is one
     handle        the loaded library; None if there is none
     sources       hash of the sources it was built from
+    functions     its functions that were called, by name
+    nodes         the extension that calls them as nodes of autograd's graph (csrc/nodes); None if
+                  Python does
     """
 
     path: Path | None = None
@@ -71,6 +78,8 @@ class Found:
     reason: str = ""
     handle: Any = None
     sources: str = ""
+    functions: dict[str, Any] = field(default_factory=dict, compare=False)
+    nodes: Any = field(default=None, compare=False)
 
     @property
     def build(self) -> str:
@@ -81,7 +90,8 @@ class Found:
     def line(self) -> str:
         """Return one line for the log."""
         if self.handle is not None:
-            return f"fused kernels: {self.target} {self.arch} ({self.path})"
+            called = "" if self.nodes is not None else f"; called from Python, {why_no_nodes()}"
+            return f"fused kernels: {self.target} {self.arch} ({self.path}){called}"
         return f"fused kernels: none, {self.reason}; instead: torch's own operators"
 
 
@@ -118,8 +128,20 @@ def available(device: torch.device) -> bool:
     return find(device.type).handle is not None
 
 
-forget = find.cache_clear
-"""Search again on next use: for tests, and after a build in the same process."""
+def _of(x: Tensor) -> Found:
+    """Return the library for the device of a tensor, without making an object of the device."""
+    return find("cpu" if x.is_cpu else x.device.type)
+
+
+def forget() -> None:
+    """Search again on next use: for tests, and after a build in the same process."""
+    global _nodes
+    find.cache_clear()
+    _load_nodes.cache_clear()
+    if _nodes is not None:
+        for device_type in ("cpu", "cuda"):
+            _nodes.bind(device_type, {})
+    _nodes = None
 
 
 def fingerprint(device_type: str) -> int:
@@ -208,7 +230,79 @@ def _load(path: Path, target: str | None) -> Found:
     if problem:
         where = torch.cuda.get_device_name()
         return Found(reason=f"{path.name} does not run on {where} ({problem})")
-    return Found(path, built_for, arch, "", handle, sources)
+    device_type = "cuda" if target in ("hip", "cuda") else "cpu"
+    nodes = _bound_nodes(device_type, handle, sources)
+    return Found(path, built_for, arch, "", handle, sources, nodes=nodes)
+
+
+# -- nodes of autograd's graph ---------------------------------------------------------------------
+
+_nodes: Any = None
+"""The extension that calls kernels as nodes, once it has those of a device."""
+
+_CALLED_BY_NODES = (
+    "mk_error",
+    "mk_norm",
+    "mk_norm_backward",
+    "mk_bias_activation",
+    "mk_bias_activation_backward",
+    "mk_bias_dropout_add",
+    "mk_bias_dropout_add_backward",
+    "mk_rotary",
+)
+
+
+@functools.cache
+def _load_nodes() -> tuple[Any, str]:
+    """Return the extension of csrc/nodes for this torch, or None and the reason."""
+    path = LIBRARIES / nodes_name(torch.__version__)
+    how = "python setup.py build_kernels"
+    if not path.is_file():
+        return None, f"there is no {path.name}: {how}"
+    try:
+        if (missing := _missing_bytes(path)) > 0:
+            return None, f"{path.name} is cut off, {missing} bytes are missing: {how}"
+        loader = importlib.machinery.ExtensionFileLoader("megatron.kernels._nodes", str(path))
+        spec = importlib.util.spec_from_loader(loader.name, loader)
+        assert spec is not None, "a loader that exists"
+        nodes = importlib.util.module_from_spec(spec)
+        loader.exec_module(nodes)
+    except (ImportError, OSError, struct.error) as error:
+        return None, f"{path.name} cannot be loaded ({_short(error)}): {how}"
+    if nodes_hash() not in ("", nodes.sources):
+        return None, f"{path.name} was built from other sources: {how}"
+    nodes.set_up(KernelError, getattr(torch._C, "_cuda_getCurrentRawStream", None))
+    return nodes, ""
+
+
+def why_no_nodes() -> str:
+    """Return why Python calls the kernels, which takes the host longer; "" if nodes do."""
+    return _load_nodes()[1]
+
+
+def _bound_nodes(device_type: str, handle: Any, sources: str) -> Any:
+    """Give the nodes the kernels of a kind of device; None if they cannot call these."""
+    global _nodes
+    nodes, _ = _load_nodes()
+    if nodes is None:
+        return None
+    # A library may be of some kernels alone.
+    functions = [(name, f) for name in _CALLED_BY_NODES if (f := getattr(handle, name, None))]
+    if nodes.sources.partition("-")[0] != sources or len(functions) < len(_CALLED_BY_NODES):
+        nodes.bind(device_type, {})
+        return None
+    addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions}
+    nodes.bind(device_type, addresses)
+    _nodes = nodes
+    return nodes
+
+
+def nodes_for(x: Tensor) -> Any:
+    """Return the nodes for a call with x; None where the general way must be taken.
+
+    A node returns NotImplemented for a device of whose kernels it was given none.
+    """
+    return None if _nodes is None or torch.compiler.is_compiling() or not x.dim() else _nodes
 
 
 def _missing_bytes(path: Path) -> int:
@@ -268,15 +362,16 @@ def _short(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-@dataclass(frozen=True)
 class Function:
     """A C function: its name and its argument types between the element type and the stream.
 
     Letters: p pointer, i int32, l int64, u uint64, w uint32, f float, d double.
     """
 
-    name: str
-    arguments: str
+    def __init__(self, name: str, arguments: str) -> None:
+        self.name, self.arguments = name, arguments
+        # All pointers are among these; the others need no look.
+        self._first, self._end = arguments.index("p"), arguments.rindex("p") + 1
 
     def __call__(self, like: Tensor, *arguments: Any, type_of: Tensor | None = None) -> None:
         """Run on the device and current stream of `like`.
@@ -284,8 +379,31 @@ class Function:
         The element type is that of `type_of` (or of `like`). Tensors are passed as their addresses.
         Raises KernelError if the launch fails.
         """
-        device = like.device
-        found = find(device.type)
+        found = _of(like)
+        try:
+            function = found.functions[self.name]
+        except KeyError:
+            function = self._load(found)
+        first, end = self._first, self._end
+        values = (
+            TYPES[(like if type_of is None else type_of).dtype],
+            *arguments[:first],
+            *[x.data_ptr() if isinstance(x, Tensor) else x for x in arguments[first:end]],
+            *arguments[end:],
+        )
+        if like.is_cpu:
+            code = function(*values, None)
+        elif (index := like.get_device()) == torch._C._cuda_getDevice():
+            code = function(*values, torch._C._cuda_getCurrentRawStream(index))
+        else:
+            with torch.cuda.device(index):
+                code = function(*values, torch._C._cuda_getCurrentRawStream(index))
+        if code:
+            message = found.handle.mk_error(code).decode()
+            raise KernelError(f"{self.name} on {like.device}: {message} (code {code})")
+
+    def _load(self, found: Found) -> Any:
+        """Return the function of a library, and keep it for the next call."""
         if found.handle is None:
             raise KernelError(f"{self.name}: {found.line}")
         function = getattr(found.handle, self.name, None)
@@ -293,21 +411,10 @@ class Function:
             raise KernelError(
                 f"{self.name} is not in {found.path}: it was built from other sources"
             )
-        if function.argtypes is None:  # the first call
-            letters = (_C_TYPES[letter] for letter in self.arguments)
-            function.argtypes = [ctypes.c_int, *letters, ctypes.c_void_p]
-        values = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-        values.insert(0, TYPES[(like if type_of is None else type_of).dtype])
-        if device.type == "cpu":
-            code = function(*values, None)
-        elif device.index == torch._C._cuda_getDevice():
-            code = function(*values, torch._C._cuda_getCurrentRawStream(device.index))
-        else:
-            with torch.cuda.device(device.index):
-                code = function(*values, torch._C._cuda_getCurrentRawStream(device.index))
-        if code:
-            message = found.handle.mk_error(code).decode()
-            raise KernelError(f"{self.name} on {device}: {message} (code {code})")
+        letters = (_C_TYPES[letter] for letter in self.arguments)
+        function.argtypes = [ctypes.c_int, *letters, ctypes.c_void_p]
+        found.functions[self.name] = function
+        return function
 
 
 _LIBRARY = torch.library.Library("megatron", "DEF")
@@ -325,6 +432,7 @@ def operator(
     check: Callable[..., None] | None = None,
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    hidden: int = 0,
     work: str | Callable[..., Computation] = "copy",
 ) -> Any:
     """Define `megatron::<schema>` and return it, ready to call.
@@ -339,6 +447,8 @@ def operator(
     save       (ctx, inputs, output): keeps what the backward pass needs
     backward   (ctx, *gradients): one gradient or None for each input; a second derivative is an
                error, since torch would treat the gradients as constants
+    hidden     how many of the results, the last ones, are for the backward pass alone: a call does
+               not return them
     work       the kind of a memory-bound kernel that reads its inputs and writes its results once
                (work.Memory), or (inputs) -> its work if that is not enough
     """
@@ -349,9 +459,9 @@ def operator(
             check(name, *inputs)
         first = inputs[0]
         if isinstance(first, Tensor):
-            compiled = available(first.device) and first.numel() > 0
+            compiled = _of(first).handle is not None and first.numel() > 0
         else:
-            compiled = available(first[0].device)
+            compiled = _of(first[0]).handle is not None
         if not compiled:
             return reference(*inputs)
         if shapes is None:
@@ -360,14 +470,20 @@ def operator(
         kernel(results, *inputs)
         return results
 
+    def visible(results: Any) -> Any:
+        """Return the results of a call."""
+        if not hidden:
+            return results
+        return results[0] if len(results) == hidden + 1 else results[:-hidden]
+
     WORK[name] = work
     _LIBRARY.define(schema)
-    differentiable: Any = None
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"megatron::{name}", shapes or (lambda *_: None), lib=_LIBRARY)
-    if backward is not None:
-        differentiate = backward
+    differentiable: Any = None
+    if backward is not None and save is not None:
+        keep, differentiate = save, backward
 
         def once(ctx: Any, *gradients: Any) -> Any:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
@@ -377,50 +493,50 @@ def operator(
                 )
             return differentiate(ctx, *gradients)
 
-        torch.library.register_autograd(f"megatron::{name}", once, setup_context=save, lib=_LIBRARY)
-        if save is not None:
-            differentiable = _function(name, run, save, once)
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            results = run(*inputs)
+            keep(ctx, inputs, results)
+            return visible(results)
+
+        def keep_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            """Keep the same where torch's dispatcher differentiates, and returns all results."""
+            keep(ctx, inputs, output)
+            if hidden:
+                ctx.mark_non_differentiable(*output[-hidden:])
+
+        def backward_of_all(ctx: Any, *gradients: Any) -> Any:
+            return once(ctx, *(gradients[:-hidden] if hidden else gradients))
+
+        torch.library.register_autograd(
+            f"megatron::{name}", backward_of_all, setup_context=keep_all, lib=_LIBRARY
+        )
+        passes = {"forward": staticmethod(forward), "backward": staticmethod(once)}
+        function: Any = type(f"megatron::{name}", (torch.autograd.Function,), passes)
+        differentiable = function.apply
     registered = getattr(torch.ops.megatron, name).default
-    if shapes is None:  # writes to its inputs: autograd has to know
-        return registered
+    writes = shapes is None  # to its inputs: autograd has to know, where it records
 
     def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _ordinary(inputs[0]):
-            return registered(*inputs)
-        if torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in inputs
-        ):
-            return registered(*inputs) if differentiable is None else differentiable(*inputs)
-        return run(*inputs)
+        records = torch.is_grad_enabled()
+        if (records and writes) or not _ordinary(inputs[0]):
+            return visible(registered(*inputs))
+        if records and differentiable is not None:
+            return differentiable(*inputs)
+        return visible(run(*inputs))
 
     return call
 
 
-def _function(
-    name: str, run: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return the operator as a function of autograd's, without torch's dispatcher."""
-
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = run(*inputs)
-        save(ctx, inputs, output)
-        return output
-
-    passes = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function: Any = type(f"megatron::{name}", (torch.autograd.Function,), passes)
-    apply: Callable[..., Any] = function.apply
-    return apply
-
-
 def _ordinary(x: Any) -> bool:
     """Return whether nothing but the operator's kernel has to see a call: no tracer or profiler."""
-    return (
-        (type(x) is Tensor or type(x) is torch.nn.Parameter)
-        and x.device.type in ("cpu", "cuda")
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.autograd._profiler_enabled()
+    return not (
+        torch.compiler.is_compiling()
+        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
+        or not (x.is_cpu or x.is_cuda)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
     )
 
 
@@ -533,17 +649,26 @@ def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor
     """Return how many parts the rows of `like` are divided into, and memory for their sums.
 
     The memory is fp32 [parts, sums, n]. Each part's sums are added up afterwards, as for the
-    gradient of a bias. The number of parts depends on the shape and the kind of device alone, not
-    on threads or compute units, so that results are reproducible.
+    gradient of a bias.
 
     sums    how many sums each column has
     wanted  if false, there is nothing to sum: (0, None)
     """
     if not wanted:
         return 0, None
-    columns = like.shape[-1]
-    # blocks of 64 lanes of 16 bytes side by side
-    across = -(-columns * like.element_size() // (16 * 64))
-    most = HOST_PARTS if like.device.type == "cpu" else max(1, _BLOCKS // across)
-    parts = max(1, min(most, -(-like.numel() // columns // PART_ROWS)))
+    columns, count = like.shape[-1], like.numel()
+    parts = count_parts(count, columns, like.element_size(), like.is_cpu)
     return parts, torch.empty(parts, sums, columns, dtype=torch.float32, device=like.device)
+
+
+@functools.lru_cache(1024)
+def count_parts(count: int, columns: int, element_size: int, on_cpu: bool) -> int:
+    """Return how many parts the rows of `count` elements are divided into for their sums.
+
+    It depends on the shape and the kind of device alone, not on threads or compute units, so that
+    results are reproducible.
+    """
+    # blocks of 64 lanes of 16 bytes side by side
+    across = -(-columns * element_size // (16 * 64))
+    most = HOST_PARTS if on_cpu else max(1, _BLOCKS // across)
+    return max(1, min(most, -(-count // columns // PART_ROWS)))

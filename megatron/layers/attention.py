@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels import choose
 from megatron.kernels.choose import Fusions
+from megatron.kernels.library import nodes_for
 from megatron.kernels.ops import attention as kernel
 from megatron.kernels.ops.attention import NO_WINDOW, causal_softmax, hidden_keys, masked_softmax
 from megatron.kernels.ops.elementwise import keyed_dropout, soft_cap, wider
@@ -151,7 +152,7 @@ def _one_sample(x: Tensor) -> Tensor:
     them; with several samples, some write [b, s, heads, d], and most copy output and gradient into
     it before their backward pass (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
-    return x.flatten(1, 2).unsqueeze(0)
+    return x.transpose(0, 1) if x.shape[1] == 1 else x.flatten(1, 2).unsqueeze(0)
 
 
 def _by_bounds(
@@ -579,27 +580,39 @@ class SelfAttention(torch.nn.Module):
         """Compute attention within x; `again` recomputes x."""
         mixed = self.query_key_value(x, again)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
-        mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
         plain = self.rotary is None and self.q_layernorm is None and call.cache is None
-        whole = plain and self.core.attention == "blocked" and self.core.parts is None
-        out = self.core(call, *((mixed,) if whole else self._apart(mixed, call)))
+        if plain and self.core.attention == "blocked" and self.core.parts is None:
+            whole = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
+            out = self.core(call, whole)
+        else:
+            out = self.core(call, *self._apart(mixed, call))
         result: tuple[Tensor, Tensor | None] = self.dense(out.reshape(s, b, -1))
         return result
 
-    def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
+    def _apart(self, mixed: Tensor, call: CallContext) -> Any:
         """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection.
 
         Queries and keys are normalized and rotated; their positions determine the angles.
         """
         s, b = mixed.shape[:2]
+        angles = None
+        if self.rotary is not None:
+            angles = self.rotary.angles(s, call.position_ids, mixed.device, self.core.parts)
+        nodes, fused = nodes_for(mixed), self.rotary is None or self.rotary.fused
+        if nodes is not None and fused and self.q_layernorm is None:
+            # One node, whose gradient is written where it belongs in that of the projection.
+            sizes = self.groups, self.queries, self.head_dim
+            heads = nodes.split_heads(mixed, *sizes, *(angles or (None, None)))
+            if heads is not NotImplemented:
+                return heads
+        mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
         # The gradient of split is one concatenation; those of slices would each be as large as the
         # whole.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)
         k, v = k.squeeze(3), v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q, k = self._normed(self.q_layernorm, q), self._normed(self.k_layernorm, k)
-        if self.rotary is not None:
-            angles = self.rotary.angles(s, call.position_ids, mixed.device, self.core.parts)
+        if self.rotary is not None and angles is not None:
             return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v
         return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v
 

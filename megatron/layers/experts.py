@@ -603,7 +603,7 @@ class ExpertMLP(torch.nn.Module):
         numbers, trips = self._numbers(experts, call), list[Trip]()
         # The device has something to do while the host waits for the numbers.
         shared = None if self.hops and self.overlap else self._shared(x)
-        each, at = len(self.dense_h_to_4h.weight) * self.group.size, 0
+        each, at = self.dense_h_to_4h.weight.shape[0] * self.group.size, 0
         for hop in self.hops:
             each //= hop.size
             trips.append(Trip(choices[1], each, hop, self.operators, numbers, at))
@@ -638,7 +638,7 @@ class ExpertMLP(torch.nn.Module):
 
     def _numbers(self, experts: Tensor, call: CallContext) -> Numbers:
         """Return what reads the numbers of rows; a recomputation has those of the first pass."""
-        layer, each = self.router.layer, len(self.dense_h_to_4h.weight)
+        layer, each = self.router.layer, self.dense_h_to_4h.weight.shape[0]
         if not within_backward() or layer not in call.numbers:
             call.numbers[layer] = HostCopy(exchange_numbers(experts, self.hops, each))
         return partial(read_numbers, call.numbers[layer], experts.shape, self.hops, each)
@@ -650,7 +650,7 @@ class ExpertMLP(torch.nn.Module):
 
         dropless  whether each choice is of one of these experts, so that the host need not wait
         """
-        order, places, ends = sorted_choices(experts, len(self.dense_h_to_4h.weight))
+        order, places, ends = sorted_choices(experts, self.dense_h_to_4h.weight.shape[0])
         counts = RowCounts(ends, sizes)
         if not dropless:
             order = order[: sum(sizes())]

@@ -29,10 +29,12 @@ import torch
 from torch import Tensor
 
 from megatron.errors import KernelError
+from megatron.kernels.library import nodes_for
+from megatron.kernels.ops.elementwise import bias_gradient, bias_parts
 from megatron.kernels.work import recomputed
 from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
-from megatron.parallel.sharding import Rows, deliver, left_to_autograd, sink_of
+from megatron.parallel.sharding import Rows, deliver, sink_of
 
 LEAST_TOKENS = 256
 """Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs,
@@ -217,9 +219,9 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
+        ctx.again = again
         if again is None:
             ctx.save_for_backward(x)
-        ctx.again = again
         # Not saved through autograd: recomputation would return a detached copy, and a deferred
         # gradient must reach the parameter itself.
         ctx.weights, ctx.bias = weights, bias
@@ -257,8 +259,7 @@ class _Linear(torch.autograd.Function):
         dx, dw = (_Linear._column if ctx.column else _Linear._row)(ctx, x, dy)
         db = None
         if ctx.needs_input_grad[4]:
-            wide = torch.promote_types(dy.dtype, torch.float32)
-            db = left_to_autograd(ctx.bias, dy.flatten(0, -2).sum(0, dtype=wide))
+            db = bias_gradient(ctx.bias, dy, ctx.context.fusions.bias_dropout)
         return dx, None, None, None, db, *(dw or [None] * len(ctx.weights))
 
     @staticmethod
@@ -327,14 +328,22 @@ def _linear(
     again: Again,
     weights: Weights,
     bias: Tensor | None = None,
-) -> Tensor:
+) -> Any:
     """Return y of _Linear. A node of autograd costs half as long as a token's other operators."""
     if not torch.is_grad_enabled():
         return _Linear.compute(x, column, context, weights, bias)
-    y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+    nodes = nodes_for(x)
+    if nodes is not None and context.tensor.size == 1 and again is None and len(weights) == 1:
+        # without messages
+        parts = 0
+        if bias is not None and context.fusions.bias_dropout:
+            parts = bias_parts(x.numel() // x.shape[-1], bias)
+        y = nodes.linear(x, weights[0], bias, context.weight_gradients, parts)
+        if y is not NotImplemented:
+            return y
+    return _Linear.apply(  # type: ignore[no-untyped-call]
         x, column, context, again, bias, *weights
     )
-    return y
 
 
 def column_parallel_matmul(
@@ -348,7 +357,8 @@ def column_parallel_matmul(
 
     The bias [out/tp] is added in the product.
     """
-    return _linear(x, True, context, again, weights, bias)
+    y: Tensor = _linear(x, True, context, again, weights, bias)
+    return y
 
 
 class ColumnParallelLinear(torch.nn.Module):

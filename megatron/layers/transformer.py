@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megatron.kernels.choose import attention_wishes, choose_attention
 from megatron.kernels.ops import elementwise
 from megatron.kernels.ops.elementwise import activate, bias_activation, wider
-from megatron.kernels.ops.norm import norm
+from megatron.kernels.ops.norm import add_norm, norm
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import (
     CallContext,
@@ -73,27 +73,35 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is not None:
-            weight, bias = wide(self.weight), None if self.bias is None else wide(self.bias)
+            weight, bias = self._gains()
             result: Tensor = _NormOverRanks.apply(  # type: ignore[no-untyped-call]
                 x, weight, bias, self.epsilon, float(self.one_plus), self.group
             )
             return result.to(self.weight.dtype)
         if self.fused and x.dtype == self.weight.dtype:
-            return self._by_kernel(x, None)[0]
+            weight, bias = self._gains()
+            return norm(x, weight, bias, self.epsilon, self.one_plus, self.rms)
         if self.apex is not None and x.dtype == self.weight.dtype:
             return self._by_apex(x)
         return self._by_torch(x)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + residual), x + residual); one pass with the kernel."""
-        if self.fused and x.dtype == residual.dtype == self.weight.dtype:
-            return self._by_kernel(x, residual)
-        total = residual + x
-        return self(total), total
+    def fuses(self, x: Tensor, residual: Tensor) -> bool:
+        """Return whether the kernel adds x and the residual in its pass, by `add`."""
+        return self.fused and x.dtype == residual.dtype == self.weight.dtype
 
-    def _by_kernel(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        weight, bias = wide(self.weight), None if self.bias is None else wide(self.bias)
-        return norm(x, residual, weight, bias, self.epsilon, self.one_plus, self.rms)
+    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + bias + residual), x + bias + residual) in one pass.
+
+        `bias`: of the layer that made x.
+        """
+        weight, of_norm = self._gains()
+        shift = None if bias is None else wide(bias)
+        rest = self.epsilon, self.one_plus, self.rms
+        return add_norm(x, shift, residual, weight, of_norm, *rest)
+
+    def _gains(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as the kernel takes them."""
+        return wide(self.weight), None if self.bias is None else wide(self.bias)
 
     def _by_torch(self, x: Tensor) -> Tensor:
         if one_token(x) and x.dtype == self.weight.dtype and not self.one_plus:
@@ -367,8 +375,9 @@ class TransformerLayer(torch.nn.Module):
         )
         drops = call.dropout is not None and self.dropout > 0.0
         norm = self.post_attention_layernorm
-        if norm is not None and bias is None and not drops and not self.residual_after_norm:
-            normed, x = norm.add(out, residual)  # one kernel if there is one
+        alone = drops or self.residual_after_norm  # the sum needs a pass of its own
+        if norm is not None and not alone and norm.fuses(out, residual):
+            normed, x = norm.add(out, bias, residual)
         else:
             x = self._add(out, bias, residual, call, Site.ATTENTION_OUTPUT)
             normed = self._before(norm, x)
@@ -427,6 +436,8 @@ class TransformerLayer(torch.nn.Module):
         self, x: Tensor, bias: Tensor | None, residual: Tensor, call: CallContext, site: Site
     ) -> Tensor:
         """Return residual + dropout(x + bias)."""
-        seed, place = call.hidden_mask(x, self.index, site, self.context)
+        seed, place = None, WHOLE
+        if self.dropout > 0.0:
+            seed, place = call.hidden_mask(x, self.index, site, self.context)
         fused = self.fused_dropout and not one_token(x)
         return bias_dropout_add(x, bias, residual, self.dropout, seed, fused, place)

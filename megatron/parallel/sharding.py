@@ -25,7 +25,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -240,6 +240,7 @@ class GradientSink:
             "a sum is in fp32 or bf16, and in the weight's shape"
         )
         self.parameter, self._total, self.added, self.direct = parameter, total, added, direct
+        self.in_fp32 = total.dtype == torch.float32
         self.before_use: Callable[[], None] | None = None
         self.fresh = True
 
@@ -286,7 +287,8 @@ class GradientSink:
         if counts is None:
             self._add_one(self.total.view(dy.shape[-1], x.shape[-1]), dy, x)
         else:
-            for total, a, b in zip(self.total, dy.split(counts), x.split(counts), strict=True):
+            of_experts = self.total.unbind(), dy.split(counts), x.split(counts)
+            for total, a, b in zip(*of_experts, strict=True):
                 self._add_one(total.view(dy.shape[-1], x.shape[-1]), a, b)
         self.fresh = False
         if last:
@@ -332,21 +334,37 @@ def sink_of(parameter: torch.Tensor) -> GradientSink | None:
     return found if found is not None and found.direct else None
 
 
-def left_to_autograd(parameter: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Add a gradient to the parameter's sink, and return None; return it where there is no sink.
+def gradient_output(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+    """Return where a kernel writes the fp32 gradient of a parameter, and whether it adds it there.
 
-    Without a parameter there is no gradient: None. One that was frozen after it got a sink gets
-    nothing: autograd drops what is returned.
-
-    For a backward pass that has the gradient in fp32: autograd would round it to the parameter's
-    type, and take several more calls.
+    It is the parameter's sum where that is in fp32; `gradient_written` follows. Without a parameter
+    there is no gradient: None.
     """
     if parameter is None:
+        return None, False
+    sink = sink_of(parameter)
+    if sink is None or not parameter.requires_grad or not sink.in_fp32:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device), False
+    return sink.total, not sink.fresh
+
+
+def gradient_written(
+    parameter: torch.Tensor | None, gradient: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Complete the contribution of `gradient_output`: return the gradient where autograd adds it.
+
+    A parameter that was frozen after it got a sink gets nothing: autograd drops what is returned.
+    """
+    if parameter is None or gradient is None:
         return None
-    sink = sink_of(parameter) if parameter.requires_grad else None
-    if sink is None:
+    sink = sink_of(parameter)
+    if sink is None or not parameter.requires_grad:
         return gradient
-    sink.add(gradient)
+    if sink.in_fp32:
+        sink.done()
+    else:
+        sink.add(gradient)
     return None
 
 
@@ -419,10 +437,23 @@ class WeightGradients:
         assert self.deferring, "a weight gradient was deferred outside begin() ... take()"
         self._waiting.append(compute)
 
+    def add_product(self, weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Defer the gradient dy^T x of a weight [out, in]: dy [tokens, out], x [tokens, in]."""
+        self.add(partial(_add_product, weight, dy, x.detach()))
+
     def take(self) -> list[Callable[[], None]]:
         """Stop deferring and return what was deferred, in order."""
         waiting, self._waiting, self.deferring = self._waiting, [], False
         return waiting
+
+
+@torch.no_grad()
+def _add_product(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    sink = sink_of(weight)
+    if sink is None:
+        deliver(weight, (dy.t() @ x).view(weight.shape))
+    else:
+        sink.add_product(dy, x)
 
 
 _MASK = (1 << 64) - 1

@@ -111,7 +111,7 @@ def norms(
 ) -> tuple[Any, ...]:
     plus = layer_norm(x, weight, bias, 1e-5, one_plus=True)
     sums = (
-        *add_layer_norm(plus, residual, weight, bias, 1e-5),
+        *add_layer_norm(plus, residual, weight, bias, 1e-5, shift=bias),
         *add_rms_norm(x, residual, weight, 1e-5),
     )
     return (*sums, rms_norm(x, weight, 1e-5))
@@ -175,9 +175,19 @@ PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
     "table": (lambda rows: table(rows.shape[0]), lambda rows: (torch.empty(rows),)),
     "step": (lambda rows: step(rows.shape[0]), lambda rows: (torch.empty(rows),)),
     "block": (block, block_arguments),
+    "bias": (
+        lambda x, residual, bias: bias_dropout_add(x, bias, residual, 0.0, SEED),
+        lambda rows: (draw(rows, H), draw(rows, H, seed=2), draw(H, seed=8)),
+    ),
     "experts": (experts, lambda rows: (draw(rows, H), draw(rows, 2, seed=5))),
 }
-COMPILED = ["softmax", "norms", "rotate", "block"]  # the others draw their tensors themselves
+COMPILED = [
+    "softmax",
+    "norms",
+    "rotate",
+    "block",
+    "bias",
+]  # the others draw their tensors themselves
 
 
 @pytest.fixture(params=["library", "none"])

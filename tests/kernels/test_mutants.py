@@ -213,8 +213,8 @@ PART_SUMS = (
     Mutant(
         "parts' sums are left out",
         "launch.h",
-        "r < 16",
-        "r < 15",
+        "r < BLOCK / COLUMNS",
+        "r < BLOCK / COLUMNS - 1",
         after="part_sums_kernel(PartSums",
     ),
 )

@@ -82,6 +82,10 @@ def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
         for name in choose.OPERATORS
         if name != "optimizer"
     }
+    # The bias before an activation is a product's, whose gradient is a sum of columns, unless the
+    # activation takes it.
+    for calls in (together, *alone.values()):
+        del calls["column_sums_"]
     assert sum(alone.values(), start=type(together)()) == together
     used = {name for name, calls in alone.items() if calls}
     unused = {"permute"} | ({"layer_norm"} if llama else {"rotary", "rms_norm"})

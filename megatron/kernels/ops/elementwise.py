@@ -26,19 +26,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron.errors import KernelError
 from megatron.kernels.library import (
+    TYPES,
     Function,
     check,
     check_all,
     check_beside,
     check_shape,
+    count_parts,
     empty_like_first,
     fits,
     narrow,
+    nodes_for,
     operator,
     partial_sums,
 )
-from megatron.parallel.sharding import WHOLE, Place, dropout_mask, left_to_autograd
+from megatron.parallel.sharding import (
+    WHOLE,
+    Place,
+    dropout_mask,
+    gradient_output,
+    gradient_written,
+)
 
 KINDS = {
     "gelu": 0,
@@ -52,7 +62,7 @@ KINDS = {
 """The kinds of activation, and their numbers in the C interface."""
 
 _FORWARD = Function("mk_bias_activation", "ipppll")
-_BACKWARD = Function("mk_bias_activation_backward", "ipppppplll")
+_BACKWARD = Function("mk_bias_activation_backward", "ippppppllli")
 
 
 def wider(x: Tensor) -> Tensor:
@@ -115,18 +125,28 @@ def _forward(out: Tensor, x: Tensor, bias: Tensor | None, kind: str) -> None:
 
 
 def _backward(
-    results: tuple[Tensor, Tensor], gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str
+    dx: Tensor,
+    gradient: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    dbias: Tensor | None,
+    adds: bool,
 ) -> None:
-    """Write dx and the gradient of the bias, which is empty if there is no bias."""
     n = gradient.shape[-1]
     parts, partial = partial_sums(gradient, bias is not None, _inputs(kind))
     rows = gradient.numel() // n
-    _BACKWARD(x, KINDS[kind], *results, partial, gradient, x, bias, rows, n, parts)
+    _BACKWARD(x, KINDS[kind], dx, dbias, partial, gradient, x, bias, rows, n, parts, int(adds))
 
 
 def _reference_backward(
-    gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str
-) -> tuple[Tensor, Tensor]:
+    gradient: Tensor,
+    x: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    dbias: Tensor | None,
+    adds: bool,
+) -> Tensor:
     wide, g = x.float(), gradient.float()
     if bias is not None:
         wide = wide + bias.float()
@@ -144,14 +164,21 @@ def _reference_backward(
         if value:
             y = F.silu(gate) if silu else F.gelu(gate, approximate=form)
             dx = torch.cat((dx, g * y), dim=-1)
-    dbias = x.new_empty(0) if bias is None else dx.sum_to_size(bias.shape).to(x.dtype)
-    return dx.to(x.dtype), dbias
+    if dbias is not None:
+        _put(dbias, dx.sum_to_size(dbias.shape), adds)
+    return dx.to(x.dtype)
 
 
-def _like_gradients(
-    gradient: Tensor, x: Tensor, bias: Tensor | None, kind: str
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(0) if bias is None else torch.empty_like(bias)
+def _put(out: Tensor, values: Tensor, adds: bool) -> None:
+    """Write values to `out`, or add them."""
+    if adds:
+        out.add_(values)
+    else:
+        out.copy_(values)
+
+
+def _like_x(gradient: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -162,16 +189,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
     x, bias = ctx.saved_tensors
-    dx, dbias = _bias_activation_backward(gradient.contiguous(), x, bias, ctx.kind)
-    return dx, left_to_autograd(ctx.bias, dbias), None
+    dbias, adds = gradient_output(ctx.bias)
+    dx = _bias_activation_backward(gradient.contiguous(), x, bias, ctx.kind, dbias, adds)
+    return dx, gradient_written(ctx.bias, dbias), None
 
 
 _bias_activation_backward = operator(
-    "bias_activation_backward(Tensor gradient, Tensor x, Tensor? bias, str kind) -> (Tensor, "
-    "Tensor)",
+    "bias_activation_backward(Tensor gradient, Tensor x, Tensor? bias, str kind, Tensor(a!)? dbias,"
+    " bool adds) -> Tensor",
     _backward,
     _reference_backward,
-    _like_gradients,
+    _like_x,
     work="activation",
 )
 _bias_activation = operator(
@@ -186,7 +214,7 @@ _bias_activation = operator(
 )
 
 
-def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Any:
     """Return activation(x + bias), computed in fp32 and rounded once.
 
     x [.., n], copied unless contiguous; bias [n] or None; -> [.., n]. kind "gelu", also called
@@ -196,24 +224,28 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     of the bias is summed in fp32. Raises KernelError for other kinds and shapes, and for types
     other than fp32, fp16 and bf16.
     """
-    result: Tensor = _bias_activation(
-        x.contiguous(), None if bias is None else bias.contiguous(), kind
-    )
-    return result
+    if kind in KINDS and (nodes := nodes_for(x)) is not None:
+        inputs, columns = _inputs(kind), x.shape[-1]
+        if columns and columns % inputs == 0:
+            rows = x.numel() // inputs, columns // inputs
+            parts = count_parts(*rows, x.element_size(), x.is_cpu)
+            y = nodes.bias_activation(x, bias, KINDS[kind], inputs, parts)
+            if y is not NotImplemented:
+                return y
+    return _bias_activation(x.contiguous(), None if bias is None else bias.contiguous(), kind)
 
 
 _SUM = Function("mk_bias_dropout_add", "pppplluwfiuwuu")
-_SUM_BACKWARD = Function("mk_bias_dropout_add_backward", "ppppllluwfiuwuu")
+_SUM_BACKWARD = Function("mk_bias_dropout_add_backward", "ppppllliuwfiuwuu")
 
 
 def check_key(name: str, probability: float, seed: int) -> None:
     """Check the arguments that determine a mask."""
-    check(
-        name,
-        0.0 <= probability < 1.0,
-        f"probability is {probability}; it must be at least 0 and less than 1",
-    )
-    check(name, 0 <= seed < 2**63, f"seed is {seed}; it must be at least 0 and less than 2^63")
+    if not 0.0 <= probability < 1.0:
+        why = f"probability is {probability}; it must be at least 0 and less than 1"
+        raise KernelError(f"{name}: {why}")
+    if not 0 <= seed < 2**63:
+        raise KernelError(f"{name}: seed is {seed}; it must be at least 0 and less than 2^63")
 
 
 def threshold(probability: float) -> tuple[int, float]:
@@ -265,23 +297,20 @@ def _sum(out: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, *
 
 
 def _sum_backward(
-    results: tuple[Tensor, Tensor], gradient: Tensor, biased: bool, *law: Any
+    dx: Tensor | None, gradient: Tensor, dbias: Tensor | None, adds: bool, *law: Any
 ) -> None:
-    """Write dx and the gradient of the bias in fp32, which is empty if there is no bias."""
-    n, (parts, partial) = gradient.shape[-1], partial_sums(gradient, biased)
-    rows = gradient.numel() // n
-    _SUM_BACKWARD(gradient, *results, partial, gradient, rows, n, parts, *_in_c(*law))
+    n, (parts, partial) = gradient.shape[-1], partial_sums(gradient, dbias is not None)
+    rows, mask = gradient.numel() // n, _in_c(*law)
+    _SUM_BACKWARD(gradient, dx, dbias, partial, gradient, rows, n, parts, int(adds), *mask)
 
 
-def _reference_sum_backward(gradient: Tensor, biased: bool, *law: Any) -> tuple[Tensor, Tensor]:
-    dx, dbias = _like_sum_gradients(gradient, biased)
+def _reference_sum_backward(
+    gradient: Tensor, dbias: Tensor | None, adds: bool, *law: Any
+) -> Tensor:
     wide = _drop(gradient.float(), *law)
-    return dx.copy_(wide), wide.sum_to_size(dbias.shape) if biased else dbias
-
-
-def _like_sum_gradients(gradient: Tensor, biased: bool, *_: Any) -> tuple[Tensor, Tensor]:
-    dbias = gradient.new_empty(gradient.shape[-1] if biased else 0, dtype=torch.float32)
-    return torch.empty_like(gradient), dbias
+    if dbias is not None:
+        _put(dbias, wide.sum_to_size(dbias.shape), adds)
+    return wide.to(gradient.dtype, copy=True)
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -290,20 +319,56 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    dx, dbias = _bias_dropout_add_backward(
-        gradient.contiguous(), ctx.bias is not None, ctx.probability, ctx.seed, ctx.place
+    residual = gradient if ctx.added else None
+    if ctx.probability == 0.0:  # dx is the gradient itself
+        dbias = None if ctx.bias is None else bias_gradient(ctx.bias, gradient)
+        return gradient, dbias, residual, None, None, None
+    out, adds = gradient_output(ctx.bias)
+    dx = _bias_dropout_add_backward(
+        gradient.contiguous(), out, adds, ctx.probability, ctx.seed, ctx.place
     )
-    dbias = left_to_autograd(ctx.bias, dbias)
-    return dx, dbias, gradient if ctx.added else None, None, None, None
+    return dx, gradient_written(ctx.bias, out), residual, None, None, None
+
+
+def _column_sums(gradient: Tensor, out: Tensor, adds: bool) -> None:
+    _sum_backward(None, gradient, out, adds, 0.0, 0, WHOLE)
+
+
+def _reference_column_sums(gradient: Tensor, out: Tensor, adds: bool) -> None:
+    _put(out, gradient.flatten(0, -2).sum(0, dtype=out.dtype), adds)
+
+
+_column_sums_ = operator(
+    "column_sums_(Tensor gradient, Tensor(a!) out, bool adds) -> ()",
+    _column_sums,
+    _reference_column_sums,
+    work="residual",
+)
+
+
+def bias_parts(rows: int, bias: Tensor) -> int:
+    """Return how many parts the rows of a gradient are divided into for a bias."""
+    columns = bias.shape[0]
+    return count_parts(rows * columns, columns, bias.element_size(), bias.is_cpu)
+
+
+def bias_gradient(bias: Tensor, gradient: Tensor, fused: bool = True) -> Tensor | None:
+    """Sum a gradient [.., n] over its rows, in fp32, for a bias [n]; see gradient_written."""
+    out, adds = gradient_output(bias)
+    if fused and gradient.dtype in TYPES:
+        _column_sums_(gradient.contiguous(), out, adds)
+    else:
+        _reference_column_sums(gradient, out, adds)
+    return gradient_written(bias, out)
 
 
 # Seed and place are SymInts, so that torch.compile does not compile once for each.
 _bias_dropout_add_backward = operator(
-    "bias_dropout_add_backward(Tensor gradient, bool biased, float probability, SymInt seed, "
-    "SymInt[] place) -> (Tensor, Tensor)",
+    "bias_dropout_add_backward(Tensor gradient, Tensor(a!)? dbias, bool adds, float probability, "
+    "SymInt seed, SymInt[] place) -> Tensor",
     _sum_backward,
     _reference_sum_backward,
-    _like_sum_gradients,
+    empty_like_first,
     work="residual",
 )
 _bias_dropout_add = operator(
@@ -326,7 +391,7 @@ def bias_dropout_add(
     probability: float,
     seed: int,
     place: Place = WHOLE,
-) -> Tensor:
+) -> Any:
     """Return residual + dropout(x + bias), computed in fp32 and rounded once.
 
     x [.., n], copied unless contiguous; bias [n] or None; residual like x or None; -> [.., n]. Each
@@ -337,12 +402,15 @@ def bias_dropout_add(
     gives NaN. Raises KernelError for other probabilities, seeds and shapes, and for types other
     than fp32, fp16 and bf16.
     """
+    if x.numel() and (nodes := nodes_for(x)) is not None:
+        check_key("bias_dropout_add", probability, seed)
+        parts = count_parts(x.numel(), x.shape[-1], x.element_size(), x.is_cpu)
+        y = nodes.bias_dropout_add(x, bias, residual, *_in_c(probability, seed, place), parts)
+        if y is not NotImplemented:
+            return y
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    result: Tensor = _bias_dropout_add(
-        x.contiguous(), bias, residual, probability, seed, list(place)
-    )
-    return result
+    return _bias_dropout_add(x.contiguous(), bias, residual, probability, seed, list(place))
 
 
 def keyed_dropout(

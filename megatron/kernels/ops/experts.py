@@ -23,6 +23,7 @@ from megatron.kernels.library import (
     check_contiguous,
     check_shape,
     check_type,
+    nodes_for,
     operator,
 )
 from megatron.kernels.ops.elementwise import wider
@@ -51,23 +52,25 @@ def _check_map(name: str, x: Tensor, rows: int, **maps: Tensor) -> None:
 
 
 def _check_permute(name: str, x: Tensor, order: Tensor, places: Tensor) -> None:
-    _check_map(name, x, len(x), order=order)
-    _check_map(name, x, len(order), places=places)
+    _check_map(name, x, x.shape[0], order=order)
+    _check_map(name, x, order.shape[0], places=places)
     check_shape(name, (order.numel(),), order=order)
-    check_shape(name, (len(x), places.shape[-1]), places=places)
+    check_shape(name, (x.shape[0], places.shape[-1]), places=places)
 
 
 def _check_unpermute(
     name: str, y: Tensor, places: Tensor, weights: Tensor | None, padded: bool
 ) -> None:
-    _check_map(name, y, len(y), places=places)
+    if weights is None:  # the gradient of `permute`, which has checked the places
+        return
+    _check_map(name, y, y.shape[0], places=places)
     check(name, places.dim() == 2, f"places have {places.dim()} dimension(s); 2 are needed")
-    if weights is not None:
-        check_beside(name, y, [torch.float32], weights=weights)
-        check_shape(name, places.shape, weights=weights)
+    check_beside(name, y, [torch.float32], weights=weights)
+    check_shape(name, places.shape, weights=weights)
     if not padded and y.device.type == "cpu":  # its gradient would not be written
         rows = int((places >= 0).sum())
-        check(name, rows == len(y), f"{len(y) - rows} rows are no choice's: they are `padded`")
+        unused = y.shape[0] - rows
+        check(name, not unused, f"{unused} rows are no choice's: they are `padded`")
 
 
 def _rows(x: Tensor, at: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ def _permute(out: Tensor, x: Tensor, order: Tensor, places: Tensor) -> None:
 def _unpermute(
     out: Tensor, y: Tensor, places: Tensor, weights: Tensor | None, padded: bool
 ) -> None:
-    sizes = len(out), len(y), places.shape[-1], y.shape[-1]
+    sizes = out.shape[0], y.shape[0], places.shape[-1], y.shape[-1]
     _UNPERMUTE(y, out, y, places, weights, *sizes)
 
 
@@ -116,7 +119,7 @@ def _backward(
     weights: Tensor,
     padded: bool,
 ) -> None:
-    sizes = len(gradient), len(y), places.shape[-1], y.shape[-1]
+    sizes = gradient.shape[0], y.shape[0], places.shape[-1], y.shape[-1]
     _UNPERMUTE_BACKWARD(y, *results, gradient, y, places, weights, *sizes)
 
 
@@ -156,7 +159,7 @@ _unpermuted = operator(
     "unpermute(Tensor y, Tensor places, Tensor? weights, bool padded) -> Tensor",
     _unpermute,
     unpermute_reference,
-    lambda y, places, weights, padded: y.new_empty(len(places), y.shape[-1]),
+    lambda y, places, weights, padded: y.new_empty(places.shape[0], y.shape[-1]),
     check=_check_unpermute,
     save=_save_unpermute,
     backward=_unpermute_gradients,
@@ -165,7 +168,7 @@ _permuted = operator(
     "permute(Tensor x, Tensor order, Tensor places) -> Tensor",
     _permute,
     permute_reference,
-    lambda x, order, places: x.new_empty(len(order), x.shape[-1]),
+    lambda x, order, places: x.new_empty(order.shape[0], x.shape[-1]),
     check=_check_permute,
     save=_save_permute,
     backward=_permute_gradients,
@@ -252,14 +255,19 @@ def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
     return "" if torch.equal(y, x @ w[0].t()) else "wrong results"
 
 
-def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
+def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Any:
     """Return the product of each expert's rows of x [n, in] and its matrix [E, in, out], [n, out]."""
     wide = all(n * x.element_size() % 16 == 0 for n in matrices.shape[1:])
     if wide and _torchs_own is not None and not why_no_grouped_product(x.device, x.dtype):
-        y: Tensor = _torchs_own(x, matrices, offs=counts.ends)
-        return y
-    y, sizes = x.new_empty(len(x), matrices.shape[-1]), counts.read()
-    for rows, matrix, out in zip(x.split(sizes), matrices, y.split(sizes), strict=True):
+        return _torchs_own(x, matrices, offs=counts.ends)
+    sizes = counts.read()
+    if (nodes := nodes_for(x)) is not None:
+        y = nodes.products(x, matrices, sizes)
+        if y is not NotImplemented:
+            return y
+    y = x.new_empty(len(x), matrices.shape[-1])
+    each = zip(x.split(sizes), matrices.unbind(), y.split(sizes), strict=True)
+    for rows, matrix, out in each:
         torch.mm(rows, matrix, out=out)
     return y
 

@@ -31,67 +31,117 @@ from megatron.kernels.library import (
     check_shape,
     fits,
     narrow,
+    nodes_for,
     operator,
 )
-from megatron.parallel.sharding import left_to_autograd
+from megatron.kernels.ops.elementwise import bias_gradient
+from megatron.parallel.sharding import gradient_output, gradient_written
 
 _FORWARD = Function("mk_norm", "ppppppppllffi")
-_BACKWARD = Function("mk_norm_backward", "ppppppppplllfi")
-
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Norm, sum (empty without a residual), mean (empty for an RMS norm) and rstd of each row."""
+_BACKWARD = Function("mk_norm_backward", "pppppppppplllfii")
 
 
 def _check(
-    name: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: bool, rms: bool
 ) -> None:
-    if fits(x, weight, bias, residual=residual):
-        return
-    name = "rms_norm" if rest[-1] else "layer_norm"
-    check_all(name, x=x, residual=residual)
-    check_beside(name, x, (torch.float32, x.dtype), weight=weight, bias=bias)
-    check_shape(name, x.shape, residual=residual)
-    check_shape(name, x.shape[-1:], weight=weight, bias=bias)
+    if not fits(x, weight, bias):
+        _refuse(x, None, None, weight, bias, rms)
 
 
-def _reference(
+def _check_added(
+    name: str,
     x: Tensor,
-    residual: Tensor | None,
+    shift: Tensor | None,
+    residual: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    one_plus: bool,
+    plus: bool,
     rms: bool,
-) -> Results:
+) -> None:
+    if not fits(x, weight, bias, shift, residual=residual):
+        _refuse(x, shift, residual, weight, bias, rms)
+
+
+def _refuse(
+    x: Tensor,
+    shift: Tensor | None,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    rms: bool,
+) -> None:
+    """Raise a KernelError for what does not fit, if there is such a thing."""
+    name = "rms_norm" if rms else "layer_norm"
+    check_all(name, x=x, residual=residual)
+    check_beside(name, x, (torch.float32, x.dtype), weight=weight, bias=bias)
+    check_beside(name, x, (torch.float32, x.dtype), shift=shift)
+    check_shape(name, x.shape, residual=residual)
+    check_shape(name, x.shape[-1:], weight=weight, bias=bias, shift=shift)
+
+
+def _reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool, rms: bool
+) -> tuple[Tensor, Tensor]:
     """Compute the results with torch's operators, in fp32."""
-    total = x if residual is None else x + residual
-    wide = total.float()
+    wide = x.float()
     mean = wide.mean(-1, keepdim=True)
     centred = wide if rms else wide - mean
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = centred * rstd * (narrow(weight, x).float() + float(one_plus))
     if bias is not None:
         y = y + narrow(bias, x).float()
-    if residual is None:
-        total = x.new_empty(0)
-    return y.to(x.dtype), total, mean.new_empty(0) if rms else mean.flatten(), rstd.flatten()
+    statistics = [rstd.flatten()] if rms else [rstd.flatten(), mean.flatten()]
+    return y.to(x.dtype), torch.stack(statistics)
+
+
+def _reference_added(
+    x: Tensor, shift: Tensor | None, residual: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = x.float() if shift is None else x.float() + narrow(shift, x).float()
+    total = (wide + residual.float()).to(x.dtype)
+    y, statistics = _reference(total, *rest)
+    return y, total, statistics
 
 
 def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])  # not Size.numel(), which fixes the sizes of a compiled graph
 
 
-def _like(x: Tensor, residual: Tensor | None, *rest: Any) -> Results:
-    """Return empty results; mean and rstd are fp32."""
-    total = x.new_empty(0) if residual is None else torch.empty_like(x)
-    rows = _rows(x)
-    mean, rstd = (x.new_empty(n, dtype=torch.float32) for n in (0 if rest[-1] else rows, rows))
-    return torch.empty_like(x), total, mean, rstd
+def _like(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Return an empty norm and, fp32 [1 or 2, rows], empty statistics: rstd and, not RMS, mean."""
+    sums = 1 if rest[-1] else 2
+    return torch.empty_like(x), x.new_empty((sums, _rows(x)), dtype=torch.float32)
+
+
+def _like_added(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, statistics = _like(x, *rest)
+    return y, torch.empty_like(x), statistics
 
 
 def _forward(
-    out: Results,
+    out: tuple[Tensor, Tensor],
     x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    one_plus: bool,
+    rms: bool,
+) -> None:
+    y, statistics = out
+    _launch(y, None, statistics, x, None, None, weight, bias, eps, one_plus, rms)
+
+
+def _forward_added(out: tuple[Tensor, Tensor, Tensor], *inputs: Any) -> None:
+    _launch(*out, *inputs)
+
+
+def _launch(
+    y: Tensor,
+    total: Tensor | None,
+    statistics: Tensor,
+    x: Tensor,
+    shift: Tensor | None,
     residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
@@ -99,9 +149,24 @@ def _forward(
     one_plus: bool,
     rms: bool,
 ) -> None:
-    weight, bias = narrow(weight, x), None if bias is None else narrow(bias, x)
-    n, plus = x.shape[-1], float(one_plus)
-    _FORWARD(x, *out, x, residual, weight, bias, _rows(x), n, eps, plus, int(rms))
+    shift, bias = (None if each is None else narrow(each, x) for each in (shift, bias))
+    n = x.shape[-1]
+    _FORWARD(
+        x,
+        y,
+        total,
+        statistics,
+        x,
+        shift,
+        residual,
+        narrow(weight, x),
+        bias,
+        statistics.shape[1],
+        n,
+        eps,
+        float(one_plus),
+        int(rms),
+    )
 
 
 @functools.cache
@@ -110,6 +175,14 @@ def _compute_units(index: int) -> int:
 
 
 def _parts(x: Tensor, rows: int, sums: int) -> int:
+    """Return how many parts the rows of x are divided into; see _count_parts."""
+    return _count_parts(
+        rows, x.shape[-1] * x.element_size(), x.element_size(), x.get_device(), sums
+    )
+
+
+@functools.lru_cache(1024)
+def _count_parts(rows: int, row_bytes: int, element_size: int, device: int, sums: int) -> int:
     """Return how many parts the rows are divided into, one for each block of a GPU.
 
     Each part has separate sums. The number depends on the shape and the device alone, so that
@@ -117,41 +190,58 @@ def _parts(x: Tensor, rows: int, sums: int) -> int:
     if their sums were more than a twelfth of the bytes moved, down to one for each unit. On CUDA
     they are those that were fastest on an H200, with up to a third.
     """
-    if x.device.type == "cpu":
+    if device < 0:  # a CPU
         return min(HOST_PARTS, -(-rows // PART_ROWS))
-    units = _compute_units(x.device.index)
-    row_bytes = x.shape[-1] * x.element_size()
+    units = _compute_units(device)
     if torch.version.hip is None:
         held = 8 if row_bytes <= 2048 else 4 if row_bytes <= 4096 else 2 if row_bytes <= 8192 else 1
         share = 8
     else:
         held, share = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1, 32
     # 8 bytes of sums, out and in, to 3 elements of each row
-    cheap = rows * x.element_size() // (share * sums * units)
+    cheap = rows * element_size // (share * sums * units)
     return min(units * max(1, min(held, cheap)), -(-rows // 4))
 
 
 def _backward(
-    results: tuple[Tensor, Tensor],
+    dx: Tensor,
     dy: Tensor,
     dsum: Tensor | None,
     x: Tensor,
     weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    statistics: Tensor,
+    dweight: Tensor,
+    dbias: Tensor | None,
+    dshift: Tensor | None,
+    adds: int,
     one_plus: bool,
     rms: bool,
 ) -> None:
-    """Write the gradients of the norm's input and, fp32, of weight and bias.
-
-    The latter are [2 or, RMS, 1, h], in this order.
-    """
-    rows, (sums, n) = _rows(x), results[1].shape
-    parts, weight = _parts(x, rows, sums), narrow(weight, x)
-    partial = x.new_empty(parts, sums, n, dtype=torch.float32)
-    shape = rows, n, parts
+    rows, n = statistics.shape[1], x.shape[-1]
+    sums = (1 if rms else 2) + (dshift is not None)
+    parts = _parts(x, rows, sums)
+    partial = x.new_empty((parts, sums, n), dtype=torch.float32)
+    # An RMS norm has no bias. A LayerNorm without one has its gradient's place in the workspace.
+    if dbias is None and not rms:
+        dbias = x.new_empty((n,), dtype=torch.float32)
     _BACKWARD(
-        x, *results, partial, dy, dsum, x, weight, mean, rstd, *shape, float(one_plus), int(rms)
+        x,
+        dx,
+        dweight,
+        dbias,
+        dshift,
+        partial,
+        dy,
+        dsum,
+        x,
+        narrow(weight, x),
+        statistics,
+        rows,
+        n,
+        parts,
+        float(one_plus),
+        int(rms),
+        adds,
     )
 
 
@@ -160,97 +250,190 @@ def _reference_backward(
     dsum: Tensor | None,
     x: Tensor,
     weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    statistics: Tensor,
+    dweight: Tensor,
+    dbias: Tensor | None,
+    dshift: Tensor | None,
+    adds: int,
     one_plus: bool,
     rms: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     rows, n = _rows(x), x.shape[-1]
     g, h = dy.float().reshape(rows, n), x.float().reshape(rows, n)
-    rstd = rstd.unsqueeze(1)
-    h = h * rstd if rms else (h - mean.unsqueeze(1)) * rstd
-    parameters = [(g * h).sum(0)] if rms else [(g * h).sum(0), g.sum(0)]
+    rstd = statistics[0].unsqueeze(1)
+    h = h * rstd if rms else (h - statistics[1].unsqueeze(1)) * rstd
+    of_weight, of_bias = (g * h).sum(0), g.sum(0)
     g = g * (narrow(weight, x).float() + float(one_plus))
     dx = rstd * (g - h * (g * h).mean(1, keepdim=True) - (0.0 if rms else g.mean(1, keepdim=True)))
-    dx = dx.reshape(x.shape) if dsum is None else dx.reshape(x.shape) + dsum.float()
-    return dx.to(x.dtype), torch.stack(parameters)
+    if dsum is not None:
+        dx = dx + dsum.float().reshape(rows, n)
+    sums = zip((dweight, dbias, dshift), (of_weight, of_bias, dx.sum(0)), strict=True)
+    for i, (out, gradient) in enumerate(sums):
+        if out is not None:
+            out.copy_(out + gradient if adds >> i & 1 else gradient)
+    return dx.reshape(x.shape).to(x.dtype)
 
 
-def _like_gradients(
-    dy: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    sums = 1 if rest[-1] else 2
-    return torch.empty_like(x), weight.new_empty(sums, x.shape[-1], dtype=torch.float32)
+def _like_x(dy: Tensor, dsum: Tensor | None, x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    x, residual, weight, bias, _, ctx.one_plus, ctx.rms = inputs
-    _, total, mean, rstd = output
-    ctx.added = residual is not None
-    ctx.parameters = weight, bias  # themselves: saved tensors may be copies, without sinks
-    ctx.save_for_backward(total if ctx.added else x, weight, mean, rstd)
-    ctx.mark_non_differentiable(mean, rstd)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, _, one_plus, rms = inputs
+    _keep(ctx, x, output[-1], (weight, bias, None), one_plus, rms)
+
+
+def _save_added(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, shift, _, weight, bias, _, one_plus, rms = inputs
+    _keep(ctx, output[1], output[-1], (weight, bias, shift), one_plus, rms)
+
+
+def _keep(
+    ctx: Any,
+    x: Tensor,
+    statistics: Tensor,
+    parameters: tuple[Tensor, Tensor | None, Tensor | None],
+    one_plus: bool,
+    rms: bool,
+) -> None:
+    ctx.parameters = parameters  # themselves: saved tensors may be copies, without sinks
+    ctx.save_for_backward(x, parameters[0], statistics)
+    ctx.one_plus, ctx.rms = one_plus, rms
     ctx.set_materialize_grads(False)
 
 
-def _gradient(
-    ctx: Any, dy: Tensor | None, dsum: Tensor | None, *_: None
-) -> tuple[Tensor | None, ...]:
-    x, weight, mean, rstd = ctx.saved_tensors
-    dx, dweight, dbias = dsum, None, None
+def _gradients(
+    ctx: Any, dy: Tensor, dsum: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the norm's input, weight, bias and shift."""
+    x, weight, statistics = ctx.saved_tensors
+    of_weight, of_bias, of_shift = ctx.parameters
+    dweight, add_weight = gradient_output(of_weight)
+    dbias, add_bias = gradient_output(of_bias)
+    dshift, add_shift = gradient_output(of_shift)
+    dx = _norm_backward(
+        dy.contiguous(),
+        None if dsum is None else dsum.contiguous(),
+        x,
+        weight,
+        statistics,
+        dweight,
+        dbias,
+        dshift,
+        add_weight | add_bias << 1 | add_shift << 2,
+        ctx.one_plus,
+        ctx.rms,
+    )
+    return (
+        dx,
+        gradient_written(of_weight, dweight),
+        gradient_written(of_bias, dbias),
+        gradient_written(of_shift, dshift),
+    )
+
+
+def _gradient(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return None, None, None, None, None, None
+    dx, dweight, dbias, _ = _gradients(ctx, dy, None)
+    return dx, dweight, dbias, None, None, None
+
+
+def _gradient_added(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is not None:
-        dsum = None if dsum is None else dsum.contiguous()
-        dx, parameters = _norm_backward(
-            dy.contiguous(), dsum, x, weight, mean, rstd, ctx.one_plus, ctx.rms
-        )
-        weight, bias = ctx.parameters
-        dweight = left_to_autograd(weight, parameters[0])
-        dbias = left_to_autograd(bias, parameters[-1])
-    return dx, dx if ctx.added else None, dweight, dbias, None, None, None
+        dx, dweight, dbias, dshift = _gradients(ctx, dy, dsum)
+        return dx, dshift, dx, dweight, dbias, None, None, None
+    shift = ctx.parameters[-1]
+    dshift = None if dsum is None or shift is None else bias_gradient(shift, dsum)
+    return dsum, dshift, dsum, None, None, None, None, None
 
 
 _norm_backward = operator(
-    "norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor weight, Tensor mean, Tensor rstd, "
-    "bool one_plus, bool rms) -> (Tensor, Tensor)",
+    "norm_backward(Tensor dy, Tensor? dsum, Tensor x, Tensor weight, Tensor statistics, "
+    "Tensor(a!) dweight, Tensor(b!)? dbias, Tensor(c!)? dshift, int adds, bool one_plus, bool rms)"
+    " -> Tensor",
     _backward,
     _reference_backward,
-    _like_gradients,
+    _like_x,
     work="norm",
 )
 _norm = operator(
-    "norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool one_plus, bool "
-    "rms) -> (Tensor, Tensor, Tensor, Tensor)",
+    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool one_plus, bool rms) -> (Tensor, "
+    "Tensor)",
     _forward,
     _reference,
     _like,
     check=_check,
     save=_save,
     backward=_gradient,
+    hidden=1,
+    work="norm",
+)
+_add_norm = operator(
+    "add_norm(Tensor x, Tensor? shift, Tensor residual, Tensor weight, Tensor? bias, float eps, "
+    "bool one_plus, bool rms) -> (Tensor, Tensor, Tensor)",
+    _forward_added,
+    _reference_added,
+    _like_added,
+    check=_check_added,
+    save=_save_added,
+    backward=_gradient_added,
+    hidden=1,
     work="norm",
 )
 
 
 def norm(
     x: Tensor,
-    residual: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
     one_plus: bool = False,
     rms: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return (norm of sum, sum), where sum = x + residual, rounded to the type.
-
-    Without a residual, the norm of x and an empty sum.
+) -> Any:
+    """Return the norm of x over its last dimension.
 
     LayerNorm is (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., arXiv 1607.06450);
     with `rms` it is x / sqrt(mean of x^2 + eps) * weight (Zhang and Sennrich, arXiv 1910.07467).
-    With `one_plus` the gain is weight + 1. Statistics are those of the last dimension, and in fp32,
-    as all arithmetic. x, residual [.., h], copied unless contiguous; weight, bias [h]. The
-    gradients of weight and bias are not rounded if these are in fp32 and x in 16 bits; those of x
-    and residual are one tensor. Raises KernelError for types other than fp32, fp16 and bf16, or
-    other shapes.
+    With `one_plus` the gain is weight + 1. Statistics are in fp32, as all arithmetic. x [.., h],
+    copied unless contiguous; weight, bias [h]. The gradients of weight and bias are in fp32, and
+    not rounded if these are in fp32 and x in 16 bits. Raises KernelError for types other than
+    fp32, fp16 and bf16, or other shapes.
     """
-    residual = None if residual is None else residual.contiguous()
-    y, total, _, _ = _norm(x.contiguous(), residual, weight, bias, eps, one_plus, rms)
+    if (nodes := nodes_for(x)) is not None:
+        y = nodes.norm(x, None, None, weight, bias, eps, one_plus, rms, _node_parts(x, rms, False))
+        if y is not NotImplemented:
+            return y
+    return _norm(x.contiguous(), weight, bias, eps, one_plus, rms)
+
+
+def add_norm(
+    x: Tensor,
+    shift: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    one_plus: bool = False,
+    rms: bool = False,
+) -> Any:
+    """Return (norm of total, total), where total = x + shift + residual, rounded to the type.
+
+    shift, the bias of the layer before, [h] or None; residual like x; the others as in `norm`. The
+    gradients of x and residual are one tensor, and that of shift comes from the same pass.
+    """
+    if (nodes := nodes_for(x)) is not None:
+        parts = _node_parts(x, rms, shift is not None)
+        both = nodes.norm(x, shift, residual, weight, bias, eps, one_plus, rms, parts)
+        if both is not NotImplemented:
+            return both
+    y, total = _add_norm(
+        x.contiguous(), shift, residual.contiguous(), weight, bias, eps, one_plus, rms
+    )
     return y, total
+
+
+def _node_parts(x: Tensor, rms: bool, shifts: bool) -> int:
+    """Return the parts of a backward pass of x."""
+    columns = x.shape[-1]
+    return _parts(x, x.numel() // columns if columns else 0, (1 if rms else 2) + shifts)

@@ -24,7 +24,7 @@ from megatron.kernels.library import (
     operator,
 )
 
-_ROTARY = Function("mk_rotary", "ppppllllllllif")
+_ROTARY = Function("mk_rotary", "pppp" + "l" * 11 + "if")
 
 
 def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
@@ -60,7 +60,8 @@ def reference(
 
 def _rotate(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
     sign, shared, half = -1.0 if back else 1.0, cos.shape[1] == 1, cos.shape[-1]
-    _ROTARY(x, out, x, cos, sin, *x.shape, half, *x.stride()[:3], shared, sign)
+    strides = *x.stride()[:3], *out.stride()[:3]
+    _ROTARY(x, out, x, cos, sin, *x.shape, half, *strides, shared, sign)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

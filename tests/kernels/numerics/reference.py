@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from megatron.errors import KernelError
-from megatron.kernels.ops.norm import norm
+from megatron.kernels.ops.norm import add_norm, norm
 from tests.helpers.examples import examples
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -119,16 +119,16 @@ def assert_close(
 
 
 def layer_norm(x, weight, bias, eps, one_plus=False):  # type: ignore[no-untyped-def]
-    return norm(x, None, weight, bias, eps, one_plus)[0]
+    return norm(x, weight, bias, eps, one_plus)
 
 
 def rms_norm(x, weight, eps, one_plus=False):  # type: ignore[no-untyped-def]
-    return norm(x, None, weight, None, eps, one_plus, rms=True)[0]
+    return norm(x, weight, None, eps, one_plus, rms=True)
 
 
-def add_layer_norm(x, residual, weight, bias, eps, one_plus=False):  # type: ignore[no-untyped-def]
-    return norm(x, residual, weight, bias, eps, one_plus)
+def add_layer_norm(x, residual, weight, bias, eps, one_plus=False, shift=None):  # type: ignore[no-untyped-def]
+    return add_norm(x, shift, residual, weight, bias, eps, one_plus)
 
 
-def add_rms_norm(x, residual, weight, eps, one_plus=False):  # type: ignore[no-untyped-def]
-    return norm(x, residual, weight, None, eps, one_plus, rms=True)
+def add_rms_norm(x, residual, weight, eps, one_plus=False, shift=None):  # type: ignore[no-untyped-def]
+    return add_norm(x, shift, residual, weight, None, eps, one_plus, rms=True)

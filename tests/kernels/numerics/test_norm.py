@@ -42,10 +42,14 @@ def relative(n: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """Options of a normalisation; `scale` and `shift` apply to the numbers it is given."""
+    """Options of a normalisation; `scale` and `shift` apply to the numbers it is given.
+
+    `shifted`: the residual comes with the bias of the layer before.
+    """
 
     rms: bool = False
     added: bool = False
+    shifted: bool = False
     biased: bool = True
     one_plus: bool = False
     scale: float = 1.0
@@ -57,6 +61,7 @@ CASES = st.builds(
     Case,
     rms=st.booleans(),
     added=st.booleans(),
+    shifted=st.booleans(),
     biased=st.booleans(),
     one_plus=st.booleans(),
     scale=st.sampled_from([1.0, 1.0, 1e-3, 50.0]),
@@ -81,15 +86,16 @@ def apply(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     case: Case,
+    before: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (y, the normalised input)."""
+    """Return (y, the normalised input); `before`: the bias of the layer before."""
     if residual is None:
         if case.rms:
             return rms_norm(x, weight, EPS, case.one_plus), x
         return layer_norm(x, weight, bias, EPS, case.one_plus), x
     if case.rms:
-        return add_rms_norm(x, residual, weight, EPS, case.one_plus)
-    return add_layer_norm(x, residual, weight, bias, EPS, case.one_plus)
+        return add_rms_norm(x, residual, weight, EPS, case.one_plus, before)
+    return add_layer_norm(x, residual, weight, bias, EPS, case.one_plus, before)
 
 
 def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed: int) -> None:
@@ -107,12 +113,16 @@ def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed
         if case.biased and not case.rms
         else None
     )
-    y, total = apply(x, residual, weight, bias, case)
+    before = None
+    if case.added and case.shifted:
+        before = make((n,), dtype, device, seed + 6, plain).requires_grad_()
+    y, total = apply(x, residual, weight, bias, case, before)
     if residual is not None:
-        assert torch.equal(total, x + residual)
+        wide = x.float() if before is None else x.float() + before.float()
+        assert torch.equal(total, (wide + residual.float()).to(dtype))
     dy = make((rows, n), dtype, device, seed + 4, plain)
     dsum = make((rows, n), dtype, device, seed + 5, plain) if case.added else torch.zeros_like(x)
-    leaves = [leaf for leaf in (x, weight, bias, residual) if leaf is not None]
+    leaves = [leaf for leaf in (x, weight, bias, before, residual) if leaf is not None]
     outputs, incoming = ([y, total], [dy, dsum]) if case.added else ([y], [dy])
     found = torch.autograd.grad(outputs, leaves, incoming)
     if residual is not None:
@@ -149,6 +159,11 @@ def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed
         assert_close(found[1], dw, dtype, (g.abs() * (h_error + arithmetic * h.abs())).sum(0))
         if bias is not None:
             assert_close(found[2], g.sum(0), dtype, arithmetic * g.abs().sum(0))
+        if before is not None:
+            # Rows too wide for their sums have them of the rounded gradient.
+            rounded = torch.finfo(dtype).eps / 2 * (dt + d).abs()
+            error = dx_error + 2.0**-23 * d.abs() + arithmetic * (dt + d).abs() + rounded
+            assert_close(found[-2], (dt + d).sum(0), dtype, error.sum(0))
 
 
 @pytest.mark.slow
@@ -185,7 +200,12 @@ PACKED = [torch.float32, torch.bfloat16] if SIMULATED else TYPES
 )
 def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> None:
     compare(
-        3, packs * 16 // dtype.itemsize, dtype, device, Case(rms=rms, added=packs % 2 == 0), packs
+        3,
+        packs * 16 // dtype.itemsize,
+        dtype,
+        device,
+        Case(rms=rms, added=packs % 2 == 0, shifted=True),
+        packs,
     )
 
 
@@ -197,7 +217,12 @@ def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> No
 @pytest.mark.parametrize("n", [24, 136, 520, 2048, 77])
 def test_many_rows(device: str, dtype: torch.dtype, rms: bool, n: int) -> None:
     compare(
-        70 if SIMULATED else 2100 if device == "cuda" else 300, n, dtype, device, Case(rms=rms), n
+        70 if SIMULATED else 2100 if device == "cuda" else 300,
+        n,
+        dtype,
+        device,
+        Case(rms=rms, added=n % 5 > 0, shifted=True),
+        n,
     )
 
 

@@ -1,0 +1,243 @@
+"""CPU time that the host spends on a layer of a micro-batch: ours and plain torch's, in one run.
+
+    python -m benchmarks.host_cost
+
+Tensors are so small that arithmetic is negligible, and every fused operator goes through its
+kernel, as on a GPU. What remains is what a host pays to launch a layer: Python, autograd, torch's
+dispatcher, checks and calls; and of matrix products the call of the CPU's library. The time is CPU
+time of one thread, so other work on the machine matters little. It is the difference of 10 and 2
+layers, each the least of many passes.
+
+Plain torch is eager under autocast with fp32 weights: an nn.Linear, nn.LayerNorm, F.rms_norm and
+scaled_dot_product_attention each. Experts are a loop over those that have tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import Config
+from megatron.data.sampler import make_micro_batch
+from megatron.engine.gradients import to_sink
+from megatron.kernels import choose
+from megatron.model.gpt import build_chunks, layer_context
+from megatron.parallel.sharding import GradientSink
+from megatron.parallel.topology import Layout, Topology
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+import plain
+from common import Task
+
+HIDDEN, HEADS, SEQUENCE, SAMPLES, VOCABULARY, EXPERTS, CHOICES = 64, 1, 8, 1, 64, 4, 2
+LLAMA: dict[str, Any] = dict(
+    normalization="rmsnorm",
+    swiglu=True,
+    position_embedding_type="rope",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+)
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT-2": {},
+    "GPT-2 with dropout": dict(hidden_dropout=0.1),
+    "Llama": LLAMA,
+    f"Llama, {EXPERTS} experts": {
+        **LLAMA,
+        **dict(num_experts=EXPERTS, moe_router_topk=CHOICES, moe_aux_loss_coeff=(0.01,)),
+    },
+}
+Step = Callable[[], tuple[float, float]]
+
+
+class Llama(nn.Module):
+    """Attention with rotary embedding and a gated unit, each behind an RMS norm."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        hidden, wide = task.hidden, 4 * task.hidden
+        self.heads = task.heads
+        self.first, self.second = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.query_key_value = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.attention_output = nn.Linear(hidden, hidden, bias=False)
+        self.mlp = self.make_mlp(hidden, wide)
+        angles = torch.outer(
+            torch.arange(task.sequence),
+            10000.0 ** -torch.linspace(0, 1, hidden // task.heads // 2 + 1)[:-1],
+        ).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def make_mlp(self, hidden: int, wide: int) -> nn.Module:
+        return Gated(hidden, wide)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-high, low), dim=-1) * self.sin
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
+        projected = self.query_key_value(self.first(x))
+        q, k, v = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        q, k = self.rotate(q).to(v.dtype), self.rotate(k).to(v.dtype)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_output(mixed.transpose(1, 2).flatten(2))
+        added: Tensor = self.mlp(self.second(x))
+        return x + added
+
+
+class Gated(nn.Module):
+    def __init__(self, hidden: int, wide: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(hidden, wide, bias=False) for _ in range(2))
+        self.down = nn.Linear(wide, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Experts(nn.Module):
+    """The best experts of each token, by the softmax of the best scores, with a balancing loss."""
+
+    def __init__(self, hidden: int, wide: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Gated(hidden, wide) for _ in range(EXPERTS))
+        self.loss = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        scores = self.router(rows).float()
+        best, chosen = scores.topk(CHOICES, dim=-1)
+        weights = best.softmax(-1).to(x.dtype)
+        out = torch.zeros_like(rows)
+        masks = F.one_hot(chosen, EXPERTS)
+        shares = masks.sum((0, 1)) / masks.sum()
+        self.loss = EXPERTS * (shares * scores.softmax(-1).mean(0)).sum()
+        for number, expert in enumerate(self.experts):
+            row, choice = torch.where(chosen == number)
+            if len(row):
+                y = expert(rows[row]) * weights[row, choice, None]
+                out.index_add_(0, row, y.to(out.dtype))
+        return out.view_as(x)
+
+
+class Mixture(Llama):
+    def make_mlp(self, hidden: int, wide: int) -> nn.Module:
+        return Experts(hidden, wide)
+
+
+class Dropping(plain.Layer):
+    """GPT-2's layer with dropout of what attention and MLP add."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = self.query_key_value(self.before_attention(x))
+        heads = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
+        x = x + F.dropout(self.attention_output(mixed.transpose(1, 2).flatten(2)), 0.1)
+        up = F.gelu(self.mlp_input(self.before_mlp(x)), approximate="tanh")
+        return x + F.dropout(self.mlp_output(up), 0.1)
+
+
+LAYERS = dict(zip(MODELS, (plain.Layer, Dropping, Llama, Mixture), strict=True))
+
+
+def ours(name: str, layers: int) -> Step:
+    """Return a micro-batch of our model: seconds of the forward and of the backward pass."""
+    fields: dict[str, Any] = dict(
+        num_layers=layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        seq_length=SEQUENCE,
+        vocab_size=VOCABULARY,
+        micro_batch_size=SAMPLES,
+        global_batch_size=SAMPLES,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        attention_backend="fused",
+    )
+    config = Config.create(**{**fields, **MODELS[name]})
+    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    context = dataclasses.replace(layer_context(config, topology), fusions=choose.ALL)
+    chunk = build_chunks(config, topology, context)["0"]
+    for p in chunk.parameters():
+        if not p.sharding.fp32:
+            p.data = p.data.bfloat16()
+        p.gradient_sink = Sink(p, torch.zeros(p.shape), None, True)
+        p.register_post_accumulate_grad_hook(to_sink)
+    chunk.train()
+    batch = make_micro_batch(
+        np.random.default_rng(1).integers(0, VOCABULARY, (SAMPLES, SEQUENCE + 1)), first_sample=0
+    )
+    return timed(lambda: chunk(batch, None, late_loss=True))
+
+
+class Sink(GradientSink):
+    """A sink to which a product is added in one call, as on a GPU."""
+
+    def _add_one(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
+        torch.mm(dy.t(), x)
+
+
+def eager(name: str, layers: int) -> Step:
+    """Return the same of plain torch."""
+    task = Task(layers, HIDDEN, HEADS, VOCABULARY, SEQUENCE, SAMPLES, 1, "bf16", 1, "")
+    model = plain.GPT(task)
+    model.layers = nn.ModuleList(LAYERS[name](task) for _ in range(layers))
+    tokens = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE))
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            total: Tensor = model(tokens, tokens)
+            for layer in model.layers:
+                if isinstance(layer, Mixture):
+                    total = total + 0.01 * layer.mlp.loss
+        return total
+
+    return timed(loss)
+
+
+def timed(forward: Callable[[], Tensor]) -> Step:
+    def step() -> tuple[float, float]:
+        began = time.thread_time()
+        loss = forward()
+        between = time.thread_time()
+        loss.backward()
+        return between - began, time.thread_time() - between
+
+    return step
+
+
+def milliseconds(make: Callable[[str, int], Step], name: str) -> tuple[float, float]:
+    """Return ms of a layer, forward and backward."""
+    least = []
+    for layers in (2, 10):
+        step = make(name, layers)
+        least.append(np.min([step() for _ in range(250)], axis=0))
+    forward, backward = 1e3 * (least[1] - least[0]) / 8
+    return float(forward), float(backward)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print("CPU ms of a layer: forward + backward = sum, and ours / plain torch, eager")
+    for name in MODELS:
+        sums = []
+        for side, make in (("ours", ours), ("eager", eager)):
+            forward, backward = milliseconds(make, name)
+            sums.append(forward + backward)
+            print(f"{name:18} {side:6} {forward:.3f} + {backward:.3f} = {sums[-1]:.3f}", flush=True)
+        print(f"{name:18} ratio  {sums[0] / sums[1]:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
