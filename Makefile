@@ -41,7 +41,7 @@ PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 # Inputs of the environment; a change rebuilds it.
 MADE_FROM := pyproject.toml setup.py $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt)) \
-             $(wildcard csrc/*.[ch]pp csrc/kernels/*.cpp csrc/kernels/*.h)
+             $(wildcard csrc/*.[ch]pp csrc/*/*.cpp csrc/*/*.h)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1

@@ -589,7 +589,7 @@ class SelfAttention(torch.nn.Module):
         result: tuple[Tensor, Tensor | None] = self.dense(out.reshape(s, b, -1))
         return result
 
-    def _apart(self, mixed: Tensor, call: CallContext) -> Any:
+    def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
         """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection.
 
         Queries and keys are normalized and rotated; their positions determine the angles.
@@ -602,7 +602,7 @@ class SelfAttention(torch.nn.Module):
         if nodes is not None and fused and self.q_layernorm is None:
             # One node, whose gradient is written where it belongs in that of the projection.
             sizes = self.groups, self.queries, self.head_dim
-            heads = nodes.split_heads(mixed, *sizes, *(angles or (None, None)))
+            heads: tuple[Tensor, ...] = nodes.split_heads(mixed, *sizes, *(angles or (None, None)))
             if heads is not NotImplemented:
                 return heads
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)

@@ -328,7 +328,7 @@ def _linear(
     again: Again,
     weights: Weights,
     bias: Tensor | None = None,
-) -> Any:
+) -> Tensor:
     """Return y of _Linear. A node of autograd costs half as long as a token's other operators."""
     if not torch.is_grad_enabled():
         return _Linear.compute(x, column, context, weights, bias)
@@ -338,12 +338,13 @@ def _linear(
         parts = 0
         if bias is not None and context.fusions.bias_dropout:
             parts = bias_parts(x.numel() // x.shape[-1], bias)
-        y = nodes.linear(x, weights[0], bias, context.weight_gradients, parts)
-        if y is not NotImplemented:
-            return y
-    return _Linear.apply(  # type: ignore[no-untyped-call]
+        made: Tensor = nodes.linear(x, weights[0], bias, context.weight_gradients, parts)
+        if made is not NotImplemented:
+            return made
+    y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
         x, column, context, again, bias, *weights
     )
+    return y
 
 
 def column_parallel_matmul(

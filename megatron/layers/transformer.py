@@ -436,7 +436,8 @@ class TransformerLayer(torch.nn.Module):
         self, x: Tensor, bias: Tensor | None, residual: Tensor, call: CallContext, site: Site
     ) -> Tensor:
         """Return residual + dropout(x + bias)."""
-        seed, place = None, WHOLE
+        seed: int | None = None
+        place: Place | list[Place] = WHOLE
         if self.dropout > 0.0:
             seed, place = call.hidden_mask(x, self.index, site, self.context)
         fused = self.fused_dropout and not one_token(x)

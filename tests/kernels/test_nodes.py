@@ -54,9 +54,11 @@ def passes(fields: dict[str, Any], dtype: torch.dtype, sums: torch.dtype | None)
     layer = TransformerLayer(context, config, 0)
     settle(layer, dtype)
     layer.train()
+    sinks = list[GradientSink]()
     for p in layer.parameters():
         if sums is not None:
-            p.gradient_sink = GradientSink(p, torch.full(p.shape, torch.nan, dtype=sums))
+            sinks.append(GradientSink(p, torch.full(p.shape, torch.nan, dtype=sums)))
+            p.gradient_sink = sinks[-1]  # type: ignore[attr-defined]
     results = list[Any]()
     for seed in (1, 2):
         x = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -64,9 +66,8 @@ def passes(fields: dict[str, Any], dtype: torch.dtype, sums: torch.dtype | None)
         y = layer(x, CallContext(dropout=DropoutKey(3, seed)))
         y.backward(torch.cos(y.detach()))
         results += [y.detach(), x.grad]
-    for p in layer.parameters():
-        results.append(p.grad if sums is None else p.gradient_sink.complete())
-    return results
+    gradients = [p.grad for p in layer.parameters()] if sums is None else []
+    return [*results, *gradients, *(sink.complete() for sink in sinks)]
 
 
 @pytest.mark.parametrize("sums", [None, torch.float32, torch.bfloat16], ids=str)

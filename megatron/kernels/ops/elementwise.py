@@ -214,7 +214,7 @@ _bias_activation = operator(
 )
 
 
-def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Any:
+def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     """Return activation(x + bias), computed in fp32 and rounded once.
 
     x [.., n], copied unless contiguous; bias [n] or None; -> [.., n]. kind "gelu", also called
@@ -229,10 +229,12 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Any:
         if columns and columns % inputs == 0:
             rows = x.numel() // inputs, columns // inputs
             parts = count_parts(*rows, x.element_size(), x.is_cpu)
-            y = nodes.bias_activation(x, bias, KINDS[kind], inputs, parts)
-            if y is not NotImplemented:
-                return y
-    return _bias_activation(x.contiguous(), None if bias is None else bias.contiguous(), kind)
+            made: Tensor = nodes.bias_activation(x, bias, KINDS[kind], inputs, parts)
+            if made is not NotImplemented:
+                return made
+    bias = None if bias is None else bias.contiguous()
+    y: Tensor = _bias_activation(x.contiguous(), bias, kind)
+    return y
 
 
 _SUM = Function("mk_bias_dropout_add", "pppplluwfiuwuu")
@@ -355,6 +357,7 @@ def bias_parts(rows: int, bias: Tensor) -> int:
 def bias_gradient(bias: Tensor, gradient: Tensor, fused: bool = True) -> Tensor | None:
     """Sum a gradient [.., n] over its rows, in fp32, for a bias [n]; see gradient_written."""
     out, adds = gradient_output(bias)
+    assert out is not None, "a bias has a gradient"
     if fused and gradient.dtype in TYPES:
         _column_sums_(gradient.contiguous(), out, adds)
     else:
@@ -391,7 +394,7 @@ def bias_dropout_add(
     probability: float,
     seed: int,
     place: Place = WHOLE,
-) -> Any:
+) -> Tensor:
     """Return residual + dropout(x + bias), computed in fp32 and rounded once.
 
     x [.., n], copied unless contiguous; bias [n] or None; residual like x or None; -> [.., n]. Each
@@ -405,12 +408,14 @@ def bias_dropout_add(
     if x.numel() and (nodes := nodes_for(x)) is not None:
         check_key("bias_dropout_add", probability, seed)
         parts = count_parts(x.numel(), x.shape[-1], x.element_size(), x.is_cpu)
-        y = nodes.bias_dropout_add(x, bias, residual, *_in_c(probability, seed, place), parts)
-        if y is not NotImplemented:
-            return y
+        law = _in_c(probability, seed, place)
+        made: Tensor = nodes.bias_dropout_add(x, bias, residual, *law, parts)
+        if made is not NotImplemented:
+            return made
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    return _bias_dropout_add(x.contiguous(), bias, residual, probability, seed, list(place))
+    y: Tensor = _bias_dropout_add(x.contiguous(), bias, residual, probability, seed, list(place))
+    return y
 
 
 def keyed_dropout(

@@ -255,16 +255,17 @@ def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
     return "" if torch.equal(y, x @ w[0].t()) else "wrong results"
 
 
-def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Any:
+def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
     """Return the product of each expert's rows of x [n, in] and its matrix [E, in, out], [n, out]."""
     wide = all(n * x.element_size() % 16 == 0 for n in matrices.shape[1:])
     if wide and _torchs_own is not None and not why_no_grouped_product(x.device, x.dtype):
-        return _torchs_own(x, matrices, offs=counts.ends)
+        grouped: Tensor = _torchs_own(x, matrices, offs=counts.ends)
+        return grouped
     sizes = counts.read()
     if (nodes := nodes_for(x)) is not None:
-        y = nodes.products(x, matrices, sizes)
-        if y is not NotImplemented:
-            return y
+        made: Tensor = nodes.products(x, matrices, sizes)
+        if made is not NotImplemented:
+            return made
     y = x.new_empty(len(x), matrices.shape[-1])
     each = zip(x.split(sizes), matrices.unbind(), y.split(sizes), strict=True)
     for rows, matrix, out in each:

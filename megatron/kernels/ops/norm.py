@@ -390,7 +390,7 @@ def norm(
     eps: float,
     one_plus: bool = False,
     rms: bool = False,
-) -> Any:
+) -> Tensor:
     """Return the norm of x over its last dimension.
 
     LayerNorm is (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., arXiv 1607.06450);
@@ -401,10 +401,12 @@ def norm(
     fp32, fp16 and bf16, or other shapes.
     """
     if (nodes := nodes_for(x)) is not None:
-        y = nodes.norm(x, None, None, weight, bias, eps, one_plus, rms, _node_parts(x, rms, False))
-        if y is not NotImplemented:
-            return y
-    return _norm(x.contiguous(), weight, bias, eps, one_plus, rms)
+        parts = _node_parts(x, rms, False)
+        made: Tensor = nodes.norm(x, None, None, weight, bias, eps, one_plus, rms, parts)
+        if made is not NotImplemented:
+            return made
+    y: Tensor = _norm(x.contiguous(), weight, bias, eps, one_plus, rms)
+    return y
 
 
 def add_norm(
@@ -416,7 +418,7 @@ def add_norm(
     eps: float,
     one_plus: bool = False,
     rms: bool = False,
-) -> Any:
+) -> tuple[Tensor, Tensor]:
     """Return (norm of total, total), where total = x + shift + residual, rounded to the type.
 
     shift, the bias of the layer before, [h] or None; residual like x; the others as in `norm`. The
@@ -424,7 +426,9 @@ def add_norm(
     """
     if (nodes := nodes_for(x)) is not None:
         parts = _node_parts(x, rms, shift is not None)
-        both = nodes.norm(x, shift, residual, weight, bias, eps, one_plus, rms, parts)
+        both: tuple[Tensor, Tensor] = nodes.norm(
+            x, shift, residual, weight, bias, eps, one_plus, rms, parts
+        )
         if both is not NotImplemented:
             return both
     y, total = _add_norm(
