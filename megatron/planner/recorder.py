@@ -256,9 +256,9 @@ def _rule(func: Any) -> _Rule:
         inputs = tensors_of((*args, *(v for n, v in kwargs.items() if n not in names)))
         if name in _OVERWRITE:
             inputs = [t for t in inputs if t is not into[0]]
-        results = tensors_of((*into, *(kwargs[n] for n in names if n in kwargs))) or tensors_of(
-            (out,)
-        )
+        # An operator may write to an input and return another tensor.
+        written_to = (*into, *(kwargs[n] for n in names if n in kwargs))
+        results = {id(t): t for t in tensors_of((*written_to, out))}.values()
         # none for queries of a tensor's device or shape
         written_bytes = _bytes(results)
         return Memory(_bytes(inputs) + written_bytes, 1, declared) if written_bytes else None

@@ -32,10 +32,11 @@ SMALL = dict(
     attention_dropout=0.0,
     hidden_dropout=0.0,
 )
-# Launches above the fewest: a norm apart from the residual sum before it, forward and backward, and
-# gradients of the residual; sums for biases, joined gradients of q, k and v, finished sums of norms.
-GPT2 = {PRODUCTS: 0, NORMS: 6, ACTIVATION: 0, OTHER: 10}
-LLAMA_S = {PRODUCTS: 0, NORMS: 2, ACTIVATION: 0, OTHER: 5}
+# Launches above the fewest: a layer's first norm apart from the residual sum before it, forward and
+# backward; sums for the biases of QKV and of the last product; joined gradients of q, k and v; q and
+# k rotated apart.
+GPT2 = {PRODUCTS: 0, NORMS: 2 + 2, ACTIVATION: 0, OTHER: 1}
+LLAMA_S = {PRODUCTS: 0, NORMS: 2, ACTIVATION: 0, OTHER: 1 + 2}
 
 
 KINDS: dict[str, dict[str, Any]] = {
