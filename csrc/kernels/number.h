@@ -64,10 +64,9 @@ FN float exponential(float x) {
     p = p * f + 1.6666665459e-1f;
     p = p * f + 5.0000001201e-1f;
     p = p * f * f + f + 1.0f;
-    // 2^128 has no exponent in fp32: two factors.
-    const int whole = (int)(as_uint(shifted) - 0x4b400000u), half = whole / 2, rest = whole - half;
-    const float e = p * as_float((uint32_t)(half + 127) << 23) * as_float((uint32_t)(rest + 127) << 23);
-    return x < -87.3f ? 0.0f : (x > 88.7f ? as_float(0x7f800000u) : e);
+    // The integer is added to the exponent: within the bounds of x the result is a normal number.
+    const float e = as_float(as_uint(p) + (as_uint(shifted) << 23));
+    return x < -87.3f ? 0.0f : (x > 88.7f ? as_float(0x7f800000u) : (x == x ? e : x));
 }
 FN float reciprocal(float x) { return 1.0f / x; }
 FN float root(float x) { return __builtin_sqrtf(x); }
