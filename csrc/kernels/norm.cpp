@@ -151,7 +151,7 @@ template <class T, bool RMS, bool SHIFT> struct NormBackward {
 
 // Only the sums, for rows whose sums are not held; that of dx from its rounded elements.
 template <class T, bool RMS, bool SHIFT> struct NormColumns {
-    static constexpr int WAVES = 8, SUMS = NormBackward<T, RMS, SHIFT>::SUMS;
+    static constexpr int SUMS = NormBackward<T, RMS, SHIFT>::SUMS, WAVES = SUMS < 3 ? 8 : 6;
     // narrow: 2 (mean and rstd of a row)
     const T *dx, *dy, *x;
     const float *mean, *rstd;
