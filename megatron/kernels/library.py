@@ -302,7 +302,9 @@ def nodes_for(x: Tensor) -> Any:
 
     A node returns NotImplemented for a device of whose kernels it was given none.
     """
-    return None if _nodes is None or torch.compiler.is_compiling() or not x.dim() else _nodes
+    if _nodes is None or torch.compiler.is_dynamo_compiling() or not x.dim():
+        return None
+    return _nodes
 
 
 def _missing_bytes(path: Path) -> int:

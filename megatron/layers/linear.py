@@ -400,20 +400,23 @@ class ColumnParallelLinear(torch.nn.Module):
 
     def apart(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
         """Return the product and the bias [out/tp], for a kernel that adds it and does more."""
-        y = column_parallel_matmul(x, self._weights(), self.context, again)
-        if self.bias is None or self.bias_shared is None:
+        y = _linear(x, True, self.context, again, self._weights())
+        bias, shared = self.bias, self.bias_shared
+        if bias is None or shared is None:
             # a vector itself: a view would have no sink
-            return y, self.bias if self.bias is None or self.bias.dim() == 1 else self.bias.view(-1)
-        return y, torch.cat([self.bias, self.bias_shared])
+            return y, bias if bias is None or bias.dim() == 1 else bias.view(-1)
+        return y, torch.cat([bias, shared])
 
     def forward(self, x: Tensor, again: Again = None) -> Tensor:
-        if self.bias_shared is None and (self.bias is None or self.bias.dim() == 1):
-            return column_parallel_matmul(x, self._weights(), self.context, again, self.bias)
-        y, bias = self.apart(x, again)
-        return y if bias is None else y + bias
+        bias = self.bias
+        if self.bias_shared is None and (bias is None or bias.dim() == 1):
+            return _linear(x, True, self.context, again, self._weights(), bias)
+        y, vector = self.apart(x, again)
+        return y if vector is None else y + vector
 
     def _weights(self) -> Weights:
-        return (self.weight,) if self.weight_shared is None else (self.weight, self.weight_shared)
+        shared = self.weight_shared
+        return (self.weight,) if shared is None else (self.weight, shared)
 
 
 class RowParallelLinear(torch.nn.Module):

@@ -73,15 +73,17 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is not None:
-            weight, bias = self._gains()
+            weight, bias = wide(self.weight), None if self.bias is None else wide(self.bias)
             result: Tensor = _NormOverRanks.apply(  # type: ignore[no-untyped-call]
                 x, weight, bias, self.epsilon, float(self.one_plus), self.group
             )
             return result.to(self.weight.dtype)
-        if self.fused and x.dtype == self.weight.dtype:
-            weight, bias = self._gains()
-            return norm(x, weight, bias, self.epsilon, self.one_plus, self.rms)
-        if self.apex is not None and x.dtype == self.weight.dtype:
+        weight = self.weight
+        if self.fused and x.dtype == weight.dtype:
+            bias = self.bias
+            bias = None if bias is None else wide(bias)
+            return norm(x, wide(weight), bias, self.epsilon, self.one_plus, self.rms)
+        if self.apex is not None and x.dtype == weight.dtype:
             return self._by_apex(x)
         return self._by_torch(x)
 
@@ -94,14 +96,9 @@ class Norm(torch.nn.Module):
 
         `bias`: of the layer that made x.
         """
-        weight, of_norm = self._gains()
-        shift = None if bias is None else wide(bias)
+        shift, of_norm = (None if each is None else wide(each) for each in (bias, self.bias))
         rest = self.epsilon, self.one_plus, self.rms
-        return add_norm(x, shift, residual, weight, of_norm, *rest)
-
-    def _gains(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias as the kernel takes them."""
-        return wide(self.weight), None if self.bias is None else wide(self.bias)
+        return add_norm(x, shift, residual, wide(self.weight), of_norm, *rest)
 
     def _by_torch(self, x: Tensor) -> Tensor:
         if one_token(x) and x.dtype == self.weight.dtype and not self.one_plus:

@@ -388,8 +388,10 @@ def wide(parameter: torch.Tensor) -> torch.Tensor:
     parallelism each rank sums over its own, and in fp16 the whole sum could overflow where the
     ranks' parts do not.
     """
+    if parameter.dtype != torch.float16:
+        return parameter
     found = _any_sink(parameter)
-    if found is None or parameter.dtype != torch.float16:
+    if found is None:
         return parameter
     wider: torch.Tensor = _Wide.apply(parameter, found)  # type: ignore[no-untyped-call]
     return wider
