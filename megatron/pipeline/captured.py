@@ -107,8 +107,8 @@ class _Rules(TorchDispatchMode):
         for x in used:
             if (storage := _storage(x)) not in self._made:
                 self.outside[storage] = x.detach()
-        if not func.is_view and not func._schema.is_mutable:
-            self._made.update(map(_storage, results))
+        if not func.is_view:  # an operator that writes to an input may return others as well
+            self._made.update({*map(_storage, results)} - {*map(_storage, used)})
         if self._calls is not None and not func.is_view and func.overloadpacket not in _EMPTY:
             self._calls.append(_again(func, args, kwargs, results))
         return out
@@ -164,13 +164,12 @@ def _again(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> Ca
                     work.wait()
 
         return send
-    if func._schema.is_mutable:
-        return lambda: func(*args, **kwargs)
     places = [bare(x) for x in results]
 
     def compute() -> None:
         for place, x in zip(places, _tensors_of(func(*args, **kwargs)), strict=True):
-            place.copy_(x)
+            if _storage(place) != _storage(x):  # else it was written in place
+                place.copy_(x)
 
     return compute
 
