@@ -106,7 +106,7 @@ install_torch
 check_compiler
 say "installing dependencies"
 # DeepSpeed is built from source: it wants to see torch, so it is not built apart from it, and no op is compiled.
-pip install -c $constraints pybind11 ninja
+pip install -c $constraints pybind11 ninja numpy
 # Kernels are built for this processor and for the kind of GPU that torch is for.
 export MEGATRON_KERNELS_TARGETS=${MEGATRON_KERNELS_TARGETS:-$(kernel_targets)}
 DS_BUILD_OPS=0 pip install -c $constraints --no-build-isolation -e '.[dev]'
