@@ -466,6 +466,8 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     build = f"setup.py -q build_kernels --target {','.join(targets)} --arch {arch}"
     if lacks("setuptools", "pybind11"):  # which setup.py needs for its other parts
         build = f"""-c "import runpy; runpy.run_path('megatron/kernels/build.py')['make']({targets}, ['{arch}'])" """
+    # For this torch and this Python: no kit brings them.
+    nodes = """-c "import runpy; runpy.run_path('megatron/kernels/build.py')['make_nodes']()" """
     pytest = f"-m pytest -q {'' if lacks('xdist') else '-n 0'} {either('-m gpu')}"
     marked = [
         path
@@ -534,6 +536,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
             "built for the device, and once beside torch's",
             15 if built else 50,
             *[build] * compiles,
+            *[nodes] * ("compiler, host" in facts),
             "tools/check_kernels.py --device DEVICE",
             cannot=no_kernels,
             figures=self_test,
