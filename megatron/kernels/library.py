@@ -8,7 +8,9 @@ runs on.
 CUDA (ROCm) tensors, a rule for the shapes of its results, so that torch.compile can trace it, and,
 where it has a gradient, an autograd rule. The implementation calls the compiled kernel if there is
 one, and torch's own operators otherwise. Only tracers and profilers need torch's dispatcher,
-which costs the host more than the kernel's launch, so ordinary calls go past it.
+which costs the host more than the kernel's launch, so ordinary calls go past it. Those that a
+layer makes for each micro-batch are nodes of autograd's graph in C++ (csrc/nodes) where these are
+built for this torch: see `nodes_for`.
 """
 
 from __future__ import annotations
