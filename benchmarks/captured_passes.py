@@ -69,7 +69,7 @@ class Operators(TorchDispatchMode):
 
 
 class Host(NamedTuple):
-    """Of a layer and micro-batch: CPU seconds eager and replayed, and operators (launches)."""
+    """CPU seconds of a layer and micro-batch, eager and replayed, and its operators (launches)."""
 
     eager_s: float
     replayed_s: float

@@ -16,22 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.pipeline.captured import DATA_DEPENDENT, INDEXED
+
 _LIBRARY = str(Path(__file__).resolve().parents[1] / "megatron")
 _aten = torch.ops.aten
-# What computes an answer for the host, or a tensor whose size depends on values.
-_SIZED = frozenset(
-    {
-        _aten.equal,
-        _aten.nonzero,
-        _aten.masked_select,
-        _aten._unique2,
-        _aten.unique_dim,
-        _aten.unique_consecutive,
-        _aten.bincount,
-        _aten.repeat_interleave,
-    }
-)
-_INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
 # In C without an operator. What makes a tensor of Python's numbers copies it to a device from
 # pageable memory.
 _FUNCTIONS = {
@@ -101,9 +89,9 @@ class _Operators(TorchDispatchMode):
         kwargs, waits, packet = kwargs or {}, self._waits, func.overloadpacket
         if packet is _aten._local_scalar_dense and waits.of_device(args[0]):
             waits.read("item")
-        elif packet in _SIZED and waits.of_device(args[0]):
+        elif packet in DATA_DEPENDENT and waits.of_device(args[0]):
             waits.wait(packet.__name__)
-        elif packet in _INDEXED and waits.of_device(args[0]) and any(_is_mask(i) for i in args[1]):
+        elif packet in INDEXED and waits.of_device(args[0]) and any(_is_mask(i) for i in args[1]):
             waits.wait("index by a mask")
         elif self._copies_and_blocks(packet, args, kwargs):
             waits.wait("copy between host and device")

@@ -8,6 +8,7 @@ file by its path.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import os
@@ -19,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "kernels"
@@ -233,13 +234,7 @@ def build(
     environment = {**os.environ, "HIP_PLATFORM": "amd"} if target == "hip" else dict(os.environ)
 
     def call(*command: str) -> None:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", env=environment, cwd=sources
-        )
-        if done.returncode:
-            cause = "\n".join((done.stderr or done.stdout).splitlines()[:_CAUSE_LINES])
-            raise BuildError(f"{' '.join(command)}\n{cause}")
-        hear(done.stderr)
+        hear(_run(command, sources, environment))
 
     with tempfile.TemporaryDirectory(prefix="megatron-kernels-") as scratch:
         objects = [f"{scratch}/{name}.o" for name in names]
@@ -256,13 +251,31 @@ def build(
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
         final = folder / library_name(target, "+".join(archs))
-        partial = final.with_name(f"{final.name}.{platform.node()}.{os.getpid()}")
-        try:
+        with _written_whole(final) as partial:
             call(*_link(target, tool, flags), *objects, "-o", str(partial))
-            partial.replace(final)
-        finally:
-            partial.unlink(missing_ok=True)
     return final
+
+
+def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
+    """Run a compiler in a folder and return its standard error. Raises BuildError if it fails."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=environment, cwd=folder
+    )
+    if done.returncode:
+        cause = "\n".join((done.stderr or done.stdout).splitlines()[:_CAUSE_LINES])
+        raise BuildError(f"{' '.join(command)}\n{cause}")
+    return done.stderr
+
+
+@contextlib.contextmanager
+def _written_whole(path: Path) -> Iterator[Path]:
+    """Yield a path to write to; the file gets its name only if it was written without an error."""
+    partial = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
@@ -324,22 +337,15 @@ def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path,
     if not force and path.is_file() and digest.encode() + b"\0" in path.read_bytes():
         return path, False
     folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
     searched = [f"-isystem{each}" for each in (*includes, sysconfig.get_path("include"))]
     defined = [f'-DMK_NODES="{digest}"', f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     # torch's own headers are C++20 since 2.14.
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-shared", "-Wall", "-Wextra"]
     # Found by their names, since torch has loaded them before.
     linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
-    command = [tool, *flags, *defined, *searched, "nodes.cpp", "-o", str(partial), *linked]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=NODES)
-        if done.returncode:
-            cause = "\n".join(done.stderr.splitlines()[:_CAUSE_LINES])
-            raise BuildError(f"{' '.join(command)}\n{cause}")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _written_whole(path) as partial:
+        command = [tool, *flags, *defined, *searched, "nodes.cpp", "-o", str(partial), *linked]
+        _run(command, NODES, os.environ)
     return path, True
 
 

@@ -70,8 +70,7 @@ class Found:
     handle        the loaded library; None if there is none
     sources       hash of the sources it was built from
     functions     its functions that were called, by name
-    nodes         the extension that calls them as nodes of autograd's graph (csrc/nodes); None if
-                  Python does
+    no_nodes      why Python calls its functions; "" if nodes of autograd's graph (csrc/nodes) do
     """
 
     path: Path | None = None
@@ -81,7 +80,7 @@ class Found:
     handle: Any = None
     sources: str = ""
     functions: dict[str, Any] = field(default_factory=dict, compare=False)
-    nodes: Any = field(default=None, compare=False)
+    no_nodes: str = field(default="", compare=False)
 
     @property
     def build(self) -> str:
@@ -92,7 +91,7 @@ class Found:
     def line(self) -> str:
         """Return one line for the log."""
         if self.handle is not None:
-            called = "" if self.nodes is not None else f"; called from Python, {why_no_nodes()}"
+            called = f"; called from Python, {self.no_nodes}" if self.no_nodes else ""
             return f"fused kernels: {self.target} {self.arch} ({self.path}){called}"
         return f"fused kernels: none, {self.reason}; instead: torch's own operators"
 
@@ -233,8 +232,8 @@ def _load(path: Path, target: str | None) -> Found:
         where = torch.cuda.get_device_name()
         return Found(reason=f"{path.name} does not run on {where} ({problem})")
     device_type = "cuda" if target in ("hip", "cuda") else "cpu"
-    nodes = _bound_nodes(device_type, handle, sources)
-    return Found(path, built_for, arch, "", handle, sources, nodes=nodes)
+    no_nodes = _bind_nodes(device_type, handle, sources)
+    return Found(path, built_for, arch, "", handle, sources, no_nodes=no_nodes)
 
 
 # -- nodes of autograd's graph ---------------------------------------------------------------------
@@ -277,26 +276,21 @@ def _load_nodes() -> tuple[Any, str]:
     return nodes, ""
 
 
-def why_no_nodes() -> str:
-    """Return why Python calls the kernels, which takes the host longer; "" if nodes do."""
-    return _load_nodes()[1]
-
-
-def _bound_nodes(device_type: str, handle: Any, sources: str) -> Any:
-    """Give the nodes the kernels of a kind of device; None if they cannot call these."""
+def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
+    """Give the nodes the kernels of a kind of device; return why they cannot call these, or ""."""
     global _nodes
-    nodes, _ = _load_nodes()
+    nodes, reason = _load_nodes()
     if nodes is None:
-        return None
+        return reason
     # A library may be of some kernels alone.
     functions = [(name, f) for name in _CALLED_BY_NODES if (f := getattr(handle, name, None))]
     if nodes.sources.partition("-")[0] != sources or len(functions) < len(_CALLED_BY_NODES):
         nodes.bind(device_type, {})
-        return None
+        return "the nodes are for other kernels: python setup.py build_kernels"
     addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions}
     nodes.bind(device_type, addresses)
     _nodes = nodes
-    return nodes
+    return ""
 
 
 def nodes_for(x: Tensor) -> Any:

@@ -31,7 +31,7 @@ OVERRIDE = "MEGATRON_KERNELS_MEASURED"
 """Environment variable: another file of measurements; "none": the defaults."""
 
 COMMAND = "python tools/check_kernels.py --measure"
-"""What takes a measurement."""
+"""The command that takes a measurement."""
 
 _LIMIT_BYTES = 1 << 20
 _NOISE = 1.03  # times of a default that is no slower than this are not worth a change

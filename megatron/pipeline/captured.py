@@ -31,10 +31,8 @@ from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.sharding import GradientSink
 
 _aten = torch.ops.aten
-# What gives the host an answer, or a tensor whose size depends on values.
-_READS = frozenset(
+DATA_DEPENDENT = frozenset(
     {
-        _aten._local_scalar_dense,
         _aten.equal,
         _aten.nonzero,
         _aten.masked_select,
@@ -45,7 +43,9 @@ _READS = frozenset(
         _aten.repeat_interleave,
     }
 )
-_INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+"""Operators that compute an answer for the host, or a tensor whose size depends on values."""
+INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+"""Operators that do so where an index is a mask."""
 _MOVES = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
 _EMPTY = frozenset(
     {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
@@ -116,9 +116,9 @@ class _Rules(TorchDispatchMode):
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
         packet, problem = func.overloadpacket, ""
         masks = (torch.bool, torch.uint8)
-        if packet in _READS:
+        if packet is _aten._local_scalar_dense or packet in DATA_DEPENDENT:
             problem = "gives the host a value, or a size that depends on values"
-        elif packet in _INDEXED and any(x is not None and x.dtype in masks for x in args[1]):
+        elif packet in INDEXED and any(x is not None and x.dtype in masks for x in args[1]):
             problem = "selects by a mask, so that a size depends on values"
         elif packet in _MOVES:
             problem = "moves or frees memory that a replay would use"

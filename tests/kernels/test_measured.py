@@ -32,7 +32,7 @@ SECONDS = {
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where measurements are looked for; a library is loaded."""
+    """Path at which measurements are looked for; a library is loaded."""
     load(monkeypatch, "cpu")
     monkeypatch.setenv(measured.OVERRIDE, str(tmp_path / "times.json"))
     measured.forget()

@@ -119,17 +119,9 @@ def _like_added(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return y, torch.empty_like(x), statistics
 
 
-def _forward(
-    out: tuple[Tensor, Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    one_plus: bool,
-    rms: bool,
-) -> None:
+def _forward(out: tuple[Tensor, Tensor], x: Tensor, *rest: Any) -> None:
     y, statistics = out
-    _launch(y, None, statistics, x, None, None, weight, bias, eps, one_plus, rms)
+    _launch(y, None, statistics, x, None, None, *rest)
 
 
 def _forward_added(out: tuple[Tensor, Tensor, Tensor], *inputs: Any) -> None:
