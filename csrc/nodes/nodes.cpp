@@ -146,7 +146,8 @@ bool vector_beside(const Tensor &x, const Tensor &v) {
     return !v.defined() || (v.dim() == 1 && v.size(0) == x.size(-1) && beside(x, v));
 }
 bool usual(const Tensor &x) {
-    return type_of(x) >= 0 && x.dim() > 0 && x.numel() > 0 && x.is_contiguous() && kernels_of(x).error;
+    return type_of(x) >= 0 && (x.is_cpu() || x.is_cuda()) && x.dim() > 0 && x.numel() > 0 && x.is_contiguous() &&
+           kernels_of(x).error;
 }
 
 Tensor floats(const Tensor &like, at::IntArrayRef sizes) { return at::empty(sizes, like.options().dtype(at::kFloat)); }
@@ -228,6 +229,13 @@ void column_sums(const Tensor &gradient, Output &bias, int64_t parts) {
 
 struct FusedNode : torch::autograd::Node {
     std::vector<SavedVariable> saved;
+    // Parameters of which the gradients depend, with their versions. They are not saved, since hooks on saved tensors
+    // may copy them, and a copy has no sink.
+    std::vector<std::pair<Tensor, uint32_t>> used;
+
+    void uses(const Tensor &parameter) {
+        if (parameter.defined()) used.emplace_back(parameter, parameter._version());
+    }
 
     void release_variables() override {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -241,6 +249,10 @@ struct FusedNode : torch::autograd::Node {
                          name().c_str());
             throw python_error();
         }
+        for (const auto &[parameter, version] : used)
+            TORCH_CHECK(static_cast<uint32_t>(parameter._version()) == version, name(), " was called with a parameter ",
+                        parameter.sizes(), " that has been modified by an inplace operation since: it is at version ",
+                        parameter._version(), ", expected ", version);
         const c10::OptionalDeviceGuard guard(device);
         return differentiate(std::move(gradients));
     }
@@ -466,11 +478,17 @@ const Tensor &tensor(PyObject *object) {
 
 PyObject *not_usual() { Py_RETURN_NOTIMPLEMENTED; }
 
-// Whether nothing but the kernel has to see a call with x: no subclass, tracer, profiler or transform.
-bool seen_by_none(PyObject *x) {
-    return THPVariable_CheckTypeExact(Py_TYPE(x)) && !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+// Whether nothing but the kernel has to see a call with these tensors or None: no subclass, tracer, profiler, transform
+// or derivative in forward mode.
+template <class... T> bool seen_by_none(T *...objects) {
+    const auto plain = [](PyObject *object) {
+        return object == Py_None ||
+               (THPVariable_CheckTypeExact(Py_TYPE(object)) && !THPVariable_Unpack(object)._fw_grad(0).defined());
+    };
+    return (plain(objects) && ...) && !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
            !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() &&
-           !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+           !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) &&
+           !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
 PyObject *wrap(const Tensor &x) { return THPVariable_Wrap(x); }
@@ -481,7 +499,8 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t) {
     const Tensor &x = tensor(args[0]), &shift = tensor(args[1]), &residual = tensor(args[2]), &weight = tensor(args[3]),
                  &bias = tensor(args[4]);
     const bool added = residual.defined(), rms = args[7] == Py_True;
-    if (!seen_by_none(args[0]) || !usual(x) || (added && (!beside(x, residual) || residual.sizes() != x.sizes())) || !vector_beside(x, shift) ||
+    if (!seen_by_none(args[0], args[1], args[2], args[3], args[4]) || !usual(x) ||
+        (added && (!beside(x, residual) || residual.sizes() != x.sizes())) || !vector_beside(x, shift) ||
         !vector_beside(x, weight) || !vector_beside(x, bias))
         return not_usual();
     const float eps = (float)PyFloat_AsDouble(args[5]), plus = args[6] == Py_True ? 1.0f : 0.0f;
@@ -504,6 +523,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t) {
         if (node) {
             node->added = added, node->rms = rms, node->plus = plus, node->parts = parts;
             node->weight = weight, node->bias = bias, node->shift = shift;
+            node->uses(weight);
             torch::autograd::set_history(y, node);
             if (added) torch::autograd::set_history(total, node);
             node->saved.emplace_back(added ? total : x, added);
@@ -520,7 +540,7 @@ PyObject *bias_activation(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const Tensor &x = tensor(args[0]), &bias = tensor(args[1]);
     const int kind = (int)PyLong_AsLong(args[2]), inputs = (int)PyLong_AsLong(args[3]);
-    if (!seen_by_none(args[0]) || !usual(x) || x.size(-1) % inputs || !vector_beside(x, bias)) return not_usual();
+    if (!seen_by_none(args[0], args[1]) || !usual(x) || x.size(-1) % inputs || !vector_beside(x, bias)) return not_usual();
     const int64_t n = x.size(-1) / inputs, rows = x.numel() / x.size(-1), parts = PyLong_AsLongLong(args[4]);
     Tensor y;
     void *const stream = stream_of(x);
@@ -536,6 +556,7 @@ PyObject *bias_activation(PyObject *, PyObject *const *args, Py_ssize_t) {
              kernels_of(x).activation(type_of(x), kind, y.data_ptr(), x.data_ptr(), data(bias), rows, n, stream));
         if (node) {
             node->kind = kind, node->inputs = inputs, node->parts = parts, node->bias = bias;
+            node->uses(bias);
             node->saved.emplace_back(x, false);
             torch::autograd::set_history(y, node);
         }
@@ -548,7 +569,7 @@ PyObject *bias_activation(PyObject *, PyObject *const *args, Py_ssize_t) {
 PyObject *bias_dropout_add(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const Tensor &x = tensor(args[0]), &bias = tensor(args[1]), &residual = tensor(args[2]);
-    if (!seen_by_none(args[0]) || !usual(x) || !vector_beside(x, bias) ||
+    if (!seen_by_none(args[0], args[1], args[2]) || !usual(x) || !vector_beside(x, bias) ||
         (residual.defined() && (!beside(x, residual) || residual.sizes() != x.sizes())))
         return not_usual();
     Mask mask{PyLong_AsUnsignedLongLong(args[3]), (uint32_t)PyLong_AsUnsignedLong(args[4]),
@@ -582,7 +603,7 @@ PyObject *split_heads(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const Tensor &flat = tensor(args[0]), &cos = tensor(args[4]), &sin = tensor(args[5]);
     const int64_t groups = PyLong_AsLongLong(args[1]), queries = PyLong_AsLongLong(args[2]), d = PyLong_AsLongLong(args[3]);
-    if (!seen_by_none(args[0]) || !flat.is_contiguous() || flat.dim() != 3 || !flat.numel()) return not_usual();
+    if (!seen_by_none(args[0], args[4], args[5]) || !flat.is_contiguous() || flat.dim() != 3 || !flat.numel()) return not_usual();
     const bool turns = cos.defined();
     if (turns && (!usual(flat) || !cos.is_contiguous() || !sin.is_contiguous() || cos.scalar_type() != at::kFloat ||
                   cos.dim() != 4 || sin.sizes() != cos.sizes() || cos.device() != flat.device() ||
@@ -628,7 +649,8 @@ PyObject *split_heads(PyObject *, PyObject *const *args, Py_ssize_t) {
 PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const Tensor &x = tensor(args[0]), &weight = tensor(args[1]), &bias = tensor(args[2]);
-    if (!seen_by_none(args[0]) || !x.is_contiguous() || x.dim() < 2 || !x.numel() || !weight.is_contiguous() || weight.dim() < 2 ||
+    if (!seen_by_none(args[0], args[1], args[2]) || !x.is_contiguous() || x.dim() < 2 || !x.numel() ||
+        !weight.is_contiguous() || weight.dim() < 2 ||
         x.scalar_type() != weight.scalar_type() || x.size(-1) != weight.size(-1) ||
         (bias.defined() && (bias.dim() != 1 || bias.scalar_type() != x.scalar_type())))
         return not_usual();
@@ -645,6 +667,7 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
         y = product.view(sizes);
         if (node) {
             node->weight = weight, node->bias = bias;
+            node->uses(weight);
             node->saved.emplace_back(x, false);
             torch::autograd::set_history(y, node);
         }
@@ -662,7 +685,7 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
 PyObject *products(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const Tensor &x = tensor(args[0]), &matrices = tensor(args[1]);
-    if (!seen_by_none(args[0]) || x.dim() != 2 || matrices.dim() != 3) return not_usual();
+    if (!seen_by_none(args[0], args[1]) || x.dim() != 2 || matrices.dim() != 3) return not_usual();
     const Reference sequence = checked(PySequence_Fast(args[2], "sizes are a sequence"));
     std::vector<int64_t> sizes;
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence.object); ++i)

@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -298,12 +299,35 @@ def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
 def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
     """Return whether the library's description matches these sources and this command."""
     tool = compiler(target)
-    if tool is None or not path.is_file():
+    if tool is None:
         return False
+    return _is_whole_with(path, description(target, archs, tool, compile_flags(target, archs)))
+
+
+def _is_whole_with(path: Path, text: str) -> bool:
+    """Return whether a library is there, is not cut off, and contains a string."""
     return (
-        description(target, archs, tool, compile_flags(target, archs)).encode() + b"\0"
-        in path.read_bytes()
+        path.is_file() and missing_bytes(path) <= 0 and text.encode() + b"\0" in path.read_bytes()
     )
+
+
+def missing_bytes(path: Path) -> int:
+    """Return how many bytes a 64-bit ELF file lacks: loading a truncated one would end the process.
+
+    A truncated file is a bus error once it is mapped. Linkers write the table of sections last
+    (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head[:5] != b"\x7fELF\x02":
+        return 0  # another format: the loader reports what is wrong
+    if len(head) < 64:
+        return 64 - len(head)
+    (at,), (size, count) = (
+        struct.unpack_from("<Q", head, 0x28),
+        struct.unpack_from("<HH", head, 0x3A),
+    )
+    return int(at + size * count - path.stat().st_size)
 
 
 # ---- the nodes of autograd's graph -----------------------------------------------------------------
@@ -334,7 +358,7 @@ def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path,
     version, abi, libraries, *includes = asked.stdout.split("\n")[:-1]
     path = folder.resolve() / nodes_name(version)
     digest = nodes_hash()
-    if not force and path.is_file() and digest.encode() + b"\0" in path.read_bytes():
+    if not force and _is_whole_with(path, digest):
         return path, False
     folder.mkdir(parents=True, exist_ok=True)
     searched = [f"-isystem{each}" for each in (*includes, sysconfig.get_path("include"))]
@@ -344,7 +368,7 @@ def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path,
     # Found by their names, since torch has loaded them before.
     linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
     with _written_whole(path) as partial:
-        command = [tool, *flags, *defined, *searched, "nodes.cpp", "-o", str(partial), *linked]
+        command = [tool, *flags, *defined, *searched, "nodes.cpp", *linked, "-o", str(partial)]
         _run(command, NODES, os.environ)
     return path, True
 

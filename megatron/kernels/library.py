@@ -21,7 +21,6 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +28,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from megatron.errors import KernelError
 from megatron.kernels.build import (
     LIBRARIES,
     host_archs,
     library_name,
+    missing_bytes,
     nodes_hash,
     nodes_name,
     source_hash,
@@ -198,17 +199,20 @@ def _first(wanted: list[tuple[str, str]]) -> Found:
                     return found
                 reason = reason or found.reason
     target, arch = wanted[0]
-    reason = reason or f"no {library_name(target, arch)} in {LIBRARIES}"
     how = f"python setup.py build_kernels --target {target}"
     if target != "host":
         how += f" --arch {arch}"
+    if reason:  # a file with the description of this tree's sources may be up to date
+        how += " --force"
+    else:
+        reason = f"no {library_name(target, arch)} in {LIBRARIES}"
     return Found(reason=f"{reason}: {how}")
 
 
 def _load(path: Path, target: str | None) -> Found:
     """Load a library; with `target` None of any target, and built from any sources."""
     try:
-        missing = _missing_bytes(path)
+        missing = missing_bytes(path)
         if missing > 0:
             return Found(reason=f"{path.name} is cut off, {missing} bytes are missing")
         if target == "hip":
@@ -217,7 +221,7 @@ def _load(path: Path, target: str | None) -> Found:
         handle.mk_describe.restype = ctypes.c_char_p
         handle.mk_error.restype = ctypes.c_char_p
         built_for, arch, sources = handle.mk_describe().decode().split(" ")
-    except (OSError, AttributeError, ValueError, struct.error) as error:
+    except (OSError, AttributeError, ValueError) as error:
         return Found(reason=f"{path.name} cannot be loaded ({_short(error)})")
     sources = sources.partition("-")[0]  # after it, a hash of the compiler's command
     if target is not None:
@@ -261,15 +265,15 @@ def _load_nodes() -> tuple[Any, str]:
     if not path.is_file():
         return None, f"there is no {path.name}: {how}"
     try:
-        if (missing := _missing_bytes(path)) > 0:
+        if (missing := missing_bytes(path)) > 0:
             return None, f"{path.name} is cut off, {missing} bytes are missing: {how}"
         loader = importlib.machinery.ExtensionFileLoader("megatron.kernels._nodes", str(path))
         spec = importlib.util.spec_from_loader(loader.name, loader)
         assert spec is not None, "a loader that exists"
         nodes = importlib.util.module_from_spec(spec)
         loader.exec_module(nodes)
-    except (ImportError, OSError, struct.error) as error:
-        return None, f"{path.name} cannot be loaded ({_short(error)}): {how}"
+    except (ImportError, OSError) as error:
+        return None, f"{path.name} cannot be loaded ({_short(error)}): {how} --force"
     if nodes_hash() not in ("", nodes.sources):
         return None, f"{path.name} was built from other sources: {how}"
     nodes.set_up(KernelError, getattr(torch._C, "_cuda_getCurrentRawStream", None))
@@ -301,23 +305,6 @@ def nodes_for(x: Tensor) -> Any:
     if _nodes is None or torch.compiler.is_dynamo_compiling() or not x.dim():
         return None
     return _nodes
-
-
-def _missing_bytes(path: Path) -> int:
-    """Return how many bytes a 64-bit ELF file lacks: loading a truncated one would end the process.
-
-    A truncated file is a bus error once it is mapped. Linkers write the table of sections last
-    (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
-    """
-    with path.open("rb") as file:
-        head = file.read(64)
-    if head[:5] != b"\x7fELF\x02":
-        return 0  # another format: the loader reports what is wrong
-    (at,), (size, count) = (
-        struct.unpack_from("<Q", head, 0x28),
-        struct.unpack_from("<HH", head, 0x3A),
-    )
-    return int(at + size * count - path.stat().st_size)
 
 
 def _share_hip_runtime() -> None:
@@ -516,7 +503,8 @@ def operator(
 
     def call(*inputs: Any) -> Any:
         records = torch.is_grad_enabled()
-        if (records and writes) or not _ordinary(inputs[0]):
+        if (records and writes) or not _ordinary(*inputs):
+            _check_no_tangent(name, inputs)
             return visible(registered(*inputs))
         if records and differentiable is not None:
             return differentiable(*inputs)
@@ -525,17 +513,38 @@ def operator(
     return call
 
 
-def _ordinary(x: Any) -> bool:
-    """Return whether nothing but the operator's kernel has to see a call: no tracer or profiler."""
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple})
+
+
+def _ordinary(x: Any, *rest: Any) -> bool:
+    """Return whether nothing but the operator's kernel has to see a call.
+
+    There is no tracer, profiler, transform, derivative in forward mode or subclass of a tensor.
+    """
     return not (
         torch.compiler.is_compiling()
         or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
         or not (x.is_cpu or x.is_cuda)
+        or not _PLAIN.issuperset(map(type, rest))
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
         or torch.autograd._profiler_enabled()
     )
+
+
+def _check_no_tangent(name: str, inputs: Iterable[Any]) -> None:
+    """Check that no input has a derivative in forward mode, which torch would leave out."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for x in inputs:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise KernelError(
+                f"{name} has no derivative in forward mode; use torch's own operators where one is "
+                "needed"
+            )
 
 
 def empty_like_first(first: Tensor, *_: Any) -> Tensor:

@@ -225,6 +225,7 @@ class _Linear(torch.autograd.Function):
         # Not saved through autograd: recomputation would return a detached copy, and a deferred
         # gradient must reach the parameter itself.
         ctx.weights, ctx.bias = weights, bias
+        ctx.versions = [weight._version for weight in weights]
         ctx.column, ctx.context = column, context
         # of x, for engine/gradients.py
         ctx.partial_gradient = not column or context.sequence_parallel
@@ -246,6 +247,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True; cheaper than once_differentiable
             raise KernelError("linear layers have no second derivative")
+        if ctx.versions != [weight._version for weight in ctx.weights]:
+            raise KernelError(
+                "a weight of a linear layer was changed in place between its forward and its "
+                "backward pass"
+            )
         if ctx.again is None:
             (x,) = ctx.saved_tensors
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import shutil
@@ -120,6 +121,25 @@ def test_a_library_that_cannot_serve(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(library, "source_hash", lambda: "")
     library.forget()
     assert library.find("cpu").sources == "0123456789abcdef"
+
+
+def test_a_file_that_is_cut_off_is_built_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the message of a file that cannot be loaded asks for makes it again."""
+    tool = build.compiler("host") or pytest.skip(build.no_compiler("host"))
+    text = build.description("host", [ARCH], tool, build.compile_flags("host", [ARCH]))
+    path = fake(folder / HOST, text)
+    nodes = fake(folder / build.nodes_name(torch.__version__), build.nodes_hash())
+    built = list[object]()
+    monkeypatch.setattr(build, "_run", lambda *_: built.append(1))
+    monkeypatch.setattr(build, "_written_whole", contextlib.nullcontext)
+    for cut in (0, 1):
+        for file in (path, nodes):
+            file.write_bytes(file.read_bytes()[: len(file.read_bytes()) - cut])
+        assert build.is_current(path, "host", [ARCH]) == (not cut)
+        assert build.build_nodes(folder)[1] == bool(cut)
+    assert len(built) == 1
 
 
 def test_the_named_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

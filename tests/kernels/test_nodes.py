@@ -6,17 +6,23 @@ built.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from megatron.config import Config
 from megatron.errors import KernelError
 from megatron.kernels import choose, library
-from megatron.kernels.ops.elementwise import bias_activation
+from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
+from megatron.kernels.ops.norm import norm
 from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.linear import column_parallel_matmul
 from megatron.layers.transformer import TransformerLayer
 from megatron.parallel.sharding import DropoutKey, GradientSink
 from tests.layers.test_fusions import settle
@@ -100,3 +106,93 @@ def test_errors_are_those_of_the_general_way(built: None) -> None:
     for wrong in (x.double(), torch.ones(4, 9)):
         with pytest.raises(KernelError):
             bias_activation(wrong, None, "swiglu")
+
+
+@pytest.fixture(params=["nodes", "general way"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "nodes":
+        request.getfixturevalue("built")
+    else:
+        monkeypatch.setattr(library, "_nodes", None)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as of distributed and quantized tensors."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inside = tree_map_only(Wrapped, lambda x: x.inner, (args, kwargs or {}))
+        return func(*inside[0], **inside[1])
+
+
+CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "norm": lambda x, vector, matrix: norm(x, vector, vector, 1e-5),
+    "bias_activation": lambda x, vector, matrix: bias_activation(x, vector, "gelu"),
+    "bias_dropout_add": lambda x, vector, matrix: bias_dropout_add(x, vector, x, 0.0, 0),
+    "linear": lambda x, vector, matrix: column_parallel_matmul(
+        x, (matrix,), LayerContext.single(), bias=vector
+    ),
+}
+PARAMETERS = torch.randn(8), torch.randn(8, 8)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_parameters_without_memory_of_their_own_are_used(name: str, way: None) -> None:
+    x = torch.randn(4, 2, 8)
+    results = []
+    for parameters in (PARAMETERS, map(Wrapped, PARAMETERS)):
+        z = x.clone().requires_grad_()
+        y = CALLS[name](z, *parameters)
+        results += [y, *torch.autograd.grad(y, z, x)]
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_derivative_in_forward_mode_is_an_error_not_left_out(name: str, way: None) -> None:
+    x = torch.randn(4, 2, 8)
+    with forward_ad.dual_level(), pytest.raises((KernelError, NotImplementedError)):
+        CALLS[name](forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x)), *PARAMETERS)
+    with pytest.raises((KernelError, RuntimeError)):
+        torch.func.jvp(lambda z: CALLS[name](z, *PARAMETERS), (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("name", ["norm", "bias_activation", "linear"])
+def test_a_parameter_changed_before_the_backward_pass_is_an_error(name: str, way: None) -> None:
+    parameters = [torch.nn.Parameter(x.clone()) for x in PARAMETERS]
+    y = CALLS[name](torch.randn(4, 2, 8, requires_grad=True), *parameters)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(2.0)
+    with pytest.raises((KernelError, RuntimeError)):
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_traced_call_computes_with_new_inputs(name: str, way: None) -> None:
+    first, second = torch.randn(2, 4, 2, 8)
+    traced = torch.jit.trace(CALLS[name], (first, *PARAMETERS), check_trace=False)
+    assert torch.equal(traced(second, *PARAMETERS), CALLS[name](second, *PARAMETERS))
+
+
+def test_tensors_without_data_are_not_for_the_kernels_of_a_gpu(built: None) -> None:
+    nodes = library.nodes_for(torch.ones(1))
+    handle = library.find("cpu").handle
+    addresses = {
+        name: ctypes.cast(getattr(handle, name), ctypes.c_void_p).value
+        for name in library._CALLED_BY_NODES
+    }
+    x = torch.empty(4, 8, device="meta", requires_grad=True)
+    nodes.bind("cuda", addresses)
+    try:
+        assert bias_activation(x, None, "gelu").shape == x.shape
+    finally:
+        nodes.bind("cuda", {})

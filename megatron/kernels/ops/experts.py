@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from megatron.errors import KernelError
 from megatron.kernels.library import (
     Function,
     check,
@@ -299,6 +300,7 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.queue = weight, queue  # not saved: see layers/linear.py
+        ctx.version = weight._version
         ctx.counts = counts
         return _products(x, _matrices(weight).transpose(1, 2), counts)
 
@@ -306,6 +308,10 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x,), dx, dw = ctx.saved_tensors, None, None
+        if ctx.version != ctx.weight._version:
+            raise KernelError(
+                "the experts' weight was changed in place between forward and backward pass"
+            )
         dy = dy.contiguous()
         if ctx.needs_input_grad[0]:
             dx = _products(dy, _matrices(ctx.weight), ctx.counts)
