@@ -18,10 +18,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -379,7 +380,6 @@ class CapturedStage:
         self.gradient = torch.empty((), device=pool.device) if last else empty()
         self.gradient_of_input = empty() if number else None
         self._parameters = list(module.parameters())
-        self._inputs: dict[str, Any] | None = None
 
     def sinks(self) -> list[GradientSink]:
         """Return the sinks of the parameters."""
@@ -387,18 +387,7 @@ class CapturedStage:
         return [sink for sink in every if sink is not None]
 
     def take(self, batch: Any, hidden: torch.Tensor | None) -> Slot:
-        """Return a free slot for a micro-batch, whose tensors are like those of all before."""
-        inputs = {name: (x.shape, x.dtype) for name, x in _tensors(batch).items()}
-        if self._inputs is None:
-            self._inputs = inputs
-        if inputs != self._inputs:
-            different = {**self._inputs, **inputs}
-            name = next(n for n in different if inputs.get(n) != self._inputs.get(n))
-            raise ConfigError(
-                f"--cuda-graph-impl local replays passes over tensors of fixed shapes, but "
-                f"{name} of a micro-batch is {_words(inputs.get(name))} where it was "
-                f"{_words(self._inputs.get(name))} before: leave the flag out"
-            )
+        """Return a free slot for a micro-batch."""
         return self.free.pop() if self.free else Slot(self, batch, hidden)
 
 
@@ -426,9 +415,15 @@ class Captures:
         self._last_stage, self._steps, self._before = last_stage, warmup, before
         self._captured: dict[int, CapturedStage] = {}
         self._last = -1
+        self._inputs: dict[str, Any] | None = None
 
-    def begin(self, micro_batches: int) -> bool:
-        """Begin a training step; return whether its passes are replayed."""
+    def begin(self, micro_batches: Sequence[Any]) -> bool:
+        """Begin a training step; return whether its passes are replayed.
+
+        Raises ConfigError, in eager steps too, if one pass cannot serve all micro-batches.
+        """
+        for batch in micro_batches:
+            self._check(batch)
         self._steps -= 1
         if self._steps >= 0:
             return False
@@ -446,8 +441,29 @@ class Captures:
                 torch._foreach_zero_([sink.total for sink in new])
             for sink in new:
                 sink.fresh = False
-        self._last = micro_batches - 1
+        self._last = len(micro_batches) - 1
         return True
+
+    def _check(self, batch: Any) -> None:
+        """Check that the tensors of a micro-batch are like those of all before, and all it has."""
+        for name, value in vars(batch).items():
+            if isinstance(value, np.ndarray):
+                raise ConfigError(
+                    f"--cuda-graph-impl local replays passes, but by the {name} of a micro-batch the "
+                    "host decides which kernels run: leave the flag out, or use data whose samples "
+                    "are not divided"
+                )
+        inputs = {name: (x.shape, x.dtype) for name, x in _tensors(batch).items()}
+        if self._inputs is None:
+            self._inputs = inputs
+        if inputs != self._inputs:
+            different = {**self._inputs, **inputs}
+            name = next(n for n in different if inputs.get(n) != self._inputs.get(n))
+            raise ConfigError(
+                f"--cuda-graph-impl local replays passes over tensors of fixed shapes, but "
+                f"{name} of a micro-batch is {_words(inputs.get(name))} where it was "
+                f"{_words(self._inputs.get(name))} before: leave the flag out"
+            )
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:

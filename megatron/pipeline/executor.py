@@ -135,7 +135,7 @@ class Executor:
         if captures is None:
             return _Pass(self, micro_batches, loss_scale, weights).run(plan)
         with captures.stream():
-            ready = captures if captures.begin(count) else None
+            ready = captures if captures.begin(micro_batches) else None
             return _Pass(self, micro_batches, loss_scale, weights, ready).run(plan)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[torch.Tensor]:

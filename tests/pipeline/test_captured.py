@@ -303,6 +303,18 @@ def test_a_micro_batch_of_another_shape_is_refused() -> None:
         run.train([Batch(torch.ones(3, 4))])
 
 
+@dataclasses.dataclass(frozen=True)
+class Divided(Batch):
+    document_lengths: Any
+
+
+def test_documents_of_a_data_set_are_refused_in_the_first_step() -> None:
+    """Their lengths are on the host: a replay would repeat those of the first micro-batch."""
+    run = executor(Stage(lambda x: x))
+    with pytest.raises(ConfigError, match="document_lengths"):
+        run.train([Divided(torch.ones(4), np.array([1, 3]))])
+
+
 def test_a_stage_of_ones_own_is_refused() -> None:
     config = Config.create(
         num_layers=1,
