@@ -36,6 +36,7 @@ C++ code sends by itself (DistributedDataParallel). `get_future` of a delayed me
 from __future__ import annotations
 
 import argparse
+import contextlib
 import queue
 import runpy
 import sys
@@ -193,6 +194,10 @@ class Links:
             if name in vars(dist.ProcessGroup):  # not every version of torch has every method
                 self._originals[name] = getattr(dist.ProcessGroup, name)
                 self._descriptors[name] = vars(dist.ProcessGroup)[name]
+        with contextlib.suppress(ImportError):  # peers run without megatron
+            from megatron.layers.context import LayerContext
+
+            LayerContext.region = NotImplemented  # messages that C++ code would send by itself
         for name in self._originals:
             delayed = (
                 self._delayed_collective(name) if name in COLLECTIVES else self._delayed_pair(name)

@@ -1,6 +1,6 @@
 """CPU time that the host spends on a layer of a micro-batch: ours and plain torch's, in one run.
 
-    python -m benchmarks.host_cost
+    python -m benchmarks.host_cost [layer ...]
 
 Tensors are so small that arithmetic is negligible, and every fused operator goes through its
 kernel, as on a GPU. What remains is what a host pays to launch a layer: Python, autograd, torch's
@@ -10,6 +10,11 @@ layers, each the least of many passes; the sides take turns, and ratios are of o
 
 Plain torch is eager under autocast with fp32 weights: an nn.Linear, nn.LayerNorm, F.rms_norm and
 scaled_dot_product_attention each. Experts are a loop over those that have tokens.
+
+Rows with tensor parallelism are of one of two ranks. A process group of torch's that sends nothing
+(FakeProcessGroup) stands for the other: what counts is the host's part of a message. The peer's
+linear layers are one autograd function each, as in Megatron-LM, with the same messages and the same
+overlap.
 """
 
 from __future__ import annotations
@@ -23,8 +28,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp import custom_bwd, custom_fwd
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
@@ -38,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import plain
 from common import Task
 
-HIDDEN, HEADS, SEQUENCE, SAMPLES, VOCABULARY, EXPERTS, CHOICES = 64, 1, 8, 1, 64, 4, 2
+HIDDEN, HEADS, SEQUENCE, SAMPLES, VOCABULARY, EXPERTS, CHOICES, RANKS = 64, 2, 8, 1, 64, 4, 2, 2
 LLAMA: dict[str, Any] = dict(
     normalization="rmsnorm",
     swiglu=True,
@@ -55,12 +63,19 @@ MODELS: dict[str, dict[str, Any]] = {
         **dict(num_experts=EXPERTS, moe_router_topk=CHOICES, moe_aux_loss_coeff=(0.01,)),
     },
 }
-PASSES, ROUNDS = 150, 3
+DIVIDED: dict[str, Any] = dict(tensor_model_parallel_size=RANKS)
+IN_SEQUENCE: dict[str, Any] = {**DIVIDED, **dict(sequence_parallel=True)}
+for kind, fields in {"GPT-2": {}, "Llama": LLAMA}.items():
+    MODELS[f"{kind}, TP"] = {**fields, **DIVIDED}
+    MODELS[f"{kind}, TP, SP"] = {**fields, **IN_SEQUENCE}
+PASSES, ROUNDS, F32 = 150, 3, torch.float32
 Step = Callable[[], tuple[float, float]]
 
 
 class Llama(nn.Module):
     """Attention with rotary embedding and a gated unit, each behind an RMS norm."""
+
+    order, back = plain.Layer.order, plain.Layer.back
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -86,10 +101,10 @@ class Llama(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
         projected = self.query_key_value(self.first(x))
-        q, k, v = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = projected.unflatten(-1, (3, self.heads, -1)).permute(self.order).unbind()
         q, k = self.rotate(q).to(v.dtype), self.rotate(k).to(v.dtype)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_output(mixed.transpose(1, 2).flatten(2))
+        x = x + self.attention_output(mixed.permute(self.back).flatten(2))
         added: Tensor = self.mlp(self.second(x))
         return x + added
 
@@ -139,16 +154,102 @@ class Mixture(Llama):
 class Dropping(plain.Layer):
     """GPT-2's layer with dropout of what attention and MLP add."""
 
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.1)
+
+
+# -- tensor parallelism: hidden states are [s(/tp), b, h] ------------------------------------------
+
+
+# torch 2.13 renamed these two calls and warns about the old names.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Product(torch.autograd.Function):
+    """x W^T + b of a column-parallel layer, or a row-parallel one's sum of x W^T over the ranks."""
+
+    @staticmethod
+    @custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)  # type: ignore[untyped-decorator]
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, column: bool, in_sequence: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.column, ctx.in_sequence, ctx.biased = column, in_sequence, bias is not None
+        if column and in_sequence:
+            x, work = gathered(x)
+            work.wait()
+        y = F.linear(x, weight, bias)
+        if not column:
+            y, work = summed(y, in_sequence)
+            work.wait()
+        return y
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        work = None
+        if ctx.in_sequence:
+            if ctx.column:
+                x, work = gathered(x)
+            else:
+                dy, work = gathered(dy)
+                work.wait()
+        dx = dy.matmul(weight)
+        if ctx.column:
+            if work is not None:
+                work.wait()
+            dx, work = summed(dx, ctx.in_sequence)
+        flat = dy.flatten(0, 1)
+        dw = flat.t().matmul(x.flatten(0, 1))
+        db = flat.sum(0) if ctx.biased else None
+        if ctx.column:
+            work.wait()
+        return dx, dw, db, None, None
+
+
+def gathered(x: Tensor) -> tuple[Tensor, Any]:
+    whole = x.new_empty(RANKS * len(x), *x.shape[1:])
+    return whole, all_gather(whole, x.contiguous(), async_op=True)
+
+
+def summed(x: Tensor, in_sequence: bool) -> tuple[Tensor, Any]:
+    if not in_sequence:
+        return x, dist.all_reduce(x, async_op=True)
+    part = x.new_empty(len(x) // RANKS, *x.shape[1:])
+    return part, reduce_scatter(part, x.contiguous(), async_op=True)
+
+
+class Divided(nn.Linear):
+    """This rank's part of a linear layer; a row-parallel one adds its bias to the sum."""
+
+    def __init__(self, whole: nn.Linear, column: bool, in_sequence: bool) -> None:
+        inputs, outputs = whole.in_features, whole.out_features
+        inputs, outputs = (inputs, outputs // RANKS) if column else (inputs // RANKS, outputs)
+        super().__init__(inputs, outputs, bias=whole.bias is not None)
+        self.column, self.in_sequence = column, in_sequence
+
     def forward(self, x: Tensor) -> Tensor:
-        projected = self.query_key_value(self.before_attention(x))
-        heads = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
-        x = x + F.dropout(self.attention_output(mixed.transpose(1, 2).flatten(2)), 0.1)
-        up = F.gelu(self.mlp_input(self.before_mlp(x)), approximate="tanh")
-        return x + F.dropout(self.mlp_output(up), 0.1)
+        inside = self.bias if self.column else None
+        y: Tensor = Product.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, inside, self.column, self.in_sequence
+        )
+        return y if self.column or self.bias is None else y + self.bias
 
 
-LAYERS = dict(zip(MODELS, (plain.Layer, Dropping, Llama, Mixture), strict=True))
+def divide(layer: Any, in_sequence: bool) -> None:
+    """Leave a rank's part of the layer."""
+    layer.heads //= RANKS
+    layer.order, layer.back = (2, 1, 3, 0, 4), (2, 0, 1, 3)
+    for module in list(layer.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                column = name not in ("attention_output", "mlp_output", "down")
+                setattr(module, name, Divided(child, column, in_sequence))
+
+
+LAYERS = dict(zip(MODELS, (plain.Layer, Dropping, Llama, Mixture), strict=False))
 
 
 def ours(name: str, layers: int) -> Step:
@@ -167,13 +268,20 @@ def ours(name: str, layers: int) -> Step:
         attention_backend="fused",
     )
     config = Config.create(**{**fields, **MODELS[name]})
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    handle = dist.group.WORLD
+    topology = Topology.from_layout(
+        Layout(tensor=config.parallel.tensor_model_parallel_size),
+        0,
+        device=torch.device("cpu"),
+        new_group=lambda ranks: handle,
+    )
     context = dataclasses.replace(layer_context(config, topology), fusions=choose.ALL)
     chunk = build_chunks(config, topology, context)["0"]
     for p in chunk.parameters():
         if not p.sharding.fp32:
             p.data = p.data.bfloat16()
-        p.gradient_sink = Sink(p, torch.zeros(p.shape), None, True)
+        # sums of products in 16 bits: a product is added in one call, as on a GPU
+        p.gradient_sink = GradientSink(p, torch.zeros_like(p, dtype=None if p.dim() > 1 else F32))
         p.register_post_accumulate_grad_hook(to_sink)
     chunk.train()
     batch = make_micro_batch(
@@ -182,19 +290,19 @@ def ours(name: str, layers: int) -> Step:
     return timed(lambda: chunk(batch, None, late_loss=True))
 
 
-class Sink(GradientSink):
-    """A sink to which a product is added in one call, as on a GPU."""
-
-    def _add_one(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        torch.mm(dy.t(), x)
-
-
 def eager(name: str, layers: int) -> Step:
     """Return the same of plain torch."""
     task = Task(layers, HIDDEN, HEADS, VOCABULARY, SEQUENCE, SAMPLES, 1, "bf16", 1, "")
     model = plain.GPT(task)
-    model.layers = nn.ModuleList(LAYERS[name](task) for _ in range(layers))
+    kind, *parallel = name.split(", ")
+    divided, in_sequence = "TP" in parallel, "SP" in parallel
+    make = LAYERS[kind if divided else name]
+    model.layers = nn.ModuleList(make(task) for _ in range(layers))
     tokens = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE))
+    if divided:
+        for layer in model.layers:
+            divide(layer, in_sequence)
+        tokens = torch.randint(VOCABULARY, (SEQUENCE // RANKS if in_sequence else SEQUENCE, 1))
 
     def loss() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -227,8 +335,9 @@ def milliseconds(steps: tuple[Step, Step]) -> tuple[float, float]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     print("CPU ms of a layer: forward + backward = sum, and ours / plain torch, eager")
-    for name in MODELS:
+    for name in sys.argv[1:] or MODELS:
         sides = {"ours": ours, "eager": eager}
         steps = {side: (make(name, 2), make(name, 10)) for side, make in sides.items()}
         # In turns, so that what else the machine does meets both.

@@ -31,7 +31,13 @@ from torch import Tensor, nn
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and with a residual."""
+    """Attention and MLP, each behind a LayerNorm and with a residual.
+
+    order  of the fused projection [b, s, 3, n, d] as [3, b, n, s, d]
+    back   of the result [b, n, s, d] as [b, s, n, d]
+    """
+
+    order, back = (2, 0, 3, 1, 4), (0, 2, 1, 3)
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -49,11 +55,15 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
         projected = self.query_key_value(self.before_attention(x))
-        # [3, b, n, s, d]
-        heads = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        heads = projected.unflatten(-1, (3, self.heads, -1)).permute(self.order)
         mixed = F.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
-        x = x + self.attention_output(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp_output(F.gelu(self.mlp_input(self.before_mlp(x)), approximate="tanh"))
+        x = x + self.drop(self.attention_output(mixed.permute(self.back).flatten(2)))
+        up = F.gelu(self.mlp_input(self.before_mlp(x)), approximate="tanh")
+        return x + self.drop(self.mlp_output(up))
+
+    def drop(self, x: Tensor) -> Tensor:
+        """Return what is added to the residual; without dropout x itself."""
+        return x
 
 
 class GPT(nn.Module):

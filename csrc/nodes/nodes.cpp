@@ -1,4 +1,4 @@
-// The fused operators and linear layers as nodes of autograd's graph, called from Python without torch's dispatcher.
+// The fused operators and linear layers, with their messages, as nodes of autograd's graph, called from Python without torch's dispatcher.
 //
 // What torch.library and torch.autograd.Function do in Python for a call, forward and backward, takes the host several
 // times as long as launching its kernel. Here a call checks that it is a usual one, launches the kernel of the library
@@ -26,6 +26,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 namespace {
 
@@ -82,7 +83,8 @@ Reference checked(PyObject *result) {
 }
 
 PyObject *kernel_error, *current_stream;  // see set_up
-PyObject *GRADIENT_SINK, *DIRECT, *IN_FP32, *FRESH, *TOTAL, *PRIVATE_TOTAL, *BEFORE_USE, *ADDED, *ADD, *ADD_PRODUCT, *DEFERRING;
+PyObject *GRADIENT_SINK, *DIRECT, *IN_FP32, *FRESH, *TOTAL, *PRIVATE_TOTAL, *BEFORE_USE, *ADDED, *ADD, *ADD_PRODUCT, *DEFERRING, *WIDENS, *ENTER, *LEAVE;
+PyObject *ALL_REDUCE, *ALL_GATHER, *REDUCE_SCATTER, *SEQUENCE;
 
 Reference attribute(PyObject *object, PyObject *name) { return checked(PyObject_GetAttr(object, name)); }
 
@@ -197,13 +199,48 @@ struct Output {
             checked(PyObject_CallMethodOneArg(sink.object, ADD, gradient.object));
             return Tensor();
         }
+        complete();
+        return Tensor();
+    }
+
+    // Adds dy^T x to the weight's sum; returns what is left to autograd.
+    static Tensor add_product(const Tensor &weight, const Tensor &dy, const Tensor &x) {
+        Output of;
+        {
+            Gil gil;
+            of.sink = find(weight);
+            if (of.sink) {
+                const bool ready = attribute(of.sink.object, BEFORE_USE).object == Py_None;
+                if (ready) of.out = THPVariable_Unpack(attribute(of.sink.object, PRIVATE_TOTAL).object);
+                if (!ready || !(of.out.scalar_type() == dy.scalar_type() || is_true(of.sink.object, WIDENS))) {
+                    const Reference a(THPVariable_Wrap(dy)), b(THPVariable_Wrap(x));
+                    checked(PyObject_CallMethodObjArgs(of.sink.object, ADD_PRODUCT, a.object, b.object, nullptr));
+                    return Tensor();
+                }
+                of.adds = !is_true(of.sink.object, FRESH);
+            }
+        }
+        if (!of.sink) return at::mm(dy.t(), x).view(weight.sizes());
+        const Tensor sum = of.out.view({dy.size(-1), x.size(-1)});
+        of.sum_product(sum, dy.t(), x);
+        Gil gil;
+        of.complete();
+        return Tensor();
+    }
+
+    template <class T> void sum_product(T sum, const T &a, const T &b) const {
+        const double keep = adds;
+        if (sum.scalar_type() == a.scalar_type()) at::addmm_out(sum, sum, a, b, keep);
+        else if constexpr (requires { at::addmm_out(sum, sum, a, b, at::kFloat, keep); })
+            at::addmm_out(sum, sum, a, b, at::kFloat, keep);
+    }
+
+    void complete() const {
         if (PyObject_SetAttr(sink.object, FRESH, Py_False)) throw python_error();
         const Reference added = attribute(sink.object, ADDED);
-        if (added.object != Py_None) {
-            const Reference parameter = checked(PyObject_GetAttrString(sink.object, "parameter"));
-            checked(PyObject_CallOneArg(added.object, parameter.object));
-        }
-        return Tensor();
+        if (added.object == Py_None) return;
+        const Reference parameter = checked(PyObject_GetAttrString(sink.object, "parameter"));
+        checked(PyObject_CallOneArg(added.object, parameter.object));
     }
 };
 
@@ -223,6 +260,87 @@ void column_sums(const Tensor &gradient, Output &bias, int64_t parts) {
          kernels_of(dense).dropout_backward(type, nullptr, bias.out.data_ptr(), partial.data_ptr(), dense.data_ptr(),
                                             dense.numel() / n, n, parts, bias.adds, 0, 0, 1.0f, 0, 0, 1, 1, 0,
                                             stream_of(dense)));
+}
+
+// ---- messages -------------------------------------------------------------------------------------------------------
+
+// A tensor-parallel group, as the linear layers of a LayerContext use it.
+struct Region {
+    c10::intrusive_ptr<c10d::ProcessGroup> group;
+    int64_t size;
+    bool in_sequence, overlaps;
+    Reference flight, kind, defer;
+};
+
+// A collective under way. The group's flight recorder has an entry for it, and one for the wait.
+struct Message {
+    const Region *region = nullptr;
+    PyObject *call = nullptr;
+    int64_t bytes = 0;
+    bool by_host = false;
+    Reference number;
+    c10::intrusive_ptr<c10d::Work> work;
+
+    Message() = default;
+    template <class F> Message(const Region &of, PyObject *name, const Tensor &x, F start)
+        : region(&of), call(name), bytes(x.nbytes()), by_host(x.is_cpu()) {
+        number = enter();
+        work = start(*region->group);
+        leave();
+    }
+    void wait() {
+        if (!work) return;
+        enter();
+        work->wait();
+        leave();
+        work.reset();
+    }
+
+  private:
+    Reference enter() const {
+        Gil gil;
+        const Reference size(PyLong_FromLongLong(bytes));
+        PyObject *const args[] = {region->flight.object, call, region->kind.object, size.object, by_host ? Py_True : Py_False, number.object};
+        return checked(PyObject_VectorcallMethod(ENTER, args, 5, number ? SEQUENCE : nullptr));
+    }
+    void leave() const {
+        Gil gil;
+        checked(PyObject_CallMethodNoArgs(region->flight.object, LEAVE));
+    }
+};
+
+// torch 2.13 renamed two calls.
+template <class G> auto all_gather(G &group, Tensor &to, Tensor &from) {
+    if constexpr (requires { group.all_gather_single(to, from); }) return group.all_gather_single(to, from);
+    else return group._allgather_base(to, from);
+}
+template <class G> auto reduce_scatter(G &group, Tensor &to, Tensor &from) {
+    if constexpr (requires { group.reduce_scatter_single(to, from); }) return group.reduce_scatter_single(to, from);
+    else return group._reduce_scatter_base(to, from);
+}
+
+// x [s/tp, ..] of all ranks, [s, ..], once the message has arrived.
+Tensor gather(const Region &region, const Tensor &x, Message &message) {
+    Tensor from = x.contiguous();
+    at::DimVector sizes(x.sizes());
+    sizes[0] *= region.size;
+    Tensor whole = at::empty(sizes, x.options());
+    message = Message(region, ALL_GATHER, whole, [&](auto &group) { return all_gather(group, whole, from); });
+    return whole;
+}
+
+// The sum of x [s, ..] over the ranks, [s(/tp), ..], once the message has arrived.
+Tensor sum_over(const Region &region, Tensor x, Message &message) {
+    if (!region.in_sequence) {
+        std::vector<Tensor> tensors{x};
+        message = Message(region, ALL_REDUCE, x, [&](auto &group) { return group.allreduce(tensors); });
+        return x;
+    }
+    at::DimVector sizes(x.sizes());
+    sizes[0] /= region.size;
+    Tensor part = at::empty(sizes, x.options());
+    message = Message(region, REDUCE_SCATTER, x, [&](auto &group) { return reduce_scatter(group, part, x); });
+    return part;
 }
 
 // ---- nodes ----------------------------------------------------------------------------------------------------------
@@ -432,40 +550,60 @@ variable_list HeadsNode::differentiate(variable_list &&gradients) {
 struct LinearNode : FusedNode {
     Tensor weight, bias;  // themselves, see NormNode
     Reference queue;      // of deferred weight gradients
+    Reference capsule;    // of the region
+    const Region *region = nullptr;
+    bool column, partial;
     int64_t parts;
 
-    std::string name() const override { return "megatron::linear"; }
+    // For engine/gradients.py: whether gradients of x are terms of a sum over the ranks.
+    std::string name() const override {
+        if (!region) return "megatron::linear";
+        return partial ? "megatron::linear_with_partial_gradient" : "megatron::linear_with_whole_gradient";
+    }
+    // The message of x is under way during the product of dx, that of dx during the product of dW.
     variable_list differentiate(variable_list &&gradients) override {
         if (!gradients[0].defined()) return {Tensor(), Tensor(), Tensor()};
-        const Tensor x = take(0), &dy = gradients[0];
-        const Tensor rows = dy.reshape({-1, dy.size(-1)}), matrix = weight.view({-1, weight.size(-1)});
+        const bool of_x = should_compute_output(0), of_weight = should_compute_output(1);
+        const bool cut = region && region->in_sequence, later = of_weight && defers();
+        Tensor x = take(0), dy = gradients[0];
+        Message of_input, of_sum;
         variable_list results(3);
-        if (should_compute_output(0)) results[0] = at::mm(rows, matrix).view(x.sizes());
-        if (should_compute_output(1)) results[1] = weight_gradient(rows, x.reshape({-1, x.size(-1)}));
+        if (cut && column && of_weight && !later) x = gather(*region, x, of_input);
+        if (cut && !column) {
+            dy = gather(*region, dy, of_input);
+            of_input.wait();
+        }
+        const Tensor rows = dy.reshape({-1, dy.size(-1)});
+        if (of_x) {
+            at::DimVector sizes(dy.sizes());
+            sizes.back() = x.size(-1);
+            results[0] = at::mm(rows, weight.view({-1, weight.size(-1)})).view(sizes);
+            if (region && column) results[0] = sum_over(*region, results[0], of_sum);
+            if (region && !region->overlaps) of_sum.wait();
+        }
+        if (later) {
+            defer(dy, x, cut && column);
+        } else if (of_weight) {
+            of_input.wait();
+            results[1] = Output::add_product(weight, rows, x.reshape({-1, x.size(-1)}));
+        }
         if (bias.defined() && should_compute_output(2)) {
             Output of_bias(bias);
-            column_sums(dy, of_bias, parts);
+            column_sums(gradients[0], of_bias, parts);
             results[2] = of_bias.written();
         }
+        of_sum.wait();
         return results;
     }
-    Tensor weight_gradient(const Tensor &dy, const Tensor &x) {
-        {
-            Gil gil;
-            const Reference sink = Output::find(weight);
-            const bool later = is_true(queue.object, DEFERRING);
-            if (sink || later) {
-                const Reference a(THPVariable_Wrap(dy)), b(THPVariable_Wrap(x));
-                if (later) {
-                    const Reference p(THPVariable_Wrap(weight));
-                    checked(PyObject_CallMethodObjArgs(queue.object, ADD_PRODUCT, p.object, a.object, b.object, nullptr));
-                } else {
-                    checked(PyObject_CallMethodObjArgs(sink.object, ADD_PRODUCT, a.object, b.object, nullptr));
-                }
-                return Tensor();
-            }
-        }
-        return at::mm(dy.t(), x).view(weight.sizes());
+    bool defers() const {
+        Gil gil;
+        return is_true(queue.object, DEFERRING);
+    }
+    void defer(const Tensor &dy, const Tensor &x, bool gathers) const {
+        Gil gil;
+        const Reference p(THPVariable_Wrap(weight)), a(THPVariable_Wrap(dy)), b(THPVariable_Wrap(x));
+        if (gathers) checked(PyObject_CallFunctionObjArgs(region->defer.object, p.object, a.object, b.object, nullptr));
+        else checked(PyObject_CallMethodObjArgs(queue.object, ADD_PRODUCT, p.object, a.object, b.object, nullptr));
     }
 };
 
@@ -645,14 +783,19 @@ PyObject *split_heads(PyObject *, PyObject *const *args, Py_ssize_t) {
     END_HANDLE_TH_ERRORS
 }
 
-// x, weight, bias, queue, parts -> y
+// x, weight, bias, queue, parts, region (None: no messages), column, partial -> y
 PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const Tensor &x = tensor(args[0]), &weight = tensor(args[1]), &bias = tensor(args[2]);
+    const Region *const region =
+        args[5] == Py_None ? nullptr : static_cast<Region *>(PyCapsule_GetPointer(args[5], nullptr));
+    const bool column = args[6] == Py_True, cut = region && region->in_sequence;
+    if (PyErr_Occurred()) throw python_error();
     if (!seen_by_none(args[0], args[1], args[2]) || !x.is_contiguous() || x.dim() < 2 || !x.numel() ||
         !weight.is_contiguous() || weight.dim() < 2 ||
         x.scalar_type() != weight.scalar_type() || x.size(-1) != weight.size(-1) ||
-        (bias.defined() && (bias.dim() != 1 || bias.scalar_type() != x.scalar_type())))
+        (bias.defined() && (bias.dim() != 1 || bias.scalar_type() != x.scalar_type() || (region && !column))) ||
+        (cut && !column && x.size(0) % region->size))
         return not_usual();
     Tensor y;
     Pointer<LinearNode> node;
@@ -660,24 +803,54 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
         NoGil no_gil;
         node = record<LinearNode>(x, weight, bias);
         const at::AutoDispatchBelowADInplaceOrView below;
-        const Tensor rows = x.dim() == 2 ? x : x.view({-1, x.size(-1)}), matrix = weight.view({-1, weight.size(-1)}).t();
-        const Tensor product = bias.defined() ? at::addmm(bias, rows, matrix) : at::mm(rows, matrix);
-        at::DimVector sizes(x.sizes());
-        sizes.back() = product.size(1);
-        y = product.view(sizes);
+        Message message;
+        Tensor input = x;
+        if (cut && column) {
+            input = gather(*region, x, message);
+            message.wait();
+        }
+        at::DimVector sizes(input.sizes());
+        const Tensor rows = input.dim() == 2 ? input : input.view({-1, x.size(-1)});
+        const Tensor matrix = weight.view({-1, weight.size(-1)}).t();
+        sizes.back() = matrix.size(1);
+        y = (bias.defined() ? at::addmm(bias, rows, matrix) : at::mm(rows, matrix)).view(sizes);
+        if (region && !column) {
+            y = sum_over(*region, y, message);
+            message.wait();
+        }
         if (node) {
-            node->weight = weight, node->bias = bias;
+            node->weight = weight, node->bias = bias, node->region = region, node->column = column;
             node->uses(weight);
             node->saved.emplace_back(x, false);
             torch::autograd::set_history(y, node);
         }
     }
     if (node) {
-        Py_INCREF(args[3]);
-        node->queue = Reference(args[3]);
-        node->parts = PyLong_AsLongLong(args[4]);
+        for (int i : {3, 5}) Py_INCREF(args[i]);
+        node->queue = Reference(args[3]), node->capsule = Reference(args[5]);
+        node->parts = PyLong_AsLongLong(args[4]), node->partial = args[7] == Py_True;
     }
     return wrap(y);
+    END_HANDLE_TH_ERRORS
+}
+
+// name and size of a group, its flight recorder, kind, sequence parallelism, overlap, and what defers the gradient of a
+// weight whose input has to be gathered -> a region
+PyObject *region(PyObject *, PyObject *const *args, Py_ssize_t) {
+    HANDLE_TH_ERRORS
+    const char *const name = PyUnicode_AsUTF8(args[0]);
+    if (!name) throw python_error();
+    auto made = std::make_unique<Region>();
+    made->group = c10d::resolve_process_group(name);
+    made->size = PyLong_AsLongLong(args[1]);
+    made->in_sequence = args[4] == Py_True, made->overlaps = args[5] == Py_True;
+    for (int i : {2, 3, 6}) Py_INCREF(args[i]);
+    made->flight = Reference(args[2]), made->kind = Reference(args[3]), made->defer = Reference(args[6]);
+    PyObject *const capsule = PyCapsule_New(made.get(), nullptr, [](PyObject *of) {
+        delete static_cast<Region *>(PyCapsule_GetPointer(of, nullptr));
+    });
+    if (capsule) made.release();
+    return capsule;
     END_HANDLE_TH_ERRORS
 }
 
@@ -748,6 +921,7 @@ PyMethodDef methods[] = {method("norm", norm),
                          method("bias_dropout_add", bias_dropout_add),
                          method("split_heads", split_heads),
                          method("linear", linear),
+                         method("region", region),
                          method("products", products),
                          method("bind", bind),
                          method("set_up", set_up),
@@ -760,8 +934,11 @@ PyMODINIT_FUNC PyInit__nodes() {
     const std::pair<PyObject **, const char *> names[] = {
         {&GRADIENT_SINK, "gradient_sink"}, {&DIRECT, "direct"}, {&IN_FP32, "in_fp32"}, {&FRESH, "fresh"},
         {&TOTAL, "total"}, {&PRIVATE_TOTAL, "_total"}, {&BEFORE_USE, "before_use"}, {&ADDED, "added"}, {&ADD, "add"},
-        {&ADD_PRODUCT, "add_product"}, {&DEFERRING, "deferring"}};
+        {&ADD_PRODUCT, "add_product"}, {&DEFERRING, "deferring"}, {&WIDENS, "widens"}, {&ENTER, "enter"},
+        {&LEAVE, "leave"}};
     for (const auto &[name, text] : names) *name = PyUnicode_InternFromString(text);
+    ALL_REDUCE = PyBytes_FromString("all_reduce"), ALL_GATHER = PyBytes_FromString("all_gather");
+    REDUCE_SCATTER = PyBytes_FromString("reduce_scatter"), SEQUENCE = Py_BuildValue("(s)", "sequence");
     PyObject *const module = PyModule_Create(&definition);
     if (module) PyModule_AddStringConstant(module, "sources", MK_NODES);
     return module;

@@ -247,6 +247,12 @@ class Gradients:
             self._seen[p] = 0
 
 
+_OF_NODES = {
+    "megatron::linear_with_partial_gradient": True,
+    "megatron::linear_with_whole_gradient": False,
+}
+"""The attribute partial_gradient of nodes of csrc/nodes, by their names."""
+
 REDUCED_ALREADY = (
     "the gradients of the micro-batches before are being reduced already: call Engine.step() after "
     "every Executor.train(), or turn the overlap off with --no-overlap-grad-reduce"
@@ -338,7 +344,7 @@ class Terms:
             # The chunk's input is a leaf as well, and must not be kept.
             if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
                 self._seen.setdefault(node.variable, set()).add(partial)
-            partial = getattr(node, "partial_gradient", partial)
+            partial = getattr(node, "partial_gradient", _OF_NODES.get(node.name(), partial))
             ways += [(after, partial) for after, _ in node.next_functions if after is not None]
 
     def partial(self, p: torch.Tensor, used: bool) -> bool:

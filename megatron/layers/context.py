@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +24,10 @@ from torch import Tensor
 
 from megatron.kernels.choose import NONE, Fusions
 from megatron.kernels.host_copy import HostCopy
+from megatron.kernels.library import nodes_for
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
+from megatron.parallel.collectives import gather_first_async
 from megatron.parallel.sharding import (
     WHOLE,
     DropoutKey,
@@ -289,6 +291,27 @@ class LayerContext:
         made = RotaryEmbedding(dimension, base, self.fusions.rotary, model)
         return self.rotaries.setdefault((dimension, base, model), made)
 
+    @cached_property
+    def region(self) -> Any:
+        """Return the tensor-parallel group for messages that nodes of linear layers send.
+
+        None for a group of one, NotImplemented where messages go through Python.
+        """
+        group, nodes = self.tensor, nodes_for(torch.empty(1))
+        if group.size == 1:
+            return None
+        if nodes is None or type(group.handle) is not torch.distributed.ProcessGroup:
+            return NotImplemented
+        return nodes.region(
+            group.handle.group_name,
+            group.size,
+            group.flight,
+            group.kind,
+            self.sequence_parallel,
+            self.overlap,
+            partial(_defer_gathered, self.weight_gradients, group),
+        )
+
     def alone(self) -> LayerContext:
         """Return a context for products without messages, whose parameters are those of this."""
         return replace(self, tensor=Group((0,), 0), sequence_parallel=False)
@@ -297,6 +320,13 @@ class LayerContext:
     def single(cls, seed: int = 1234, device: str | torch.device = "cpu") -> LayerContext:
         """Make the context of one process without parallelism."""
         return cls(Group((0,), 0), ParameterFactory(seed, 0, 1, torch.device(device)))
+
+
+def _defer_gathered(
+    queue: WeightGradients, group: Group, weight: Tensor, dy: Tensor, x: Tensor
+) -> None:
+    """Defer a weight gradient whose x [s/tp, b, in] is gathered from now on."""
+    queue.add_product(weight, dy, *gather_first_async(x.detach(), group))
 
 
 @dataclass(frozen=True)

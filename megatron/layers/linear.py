@@ -21,8 +21,7 @@ rows back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from megatron.kernels.ops.elementwise import bias_gradient, bias_parts
 from megatron.kernels.work import recomputed
 from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
-from megatron.parallel.sharding import Rows, deliver, sink_of
+from megatron.parallel.sharding import Rows, weight_gradients
 
 LEAST_TOKENS = 256
 """Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs,
@@ -161,38 +160,9 @@ def _matrix(weights: Weights) -> Tensor:
     return first.as_strided(((end - first.storage_offset()) // width, width), (width, 1))
 
 
-def _weight_gradients(weights: Weights, dy: Tensor, x: Tensor) -> list[Tensor | None]:
-    """Compute dW [out, in], the sum over tokens of dy [.., out] times x [.., in].
-
-    It has the weight's shape. None if the weight has a sink, to which it was added.
-    """
-    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-    parts: Sequence[Tensor] = (dy,)
-    if len(weights) > 1:
-        parts = dy.split([weight.numel() // weight.shape[-1] for weight in weights], dim=1)
-    found = list[Tensor | None]()
-    for weight, part in zip(weights, parts, strict=True):
-        sink = sink_of(weight)
-        if sink is None:
-            found.append((part.t() @ x).view(weight.shape))
-        else:
-            sink.add_product(part, x)
-            found.append(None)
-    return found
-
-
-@torch.no_grad()
-def deferred_weight_gradient(
-    weights: Weights, dy: Tensor, x: Tensor, gathered: Any = collectives.DONE
-) -> None:
-    """Compute dW of dy [.., out] and x [.., in] outside of a backward pass.
-
-    Waits for the message `gathered` first.
-    """
-    gathered.wait()
-    for weight, gradient in zip(weights, _weight_gradients(weights, dy, x), strict=True):
-        if gradient is not None:
-            deliver(weight, gradient)
+def _partial_gradient(column: bool, context: LayerContext) -> bool:
+    """Return whether gradients of a layer's input are terms of a sum over the tensor ranks."""
+    return not column or context.sequence_parallel
 
 
 Again = Callable[[], Tensor] | None
@@ -228,7 +198,7 @@ class _Linear(torch.autograd.Function):
         ctx.versions = [weight._version for weight in weights]
         ctx.column, ctx.context = column, context
         # of x, for engine/gradients.py
-        ctx.partial_gradient = not column or context.sequence_parallel
+        ctx.partial_gradient = _partial_gradient(column, context)
         return _Linear.compute(x, column, context, weights, bias)
 
     @staticmethod
@@ -287,11 +257,9 @@ class _Linear(torch.autograd.Function):
             _wait(works)
         if now:
             gathered.wait()
-            dw = _weight_gradients(ctx.weights, dy, x)
+            dw = weight_gradients(ctx.weights, dy, x)
         elif needs_weight:
-            # so that a deferred gradient does not keep the graph
-            x, gathered = _gather_async(x.detach(), context)
-            _defer(ctx, dy, x, gathered)
+            _defer(context, ctx.weights, dy, *_gather_async(x.detach(), context))
         _wait(works)
         return dx, dw
 
@@ -306,20 +274,19 @@ class _Linear(torch.autograd.Function):
         elif needs_weight:
             dy, gathered = _gather_async(dy, context)
         if needs_weight and queue.deferring:
-            _defer(ctx, dy, x.detach(), gathered)
+            _defer(context, ctx.weights, dy, x, gathered)
         elif needs_weight:
             gathered.wait()
-            dw = _weight_gradients(ctx.weights, dy, x)
+            dw = weight_gradients(ctx.weights, dy, x)
         return dx, dw
 
 
-def _defer(ctx: Any, dy: Tensor, x: Tensor, gathered: Any) -> None:
+def _defer(context: LayerContext, weights: Weights, dy: Tensor, x: Tensor, gathered: Any) -> None:
     """Leave the weight gradient in the queue; `gathered` is the message of dy or x."""
     if dy.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph has its own waits
         gathered.wait()
-        gathered = collectives.DONE
-    compute = partial(deferred_weight_gradient, ctx.weights, dy, x, gathered)
-    ctx.context.weight_gradients.add(compute)
+        gathered = None
+    context.weight_gradients.add_product(weights, dy, x, gathered)
 
 
 def _wait(works: list[Any]) -> None:
@@ -336,17 +303,29 @@ def _linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return y of _Linear. A node of autograd costs half as long as a token's other operators."""
+    nodes = nodes_for(x)
+    if nodes is not None and again is None and len(weights) == 1 and not one_token(x):
+        gathers = column and context.sequence_parallel
+        tokens = x.numel() // x.shape[-1] * (context.tensor.size if gathers else 1)
+        in_one = context.chunks == 1 or tokens < 2 * LEAST_TOKENS
+        if in_one and context.region is not NotImplemented:
+            parts = 0
+            if bias is not None and context.fusions.bias_dropout:
+                parts = bias_parts(x.numel() // x.shape[-1], bias)
+            made: Tensor = nodes.linear(
+                x,
+                weights[0],
+                bias,
+                context.weight_gradients,
+                parts,
+                context.region,
+                column,
+                _partial_gradient(column, context),
+            )
+            if made is not NotImplemented:
+                return made
     if not torch.is_grad_enabled():
         return _Linear.compute(x, column, context, weights, bias)
-    nodes = nodes_for(x)
-    if nodes is not None and context.tensor.size == 1 and again is None and len(weights) == 1:
-        # without messages
-        parts = 0
-        if bias is not None and context.fusions.bias_dropout:
-            parts = bias_parts(x.numel() // x.shape[-1], bias)
-        made: Tensor = nodes.linear(x, weights[0], bias, context.weight_gradients, parts)
-        if made is not NotImplemented:
-            return made
     y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
         x, column, context, again, bias, *weights
     )

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from megatron.kernels.ops import vocabulary as kernel
 from megatron.kernels.ops.elementwise import soft_cap
 from megatron.kernels.ops.vocabulary import add_rows_, reference_
 from megatron.layers.context import Fill, LayerContext
-from megatron.layers.linear import column_parallel_matmul, deferred_weight_gradient, product
+from megatron.layers.linear import column_parallel_matmul, product
 from megatron.parallel import collectives
 from megatron.parallel.collectives import reduce_from_tensor_region, split_first
 from megatron.parallel.sharding import sink_of
@@ -250,7 +249,7 @@ class _Loss(torch.autograd.Function):
                 if last:
                     dx, sent = _summed(dx, v.context)
             if deferred:
-                queue.add(partial(deferred_weight_gradient, (v.weight,), logits, whole.detach()))
+                queue.add_product(v.weight, logits, whole)
             elif needs_weight and sink is not None:
                 sink.add_product(logits, whole[part], last=last)
             elif needs_weight:

@@ -243,6 +243,7 @@ class GradientSink:
         self.in_fp32 = total.dtype == torch.float32
         self.before_use: Callable[[], None] | None = None
         self.fresh = True
+        self.widens = False  # whether torch adds products in 16 bits to the sum: not known yet
 
     @property
     def total(self) -> torch.Tensor:
@@ -299,6 +300,7 @@ class GradientSink:
         if dy.dtype == total.dtype:
             torch.addmm(total, dy.t(), x, beta=keep, out=total)
         elif total.dtype == torch.float32 and _adds_in_fp32(dy.device, dy.dtype):
+            self.widens = True
             add_in_fp32(total, dy, x, keep)
         else:
             self._add_by_rows(total, dy, x)
@@ -439,9 +441,20 @@ class WeightGradients:
         assert self.deferring, "a weight gradient was deferred outside begin() ... take()"
         self._waiting.append(compute)
 
-    def add_product(self, weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """Defer the gradient dy^T x of a weight [out, in]: dy [tokens, out], x [tokens, in]."""
-        self.add(partial(_add_product, weight, dy, x.detach()))
+    def add_product(
+        self,
+        weights: torch.Tensor | tuple[torch.Tensor, ...],
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        gathered: Any = None,
+    ) -> None:
+        """Defer the gradient dy^T x of a weight, or of some: dy [.., out], x [.., in].
+
+        gathered  the message of dy or x, which is waited for first
+        """
+        weights = (weights,) if isinstance(weights, torch.Tensor) else weights
+        # not x itself: a deferred gradient must not keep the graph
+        self.add(partial(_deferred, weights, dy, x.detach(), gathered))
 
     def take(self) -> list[Callable[[], None]]:
         """Stop deferring and return what was deferred, in order."""
@@ -449,13 +462,38 @@ class WeightGradients:
         return waiting
 
 
+def weight_gradients(
+    weights: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Compute dW [out, in], the sum over tokens of dy [.., out] times x [.., in], for each weight.
+
+    The rows of the weights, one below the other, are those of dW. It has the weight's shape; None
+    if the weight has a sink, to which it was added.
+    """
+    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    parts: Sequence[torch.Tensor] = (dy,)
+    if len(weights) > 1:
+        parts = dy.split([weight.numel() // weight.shape[-1] for weight in weights], dim=1)
+    gradients = list[torch.Tensor | None]()
+    for weight, part in zip(weights, parts, strict=True):
+        sink = sink_of(weight)
+        if sink is None:
+            gradients.append((part.t() @ x).view(weight.shape))
+        else:
+            sink.add_product(part, x)
+            gradients.append(None)
+    return gradients
+
+
 @torch.no_grad()
-def _add_product(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    sink = sink_of(weight)
-    if sink is None:
-        deliver(weight, (dy.t() @ x).view(weight.shape))
-    else:
-        sink.add_product(dy, x)
+def _deferred(
+    weights: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, gathered: Any
+) -> None:
+    if gathered is not None:
+        gathered.wait()
+    for weight, gradient in zip(weights, weight_gradients(weights, dy, x), strict=True):
+        if gradient is not None:
+            deliver(weight, gradient)
 
 
 _MASK = (1 << 64) - 1

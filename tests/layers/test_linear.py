@@ -4,6 +4,7 @@ All values are small multiples of 1/8, so that every sum is exact in any order a
 compared bit by bit.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megatron.kernels import library
 from megatron.layers import linear
 from megatron.layers.context import LayerContext, ParameterFactory, normal
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.sharding import GradientSink
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -128,13 +131,30 @@ def results(x, target, context, case):
     return y.detach().numpy(), gradients(x, up, down)
 
 
-def body(rank):
+class Recorder(FlightRecorder):
+    """A flight recorder that lists its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def enter(self, *call, sequence=0):
+        number = super().enter(*call, sequence=sequence)
+        self.calls.append((*call, number))
+        return number
+
+
+def body(rank, with_nodes):
     topology = join(tensor=2)
     linear.LEAST_TOKENS = 1
+    assert library.find("cpu").handle is not None
+    if not with_nodes:
+        library._nodes = None
     out = []
     for case in CASES:
+        recorder = Recorder()
         context = LayerContext(
-            topology.tensor,
+            dataclasses.replace(topology.tensor, flight=recorder),
             ParameterFactory(9, rank, 2, torch.device("cpu")),
             case.sequence_parallel,
             case.overlap,
@@ -143,13 +163,13 @@ def body(rank):
         x, target = inputs()
         if case.sequence_parallel:
             x, target = x.chunk(2)[rank], target.chunk(2)[rank]
-        out.append(results(x, target, context, case))
+        out.append((*results(x, target, context, case), recorder.calls))
     return out
 
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    return run_processes(2, body)
+    return [run_processes(2, body, with_nodes) for with_nodes in (True, False)]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +192,14 @@ def plain():
 @pytest.mark.parametrize("index", range(len(CASES)), ids=map(str, CASES))
 def test_two_ranks_equal_plain_autograd(index, two_ranks, plain):
     y, expected = plain
-    outs, found = zip(*(rank[index] for rank in two_ranks), strict=True)
+    nodes, python = ([rank[index] for rank in ranks] for ranks in two_ranks)
+    assert [rank[-1] for rank in nodes] == [rank[-1] for rank in python]
+    for way in (nodes, python):
+        outs, found, _ = zip(*way, strict=True)
+        check(index, outs, found, y, expected)
+
+
+def check(index, outs, found, y, expected):
     same = np.testing.assert_array_equal
     if CASES[index].sequence_parallel:
         same(np.concatenate(outs), y)
