@@ -616,17 +616,26 @@ const Tensor &tensor(PyObject *object) {
 
 PyObject *not_usual() { Py_RETURN_NOTIMPLEMENTED; }
 
-// Whether nothing but the kernel has to see a call with these tensors or None: no subclass, tracer, profiler, transform
-// or derivative in forward mode.
+// What watched() returned when a pass ran that is now recomputed; -1 outside of recomputations.
+thread_local int repeated = -1;
+
+// Whether a tracer, profiler or transform has to see operators.
+bool watched() {
+    if (repeated >= 0) return repeated == 1;
+    return c10::impl::TorchDispatchModeTLS::any_modes_set() || at::impl::torch_function_mode_enabled() ||
+           at::hasCallbacks() ||
+           c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+           c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
+}
+
+// Whether nothing but the kernel has to see a call with these tensors or None: no subclass or derivative in forward
+// mode either.
 template <class... T> bool seen_by_none(T *...objects) {
     const auto plain = [](PyObject *object) {
         return object == Py_None ||
                (THPVariable_CheckTypeExact(Py_TYPE(object)) && !THPVariable_Unpack(object)._fw_grad(0).defined());
     };
-    return (plain(objects) && ...) && !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
-           !at::impl::torch_function_mode_enabled() && !at::hasCallbacks() &&
-           !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) &&
-           !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
+    return (plain(objects) && ...) && !watched();
 }
 
 PyObject *wrap(const Tensor &x) { return THPVariable_Wrap(x); }
@@ -802,6 +811,8 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
     {
         NoGil no_gil;
         node = record<LinearNode>(x, weight, bias);
+        // Before the product: recomputation ends with the last tensor that is to be saved.
+        if (node) node->saved.emplace_back(x, false);
         const at::AutoDispatchBelowADInplaceOrView below;
         Message message;
         Tensor input = x;
@@ -821,7 +832,6 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
         if (node) {
             node->weight = weight, node->bias = bias, node->region = region, node->column = column;
             node->uses(weight);
-            node->saved.emplace_back(x, false);
             torch::autograd::set_history(y, node);
         }
     }
@@ -906,6 +916,16 @@ PyObject *bind(PyObject *, PyObject *const *args, Py_ssize_t) {
     END_HANDLE_TH_ERRORS
 }
 
+// -> watched()
+PyObject *is_watched(PyObject *, PyObject *const *, Py_ssize_t) { return PyBool_FromLong(watched()); }
+
+// A value for `repeated` -> its former one
+PyObject *repeat(PyObject *, PyObject *const *args, Py_ssize_t) {
+    const int before = repeated;
+    repeated = (int)PyLong_AsLong(args[0]);
+    return PyLong_FromLong(before);
+}
+
 // The class of errors, and the function that returns a device's current stream.
 PyObject *set_up(PyObject *, PyObject *const *args, Py_ssize_t) {
     kernel_error = args[0], current_stream = args[1];
@@ -923,6 +943,8 @@ PyMethodDef methods[] = {method("norm", norm),
                          method("linear", linear),
                          method("region", region),
                          method("products", products),
+                         method("watched", is_watched),
+                         method("repeat", repeat),
                          method("bind", bind),
                          method("set_up", set_up),
                          {nullptr, nullptr, 0, nullptr}};

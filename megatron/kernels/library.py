@@ -15,6 +15,7 @@ built for this torch: see `nodes_for`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -41,7 +42,7 @@ from megatron.kernels.build import (
     source_hash,
     without_kernels,
 )
-from megatron.kernels.work import Computation
+from megatron.kernels.work import Computation, Scope
 
 OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
 """Environment variable: a library to load for CPU tensors instead of the host's, e.g. the
@@ -305,6 +306,35 @@ def nodes_for(x: Tensor) -> Any:
     if _nodes is None or torch.compiler.is_dynamo_compiling() or not x.dim():
         return None
     return _nodes
+
+
+class _Again(Scope):
+    """A recomputation, whose calls are nodes if those of the first pass were."""
+
+    __slots__ = ("_before", "_watched")
+
+    def __init__(self, watched: bool) -> None:
+        super().__init__(None)
+        self._watched = watched
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if _nodes is not None:
+            self._before = _nodes.repeat(self._watched)
+
+    def __exit__(self, *exception: object) -> None:
+        if _nodes is not None:
+            _nodes.repeat(self._before)
+        super().__exit__(*exception)
+
+
+def once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
+    """Return the contexts of a forward pass and of its recomputation for torch.utils.checkpoint.
+
+    Both call kernels in the same way, or they would save different tensors: a profiler, or a mode
+    that sees operators, may run during one of them only.
+    """
+    return contextlib.nullcontext(), _Again(_nodes is None or _nodes.watched())
 
 
 def _share_hip_runtime() -> None:

@@ -108,11 +108,6 @@ def recomputed() -> Scope:
     return Scope(None)
 
 
-def once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
-    """Return the contexts of a forward pass and of its recomputation for torch.utils.checkpoint."""
-    return contextlib.nullcontext(), recomputed()
-
-
 @contextlib.contextmanager
 def followed(follower: Follower) -> Iterator[None]:
     """Return a context in which `follower` records."""

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels import choose
 from megatron.kernels.choose import Fusions
-from megatron.kernels.library import nodes_for
+from megatron.kernels.library import nodes_for, once_and_again
 from megatron.kernels.ops import attention as kernel
 from megatron.kernels.ops.attention import NO_WINDOW, causal_softmax, hidden_keys, masked_softmax
 from megatron.kernels.ops.elementwise import keyed_dropout, soft_cap, wider
-from megatron.kernels.work import Attention, counts_as, once_and_again
+from megatron.kernels.work import Attention, counts_as
 from megatron.layers.context import CallContext, Fill, LayerContext
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding
@@ -792,6 +792,8 @@ class _Attention(torch.autograd.Function):
             buffers = q.new_empty(2, parts[0].stop * most)
             narrow = q.dtype in (torch.float16, torch.bfloat16)
             sums = q.new_empty(parts[0].stop, s * share, d, dtype=torch.float32) if narrow else None
+            # Each block is in two products, and oneDNN's copies what is not contiguous for each.
+            packs = narrow and q.device.type == "cpu"
             for part in parts:
                 n = part.stop - part.start
                 total = to_queries.rows[part] if sums is None else sums[:n]
@@ -802,17 +804,21 @@ class _Attention(torch.autograd.Function):
                     keys_here, rows = (part, slice(first, last)), (part, slice(row, end))
                     shape = n, end - row, last - first
                     scores, dscores = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-                    torch.bmm(queries[rows], _transposed(keys[keys_here]), out=scores)
-                    torch.bmm(douts[rows], _transposed(values[keys_here]), out=dscores)
+                    block_of = queries[rows], douts[rows], keys[keys_here]
+                    some_queries, some_douts, some_keys = (
+                        x.contiguous() if packs else x for x in block_of
+                    )
+                    torch.bmm(some_queries, _transposed(some_keys), out=scores)
+                    torch.bmm(some_douts, _transposed(values[keys_here]), out=dscores)
                     gradient(
                         scores, dscores, logarithms, dots, slopes, part.start, first, first, *law
                     )
-                    _put_product(to_values.rows[keys_here], scores.transpose(1, 2), douts[rows])
-                    _put_product(to_keys.rows[keys_here], dscores.transpose(1, 2), queries[rows])
+                    _put_product(to_values.rows[keys_here], scores.transpose(1, 2), some_douts)
+                    _put_product(to_keys.rows[keys_here], dscores.transpose(1, 2), some_queries)
                     for at, stop, fresh in ((row, written, False), (max(row, written), end, True)):
                         if at < stop:
                             some = dscores[:, at - row : stop - row]
-                            _add_product(total[:, at:stop], some, keys[keys_here], fresh)
+                            _add_product(total[:, at:stop], some, some_keys, fresh)
                     written = end
                 if sums is not None:
                     to_queries.rows[part] = total

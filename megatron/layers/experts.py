@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.host_copy import HostCopy
+from megatron.kernels.library import once_and_again
 from megatron.kernels.ops.elementwise import activate, bias_activation, wider
 from megatron.kernels.ops.experts import (
     RowCounts,
@@ -42,7 +43,7 @@ from megatron.kernels.ops.experts import (
     unpermute,
     unpermute_reference,
 )
-from megatron.kernels.work import once_and_again, recomputed
+from megatron.kernels.work import recomputed
 from megatron.layers.context import (
     CallContext,
     Experts,

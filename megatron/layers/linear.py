@@ -189,9 +189,15 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.again = again
+        ctx.again, ctx.hooks = again, None
         if again is None:
-            ctx.save_for_backward(x)
+            # As autograd would, but before the product: recomputation ends with the last tensor
+            # that is to be saved, and needs no product after it.
+            ctx.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if ctx.hooks is None:
+                ctx.save_for_backward(x)
+            else:
+                ctx.packed = ctx.hooks[0](x)
         # Not saved through autograd: recomputation would return a detached copy, and a deferred
         # gradient must reach the parameter itself.
         ctx.weights, ctx.bias = weights, bias
@@ -222,11 +228,16 @@ class _Linear(torch.autograd.Function):
                 "a weight of a linear layer was changed in place between its forward and its "
                 "backward pass"
             )
-        if ctx.again is None:
+        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if ctx.hooks is not None:
+            x = ctx.hooks[1](ctx.packed)
+            if not keeps_graph:
+                ctx.packed = None
+        elif ctx.again is None:
             (x,) = ctx.saved_tensors
         else:
             again = ctx.again
-            if not torch._C._autograd._get_current_graph_task_keep_graph():
+            if not keeps_graph:
                 # The graph stays until its pass ends; without this, what x is computed from would.
                 ctx.again = None
             with recomputed():

@@ -154,6 +154,13 @@ def layer_flops(model: ModelConfig, layer: int = 0) -> float:
     return 2.0 * layer_matrices(model, layer, active=True) + attention_score_flops(model, layer)
 
 
+def _last_product_flops(model: ModelConfig, layer: int) -> float:
+    """Return the forward FLOPs per token of a layer's last product, if only sums follow it."""
+    if model.has_experts(layer) or "post_mlp_layernorm" in model.layer_norms:
+        return 0.0
+    return 2.0 * model.hidden_size * model.ffn_hidden_size
+
+
 def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], float]) -> float:
     """Return the mean of a layer's FLOPs over all layers."""
     if model.window_size is None and model.num_experts is None:
@@ -174,6 +181,7 @@ def recompute_flops_per_token(
     model: ModelConfig,
     granularity: str | None,
     recomputed_layers: int | None = None,
+    groups: int = 0,
     *,
     modules: Collection[str] = ("core_attn",),
 ) -> float:
@@ -183,6 +191,8 @@ def recompute_flops_per_token(
                        core or its experts, where those are among `modules`; activation functions
                        and norms are not counted anywhere)
     recomputed_layers  how many layers of the model are recomputed under "full"; None: all
+    groups             how many groups they form: a group ends without its last product, whose
+                       result no gradient needs; 0 counts all products
     """
     if granularity is None:
         return 0.0
@@ -197,7 +207,8 @@ def recompute_flops_per_token(
     layers = (
         model.num_layers if recomputed_layers is None else min(recomputed_layers, model.num_layers)
     )
-    return layers * _mean_over_layers(model, layer_flops)
+    skipped = groups * _mean_over_layers(model, _last_product_flops)
+    return layers * _mean_over_layers(model, layer_flops) - skipped
 
 
 def paper_flops(

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import choose_fusions
+from megatron.kernels.library import once_and_again
 from megatron.kernels.ops.elementwise import keyed_dropout
-from megatron.kernels.work import once_and_again
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.context import CallContext, Experts, LayerContext, ParameterFactory
 from megatron.layers.positions import Documents

@@ -1,8 +1,8 @@
-"""Division of the layers into pipeline stages. Pure arithmetic; needs no torch."""
+"""Division of the layers into pipeline stages and recomputed groups. Pure arithmetic; needs no torch."""
 
 from __future__ import annotations
 
-from megatron.config.parallel import even_counts
+from megatron.config.parallel import RecomputeConfig, even_counts
 from megatron.errors import ConfigError
 
 
@@ -66,3 +66,16 @@ def _parse(layout: str, num_layers: int, num_stages: int) -> list[int]:
             "equal"
         )
     return counts
+
+
+def recomputed_layers(layers: int, recompute: RecomputeConfig) -> tuple[int, int]:
+    """Return how many groups of a stage's layers are recomputed whole, and how many layers.
+
+    See GPTChunk._run_layers.
+    """
+    n = recompute.recompute_num_layers
+    if recompute.recompute_granularity != "full":
+        return 0, 0
+    if recompute.recompute_method == "block":
+        return min(n, layers), min(n, layers)
+    return -(-layers // n), layers

@@ -14,7 +14,7 @@ from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
 from megatron.engine.optimizer_state import wants_whole
 from megatron.kernels.work import Attention, Computation, Product
-from megatron.model.stages import assign_layers
+from megatron.model.stages import assign_layers, recomputed_layers
 from megatron.pipeline.schedule import splits_backward
 from megatron.planner.cluster import Cluster
 from megatron.planner.events import (
@@ -84,24 +84,12 @@ def _stages(
     kinds: tuple[int, ...],
 ) -> tuple[Stage, ...]:
     parts = assign_layers(layers, stages, layout)
-    n = recompute.recompute_num_layers
-
-    def again(count: int) -> tuple[int, int]:
-        """Count a stage's recomputed groups and layers (GPTChunk._run_layers)."""
-        if recompute.recompute_granularity != "full":
-            return 0, 0
-        return (
-            (min(n, count), min(n, count))
-            if recompute.recompute_method == "block"
-            else (-(-count // n), count)
-        )
-
     return tuple(
         Stage(
             len(part),
             i == 0,
             i == stages - 1,
-            *again(len(part)),
+            *recomputed_layers(len(part), recompute),
             split,
             kinds[part.start : part.stop],
         )

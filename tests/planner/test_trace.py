@@ -52,9 +52,14 @@ def test_flops_are_those_of_the_formulas(config, device):
 
     per_token = formulas.model_flops_per_token(dataclasses.replace(model, vocab_size=padded))
     assert flops(again=False) == per_token * model.seq_length * batch
-    layers = sum(stage.layers_again for stage in stages_of(config))
+    layers, groups = (
+        sum(count)
+        for count in zip(
+            *((stage.layers_again, stage.groups_again) for stage in stages_of(config)), strict=True
+        )
+    )
     extra = formulas.recompute_flops_per_token(
-        model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
+        model, recompute.recompute_granularity, layers, groups, modules=recompute.recompute_modules
     )
     assert flops(again=True) == extra * model.seq_length * batch
 

@@ -438,4 +438,19 @@ def keyed_dropout(
         return x * 0.0
     if fused:
         return bias_dropout_add(x, None, None, probability, seed, place)
-    return x * dropout_mask(x, probability, seed, place) * (1.0 / (1.0 - probability))
+    dropped: Tensor = _Dropout.apply(x, probability, seed, place)  # type: ignore[no-untyped-call]
+    return dropped
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout by torch's operators. Its backward pass makes the mask again: none is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probability: float, seed: int, place: Place) -> Tensor:
+        ctx.law = probability, seed, place
+        return x * dropout_mask(x, *ctx.law) * (1.0 / (1.0 - probability))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        mask = dropout_mask(gradient, *ctx.law)
+        return gradient * (1.0 / (1.0 - ctx.law[0])) * mask, None, None, None

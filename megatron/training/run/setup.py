@@ -46,6 +46,7 @@ from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, 
 from megatron.kernels import choose
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks, layer_context
+from megatron.model.stages import assign_layers, recomputed_layers
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
 from megatron.parallel.launch import Launch
@@ -609,13 +610,11 @@ def extended(
 def rates(config: Config, topology: Topology) -> Rates:
     """Return the FLOPs of one sample by the formulas, and the peak of this rank's device."""
     model, recompute, parallel = config.model, config.recompute, config.parallel
-    layers = (
-        recompute.recompute_num_layers * parallel.num_stages
-        if recompute.recompute_method == "block"
-        else None
-    )
+    stages = assign_layers(model.num_layers, parallel.num_stages, parallel.pipeline_layout)
+    counts = [recomputed_layers(len(layers), recompute) for layers in stages]
+    groups, layers = map(sum, zip(*counts, strict=True))
     again = formulas.recompute_flops_per_token(
-        model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
+        model, recompute.recompute_granularity, layers, groups, modules=recompute.recompute_modules
     )
     flops = formulas.flops_per_token_of(config)
     # of a CPU: unknown
