@@ -6,17 +6,21 @@ built.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from megatron.config import Config
+from megatron.data.sampler import make_micro_batch
 from megatron.errors import KernelError
 from megatron.kernels import choose, library
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
@@ -24,7 +28,9 @@ from megatron.kernels.ops.norm import norm
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.linear import column_parallel_matmul
 from megatron.layers.transformer import TransformerLayer
+from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.sharding import DropoutKey, GradientSink
+from megatron.parallel.topology import Layout, Topology
 from tests.layers.test_fusions import settle
 
 LLAMA: dict[str, Any] = dict(
@@ -196,3 +202,54 @@ def test_tensors_without_data_are_not_for_the_kernels_of_a_gpu(built: None) -> N
         assert bias_activation(x, None, "gelu").shape == x.shape
     finally:
         nodes.bind("cuda", {})
+
+
+class _Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seen", ["forward", "backward", "both"])
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_a_recomputed_layer_repeats_what_gradients_need(seen: str, position: str) -> None:
+    """A mode that sees operators runs in one pass only, or in both.
+
+    Per layer 4 products forward and 8 backward; recomputed are those before the last that a
+    gradient needs: 3, or all where a norm follows.
+    """
+    config = Config.create(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        seq_length=32,
+        vocab_size=64,
+        norm_position=position,
+        attention_backend="fused",
+        attention_dropout=0.0,
+        recompute_granularity="full",
+    )
+    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    context = dataclasses.replace(layer_context(config, topology), fusions=choose.ALL)
+    chunk = build_chunks(config, topology, context)["0"].train()
+    batch = make_micro_batch(np.arange(66).reshape(2, 33) % 64, first_sample=0)
+
+    def passes(forward: _Products | None, backward: _Products | None) -> list[torch.Tensor]:
+        chunk.zero_grad()
+        with forward or contextlib.nullcontext():
+            loss = chunk(batch, None)
+        with backward or contextlib.nullcontext():
+            loss.backward()
+        return [p.grad for p in chunk.parameters()]
+
+    first, second = _Products(), _Products()
+    gradients = passes(first if seen != "backward" else None, second if seen != "forward" else None)
+    for one, other in zip(gradients, passes(None, None), strict=True):
+        assert torch.equal(one, other)
+    of_loss = 2  # its logits' product apart
+    if seen != "forward":
+        assert second.count == 2 * (8 + (3 if position == "pre" else 4)) + of_loss
