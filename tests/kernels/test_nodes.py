@@ -250,6 +250,6 @@ def test_a_recomputed_layer_repeats_what_gradients_need(seen: str, position: str
     gradients = passes(first if seen != "backward" else None, second if seen != "forward" else None)
     for one, other in zip(gradients, passes(None, None), strict=True):
         assert torch.equal(one, other)
-    of_loss = 2  # its logits' product apart
+    of_loss = 3  # its logits again, and their two gradients
     if seen != "forward":
         assert second.count == 2 * (8 + (3 if position == "pre" else 4)) + of_loss
