@@ -36,16 +36,16 @@ def made(**fields: Any) -> StepMessages:
         # output layer one backward.
         ({}, 4 * L + 2, 0),
         ({"recompute_granularity": "selective"}, 4 * L + 2, 0),
-        # torch ends the recomputation of a layer at the last tensor that is saved.
-        ({"recompute_granularity": "full"}, 6 * L + 2, 0),
-        ({"recompute_granularity": "full", "recompute_num_layers": 4}, 6 * L + 2, 0),
+        # A recomputation ends before its last product, and the message of that.
+        ({"recompute_granularity": "full"}, 6 * L - L + 2, 0),
+        ({"recompute_granularity": "full", "recompute_num_layers": 4}, 6 * L - L // 4 + 2, 0),
         (
             {
                 "recompute_granularity": "full",
                 "recompute_method": "block",
                 "recompute_num_layers": 3,
             },
-            4 * L + 2 * 3 + 2,
+            4 * L + 2 * 3 - 3 + 2,
             0,
         ),
         # Each all-reduce is one of both, and inputs are gathered again for the weight gradients.
