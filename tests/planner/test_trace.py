@@ -187,7 +187,8 @@ def test_a_layer_that_is_recomputed_keeps_its_input_alone():
     again = trace(config, "cuda").again
     assert again is not None and sum(kept(again.forward).values()) == hidden == again.hands_on
     plain = trace(run(tensor_model_parallel_size=2), "cuda").layer
-    assert again.backward.flops(again=True) == plain.forward.flops()
+    last = 2 * 512 * 256 * 1024 / 2  # its last product, whose result no gradient needs
+    assert again.backward.flops(again=True) == plain.forward.flops() - last
 
 
 @pytest.mark.parametrize(
