@@ -4,6 +4,7 @@
 
 template <class T> struct Dropout {
     static constexpr int WAVES = 8;
+    // narrow: 1 (the samples before)
     T *y;
     const T *x, *bias, *residual;
     int64_t n;
@@ -29,6 +30,7 @@ template <class T> struct Dropout {
 // mask dx is dy: null, it is not written.
 template <class T> struct DropoutBackward {
     static constexpr int WAVES = 8, SUMS = 1;
+    // narrow: 1 (the samples before)
     T *dx;
     const T *dy;
     int64_t n;
@@ -70,12 +72,13 @@ static int backward(void *dx, float *dbias, float *partial, const void *dy, int6
     return code ? code : launch_part_sums(to, partial, parts, n, (mk_stream)stream);
 }
 
-// random is 0 where p is 0; keep and scale then mean nothing.
+// random is 0 where p is 0; keep and scale then mean nothing. samples: null, or an int64 in the device's memory.
 MK_API mk_bias_dropout_add(int type, void *y, const void *x, const void *bias, const void *residual, int64_t rows,
                            int64_t n, uint64_t seed, uint32_t keep, float scale, int random, uint64_t start,
-                           uint32_t period, uint64_t outer, uint64_t inner, void *stream) {
+                           uint32_t period, uint64_t outer, uint64_t inner, const void *samples,
+                           uint64_t of_sample, void *stream) {
     const Mask mask{seed, keep, scale, random != 0};
-    const Place place{start, outer, inner, period};
+    const Place place{start, outer, inner, period, (const int64_t *)samples, of_sample};
     FOR_TYPE(type, (forward<T>(y, x, bias, residual, rows, n, mask, place, stream)));
 }
 
@@ -83,9 +86,10 @@ MK_API mk_bias_dropout_add(int type, void *y, const void *x, const void *bias, c
 // null. dx: null to compute dbias alone, where p is 0.
 MK_API mk_bias_dropout_add_backward(int type, void *dx, void *dbias, void *partial, const void *dy, int64_t rows,
                                     int64_t n, int64_t parts, int adds, uint64_t seed, uint32_t keep, float scale, int random,
-                                    uint64_t start, uint32_t period, uint64_t outer, uint64_t inner, void *stream) {
+                                    uint64_t start, uint32_t period, uint64_t outer, uint64_t inner,
+                                    const void *samples, uint64_t of_sample, void *stream) {
     const Mask mask{seed, keep, scale, random != 0};
-    const Place place{start, outer, inner, period};
+    const Place place{start, outer, inner, period, (const int64_t *)samples, of_sample};
     FOR_TYPE(type, (backward<T>(dx, (float *)dbias, (float *)partial, dy, rows, n, parts, adds, mask, place,
                                stream)));
 }

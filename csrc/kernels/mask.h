@@ -22,13 +22,18 @@ struct Mask {
 
 // The number of a row among those of the whole job: masks do not depend on which of them a rank holds, or in which
 // order. Numbers wrap at 2^64. A period above 1 requires fewer than 2^32 rows: GPUs are slow at 64-bit quotients.
+// `samples`, unless it is null, says how many samples of `of_sample` rows come before `start`: of a launch that is
+// replayed, memory is all that can change.
 struct Place {
     uint64_t start, outer, inner;
     uint32_t period;
+    const int64_t *samples;
+    uint64_t of_sample;
 
     MEMBER uint64_t number(int64_t row) const {
-        if (period == 1) return start + (uint64_t)row * outer;
+        const uint64_t first = samples ? start + (uint64_t)*samples * of_sample : start;
+        if (period == 1) return first + (uint64_t)row * outer;
         const uint32_t quotient = (uint32_t)row / period;
-        return start + quotient * outer + ((uint32_t)row - quotient * period) * inner;
+        return first + quotient * outer + ((uint32_t)row - quotient * period) * inner;
     }
 };

@@ -104,9 +104,10 @@ struct Kernels {
     int (*activation_backward)(int, int, void *, void *, void *, const void *, const void *, const void *, int64_t,
                                int64_t, int64_t, int, void *);
     int (*dropout)(int, void *, const void *, const void *, const void *, int64_t, int64_t, uint64_t, uint32_t, float,
-                   int, uint64_t, uint32_t, uint64_t, uint64_t, void *);
+                   int, uint64_t, uint32_t, uint64_t, uint64_t, const void *, uint64_t, void *);
     int (*dropout_backward)(int, void *, void *, void *, const void *, int64_t, int64_t, int64_t, int, uint64_t,
-                            uint32_t, float, int, uint64_t, uint32_t, uint64_t, uint64_t, void *);
+                            uint32_t, float, int, uint64_t, uint32_t, uint64_t, uint64_t, const void *, uint64_t,
+                            void *);
     int (*rotary)(int, void *, const void *, const void *, const void *, int64_t, int64_t, int64_t, int64_t, int64_t,
                   int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, float, void *);
 };
@@ -259,7 +260,7 @@ void column_sums(const Tensor &gradient, Output &bias, int64_t parts) {
     done("mk_bias_dropout_add_backward", dense,
          kernels_of(dense).dropout_backward(type, nullptr, bias.out.data_ptr(), partial.data_ptr(), dense.data_ptr(),
                                             dense.numel() / n, n, parts, bias.adds, 0, 0, 1.0f, 0, 0, 1, 1, 0,
-                                            stream_of(dense)));
+                                            nullptr, 0, stream_of(dense)));
 }
 
 // ---- messages -------------------------------------------------------------------------------------------------------
@@ -485,7 +486,7 @@ struct DropoutNode : FusedNode {
                  kernels_of(given).dropout_backward(
                      type_of(given), dx.data_ptr(), data(of_bias.out), data(partial), given.data_ptr(),
                      given.numel() / n, n, parts, of_bias.adds, mask.seed, mask.keep, mask.scale, 1, mask.place[0],
-                     (uint32_t)mask.place[1], mask.place[2], mask.place[3], stream_of(given)));
+                     (uint32_t)mask.place[1], mask.place[2], mask.place[3], nullptr, 0, stream_of(given)));
         } else if (bias.defined()) {
             column_sums(dy, of_bias, parts);
         }
@@ -735,7 +736,7 @@ PyObject *bias_dropout_add(PyObject *, PyObject *const *args, Py_ssize_t) {
         done("mk_bias_dropout_add", x,
              kernels_of(x).dropout(type_of(x), y.data_ptr(), x.data_ptr(), data(bias), data(residual), x.numel() / n, n,
                                    mask.seed, mask.keep, mask.scale, mask.random, mask.place[0],
-                                   (uint32_t)mask.place[1], mask.place[2], mask.place[3], stream));
+                                   (uint32_t)mask.place[1], mask.place[2], mask.place[3], nullptr, 0, stream));
         if (node) {
             node->added = residual.defined(), node->parts = parts, node->mask = mask, node->bias = bias;
             torch::autograd::set_history(y, node);

@@ -988,14 +988,21 @@ def _captured_passes(v: Values) -> Iterator[str]:
     if v["cuda_graph_impl"] is None:
         return
     options = all_options()
-    masks = "a replay would repeat the masks of the micro-batch that was recorded"
+    masks = "a replay would repeat the masks, which come from torch's generator"
     documents = "how documents are divided decides which kernels run"
     rows = "the host reads how many tokens each expert gets"
-    limits = [
-        (name, masks, options[name].written(0.0))
-        for name in ("hidden_dropout", "attention_dropout")
-        if v[name]
-    ]
+    limits = []
+    unfused = v["attention_backend"] in ("unfused", "local")
+    if v["attention_dropout"] and not unfused and v["attention_backend"] != "blocked":
+        without = f"{options['attention_dropout'].written(0.0)}, --attention-backend blocked"
+        limits.append(("attention_dropout", masks, without))
+    drops = v["hidden_dropout"] or (v["attention_dropout"] and unfused)
+    if drops and not v["bias_dropout_fusion"]:
+        with_kernel = options["bias_dropout_fusion"].written(True)
+        limits.append(("bias_dropout_fusion", masks, with_kernel))
+    if v["hidden_dropout"] and v["fp32_residual_connection"] and (v["bf16"] or v["fp16"]):
+        without = options["hidden_dropout"].written(0.0)
+        limits.append(("fp32_residual_connection", f"with dropout {masks}", without))
     if v["data_packing"] == "best-fit":
         limits.append(("data_packing", documents, options["data_packing"].written("concat")))
     elif v["reset_attention_mask"]:

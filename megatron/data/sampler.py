@@ -317,7 +317,7 @@ class MicroBatch:
         after sample; the first is 0, the last b * s, and every sample starts a document. Positions
         of different documents do not attend to each other. None: a sample is one document.
     first_sample: number of the first sample in the order in which the whole job consumes them; it
-        keys dropout.
+        keys dropout. Recorded passes (pipeline/captured.py) get it as int64 [1].
     document_lengths: int64 [documents], the differences of cu_seqlens; None together with it.
         Attention needs them on the host, and reading them from a device would synchronise with it.
     padding: bool [b, s], which positions are no text but fill up a sample, and count nowhere; None:

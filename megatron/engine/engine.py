@@ -55,6 +55,7 @@ from megatron.engine.optimizer_state import (
 from megatron.engine.qk_clip import Part, QKClip
 from megatron.engine.whole import WholeParameters
 from megatron.errors import ConfigError
+from megatron.kernels.choose import Fusions
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
@@ -700,6 +701,27 @@ class Engine:
         self._weights.start(frozen=True)
 
 
+def _check_masks(config: Config, fusions: Fusions) -> None:
+    """Check that kernels make the dropout masks of captured passes.
+
+    The configuration has been checked: here there may be no kernels.
+    """
+    model, needed = config.model, set[str]()
+    if model.hidden_dropout:
+        needed.add("bias_dropout")
+    if model.attention_dropout:
+        blocked = config.kernels.attention_backend == "blocked"
+        needed.add("attention_block" if blocked else "bias_dropout")
+    if missing := sorted(name for name in needed if not getattr(fusions, name)):
+        raise ConfigError(
+            f"--cuda-graph-impl local with --hidden-dropout {model.hidden_dropout} and "
+            f"--attention-dropout {model.attention_dropout} needs the kernels' masks, but "
+            f"{' and '.join(missing)} of this run {'are' if missing[1:] else 'is'} torch's, which "
+            "the log explains: build the kernels (make kernels), set dropout to 0, or use "
+            "--cuda-graph-impl none"
+        )
+
+
 def build_executor(
     config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine
 ) -> Executor:
@@ -711,6 +733,7 @@ def build_executor(
     stages, captures = stages_of(chunks), None
     message = hidden_shape(config), hidden_dtype(config)
     if config.kernels.cuda_graph_impl is not None and topology.device.type != "meta":
+        _check_masks(config, some.context.fusions)
         captures = Captures(
             {number: (stages[number], chunks[str(number)]) for number in stages},
             config.parallel.num_stages - 1,

@@ -496,7 +496,7 @@ class CoreAttention:
             return core(q, k, v, self.alibi, documents, 0.0, self.scoring)
         # These number the samples and heads of each call from 0, so that masks are those of one
         # micro-batch and rank.
-        with seeded(q.device, mix(seed, place.start)):
+        with seeded(q.device, mix(seed, place.first())):
             return core(q, k, v, self.alibi, documents, self.dropout, self.scoring)
 
 
@@ -858,7 +858,7 @@ def blocked_attention(
         """Return the settings for documents that start at these rows of [s, b]."""
         law = kernel.Law(share, scoring.factor(d), 0.0, 0, cap=scoring.cap, window=scoring.window)
         if seed is not None and dropout > 0.0:
-            origins = place.start + rows % samples * place.outer + rows // samples
+            origins = place.after(rows % samples * place.outer + rows // samples)
             law = law._replace(probability=dropout, seed=seed, origins=origins, positions=positions)
         return slopes, fused, law
 

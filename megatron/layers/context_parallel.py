@@ -112,7 +112,7 @@ class ContextParallel:
         rows, samples = x.shape[:2]
         length = rows * parts * self.size
         return [
-            Place(key.sample * length + start, samples, 1, length, length)
+            Place(key.sample * length + start, samples, 1, length, length, length, key.samples)
             for start in self.starts(length, part, parts)
         ]
 

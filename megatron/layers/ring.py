@@ -393,7 +393,7 @@ def _rotating(
     length = n * parts.places
     seed, place = core.masks(call, length)
     if seed is not None and core.dropout > 0.0:
-        origins = place.start + torch.arange(b, device=q.device) * place.outer
+        origins = place.after(torch.arange(b, device=q.device) * place.outer)
         law = law._replace(probability=core.dropout, seed=seed, origins=origins, positions=length)
     ring = Ring(
         parts.group,

@@ -188,7 +188,9 @@ class GPTChunk(torch.nn.Module):
     def _call_context(self, batch: MicroBatch, cache: KeyValueCache | None) -> CallContext:
         dropout, documents = None, None
         if self.training:
-            dropout = DropoutKey(self.config.training.seed, batch.first_sample)
+            first = batch.first_sample
+            numbers = (0, first) if isinstance(first, Tensor) else (first, None)
+            dropout = DropoutKey(self.config.training.seed, *numbers)
         bounds, lengths = batch.cu_seqlens, batch.document_lengths
         if bounds is not None and lengths is not None and len(lengths) > len(batch.tokens):
             # otherwise each sample is one document

@@ -533,6 +533,10 @@ class Place(NamedTuple):
 
     Row r is number start + r // period * outer + r % period * inner of them; `positions` are those
     of a head. By default the tensor is the whole, in one piece.
+
+    of_sample  the rows of a sample
+    samples    how many samples come before `start`, int64 [1] on the device: what a replayed pass
+               reads anew; None: none
     """
 
     start: int = 0
@@ -540,6 +544,17 @@ class Place(NamedTuple):
     outer: int = 1
     inner: int = 0
     positions: int = 0
+    of_sample: int = 0
+    samples: torch.Tensor | None = None
+
+    def after(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of the rows that come so many rows after the first one."""
+        numbers = rows + self.start
+        return numbers if self.samples is None else numbers + self.samples * self.of_sample
+
+    def first(self) -> int:
+        """Return the number of the first row; the host waits for it if it is on the device."""
+        return self.start + (0 if self.samples is None else int(self.samples) * self.of_sample)
 
 
 WHOLE = Place()
@@ -547,10 +562,14 @@ WHOLE = Place()
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """The source of a micro-batch's masks: the run's seed and the number of its first sample."""
+    """The source of a micro-batch's masks: the run's seed and the number of its first sample.
+
+    samples  to be added to that number on the device, see Place
+    """
 
     seed: int
     sample: int
+    samples: torch.Tensor | None = None
 
     def at(self, layer: int, site: Site) -> int:
         """Return the seed of the masks of one site."""
@@ -560,7 +579,8 @@ class DropoutKey:
         """Return the place of x [s, b, h], part `rank` of `ranks` of the sequence, as one head."""
         rows, samples = x.shape[:2]
         positions = rows * ranks
-        return Place(self.sample * positions + rank * rows, samples, 1, positions, positions)
+        start = self.sample * positions + rank * rows
+        return Place(start, samples, 1, positions, positions, positions, self.samples)
 
     def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> Place:
         """Return the place of attention weights [b, heads, positions, keys].
@@ -568,7 +588,8 @@ class DropoutKey:
         They are part `rank` of `ranks` of the heads.
         """
         start = (self.sample * ranks + rank) * heads * positions
-        return Place(start, heads * positions, ranks * heads * positions, 1, positions)
+        of_sample = ranks * heads * positions
+        return Place(start, heads * positions, of_sample, 1, positions, of_sample, self.samples)
 
 
 def dropout_mask(
@@ -608,7 +629,8 @@ def _draw(
     if not place.positions:
         fill(out, generator.manual_seed(seed))
         return out
-    start, period, outer, inner, positions = place
+    _, period, outer, inner, positions, *_ = place
+    start = place.first()
     rows = out.view(-1, out.shape[-1])
     # The rows of a head are adjacent or, where samples are, `period` apart.
     heads = (

@@ -3,7 +3,8 @@
 After some eager steps each pass is recorded as a CUDA or HIP graph, which the host launches in
 one call. What the host decides stays outside: messages between stages, buckets of gradients, the
 factor of a loss. A chunk has as many slots as its schedule has micro-batches under way: a slot has
-static inputs, and the memory of what its forward pass keeps for its backward pass.
+static inputs, and the memory of what its forward pass keeps for its backward pass. Whole numbers of
+a micro-batch are inputs on the device as well: dropout masks depend on that of its first sample.
 
 The forward pass is recorded with autograd and the backward pass through its graph, in one memory
 pool, as torch.cuda.make_graphed_callables does. Its graph is retained, so that a backward pass can
@@ -262,7 +263,7 @@ class Slot:
 
     def __init__(self, stage: CapturedStage, batch: Any, hidden: torch.Tensor | None) -> None:
         self._stage = stage
-        self._batch = _copied(batch)
+        self._batch = _copied(batch, stage.pool.device)
         self._hidden = None if hidden is None else hidden.detach().clone().requires_grad_()
         self._passes = dict[str, Recorded]()
         self._root: torch.Tensor
@@ -273,11 +274,14 @@ class Slot:
 
     def forward(self, batch: Any, hidden: torch.Tensor | None) -> torch.Tensor:
         """Return the output of the stage, which is the caller's; of the last stage its loss."""
-        places = [(x, getattr(batch, name)) for name, x in _tensors(self._batch).items()]
+        inputs = [(x, getattr(batch, name)) for name, x in _tensors(self._batch).items()]
         if self._hidden is not None:
-            places.append((self._hidden, hidden))
-        for place, x in places:
-            place.data.copy_(x)  # autograd is not to see that what it keeps has changed
+            inputs.append((self._hidden, hidden))
+        for place, x in inputs:  # autograd is not to see that what it keeps has changed
+            if isinstance(x, torch.Tensor):
+                place.data.copy_(x)
+            else:  # an argument of a kernel: the host copies nothing
+                place.data.fill_(x)
         self._run("forward pass", self._forward)
         output = self._stage.output if self.loss is None else self.loss
         assert output is not None, "a stage that is not the last has an output"
@@ -507,9 +511,13 @@ def _tensors(batch: Any) -> dict[str, torch.Tensor]:
     return {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
 
 
-def _copied(batch: Any) -> Any:
-    """Return a micro-batch with tensors of its own."""
-    return dataclasses.replace(batch, **{name: x.clone() for name, x in _tensors(batch).items()})
+def _copied(batch: Any, device: torch.device) -> Any:
+    """Return a micro-batch with tensors of its own, int64 [1] for its whole numbers."""
+    inputs = {name: x.clone() for name, x in _tensors(batch).items()}
+    for name, x in vars(batch).items():
+        if isinstance(x, int):
+            inputs[name] = torch.full((1,), x, dtype=torch.int64, device=device)
+    return dataclasses.replace(batch, **inputs)
 
 
 def _words(form: Any) -> str:

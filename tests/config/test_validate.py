@@ -32,7 +32,6 @@ def problem(**values) -> str:
 
 # (settings, words of the message, settings that fix it)
 CAPTURED = dict(cuda_graph_impl="local", hidden_dropout=0.0, attention_dropout=0.0)
-CAPTURED = dict(cuda_graph_impl="local", hidden_dropout=0.0, attention_dropout=0.0)
 CASES = [
     (
         dict(tensor_model_parallel_size=3, ffn_hidden_size=66),
@@ -519,8 +518,12 @@ CASES = [
     *(
         (CAPTURED | values, ["--cuda-graph-impl local", words], dict(cuda_graph_impl=None))
         for values, words in (
-            (dict(hidden_dropout=0.1), "--hidden-dropout 0.1"),
             (dict(attention_dropout=0.1), "--attention-dropout 0.1"),
+            (dict(hidden_dropout=0.1, bias_dropout_fusion=False), "--no-bias-dropout-fusion"),
+            (
+                dict(hidden_dropout=0.1, bf16=True, fp32_residual_connection=True),
+                "--fp32-residual-connection",
+            ),
             (dict(reset_attention_mask=True), "--reset-attention-mask"),
             (dict(data_packing="best-fit"), "--data-packing best-fit"),
             (dict(num_experts=2), "--num-experts 2"),

@@ -542,6 +542,7 @@ TOPICS = {
                 "quotient * outer",
                 "quotient * inner",
             ),
+            Mutant("samples are not read", "mask.h", "(uint64_t)*samples * of_sample", "of_sample"),
             Mutant(
                 "what is to be dropped is kept", "mask.h", "words[k] < below", "words[k] >= below"
             ),

@@ -23,9 +23,10 @@ from megatron.data.sampler import make_micro_batch
 from megatron.engine.engine import build_executor
 from megatron.engine.gradients import to_sink
 from megatron.errors import ConfigError
+from megatron.kernels import choose
 from megatron.layers.transformer import TransformerLayer
 from megatron.metrics_file import read_records
-from megatron.model.gpt import build_chunks
+from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.sharding import GradientSink
 from megatron.parallel.topology import Topology
 from megatron.pipeline import captured
@@ -33,20 +34,35 @@ from megatron.pipeline.captured import Captures
 from megatron.pipeline.executor import Executor
 from megatron.program import pretrain
 from tests.helpers.processes import SETUP_LIMIT_S, run_processes
-from tests.parity.cases import CHEAP, FULL, LLAMA, SELECTIVE, Case, layout, train
+from tests.parity.cases import (
+    BLOCKED,
+    CHEAP,
+    DROPOUT,
+    FULL,
+    LLAMA,
+    SELECTIVE,
+    UNFUSED,
+    Case,
+    layout,
+    train,
+)
 
 WARM_UP, STEPS, MICRO_BATCHES = 2, 4, 4
 CAPTURED = dict(cuda_graph_impl="local", cuda_graph_warmup_steps=WARM_UP)
 
+# Masks of each micro-batch and step: those of a recorded one would be others.
+IN_BLOCKS: dict[str, Any] = dict(fused=True, **BLOCKED, **DROPOUT)
+
 CASES = [
     layout(bf16=True),
+    layout(micro_batch_size=2, recompute=CHEAP, **IN_BLOCKS),
     layout(**LLAMA),
     layout(recompute=CHEAP, fp16=True, initial_loss_scale=2.0**10),
-    layout(tp=2, sp=True, bf16=True),
-    layout(dp=2, recompute=CHEAP),
+    layout(tp=2, sp=True, bf16=True, fused=True, **UNFUSED, **DROPOUT),
+    layout(dp=2, recompute=FULL, fused=True, **LLAMA),
     layout(pp=2),
     layout(pp=2, schedule="interleaved", **LLAMA),
-    layout(pp=2, schedule="zb-h1"),
+    layout(pp=2, schedule="zb-h1", **IN_BLOCKS),
 ]
 CAMPAIGN = [
     layout(zero=0),
@@ -55,11 +71,12 @@ CAMPAIGN = [
     layout(cpu_offload=True),
     layout(qk_clip=True),
     layout(tp=2, tp_comm_overlap=True, bf16=True),
-    layout(cp=2, cp_comm_type="a2a"),
-    layout(dp=2, recompute=FULL, bf16=True),
+    layout(cp=2, cp_comm_type="a2a", **IN_BLOCKS),
+    layout(dp=2, recompute=CHEAP),
+    layout(dp=2, recompute=FULL, bf16=True, **IN_BLOCKS),
     layout(tp=2, sp=True, pp=2, schedule="zb-h1"),
     layout(tp=2, sp=True, dp=2, bf16=True, **LLAMA),
-    layout(tp=2, pp=2, schedule="interleaved", recompute=SELECTIVE),
+    layout(tp=2, pp=2, schedule="interleaved", recompute=SELECTIVE, **IN_BLOCKS),
     layout(pp=2, dp=2, schedule="zb-h1", recompute=CHEAP),
     layout(pp=4, schedule="interleaved"),
 ]
@@ -313,6 +330,23 @@ def test_documents_of_a_data_set_are_refused_in_the_first_step() -> None:
     run = executor(Stage(lambda x: x))
     with pytest.raises(ConfigError, match="document_lengths"):
         run.train([Divided(torch.ones(4), np.array([1, 3]))])
+
+
+def test_masks_by_torch_are_refused() -> None:
+    config = Config.create(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        seq_length=8,
+        vocab_size=8,
+        attention_backend="blocked",
+        cuda_graph_impl="local",
+    )
+    topology = Topology.create()
+    context = dataclasses.replace(layer_context(config, topology), fusions=choose.NONE)
+    chunks = build_chunks(config, topology, context)
+    with pytest.raises(ConfigError, match=r"--hidden-dropout 0\.1.*attention_block.*bias_dropout"):
+        build_executor(config, topology, chunks, None)  # type: ignore[arg-type]
 
 
 def test_a_stage_of_ones_own_is_refused() -> None:

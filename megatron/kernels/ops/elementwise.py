@@ -237,8 +237,8 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     return y
 
 
-_SUM = Function("mk_bias_dropout_add", "pppplluwfiuwuu")
-_SUM_BACKWARD = Function("mk_bias_dropout_add_backward", "ppppllliuwfiuwuu")
+_SUM = Function("mk_bias_dropout_add", "pppplluwfiuwuupu")
+_SUM_BACKWARD = Function("mk_bias_dropout_add_backward", "ppppllliuwfiuwuupu")
 
 
 def check_key(name: str, probability: float, seed: int) -> None:
@@ -261,7 +261,11 @@ def threshold(probability: float) -> tuple[int, float]:
 def _check_sum(
     name: str, x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any
 ) -> None:
-    check_key(name, *law[:2])
+    probability, seed, _, samples = law
+    check_key(name, probability, seed)
+    if samples is not None:
+        check_beside(name, x, (torch.int64,), samples=samples)
+        check_shape(name, (1,), samples=samples)
     if fits(x, bias, residual=residual):
         return
     check_all(name, x=x, residual=residual)
@@ -270,13 +274,14 @@ def _check_sum(
     check_shape(name, x.shape, residual=residual)
 
 
-def _drop(wide: Tensor, probability: float, seed: int, place: Sequence[int]) -> Tensor:
+def _drop(
+    wide: Tensor, probability: float, seed: int, place: Sequence[Any], samples: Tensor | None
+) -> Tensor:
     """Drop entries without a kernel: the mask has the same distribution, from torch's generator."""
     if probability == 0.0:
         return wide
-    return wide * (
-        dropout_mask(wide, probability, seed, Place(*place)) * (1.0 / (1.0 - probability))
-    )
+    mask = dropout_mask(wide, probability, seed, Place(*place)._replace(samples=samples))
+    return wide * (mask * (1.0 / (1.0 - probability)))
 
 
 def _reference_sum(x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any) -> Tensor:
@@ -287,22 +292,29 @@ def _reference_sum(x: Tensor, bias: Tensor | None, residual: Tensor | None, *law
     return wide.to(x.dtype, copy=True)  # never x itself
 
 
-def _in_c(probability: float, seed: int, place: Sequence[int]) -> tuple[float, ...]:
-    """Return the arguments that determine a mask as the kernels take them."""
+def _in_c(probability: float, seed: int, place: Sequence[Any]) -> tuple[float, ...]:
+    """Return the arguments that determine a mask as the nodes take them."""
     return seed, *threshold(probability), int(probability > 0.0), *place[:4]
+
+
+def _in_kernel(
+    probability: float, seed: int, place: Sequence[int], samples: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the arguments that determine a mask as the kernels take them."""
+    return *_in_c(probability, seed, place), samples, place[5]
 
 
 def _sum(out: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any) -> None:
     n = x.shape[-1]
     bias = None if bias is None else narrow(bias, x)
-    _SUM(x, out, x, bias, residual, x.numel() // n, n, *_in_c(*law))
+    _SUM(x, out, x, bias, residual, x.numel() // n, n, *_in_kernel(*law))
 
 
 def _sum_backward(
     dx: Tensor | None, gradient: Tensor, dbias: Tensor | None, adds: bool, *law: Any
 ) -> None:
     n, (parts, partial) = gradient.shape[-1], partial_sums(gradient, dbias is not None)
-    rows, mask = gradient.numel() // n, _in_c(*law)
+    rows, mask = gradient.numel() // n, _in_kernel(*law)
     _SUM_BACKWARD(gradient, dx, dbias, partial, gradient, rows, n, parts, int(adds), *mask)
 
 
@@ -316,24 +328,22 @@ def _reference_sum_backward(
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.bias, residual, ctx.probability, ctx.seed, ctx.place = inputs
+    _, ctx.bias, residual, *ctx.law = inputs
     ctx.added = residual is not None
 
 
 def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     residual = gradient if ctx.added else None
-    if ctx.probability == 0.0:  # dx is the gradient itself
+    if ctx.law[0] == 0.0:  # dx is the gradient itself
         dbias = None if ctx.bias is None else bias_gradient(ctx.bias, gradient)
-        return gradient, dbias, residual, None, None, None
+        return gradient, dbias, residual, None, None, None, None
     out, adds = gradient_output(ctx.bias)
-    dx = _bias_dropout_add_backward(
-        gradient.contiguous(), out, adds, ctx.probability, ctx.seed, ctx.place
-    )
-    return dx, gradient_written(ctx.bias, out), residual, None, None, None
+    dx = _bias_dropout_add_backward(gradient.contiguous(), out, adds, *ctx.law)
+    return dx, gradient_written(ctx.bias, out), residual, None, None, None, None
 
 
 def _column_sums(gradient: Tensor, out: Tensor, adds: bool) -> None:
-    _sum_backward(None, gradient, out, adds, 0.0, 0, WHOLE)
+    _sum_backward(None, gradient, out, adds, 0.0, 0, WHOLE[:-1], None)
 
 
 def _reference_column_sums(gradient: Tensor, out: Tensor, adds: bool) -> None:
@@ -365,10 +375,10 @@ def bias_gradient(bias: Tensor, gradient: Tensor, fused: bool = True) -> Tensor 
     return gradient_written(bias, out)
 
 
-# Seed and place are SymInts, so that torch.compile does not compile once for each.
+# Seed and place (its numbers) are SymInts, so that torch.compile does not compile once for each.
 _bias_dropout_add_backward = operator(
     "bias_dropout_add_backward(Tensor gradient, Tensor(a!)? dbias, bool adds, float probability, "
-    "SymInt seed, SymInt[] place) -> Tensor",
+    "SymInt seed, SymInt[] place, Tensor? samples) -> Tensor",
     _sum_backward,
     _reference_sum_backward,
     empty_like_first,
@@ -376,7 +386,7 @@ _bias_dropout_add_backward = operator(
 )
 _bias_dropout_add = operator(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, float probability, SymInt seed, "
-    "SymInt[] place) -> Tensor",
+    "SymInt[] place, Tensor? samples) -> Tensor",
     _sum,
     _reference_sum,
     empty_like_first,
@@ -405,16 +415,17 @@ def bias_dropout_add(
     gives NaN. Raises KernelError for other probabilities, seeds and shapes, and for types other
     than fp32, fp16 and bf16.
     """
-    if x.numel() and (nodes := nodes_for(x)) is not None:
+    if x.numel() and place.samples is None and (nodes := nodes_for(x)) is not None:
         check_key("bias_dropout_add", probability, seed)
         parts = count_parts(x.numel(), x.shape[-1], x.element_size(), x.is_cpu)
-        law = _in_c(probability, seed, place)
-        made: Tensor = nodes.bias_dropout_add(x, bias, residual, *law, parts)
+        mask = _in_c(probability, seed, place)
+        made: Tensor = nodes.bias_dropout_add(x, bias, residual, *mask, parts)
         if made is not NotImplemented:
             return made
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    y: Tensor = _bias_dropout_add(x.contiguous(), bias, residual, probability, seed, list(place))
+    law = probability, seed, list(place[:-1]), place.samples
+    y: Tensor = _bias_dropout_add(x.contiguous(), bias, residual, *law)
     return y
 
 

@@ -173,13 +173,14 @@ def test_a_part_has_its_part_of_the_mask(device: str, dtype: torch.dtype, column
         # six of twenty tokens of two samples
         tokens = mask.view(3, 20, columns)[1:, 5:11].transpose(0, 1)
         heads = mask[1:, 2:]
-        key = DropoutKey(0, sample + 1)
-        places = (Place(key.sample * 20 + 5, 2, 1, 20, 20), key.weights(5, 2, 1, 2))
-        for part, place in zip((tokens, heads), places, strict=True):
-            x = torch.ones(part.shape, dtype=dtype, device=device, requires_grad=True)
-            y = bias_dropout_add(x, None, None, p, seed, place)
-            y.backward(torch.ones_like(y))
-            assert torch.equal(y.cpu() != 0, part) and torch.equal(x.grad.cpu() != 0, part)
+        in_memory = torch.tensor([sample], device=device)
+        for key in (DropoutKey(0, sample + 1), DropoutKey(0, 1, in_memory)):
+            of_tokens = Place(key.sample * 20 + 5, 2, 1, 20, 20, 20, key.samples)
+            for part, place in ((tokens, of_tokens), (heads, key.weights(5, 2, 1, 2))):
+                x = torch.ones(part.shape, dtype=dtype, device=device, requires_grad=True)
+                y = bias_dropout_add(x, None, None, p, seed, place)
+                y.backward(torch.ones_like(y))
+                assert torch.equal(y.cpu() != 0, part) and torch.equal(x.grad.cpu() != 0, part)
 
 
 @devices
@@ -223,6 +224,9 @@ def test_what_is_refused() -> None:
         lambda: bias_dropout_add(x, None, torch.zeros(8, 3), 0.1, 0), "residual", [8, 3], [3, 8]
     )
     refused(lambda: bias_dropout_add(torch.tensor(1.0), None, None, 0.1, 0), "x")
+    for samples, words in ((torch.ones(1), "float32"), (torch.ones(2, dtype=torch.int64), [2])):
+        place = Place(samples=samples)
+        refused(lambda p=place: bias_dropout_add(x, None, None, 0.1, 0, p), "samples", words)
 
 
 @devices
