@@ -315,7 +315,7 @@ template <class G> auto all_gather(G &group, Tensor &to, Tensor &from) {
     if constexpr (requires { group.all_gather_single(to, from); }) return group.all_gather_single(to, from);
     else return group._allgather_base(to, from);
 }
-template <class G> auto reduce_scatter(G &group, Tensor &to, Tensor &from) {
+template <class G> auto reduce_scatter_into(G &group, Tensor &to, Tensor &from) {
     if constexpr (requires { group.reduce_scatter_single(to, from); }) return group.reduce_scatter_single(to, from);
     else return group._reduce_scatter_base(to, from);
 }
@@ -330,18 +330,86 @@ Tensor gather(const Region &region, const Tensor &x, Message &message) {
     return whole;
 }
 
-// The sum of x [s, ..] over the ranks, [s(/tp), ..], once the message has arrived.
-Tensor sum_over(const Region &region, Tensor x, Message &message) {
-    if (!region.in_sequence) {
-        std::vector<Tensor> tensors{x};
-        message = Message(region, ALL_REDUCE, x, [&](auto &group) { return group.allreduce(tensors); });
-        return x;
-    }
+Message all_reduce(const Region &region, const Tensor &x) {
+    std::vector<Tensor> tensors{x};
+    return Message(region, ALL_REDUCE, x, [&](auto &group) { return group.allreduce(tensors); });
+}
+Message reduce_scatter(const Region &region, Tensor part, Tensor x) {
+    return Message(region, REDUCE_SCATTER, x, [&](auto &group) { return reduce_scatter_into(group, part, x); });
+}
+
+// ---- products with messages: gathered_product and summed_product in megatron/layers/linear.py ------------------------
+
+Tensor flat(const Tensor &x) { return x.dim() == 2 ? x : x.reshape({-1, x.size(-1)}); }
+
+Tensor product(const Tensor &x, const Tensor &matrix, const Tensor &bias) {
     at::DimVector sizes(x.sizes());
-    sizes[0] /= region.size;
-    Tensor part = at::empty(sizes, x.options());
-    message = Message(region, REDUCE_SCATTER, x, [&](auto &group) { return reduce_scatter(group, part, x); });
-    return part;
+    sizes.back() = matrix.size(1);
+    return (bias.defined() ? at::addmm(bias, flat(x), matrix) : at::mm(flat(x), matrix)).view(sizes);
+}
+
+// In n chunks; x of all ranks is kept in `whole`, if there is one.
+Tensor gathered_product(const Region &region, const Tensor &x, const Tensor &matrix, const Tensor &bias, int64_t n,
+                        Tensor *whole = nullptr) {
+    Message arriving;
+    if (n == 1) {
+        const Tensor all = gather(region, x, arriving);
+        arriving.wait();
+        if (whole) *whole = all;
+        return product(all, matrix, bias);
+    }
+    const int64_t rows = x.size(0);
+    at::DimVector sizes(x.sizes());
+    sizes.insert(sizes.begin(), region.size);
+    const Tensor inputs = whole ? at::empty(sizes, x.options()) : Tensor();
+    sizes.back() = matrix.size(1);
+    const Tensor y = at::empty(sizes, x.options());
+    const auto sent = [&](int64_t i) { return x.slice(0, rows * i / n, rows * (i + 1) / n); };
+    Tensor following = gather(region, sent(0), arriving);
+    for (int64_t i = 0; i < n; ++i) {
+        const Tensor part = following;
+        Message message = std::move(arriving);
+        if (i + 1 < n) following = gather(region, sent(i + 1), arriving);
+        message.wait();
+        const auto put = [&](const Tensor &to, const Tensor &from) {
+            const Tensor rows_of_all = to.slice(1, rows * i / n, rows * (i + 1) / n);
+            rows_of_all.copy_(from.view(rows_of_all.sizes()));
+        };
+        put(y, product(part, matrix, bias));
+        if (whole) put(inputs, part);
+    }
+    if (whole) *whole = inputs.flatten(0, 1);
+    return y.flatten(0, 1);
+}
+
+using Messages = std::vector<Message>;
+void wait(Messages &messages) {
+    for (Message &message : messages) message.wait();
+}
+
+Tensor summed_product(const Region &region, const Tensor &x, const Tensor &matrix, int64_t n, Messages &messages) {
+    const bool scatters = region.in_sequence;
+    const int64_t parts = scatters ? region.size : 1, rows = x.size(0) / parts, out = matrix.size(1);
+    at::DimVector sizes(x.sizes());
+    sizes[0] = rows, sizes.back() = out;
+    if (n == 1 && !scatters) {
+        const Tensor y = product(x, matrix, Tensor());
+        messages.push_back(all_reduce(region, y));
+        return y;
+    }
+    const Tensor y = at::empty(sizes, x.options()), cut = x.unflatten(0, {parts, rows});
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t first = rows * i / n, end = rows * (i + 1) / n;
+        Tensor part = y.slice(0, first, end).view({-1, out});
+        const Tensor of_all = flat(n == 1 ? x : cut.slice(1, first, end));
+        if (scatters) {
+            messages.push_back(reduce_scatter(region, part, at::mm(of_all, matrix)));
+        } else {
+            at::mm_out(part, of_all, matrix);
+            messages.push_back(all_reduce(region, part));
+        }
+    }
+    return y;
 }
 
 // ---- nodes ----------------------------------------------------------------------------------------------------------
@@ -554,7 +622,7 @@ struct LinearNode : FusedNode {
     Reference capsule;    // of the region
     const Region *region = nullptr;
     bool column, partial;
-    int64_t parts;
+    int64_t chunks, parts;
 
     // For engine/gradients.py: whether gradients of x are terms of a sum over the ranks.
     std::string name() const override {
@@ -567,33 +635,25 @@ struct LinearNode : FusedNode {
         const bool of_x = should_compute_output(0), of_weight = should_compute_output(1);
         const bool cut = region && region->in_sequence, later = of_weight && defers();
         Tensor x = take(0), dy = gradients[0];
-        Message of_input, of_sum;
+        const Tensor matrix = weight.view({-1, weight.size(-1)});
+        Message of_input;
+        Messages of_sum;
         variable_list results(3);
         if (cut && column && of_weight && !later) x = gather(*region, x, of_input);
-        if (cut && !column) {
-            dy = gather(*region, dy, of_input);
-            of_input.wait();
-        }
-        const Tensor rows = dy.reshape({-1, dy.size(-1)});
-        if (of_x) {
-            at::DimVector sizes(dy.sizes());
-            sizes.back() = x.size(-1);
-            results[0] = at::mm(rows, weight.view({-1, weight.size(-1)})).view(sizes);
-            if (region && column) results[0] = sum_over(*region, results[0], of_sum);
-            if (region && !region->overlaps) of_sum.wait();
-        }
-        if (later) {
-            defer(dy, x, cut && column);
-        } else if (of_weight) {
-            of_input.wait();
-            results[1] = Output::add_product(weight, rows, x.reshape({-1, x.size(-1)}));
-        }
+        if (cut && !column && of_weight && !of_x) dy = gather(*region, dy, of_input);
+        if (of_x && region && column) results[0] = summed_product(*region, dy, matrix, chunks, of_sum);
+        else if (of_x && cut) results[0] = gathered_product(*region, dy, matrix, Tensor(), chunks, of_weight ? &dy : nullptr);
+        else if (of_x) results[0] = product(dy, matrix, Tensor());
+        if (region && !region->overlaps) wait(of_sum);
+        of_input.wait();
+        if (later) defer(dy, x, cut && column);
+        else if (of_weight) results[1] = Output::add_product(weight, flat(dy), flat(x));
         if (bias.defined() && should_compute_output(2)) {
             Output of_bias(bias);
             column_sums(gradients[0], of_bias, parts);
             results[2] = of_bias.written();
         }
-        of_sum.wait();
+        wait(of_sum);
         return results;
     }
     bool defers() const {
@@ -793,13 +853,14 @@ PyObject *split_heads(PyObject *, PyObject *const *args, Py_ssize_t) {
     END_HANDLE_TH_ERRORS
 }
 
-// x, weight, bias, queue, parts, region (None: no messages), column, partial -> y
+// x, weight, bias, queue, parts, region (None: no messages), column, partial, chunks -> y
 PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const Tensor &x = tensor(args[0]), &weight = tensor(args[1]), &bias = tensor(args[2]);
     const Region *const region =
         args[5] == Py_None ? nullptr : static_cast<Region *>(PyCapsule_GetPointer(args[5], nullptr));
     const bool column = args[6] == Py_True, cut = region && region->in_sequence;
+    const int64_t chunks = PyLong_AsLongLong(args[8]);
     if (PyErr_Occurred()) throw python_error();
     if (!seen_by_none(args[0], args[1], args[2]) || !x.is_contiguous() || x.dim() < 2 || !x.numel() ||
         !weight.is_contiguous() || weight.dim() < 2 ||
@@ -815,23 +876,15 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
         // Before the product: recomputation ends with the last tensor that is to be saved.
         if (node) node->saved.emplace_back(x, false);
         const at::AutoDispatchBelowADInplaceOrView below;
-        Message message;
-        Tensor input = x;
-        if (cut && column) {
-            input = gather(*region, x, message);
-            message.wait();
-        }
-        at::DimVector sizes(input.sizes());
-        const Tensor rows = input.dim() == 2 ? input : input.view({-1, x.size(-1)});
         const Tensor matrix = weight.view({-1, weight.size(-1)}).t();
-        sizes.back() = matrix.size(1);
-        y = (bias.defined() ? at::addmm(bias, rows, matrix) : at::mm(rows, matrix)).view(sizes);
-        if (region && !column) {
-            y = sum_over(*region, y, message);
-            message.wait();
-        }
+        Messages messages;
+        if (cut && column) y = gathered_product(*region, x, matrix, bias, chunks);
+        else if (region && !column) y = summed_product(*region, x, matrix, chunks, messages);
+        else y = product(x, matrix, bias);
+        wait(messages);
         if (node) {
             node->weight = weight, node->bias = bias, node->region = region, node->column = column;
+            node->chunks = chunks;
             node->uses(weight);
             torch::autograd::set_history(y, node);
         }

@@ -305,6 +305,17 @@ def _wait(works: list[Any]) -> None:
         works.pop(0).wait()
 
 
+def _chunks(x: Tensor, column: bool, context: LayerContext) -> int:
+    """Return the number of chunks in which products with x, forward and backward, are computed."""
+    if context.chunks == 1:
+        return 1
+    rows, tokens = len(x), x.numel() // x.shape[-1]
+    if context.sequence_parallel:
+        size = context.tensor.size
+        rows, tokens = (rows, tokens * size) if column else (rows // size, tokens)
+    return len(_bounds(context, rows, tokens))
+
+
 def _linear(
     x: Tensor,
     column: bool,
@@ -314,27 +325,24 @@ def _linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return y of _Linear. A node of autograd costs half as long as a token's other operators."""
-    nodes = nodes_for(x)
-    if nodes is not None and again is None and len(weights) == 1 and not one_token(x):
-        gathers = column and context.sequence_parallel
-        tokens = x.numel() // x.shape[-1] * (context.tensor.size if gathers else 1)
-        in_one = context.chunks == 1 or tokens < 2 * LEAST_TOKENS
-        if in_one and context.region is not NotImplemented:
-            parts = 0
-            if bias is not None and context.fusions.bias_dropout:
-                parts = bias_parts(x.numel() // x.shape[-1], bias)
-            made: Tensor = nodes.linear(
-                x,
-                weights[0],
-                bias,
-                context.weight_gradients,
-                parts,
-                context.region,
-                column,
-                _partial_gradient(column, context),
-            )
-            if made is not NotImplemented:
-                return made
+    nodes, usual = nodes_for(x), again is None and len(weights) == 1 and not one_token(x)
+    if nodes is not None and usual and context.region is not NotImplemented:
+        parts = 0
+        if bias is not None and context.fusions.bias_dropout:
+            parts = bias_parts(x.numel() // x.shape[-1], bias)
+        made: Tensor = nodes.linear(
+            x,
+            weights[0],
+            bias,
+            context.weight_gradients,
+            parts,
+            context.region,
+            column,
+            _partial_gradient(column, context),
+            _chunks(x, column, context),
+        )
+        if made is not NotImplemented:
+            return made
     if not torch.is_grad_enabled():
         return _Linear.compute(x, column, context, weights, bias)
     y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
