@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from pathlib import Path
@@ -148,6 +149,8 @@ def main() -> None:
     parser.add_argument("--core", type=float, default=1.3, help="time of a core beside this one's")
     parser.add_argument("--launch-us", type=float, default=5.0, help="of one operator on a GPU")
     options = parser.parse_args()
+    if not (0 < options.core < math.inf and 0 <= options.launch_us < math.inf):
+        parser.error("--core is above 0, --launch-us not below 0")
     torch.set_num_threads(1)
     found = {"GPT-2": host(), "Llama": host(**LLAMA)}
     for name, of in found.items():

@@ -87,7 +87,9 @@ def spread(values: list[float], digits: int) -> str:
 
 def main() -> None:
     """Measure all ways in turns, and print a table of medians with the smallest and the largest."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--folder", type=Path, required=True, help="for the files; removed at the end"
     )
@@ -96,6 +98,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     folder: Path = args.folder
+    if min(args.layers, args.rounds) < 1:
+        parser.error("--layers and --rounds are at least 1")
+    if folder.exists():
+        parser.error(f"--folder {folder} exists, and would be removed at the end: name a new one")
     folder.mkdir(parents=True)
     try:
         source, copied, native, back = (folder / n for n in ("hf", "copy", "native", "back"))

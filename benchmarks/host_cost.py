@@ -19,6 +19,7 @@ overlap.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 import time
@@ -334,6 +335,9 @@ def milliseconds(steps: tuple[Step, Step]) -> tuple[float, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     print("CPU ms of a layer: forward + backward = sum, and ours / plain torch, eager")
