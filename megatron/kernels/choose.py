@@ -468,10 +468,7 @@ def report(config: Config, device: torch.device) -> list[str]:
     from megatron.kernels import library
 
     found, model, dtype_name = library.find(device.type), config.model, config.precision.dtype_name
-    # a windowed layer, where there is one: it asks for more
-    some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
-    wishes = attention_wishes(config, next(some, 0))
-    attention = choose_attention(config.kernels, device, dtype_name, model.seq_length, **wishes)
+    attention, wishes = _attention(config, device)
     lines = [found.line]
     if found.handle is not None:
         names: dict[str, list[str]] = {"": []}  # by the reason
@@ -481,13 +478,42 @@ def report(config: Config, device: torch.device) -> list[str]:
         others = "; ".join(f"{', '.join(left)} ({reason})" for reason, left in names.items())
         lines.append(f"through fused kernels: {used}; others: {others or 'none'}")
         if device.type == "cpu":
-            name = _NAMES[attention]
-            if attention == "blocked":
-                name += f" of {block_length(dtype_name, model.seq_length)} positions"
+            name = implementations(config, device)["attention"]
             lines.append(f"{measured.find().line}; attention by {name}")
     if model.num_experts is not None:
         lines.append(grouped_product(device, dtype_name).line)
     return lines + packages(config.kernels, device.type, dtype_name, attention, **wishes)
+
+
+def implementations(config: Config, device: torch.device) -> dict[str, str]:
+    """Return what computes attention, and the operators that use fused kernels.
+
+    Runs in which these differ have figures that differ by rounding.
+    """
+    attention, _ = _attention(config, device)
+    name, dtype_name = _NAMES[attention], config.precision.dtype_name
+    if attention == "blocked" and device.type == "cpu":
+        keys = "copied" if copies_keys(dtype_name) else "in place"
+        name += f" of {block_length(dtype_name, config.model.seq_length)} positions, keys {keys}"
+    fused = [
+        operator
+        for operator in OPERATORS
+        if _loaded(device.type) and not _reason(operator, config, device.type, attention)
+    ]
+    return {"attention": name, "fused kernels": ", ".join(fused) or "none"}
+
+
+def _attention(config: Config, device: torch.device) -> tuple[str, dict[str, bool]]:
+    """Return how a run computes attention, and what it asks of it: see choose_attention."""
+    model = config.model
+    # a windowed layer, where there is one: it asks for more
+    some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
+    wishes = attention_wishes(config, next(some, 0))
+    dtype_name = config.precision.dtype_name
+    return (
+        choose_attention(config.kernels, device, dtype_name, model.seq_length, **wishes),
+        wishes,
+    )
 
 
 def packages(

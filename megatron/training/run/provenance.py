@@ -20,6 +20,7 @@ import torch
 from megatron.checkpoint.files import digest, sampled_digest
 from megatron.config import Config
 from megatron.data.datasets import data_prefixes, plan_splits
+from megatron.kernels import choose
 from megatron.parallel.topology import Topology
 from megatron.training.run.host import device_name
 
@@ -92,6 +93,7 @@ class Provenance:
             "versions": versions(),
             "layout": layout_record(config, topology),
             "device": device_name(topology.device),
+            "implementations": choose.implementations(config, topology.device),
             "order": order_record(config, train_samples),
             "nodes": list(dict.fromkeys(place.partition(":")[0] for place in places))
             or [platform.node()],

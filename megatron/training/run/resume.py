@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.checkpoint.files import CONFIG, PROVENANCE, read_manifest
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
@@ -31,6 +33,7 @@ from megatron.data.gpt_dataset import MOCK, BlendedDataset, Source
 from megatron.data.reorder import Ordered, reordered
 from megatron.data.sampler import sample_order, short_names
 from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
+from megatron.kernels import choose
 from megatron.training.report.reporter import Reporter
 from megatron.training.run.provenance import data_identity, order_record
 from megatron.training.run.schedules import (
@@ -131,6 +134,7 @@ def describe_resume(
     train_samples: int,
     progress: Progress,
     end: int,
+    device: torch.device,
     reporter: Reporter,
 ) -> None:
     """Report what the rest of the run does otherwise than that of the checkpoint.
@@ -140,6 +144,7 @@ def describe_resume(
     """
     batches, say = BatchSchedule.from_config(config), reporter.console.say_wrapped
     describe_changes(stored, config, progress, end, say)
+    describe_implementations(stored, config, device, say)
     if dataset is not None:
         left = max(0, end - progress.iteration)
         last = batches.samples_after(left, progress.consumed_samples)
@@ -164,6 +169,25 @@ def describe_changes(
             "note: schedules differ from those of the checkpoint's run, and these are used: "
             f"{'; '.join(values)}. --use-checkpoint-opt_param-scheduler takes the checkpoint's "
             "learning rate, weight decay and betas"
+        )
+
+
+def describe_implementations(
+    stored: Stored, config: Config, device: torch.device, say: Callable[[str], object]
+) -> None:
+    """Report what computes otherwise than in the run of the checkpoint, e.g. on another CPU."""
+    before = stored.provenance.get("implementations")
+    if not isinstance(before, dict):
+        return
+    differ = [
+        f"{name} {now} (was {before[name]})"
+        for name, now in choose.implementations(config, device).items()
+        if before.get(name, now) != now
+    ]
+    if differ:
+        say(
+            f"note: implementations differ from those of {stored.folder}, so that figures differ "
+            f"by rounding: {'; '.join(differ)}"
         )
 
 

@@ -357,6 +357,7 @@ def assemble(
             train_samples,
             progress,
             end,
+            topology.device,
             reporter,
         )
         first_alone(topology, "comparison with the checkpoint", describe)

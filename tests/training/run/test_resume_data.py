@@ -20,9 +20,11 @@ from megatron.data.datasets import build_datasets
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.reorder import Ordered, reordered
 from megatron.data.sampler import Ledger, SampleOrder, sample_order
+from megatron.kernels import choose, measured
+from megatron.kernels.measured import Measured
 from megatron.parallel.topology import Layout, Topology
 from megatron.training.run.provenance import Provenance
-from megatron.training.run.resume import describe_data, stored_settings
+from megatron.training.run.resume import describe_data, describe_implementations, stored_settings
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
 
 TAKEN, BATCH = 40, 4
@@ -210,3 +212,25 @@ def test_of_long_runs_a_part_is_compared(
     (part,) = reordered(*sides, 60, 120).values()
     assert exact == replace(exact, exact=True) and not part.exact
     assert (part.repeated, part.skipped) == pytest.approx((exact.repeated, exact.skipped), rel=0.3)
+
+
+def test_other_implementations_than_the_checkpoints_are_said(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CPU of another kind, whose times choose otherwise."""
+    monkeypatch.setattr(choose, "_loaded", lambda _: True)
+    ours, lines, cpu = config(data), list[str](), torch.device("cpu")
+    try:
+        measured.agree(Measured({"layer_norm float32": {"fused": 1.0, "torch": 2.0}}))
+        stored = stored_settings(save(tmp_path, ours), ours)
+        describe_implementations(stored, ours, cpu, lines.append)
+        assert not lines
+        case = "attention float32 8"
+        measured.agree(Measured({case: {"torch": 2.0, "128": 1.0}}))
+        describe_implementations(stored, ours, cpu, lines.append)
+    finally:
+        measured.forget()
+    (line,) = lines
+    now, before = line.split("fused kernels ")[1].split(" (was ")
+    assert "layer_norm" in before and "layer_norm" not in now
+    assert "128" in line.split(" (was ")[0]
