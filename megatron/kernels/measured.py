@@ -17,14 +17,13 @@ import math
 import os
 import platform
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import KernelError
-from megatron.kernels.build import LIBRARIES
+from megatron.kernels.build import LIBRARIES, written_whole
 from megatron.untrusted import read_json
 
 OVERRIDE = "MEGATRON_KERNELS_MEASURED"
@@ -226,10 +225,8 @@ def write(file: Path, one: Measured) -> None:
         del entry["reason"]
     text = json.dumps({"cpu": cpu(), "measurements": entries}, indent=1) + "\n"
     try:
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
-            partial.write(text)
-        os.chmod(partial.name, 0o644)
-        os.replace(partial.name, file)
+        with written_whole(file) as partial:
+            partial.write_text(text)
     except OSError as error:
         raise KernelError(
             f"cannot write {file}: {error.strerror}. {OVERRIDE} names another file for these times, "

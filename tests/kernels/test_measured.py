@@ -154,6 +154,10 @@ def test_a_damaged_file_is_replaced_and_a_missing_folder_is_named(file: Path) ->
     assert [path.name for path in file.parent.iterdir()] == [file.name]
     with pytest.raises(KernelError, match=measured.OVERRIDE):
         measured.write(file.parent / "none" / "times.json", of_this_machine())
+    (file.parent / "folder").mkdir()
+    with pytest.raises(KernelError, match="folder"):
+        measured.write(file.parent / "folder", of_this_machine())
+    assert {path.name for path in file.parent.iterdir()} == {file.name, "folder"}
 
 
 def test_kinds_of_cpu_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
