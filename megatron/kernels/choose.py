@@ -488,7 +488,8 @@ def report(config: Config, device: torch.device) -> list[str]:
 def implementations(config: Config, device: torch.device) -> dict[str, str]:
     """Return what computes attention, and the operators that use fused kernels.
 
-    Runs in which these differ have figures that differ by rounding.
+    Runs in which these differ have figures that differ by rounding, and other dropout masks where
+    torch draws them.
     """
     attention, _ = _attention(config, device)
     name, dtype_name = _NAMES[attention], config.precision.dtype_name

@@ -331,9 +331,12 @@ def _any_sink(parameter: torch.Tensor) -> GradientSink | None:
 
 
 def sink_of(parameter: torch.Tensor) -> GradientSink | None:
-    """Return the sink to which a layer adds; None where it leaves its gradient to autograd."""
+    """Return the sink to which a layer adds; None where it leaves its gradient to autograd.
+
+    A parameter that was frozen after it got a sink has none: autograd drops its gradient.
+    """
     found = _any_sink(parameter)
-    return found if found is not None and found.direct else None
+    return found if found is not None and found.direct and parameter.requires_grad else None
 
 
 def gradient_output(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
@@ -345,7 +348,7 @@ def gradient_output(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None
     if parameter is None:
         return None, False
     sink = sink_of(parameter)
-    if sink is None or not parameter.requires_grad or not sink.in_fp32:
+    if sink is None or not sink.in_fp32:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return torch.empty(parameter.shape, dtype=dtype, device=parameter.device), False
     return sink.total, not sink.fresh
@@ -354,14 +357,11 @@ def gradient_output(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None
 def gradient_written(
     parameter: torch.Tensor | None, gradient: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Complete the contribution of `gradient_output`: return the gradient where autograd adds it.
-
-    A parameter that was frozen after it got a sink gets nothing: autograd drops what is returned.
-    """
+    """Complete the contribution of `gradient_output`: return the gradient where autograd adds it."""
     if parameter is None or gradient is None:
         return None
     sink = sink_of(parameter)
-    if sink is None or not parameter.requires_grad:
+    if sink is None:
         return gradient
     if sink.in_fp32:
         sink.done()

@@ -181,6 +181,19 @@ def test_a_parameter_changed_before_the_backward_pass_is_an_error(name: str, way
         y.sum().backward()
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_parameter_frozen_before_the_backward_pass_gets_nothing(name: str, way: None) -> None:
+    parameters = [torch.nn.Parameter(x.clone()) for x in PARAMETERS]
+    sinks = [GradientSink(p, torch.zeros(p.shape)) for p in parameters]
+    for p, sink in zip(parameters, sinks, strict=True):
+        p.gradient_sink = sink  # type: ignore[attr-defined]
+    y = CALLS[name](torch.randn(4, 2, 8, requires_grad=True), *parameters)
+    for p in parameters:
+        p.requires_grad_(False)
+    y.square().sum().backward()
+    assert all(sink.fresh for sink in sinks) and all(p.grad is None for p in parameters)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CALLS)
 def test_a_traced_call_computes_with_new_inputs(name: str, way: None) -> None:

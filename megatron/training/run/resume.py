@@ -186,8 +186,8 @@ def describe_implementations(
     ]
     if differ:
         say(
-            f"note: implementations differ from those of {stored.folder}, so that figures differ "
-            f"by rounding: {'; '.join(differ)}"
+            f"note: implementations differ from those of {stored.folder}, so that figures are "
+            f"not the same to the bit: {'; '.join(differ)}"
         )
 
 
