@@ -33,6 +33,7 @@ namespace {
 using at::Tensor;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
+using Below = at::AutoDispatchBelowADInplaceOrView;
 
 // The pointer to a node is a shared one, or in newer versions of torch one to an object that counts its references. The
 // arguments are of any type so that only the code for this version is looked at.
@@ -230,6 +231,7 @@ struct Output {
     }
 
     template <class T> void sum_product(T sum, const T &a, const T &b) const {
+        const Below below;
         const double keep = adds;
         if (sum.scalar_type() == a.scalar_type()) at::addmm_out(sum, sum, a, b, keep);
         else if constexpr (requires { at::addmm_out(sum, sum, a, b, at::kFloat, keep); })
@@ -286,6 +288,7 @@ struct Message {
     template <class F> Message(const Region &of, PyObject *name, const Tensor &x, F start)
         : region(&of), call(name), bytes(x.nbytes()), by_host(x.is_cpu()) {
         number = enter();
+        const Below below;  // autograd's fallback for c10d takes longer than the call
         work = start(*region->group);
         leave();
     }
@@ -343,6 +346,7 @@ Message reduce_scatter(const Region &region, Tensor part, Tensor x) {
 Tensor flat(const Tensor &x) { return x.dim() == 2 ? x : x.reshape({-1, x.size(-1)}); }
 
 Tensor product(const Tensor &x, const Tensor &matrix, const Tensor &bias) {
+    const Below below;
     at::DimVector sizes(x.sizes());
     sizes.back() = matrix.size(1);
     return (bias.defined() ? at::addmm(bias, flat(x), matrix) : at::mm(flat(x), matrix)).view(sizes);
@@ -351,6 +355,7 @@ Tensor product(const Tensor &x, const Tensor &matrix, const Tensor &bias) {
 // In n chunks; x of all ranks is kept in `whole`, if there is one.
 Tensor gathered_product(const Region &region, const Tensor &x, const Tensor &matrix, const Tensor &bias, int64_t n,
                         Tensor *whole = nullptr) {
+    const Below below;
     Message arriving;
     if (n == 1) {
         const Tensor all = gather(region, x, arriving);
@@ -392,16 +397,17 @@ Tensor summed_product(const Region &region, const Tensor &x, const Tensor &matri
     const int64_t parts = scatters ? region.size : 1, rows = x.size(0) / parts, out = matrix.size(1);
     at::DimVector sizes(x.sizes());
     sizes[0] = rows, sizes.back() = out;
-    if (n == 1 && !scatters) {
-        const Tensor y = product(x, matrix, Tensor());
-        messages.push_back(all_reduce(region, y));
+    const Below below;
+    if (n == 1) {
+        const Tensor term = product(x, matrix, Tensor()), y = scatters ? at::empty(sizes, x.options()) : term;
+        messages.push_back(scatters ? reduce_scatter(region, y, term) : all_reduce(region, y));
         return y;
     }
     const Tensor y = at::empty(sizes, x.options()), cut = x.unflatten(0, {parts, rows});
     for (int64_t i = 0; i < n; ++i) {
         const int64_t first = rows * i / n, end = rows * (i + 1) / n;
         Tensor part = y.slice(0, first, end).view({-1, out});
-        const Tensor of_all = flat(n == 1 ? x : cut.slice(1, first, end));
+        const Tensor of_all = flat(cut.slice(1, first, end));
         if (scatters) {
             messages.push_back(reduce_scatter(region, part, at::mm(of_all, matrix)));
         } else {
@@ -719,7 +725,7 @@ PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t) {
     {
         NoGil no_gil;
         node = added ? record<NormNode>(x, weight, bias, shift, residual) : record<NormNode>(x, weight, bias);
-        const at::AutoDispatchBelowADInplaceOrView below;
+        const Below below;
         const c10::OptionalDeviceGuard guard(x.is_cpu() ? std::nullopt : std::optional<at::Device>(x.device()));
         y = at::empty_like(x);
         if (added) total = at::empty_like(x);
@@ -755,7 +761,7 @@ PyObject *bias_activation(PyObject *, PyObject *const *args, Py_ssize_t) {
     {
         NoGil no_gil;
         const Pointer<ActivationNode> node = record<ActivationNode>(x, bias);
-        const at::AutoDispatchBelowADInplaceOrView below;
+        const Below below;
         const c10::OptionalDeviceGuard guard(x.is_cpu() ? std::nullopt : std::optional<at::Device>(x.device()));
         at::DimVector sizes(x.sizes());
         sizes.back() = n;
@@ -790,7 +796,7 @@ PyObject *bias_dropout_add(PyObject *, PyObject *const *args, Py_ssize_t) {
     {
         NoGil no_gil;
         const Pointer<DropoutNode> node = record<DropoutNode>(x, bias, residual);
-        const at::AutoDispatchBelowADInplaceOrView below;
+        const Below below;
         const c10::OptionalDeviceGuard guard(x.is_cpu() ? std::nullopt : std::optional<at::Device>(x.device()));
         y = at::empty_like(x);
         done("mk_bias_dropout_add", x,
@@ -822,7 +828,7 @@ PyObject *split_heads(PyObject *, PyObject *const *args, Py_ssize_t) {
     {
         NoGil no_gil;
         const Pointer<HeadsNode> node = record<HeadsNode>(flat);
-        const at::AutoDispatchBelowADInplaceOrView below;
+        const Below below;
         const c10::OptionalDeviceGuard guard(flat.is_cpu() ? std::nullopt : std::optional<at::Device>(flat.device()));
         const int64_t s = flat.size(0), b = flat.size(1);
         const Tensor mixed = flat.view({s, b, groups, queries + 2, d});
@@ -875,7 +881,7 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
         node = record<LinearNode>(x, weight, bias);
         // Before the product: recomputation ends with the last tensor that is to be saved.
         if (node) node->saved.emplace_back(x, false);
-        const at::AutoDispatchBelowADInplaceOrView below;
+        const Below below;
         const Tensor matrix = weight.view({-1, weight.size(-1)}).t();
         Messages messages;
         if (cut && column) y = gathered_product(*region, x, matrix, bias, chunks);
