@@ -327,9 +327,10 @@ def _linear(
     """Return y of _Linear. A node of autograd costs half as long as a token's other operators."""
     nodes, usual = nodes_for(x), again is None and len(weights) == 1 and not one_token(x)
     if nodes is not None and usual and context.region is not NotImplemented:
-        parts = 0
+        parts, gathers = 0, column and context.sequence_parallel
         if bias is not None and context.fusions.bias_dropout:
-            parts = bias_parts(x.numel() // x.shape[-1], bias)
+            rows = x.numel() // x.shape[-1]  # of this rank; the gradient has those of all
+            parts = bias_parts(rows * context.tensor.size if gathers else rows, bias)
         made: Tensor = nodes.linear(
             x,
             weights[0],

@@ -403,8 +403,10 @@ def wide(parameter: torch.Tensor) -> torch.Tensor:
 def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add a gradient outside of a backward pass, where no hook would see `.grad`.
 
-    It is added to the sink, otherwise to `.grad`.
+    It is added to the sink, otherwise to `.grad`; a parameter that was frozen meanwhile gets nothing.
     """
+    if not parameter.requires_grad:
+        return
     found = _any_sink(parameter)
     if found is not None:
         found.add(gradient)
