@@ -228,17 +228,18 @@ class _Linear(torch.autograd.Function):
                 "a weight of a linear layer was changed in place between its forward and its "
                 "backward pass"
             )
+        saved = ctx.saved_tensors  # an error if the graph has been freed
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        # The graph stays until its pass ends; if these did too, so would what x is computed from.
         if ctx.hooks is not None:
             x = ctx.hooks[1](ctx.packed)
             if not keeps_graph:
-                ctx.packed = None
+                ctx.hooks = ctx.packed = None
         elif ctx.again is None:
-            (x,) = ctx.saved_tensors
+            (x,) = saved
         else:
             again = ctx.again
             if not keeps_graph:
-                # The graph stays until its pass ends; without this, what x is computed from would.
                 ctx.again = None
             with recomputed():
                 x = again()

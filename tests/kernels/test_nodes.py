@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -192,6 +193,45 @@ def test_a_parameter_frozen_before_the_backward_pass_gets_nothing(name: str, way
         p.requires_grad_(False)
     y.square().sum().backward()
     assert all(sink.fresh for sink in sinks) and all(p.grad is None for p in parameters)
+
+
+@pytest.mark.parametrize("name", ["norm", "bias_activation", "linear"])
+def test_hooks_on_saved_tensors_are_used_as_by_autograd(name: str, way: None) -> None:
+    """Nothing that they hold stays once the graph is freed."""
+
+    class Packed:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.array = x.numpy().copy()
+
+    def passes(hooks: bool) -> list[torch.Tensor]:
+        alive = weakref.WeakSet[Any]()
+
+        def pack(x: torch.Tensor) -> Packed:
+            alive.add(packed := Packed(x))
+            return packed
+
+        def unpack(packed: Packed, pack: Any = pack) -> torch.Tensor:
+            return torch.from_numpy(packed.array)
+
+        alive.update((pack, unpack))
+        parameters = [torch.nn.Parameter(x.clone()) for x in PARAMETERS]
+        x = torch.linspace(-1, 1, 64).view(4, 2, 8).requires_grad_()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+            if hooks
+            else contextlib.nullcontext()
+        ):
+            y = CALLS[name](x * 2, *parameters).sum()
+        del pack, unpack
+        y.backward(retain_graph=True)
+        y.backward()
+        assert not alive
+        with pytest.raises(RuntimeError, match="second time"):
+            y.backward()
+        return [p.grad for p in (x, *parameters) if p.grad is not None]
+
+    for plain, hooked in zip(passes(False), passes(True), strict=True):
+        assert torch.equal(plain, hooked)
 
 
 @pytest.mark.filterwarnings("ignore")
