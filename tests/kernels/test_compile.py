@@ -179,6 +179,10 @@ PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
         lambda x, residual, bias: bias_dropout_add(x, bias, residual, 0.0, SEED),
         lambda rows: (draw(rows, H), draw(rows, H, seed=2), draw(H, seed=8)),
     ),
+    "without biases": (
+        lambda x: bias_dropout_add(bias_activation(x, None, "swiglu"), None, None, 0.2, SEED),
+        lambda rows: (draw(rows, 2 * H),),
+    ),
     "experts": (experts, lambda rows: (draw(rows, H), draw(rows, 2, seed=5))),
 }
 COMPILED = [
@@ -187,6 +191,7 @@ COMPILED = [
     "rotate",
     "block",
     "bias",
+    "without biases",
 ]  # the others draw their tensors themselves
 
 
@@ -267,8 +272,15 @@ def test_one_graph_for_any_number_of_rows(name: str, kernels: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.campaign("simulator")
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name == "without biases"
+        else pytest.param(name, marks=pytest.mark.campaign("simulator"))
+        for name in COMPILED
+    ],
+)
 def test_inductor(name: str, kernels: str) -> None:
     """Compile the code around the operators with inductor; they themselves run unchanged."""
     call, arguments = PUBLIC[name]

@@ -205,14 +205,14 @@ OVERRUN = """
 import torch
 from megatron.kernels.ops.rotary import _ROTARY
 x, y, table = torch.zeros(8), torch.zeros(64), torch.zeros(1)
-_ROTARY(x, y, x, table, table, 1, 1, 1, 64, 0, 0, 0, 0, 1, 1.0)
+_ROTARY(x, y, x, table, table, 1, 1, 1, 64, 0, 0, 0, 0, 0, 0, 0, 1, 1.0)
 """
 # A row number divided by 2^32 heads, which are 0 as an int.
 DIVISION = """
 import torch
 from megatron.kernels.ops.rotary import _ROTARY
 x, table = torch.zeros(8), torch.zeros(1)
-_ROTARY(x, x, x, table, table, 1, 1, 1 << 32, 8, 0, 0, 0, 0, 1, 1.0)
+_ROTARY(x, x, x, table, table, 1, 1, 1 << 32, 8, 0, 0, 0, 0, 0, 0, 0, 1, 1.0)
 """
 
 

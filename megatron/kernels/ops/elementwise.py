@@ -189,11 +189,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
     x, bias = ctx.saved_tensors
+    if bias is None:
+        return _activation_backward(gradient.contiguous(), x, ctx.kind), None, None
     dbias, adds = gradient_output(ctx.bias)
     dx = _bias_activation_backward(gradient.contiguous(), x, bias, ctx.kind, dbias, adds)
     return dx, gradient_written(ctx.bias, dbias), None
 
 
+# Apart: inductor cannot compile an operator that returns a tensor and would write to one that is
+# None (torch 2.13).
+_activation_backward = operator(
+    "activation_backward(Tensor gradient, Tensor x, str kind) -> Tensor",
+    lambda dx, gradient, x, kind: _backward(dx, gradient, x, None, kind, None, False),
+    lambda gradient, x, kind: _reference_backward(gradient, x, None, kind, None, False),
+    _like_x,
+    work="activation",
+)
 _bias_activation_backward = operator(
     "bias_activation_backward(Tensor gradient, Tensor x, Tensor? bias, str kind, Tensor(a!)? dbias,"
     " bool adds) -> Tensor",
@@ -337,6 +348,9 @@ def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     if ctx.law[0] == 0.0:  # dx is the gradient itself
         dbias = None if ctx.bias is None else bias_gradient(ctx.bias, gradient)
         return gradient, dbias, residual, None, None, None, None
+    if ctx.bias is None:
+        dx = _dropout_backward(gradient.contiguous(), *ctx.law)
+        return dx, None, residual, None, None, None, None
     out, adds = gradient_output(ctx.bias)
     dx = _bias_dropout_add_backward(gradient.contiguous(), out, adds, *ctx.law)
     return dx, gradient_written(ctx.bias, out), residual, None, None, None, None
@@ -381,6 +395,14 @@ _bias_dropout_add_backward = operator(
     "SymInt seed, SymInt[] place, Tensor? samples) -> Tensor",
     _sum_backward,
     _reference_sum_backward,
+    empty_like_first,
+    work="residual",
+)
+_dropout_backward = operator(  # see _activation_backward
+    "dropout_backward(Tensor gradient, float probability, SymInt seed, SymInt[] place, "
+    "Tensor? samples) -> Tensor",
+    lambda dx, gradient, *law: _sum_backward(dx, gradient, None, False, *law),
+    lambda gradient, *law: _reference_sum_backward(gradient, None, False, *law),
     empty_like_first,
     work="residual",
 )
