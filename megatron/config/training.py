@@ -353,8 +353,9 @@ class KernelConfig:
         "local: record each forward and backward pass of a micro-batch over a chunk once, as a CUDA "
         "or HIP graph, and replay it: the host launches a pass in one call. On a CPU this is "
         "rehearsed, for tests: no faster. The same values as without. transformer_engine, for "
-        "Megatron's scripts, is local. Not with dropout of attention but by blocked "
-        "or unfused, experts, separated documents, ring attention, ZeRO 2 and 3, layers or models of your own.",
+        "Megatron's scripts, is local. Not with attention dropout unless --attention-backend is "
+        "blocked or unfused, nor with experts, separated documents, ring attention, ZeRO 2 and 3, "
+        "layers or models of your own.",
         choices=("local",),
         value_names={"transformer_engine": "local"},
         shortcuts={"--enable-cuda-graph": "local", "--external-cuda-graph": "local"},

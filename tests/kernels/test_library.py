@@ -126,7 +126,7 @@ def test_a_library_that_cannot_serve(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_file_that_is_cut_off_is_built_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the message of a file that cannot be loaded asks for makes it again."""
+    """Make a file again as the message asks that says why it cannot be loaded."""
     tool = build.compiler("host") or pytest.skip(build.no_compiler("host"))
     text = build.description("host", [ARCH], tool, build.compile_flags("host", [ARCH]))
     path = fake(folder / HOST, text)

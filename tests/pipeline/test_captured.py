@@ -332,16 +332,17 @@ def test_documents_of_a_data_set_are_refused_in_the_first_step() -> None:
         run.train([Divided(torch.ones(4), np.array([1, 3]))])
 
 
+TINY: dict[str, Any] = dict(
+    num_layers=1,
+    hidden_size=8,
+    num_attention_heads=1,
+    seq_length=8,
+    cuda_graph_impl="local",
+)
+
+
 def test_masks_by_torch_are_refused() -> None:
-    config = Config.create(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        seq_length=8,
-        vocab_size=8,
-        attention_backend="blocked",
-        cuda_graph_impl="local",
-    )
+    config = Config.create(vocab_size=8, attention_backend="blocked", **TINY)
     topology = Topology.create()
     context = dataclasses.replace(layer_context(config, topology), fusions=choose.NONE)
     chunks = build_chunks(config, topology, context)
@@ -350,14 +351,6 @@ def test_masks_by_torch_are_refused() -> None:
 
 
 def test_a_stage_of_ones_own_is_refused() -> None:
-    config = Config.create(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        seq_length=8,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        cuda_graph_impl="local",
-    )
+    config = Config.create(hidden_dropout=0.0, attention_dropout=0.0, **TINY)
     with pytest.raises(ConfigError, match=r"layer.*Stage.*--cuda-graph-impl"):
         config.with_pieces(layer=Stage)

@@ -206,7 +206,7 @@ _activation_backward = operator(
     work="activation",
 )
 _bias_activation_backward = operator(
-    "bias_activation_backward(Tensor gradient, Tensor x, Tensor? bias, str kind, Tensor(a!)? dbias,"
+    "bias_activation_backward(Tensor gradient, Tensor x, Tensor bias, str kind, Tensor(a!) dbias,"
     " bool adds) -> Tensor",
     _backward,
     _reference_backward,
@@ -391,7 +391,7 @@ def bias_gradient(bias: Tensor, gradient: Tensor, fused: bool = True) -> Tensor 
 
 # Seed and place (its numbers) are SymInts, so that torch.compile does not compile once for each.
 _bias_dropout_add_backward = operator(
-    "bias_dropout_add_backward(Tensor gradient, Tensor(a!)? dbias, bool adds, float probability, "
+    "bias_dropout_add_backward(Tensor gradient, Tensor(a!) dbias, bool adds, float probability, "
     "SymInt seed, SymInt[] place, Tensor? samples) -> Tensor",
     _sum_backward,
     _reference_sum_backward,
