@@ -28,17 +28,6 @@ template <class T, int V> struct [[gnu::may_alias]] alignas(sizeof(T) * V < 16 ?
     T v[V];
 };
 
-// Hides from the compiler that a number is the same as at its last use: otherwise derived values, such as the addresses
-// of all packs of a row, would stay in registers from one row to the next.
-FN int opaque_int(int x) {
-#if defined(__HIP_DEVICE_COMPILE__)
-    asm volatile("" : "+v"(x));
-#elif defined(__CUDA_ARCH__)
-    asm volatile("" : "+r"(x));
-#endif
-    return x;
-}
-
 template <class G, class T> MEMBER void unpack(const Pack<T, G::V> &p, float *out) { EACH(k) out[k] = to_float(p.v[k]); }
 
 template <class G, class T> MEMBER void load(const T *p, float *out) {

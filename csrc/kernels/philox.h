@@ -41,8 +41,10 @@ template <class Word> MEMBER void philox(Word (&c)[4], uint32_t key0, uint32_t k
     }
 }
 
-// All four words of a counter of 64 bits; the upper 64 bits are 0.
+// All four words of a counter of 64 bits; the upper 64 bits are 0. The keys of ten rounds are cheaper to add up each
+// time than to keep in twenty scalar registers.
 FN void words_of(uint64_t counter, uint64_t seed, uint32_t (&c)[4]) {
+    seed = opaque_scalar(seed);
     c[0] = (uint32_t)counter;
     c[1] = (uint32_t)(counter >> 32);
     c[2] = c[3] = 0;

@@ -77,3 +77,21 @@ typedef void *mk_stream;
 #ifndef MK_SHARED
 #define MK_SHARED(type, name, count) __shared__ type name[count]
 #endif
+
+// Hides from the compiler that a number is the same as at its last use: otherwise derived values, such as the addresses
+// of all packs of a row, would stay in registers from one row to the next.
+FN int opaque_int(int x) {
+#if defined(__HIP_DEVICE_COMPILE__)
+    asm volatile("" : "+v"(x));
+#elif defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+// The same of a number that is one for all lanes, in scalar registers: gfx9 has 100 of them at eight waves on a SIMD.
+FN uint64_t opaque_scalar(uint64_t x) {
+#if defined(__HIP_DEVICE_COMPILE__)
+    asm volatile("" : "+s"(x));
+#endif
+    return x;
+}
