@@ -27,12 +27,12 @@ from megatron.config import PRESETS
 from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, real, whole
 from megatron.errors import ConfigError
-from megatron.planner.cluster import Cluster, known_clusters, load_cluster
+from megatron.planner.cluster import GIB, Cluster, known_clusters, load_cluster
 from megatron.planner.layout import Wanted, narrowed, parse_layout, write_value
 from megatron.planner.memory import HEADROOM
 from megatron.planner.search import tables
 from megatron.planner.search.find import Found, Progress, Search, check_device_orders, search
-from megatron.planner.search.space import GIB, Space, make_config, usable_bytes
+from megatron.planner.search.space import Space, make_config, usable_bytes
 from megatron.planner.search.tables import Chosen, chosen_layout
 from megatron.planner.stage import rates_of
 from megatron.planner.table import Table

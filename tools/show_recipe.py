@@ -25,14 +25,13 @@ from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser
 from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
-from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.cluster import GIB, Cluster, load_cluster
 from megatron.planner.placement import naive_placement
 from megatron.planner.table import Table, print_table
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import as_tool
 
-_GIB = 2**30
 _PARTS = ("recompute", "bubble", "layer messages", "pipeline messages", "data-parallel")
 _PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
@@ -145,7 +144,7 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
         full = max(found.memory, key=lambda rank: rank.total)
         rest = full.logits + full.buffers + full.temporary
         parts = (full.weights, full.gradients, full.optimizer, full.activations, rest, full.total)
-        memory.append((name, str(full.rank), *(f"{part / _GIB:.1f}" for part in parts)))
+        memory.append((name, str(full.rank), *(f"{part / GIB:.1f}" for part in parts)))
         shares = (f"{100 * found.parts[part] / found.seconds:.1f} %" for part in _PARTS)
         naive = estimate(config, cluster, naive_placement(config, cluster)).seconds
         times.append(

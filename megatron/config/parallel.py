@@ -18,6 +18,9 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1")  # pipeline/orders.py
 # Which direction varies fastest over the ranks, which next, which slowest; the first is Megatron's.
 RANK_ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp")
 
+TILE = 32
+"""Kernels of attention divide sequences at multiples of this many positions."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

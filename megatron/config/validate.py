@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.config.duration import duration_s
 from megatron.config.files import hugging_face_folder, named_corpus
-from megatron.config.parallel import SIZES, layout_counts
+from megatron.config.parallel import SIZES, TILE, layout_counts
 from megatron.config.phases import PHASED, norm_limits, parse_batch_sizes, parse_phases
 from megatron.config.pieces import Pieces
 from megatron.config.settings import Settings, all_options
@@ -48,7 +48,6 @@ ASCENDING = (
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
-_TILE = 32  # positions of a block of dropout masks (kernels/ops/attention.py)
 _MUON = (
     "muon_momentum",
     "muon_nesterov",
@@ -629,7 +628,7 @@ def ring_limits(v: Values, places: int) -> Iterator[tuple[str, str]]:
     flag = f"--attention-dropout {dropout}{' (the default)' if dropout == default else ''}"
     if v["reset_attention_mask"]:
         yield f"{flag} with --reset-attention-mask does not work on a ring", "--attention-dropout 0"
-    step = 2 * places * _TILE
+    step = 2 * places * TILE
     if length is not None and length % step:
         yield (
             f"{flag} on a ring of {places} ranks needs a --seq-length that is a multiple of {step}, "

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.data.gpt_dataset import BlendedDataset, Source, Spans
-from megatron.data.sampler import SampleOrder, by_source, sources
+from megatron.data.sampler import GOLDEN, SampleOrder, by_source, sources
 
 _BLOCK = 1 << 20  # samples looked up at once
 _MOST = 1 << 24  # samples compared; of longer runs those that begin in a part of the text
 _PART_BITS = 20  # such parts are chosen by a hash
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NOTHING = np.zeros(0, np.int64)
 
 
@@ -88,7 +87,7 @@ def _take(data: Ordered, start: int, stop: int, share: float) -> dict[str, _Take
         for source, samples in by_source(data.dataset, indices):
             starts, lengths = source.spans(samples)
             if share < 1:
-                number = (starts >> _PART_BITS).astype(np.uint64) * _GOLDEN >> np.uint64(32)
+                number = (starts >> _PART_BITS).astype(np.uint64) * GOLDEN >> np.uint64(32)
                 chosen = number < share * 2**32
                 starts, lengths = starts[chosen], lengths[chosen]
             taken = found.setdefault(source.name, _Taken())

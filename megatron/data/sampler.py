@@ -26,7 +26,7 @@ Indices = npt.NDArray[np.int64]
 Range = tuple[int, int]
 # 4 suffice for a large table; with a few entries, orders are equally likely only after 8
 _ROUNDS = 8
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 1 << 20  # samples that the ledger looks up at once
 _SHOWN = 6  # sources listed in a line
 
@@ -47,8 +47,8 @@ def permute(positions: Indices, size: int, key: int) -> Indices:
     width = math.isqrt(size - 1) + 1
     columns, rows = np.uint64(width), np.uint64(-(-size // width))
     # An array of one: numpy warns when scalars overflow, which a hash does on purpose.
-    number = _mix(np.array([key], np.uint64) + _GOLDEN)
-    keys = _mix(number + _GOLDEN * np.arange(_ROUNDS, dtype=np.uint64))
+    number = _mix(np.array([key], np.uint64) + GOLDEN)
+    keys = _mix(number + GOLDEN * np.arange(_ROUNDS, dtype=np.uint64))
     found = np.empty(len(positions), np.int64)
     waiting = np.arange(len(positions))
     values = positions.astype(np.uint64)

@@ -32,14 +32,13 @@ from megatron.jobs.space import (
     read_value,
     settings_of_flags,
 )
-from megatron.planner.cluster import CLUSTERS, Cluster
+from megatron.planner.cluster import CLUSTERS, GIB, Cluster
 from megatron.planner.layout import layout_of, write_value
 from megatron.planner.memory import peak_rank
 from megatron.planner.search.find import worthwhile_placements
 from megatron.planner.search.tables import first_problem
 from megatron.planner.timing import estimate
 
-GIB = 2**30
 LOSS = "valid_loss"
 """The objective of a space with [trial] tokens."""
 _MOST = 50_000  # combinations, each of which takes about a millisecond

@@ -22,7 +22,7 @@ from megatron.config.duration import show_duration
 from megatron.data.file_lock import FolderClaim
 from megatron.drawing import pyplot, save
 from megatron.errors import ConfigError, DataError
-from megatron.jobs.candidates import GIB, LOSS, Candidate, Enumeration, enumerate_candidates
+from megatron.jobs.candidates import LOSS, Candidate, Enumeration, enumerate_candidates
 from megatron.jobs.measured import (
     CONFIRM,
     Measured,
@@ -62,6 +62,7 @@ from megatron.jobs.search import Halving, History, propose
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces
 from megatron.metrics_file import Kinds, is_text, read_beside, read_records
+from megatron.planner.cluster import GIB
 from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
 

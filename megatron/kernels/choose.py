@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.config.parallel import TILE
 from megatron.kernels import measured
 
 if TYPE_CHECKING:
@@ -201,10 +202,10 @@ def usual_block(dtype_name: str, length: int) -> int:
     """Return the positions of a block of attention on CPUs that were not measured.
 
     Smaller blocks skip more above the diagonal, larger ones make faster products, which matters
-    more in 16 bits. They are multiples of 32, the tiles of the kernels.
+    more in 16 bits. They are multiples of the kernels' tiles.
     """
     least = 64 if dtype_name == "float32" else 128
-    return max(least, min(-(-length // 256) * 32, 2 * least))
+    return max(least, min(-(-length // 256) * TILE, 2 * least))
 
 
 def copies_keys(dtype_name: str) -> bool:

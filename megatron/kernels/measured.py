@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.config.parallel import TILE
 from megatron.errors import KernelError
 from megatron.kernels.build import LIBRARIES, written_whole
 from megatron.untrusted import read_json
@@ -201,7 +202,7 @@ def _is_way(case: str, way: str) -> bool:
     """Return whether an implementation may be one of a case: of attention by name or block length."""
     if "attention " not in case:
         return way in ("fused", "torch", "copied", "in place")
-    return way == "torch" or (bool(re.fullmatch("[1-9][0-9]{1,3}", way)) and int(way) % 32 == 0)
+    return way == "torch" or (bool(re.fullmatch("[1-9][0-9]{1,3}", way)) and int(way) % TILE == 0)
 
 
 def write(file: Path, one: Measured) -> None:

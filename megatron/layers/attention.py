@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from megatron.config.parallel import TILE
 from megatron.kernels import choose
 from megatron.kernels.choose import Fusions
 from megatron.kernels.library import nodes_for, once_and_again
@@ -666,7 +667,7 @@ def _transposed(x: Tensor) -> Tensor:
 def _sizes(length: int, share: int, window: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the positions of a block, and the most scores of a block in a sample and group."""
     block = block_length(length, dtype)
-    return block, min(block, length) * share * min(length, block + window + kernel.TILE)
+    return block, min(block, length) * share * min(length, block + window + TILE)
 
 
 def _parts(count: int, scores: int) -> list[slice]:
@@ -910,7 +911,7 @@ def update_largest(
     if padding is not None:
         padding = padding.repeat_interleave(groups, dim=0)
     block = block_length(s, q.dtype) if q.device.type == "cpu" else _FEWER_KERNELS
-    scores = min(block, s) * share * min(s, block + window + kernel.TILE)
+    scores = min(block, s) * share * min(s, block + window + TILE)
     found = largest.new_empty(b * groups, share).fill_(float("-inf"))
     for part in _parts(b * groups, scores):
         for first in range(0, s, block):

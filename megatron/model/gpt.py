@@ -29,7 +29,7 @@ from megatron.layers.vocabulary import (
     token_losses,
     vocabulary_loss,
 )
-from megatron.model.stages import assign_layers
+from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel.sharding import DropoutKey, Site, sharding_of
 from megatron.parallel.topology import Layout, Topology
 from megatron.protocols import Layer, Stage
@@ -48,7 +48,7 @@ class GPTChunk(torch.nn.Module):
     With a `cache`, which each pass extends, the tokens of the batch follow those of earlier passes.
 
     With late_loss=True, for an executor that needs the loss only after its backward pass, it is NaN
-    until then, and the logits never exist as a whole (vocabulary_loss.py).
+    until then, and the logits never exist as a whole (megatron.layers.vocabulary).
     """
 
     def __init__(
@@ -227,39 +227,28 @@ class GPTChunk(torch.nn.Module):
         )
 
     def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
-        """Run all layers of the stage; whole layers may be recomputed in the backward pass.
-
-        uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the
-        first n layers of the stage do, one by one; the others keep everything.
-        """
-        recompute = self.config.recompute
-        n, layers = recompute.recompute_num_layers, list(self.layers)
-        if recompute.recompute_granularity != "full" or not torch.is_grad_enabled():
-            units: list[tuple[list[torch.nn.Module], bool]] = [(layers, False)]
-        elif recompute.recompute_method == "block":
-            units = [([layer], i < n) for i, layer in enumerate(layers)]
-        else:
-            units = [(layers[i : i + n], True) for i in range(0, len(layers), n)]
+        """Run all layers of the stage; some are recomputed in the backward pass."""
+        layers, groups = list(self.layers), list[int]()
+        if torch.is_grad_enabled():
+            groups = recomputed_groups(len(layers), self.config.recompute)
 
         def run(x: Tensor, unit: list[torch.nn.Module]) -> Tensor:
             for layer in unit:
                 x = layer(x, call)
             return x
 
-        for unit, again in units:
-            if again:
-                # Masks are functions of keys: there is no generator state to restore.
-                hidden = checkpoint(
-                    run,
-                    hidden,
-                    unit,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    context_fn=once_and_again,
-                )
-            else:
-                hidden = run(hidden, unit)
-        return hidden
+        for size in groups:
+            unit, layers = layers[:size], layers[size:]
+            # Masks are functions of keys: there is no generator state to restore.
+            hidden = checkpoint(
+                run,
+                hidden,
+                unit,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=once_and_again,
+            )
+        return run(hidden, layers)
 
     def _vocabulary(self) -> Vocabulary:
         own = sharding_of(self.output_weight)

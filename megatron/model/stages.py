@@ -68,14 +68,21 @@ def _parse(layout: str, num_layers: int, num_stages: int) -> list[int]:
     return counts
 
 
-def recomputed_layers(layers: int, recompute: RecomputeConfig) -> tuple[int, int]:
-    """Return how many groups of a stage's layers are recomputed whole, and how many layers.
+def recomputed_groups(layers: int, recompute: RecomputeConfig) -> list[int]:
+    """List how many of a stage's layers each group has that is recomputed whole, in their order.
 
-    See GPTChunk._run_layers.
+    uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the first
+    n layers of the stage do, one by one; the others keep everything.
     """
     n = recompute.recompute_num_layers
     if recompute.recompute_granularity != "full":
-        return 0, 0
+        return []
     if recompute.recompute_method == "block":
-        return min(n, layers), min(n, layers)
-    return -(-layers // n), layers
+        return [1] * min(n, layers)
+    return [min(n, layers - first) for first in range(0, layers, n)]
+
+
+def recomputed_layers(layers: int, recompute: RecomputeConfig) -> tuple[int, int]:
+    """Return how many groups of a stage's layers are recomputed whole, and how many layers."""
+    groups = recomputed_groups(layers, recompute)
+    return len(groups), sum(groups)

@@ -32,6 +32,7 @@ CLUSTERS = Path(__file__).with_name("clusters")
 # NamedTuple with defaults is a table in the file. Any other NamedTuple is a row, and so is each
 # entry of a mapping whose keys are tuples.
 
+GIB = 2**30
 _MOST_BYTES = 1 << 22  # of a file: measured ones have about ten thousand
 _MOST_COUNT, _MOST = 10**7, 1e30  # nodes, devices, cores; seconds, TFLOP/s, GB/s
 

@@ -11,8 +11,8 @@ import pytest
 from megatron.config import Config, parse_args
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
-from megatron.jobs.candidates import GIB, Machine
-from megatron.planner.cluster import Cluster, load_cluster
+from megatron.jobs.candidates import Machine
+from megatron.planner.cluster import GIB, Cluster, load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import place_with
 from megatron.planner.timing import estimate

@@ -21,7 +21,7 @@ from megatron.errors import ConfigError
 from megatron.jobs import runner as running
 from megatron.jobs import setup as own_setup
 from megatron.jobs import tune as module
-from megatron.jobs.candidates import GIB, Candidate
+from megatron.jobs.candidates import Candidate
 from megatron.jobs.measured import CONFIRM
 from megatron.jobs.result import DONE, FAILED, OUT_OF_MEMORY, STOPPED, Ending, valid_losses
 from megatron.jobs.runner import TIME
@@ -29,6 +29,7 @@ from megatron.jobs.setup import make_setup
 from megatron.jobs.space import SPACES
 from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, Search
 from megatron.metrics_file import read_records
+from megatron.planner.cluster import GIB
 from tests.jobs.made import Made, no_files, search, setup, truth
 from tools import tune
 

@@ -14,7 +14,7 @@ exponentials, as in Dao et al., arXiv 2205.14135, and the backward pass recomput
 it.
 
 Rows are [sample and group][position][query of the group]: the queries of a group share their keys
-and are rows of one matrix. Dropout masks come from Philox (see dropout.py), by seed and by sample,
+and are rows of one matrix. Dropout masks come from Philox (see elementwise.py), by seed and by sample,
 head, query and key among those of the whole job, so that they do not depend on the division into
 ranks, micro-batches and blocks.
 
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.config.parallel import TILE
 from megatron.kernels.library import (
     Function,
     check,
@@ -50,9 +51,6 @@ _SOFTMAX_BACKWARD = Function("mk_softmax_backward", "ppplllf")
 _WEIGHTS = Function("mk_attention_weights", "pppp" + "l" * 11 + "ffuwf")
 _GRADIENT = Function("mk_attention_gradient", "pppppp" + "l" * 11 + "ffuwf")
 _DOTS = Function("mk_row_dots", "pppll")
-
-TILE = 32
-"""Blocks of queries and of keys start at multiples of this many positions."""
 
 NO_WINDOW = 1 << 30
 """A window that hides nothing: longer than any sequence."""

@@ -23,7 +23,7 @@ from megatron.model.formulas import parameters_of
 from megatron.model.gpt import hidden_dtype, hidden_shape
 from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule, clock_missing
-from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.cluster import GIB, Cluster, load_cluster
 from megatron.planner.dryrun.rank import (
     Finding,
     RankRun,
@@ -46,7 +46,6 @@ from megatron.planner.table import Table
 from megatron.planner.timing import estimate
 from megatron.training.run.schedules import Schedules, run_costs
 
-GIB = 2.0**30
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 _SMALLER_MODEL = "a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"

@@ -18,7 +18,7 @@ from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.pipeline.schedule import check_clock
 from megatron.planner.channels import LANES, OF_PASSES, Channels
-from megatron.planner.cluster import Cluster
+from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import (
     DIMENSIONS,
     Layout,
@@ -35,7 +35,7 @@ from megatron.planner.memory import (
 )
 from megatron.planner.placement import Placement, check_device_order, layout_of, place_with
 from megatron.planner.processes import process_pool
-from megatron.planner.search.space import GIB, Rejections, Space
+from megatron.planner.search.space import Rejections, Space
 from megatron.planner.timing import estimate, folded_seconds
 
 ESTIMATED, OF_EACH_VALUE = 50, 8

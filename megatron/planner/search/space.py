@@ -15,11 +15,10 @@ from megatron.config.config import finish
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
-from megatron.planner.cluster import Cluster
+from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import Layout, Wanted, allowed
 from megatron.planner.memory import room_bytes
 
-GIB = 2**30
 LONG = 32768
 """Sequence length from which on a search also divides sequences."""
 

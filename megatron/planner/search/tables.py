@@ -19,11 +19,10 @@ from megatron.errors import ConfigError
 from megatron.model import formulas
 from megatron.pipeline.trace import write_trace
 from megatron.planner import error_bars
-from megatron.planner.cluster import Cluster
+from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import DIMENSIONS, Layout, write_value
 from megatron.planner.memory import sized_model
 from megatron.planner.search.find import Found, Search
-from megatron.planner.search.space import GIB
 from megatron.planner.table import Table
 from megatron.planner.timeline_plot import plot_timeline
 from megatron.planner.timing import PARTS, Estimate, estimate
