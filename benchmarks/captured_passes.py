@@ -32,7 +32,7 @@ from megatron.data.sampler import make_micro_batch  # noqa: E402
 from megatron.engine.gradients import to_sink  # noqa: E402
 from megatron.kernels import choose  # noqa: E402
 from megatron.model.gpt import build_chunks, layer_context, stages_of  # noqa: E402
-from megatron.parallel.sharding import GradientSink  # noqa: E402
+from megatron.parallel.gradient_accumulator import GradientSink  # noqa: E402
 from megatron.parallel.topology import Layout, Topology  # noqa: E402
 from megatron.pipeline.captured import Captures  # noqa: E402
 from megatron.pipeline.executor import Executor  # noqa: E402

@@ -40,7 +40,7 @@ from megatron.data.sampler import make_micro_batch
 from megatron.engine.gradients import to_sink
 from megatron.kernels import choose
 from megatron.model.gpt import build_chunks, layer_context
-from megatron.parallel.sharding import GradientSink
+from megatron.parallel.gradient_accumulator import GradientSink
 from megatron.parallel.topology import Layout, Topology
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))

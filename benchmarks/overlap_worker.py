@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import delayed_links  # noqa: E402
 
-from megatron.parallel.sharding import WeightGradients  # noqa: E402
+from megatron.parallel.deferred_gradients import WeightGradients  # noqa: E402
 from megatron.parallel.topology import Topology  # noqa: E402
 from megatron.pipeline import executor as executor_module  # noqa: E402
 from megatron.pipeline import schedule as schedule_module  # noqa: E402

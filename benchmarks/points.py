@@ -36,8 +36,8 @@ from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
 from megatron.layers.vocabulary import look_up
 from megatron.model.gpt import build_chunks
-from megatron.parallel import sharding
-from megatron.parallel.sharding import GradientSink
+from megatron.parallel import gradient_accumulator
+from megatron.parallel.gradient_accumulator import GradientSink
 from megatron.parallel.topology import Layout, Topology
 from megatron.planner.processes import gpus_here
 
@@ -142,7 +142,7 @@ def weight_gradient(place: Place, in_fp32: bool) -> Pair:
     dy, x = (
         torch.randn(tokens, n, device=place.device, dtype=torch.bfloat16) for n in (rows, columns)
     )
-    if in_fp32 and not sharding._adds_in_fp32(dy.device, dy.dtype):
+    if in_fp32 and not gradient_accumulator._adds_in_fp32(dy.device, dy.dtype):
         raise Cannot("torch.addmm has no out_dtype here")
     ours = GradientSink(
         torch.nn.Parameter(x.new_empty(rows, columns)),
@@ -155,7 +155,7 @@ def weight_gradient(place: Place, in_fp32: bool) -> Pair:
             total[first : first + 256] += torch.mm(dy[:, first : first + 256].t(), x, out=product)
 
     def after() -> None:
-        with mock.patch.object(sharding, "_adds_in_fp32", lambda *_: in_fp32):
+        with mock.patch.object(gradient_accumulator, "_adds_in_fp32", lambda *_: in_fp32):
             ours.add_product(dy, x)
 
     expected = dy[:, ::97].double().t() @ x.double()

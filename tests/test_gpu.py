@@ -29,7 +29,7 @@ from megatron.layers.context import ParameterFactory, normal
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.layers.ring_flash import Flash
 from megatron.model.gpt import build_chunks
-from megatron.parallel.sharding import dropout_mask, seeded
+from megatron.parallel.keyed_random import dropout_mask, seeded
 from megatron.parallel.topology import Group, Layout, Topology
 from tests.engine.test_offload import assert_offloading_changes_nothing
 from tests.helpers.launching import TINY

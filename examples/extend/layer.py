@@ -13,7 +13,7 @@ from megatron.layers.attention import CoreAttention
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.transformer import MLP, Norm, bias_dropout_add, weight_fills
-from megatron.parallel.sharding import Site
+from megatron.parallel.keyed_random import Site
 
 
 class ParallelLayer(torch.nn.Module):

@@ -2,7 +2,7 @@
 
 They are summed in flat buckets and reduced over ranks.
 
-Every parameter carries a sink into its bucket (megatron.parallel.sharding). A bucket that is
+Every parameter carries a sink into its bucket (megatron.parallel.gradient_accumulator). A bucket that is
 complete is sent to its owners while the backward pass continues. Several ranks of a model-parallel
 group may hold terms of one sum; those are added up after the data-parallel reduction, on the owners
 alone, each of which has 1/(data-parallel size) of the elements.
@@ -27,7 +27,8 @@ from megatron.parallel.collectives import (
     reduce_scatter_into_async,
     start,
 )
-from megatron.parallel.sharding import GradientSink, kind_of, sharding_of
+from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.sharding import kind_of, sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 
 

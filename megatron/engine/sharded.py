@@ -38,7 +38,8 @@ from megatron.engine.gradients import (
 )
 from megatron.engine.optimizer_state import IN_FLIGHT
 from megatron.errors import ConfigError
-from megatron.parallel.sharding import kind_of, sharding_of, within_backward
+from megatron.parallel.gradient_accumulator import within_backward
+from megatron.parallel.sharding import kind_of, sharding_of
 from megatron.parallel.topology import Topology
 
 

@@ -25,7 +25,8 @@ from megatron.kernels.work import Attention, counts_as
 from megatron.layers.context import CallContext, Fill, LayerContext
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding
-from megatron.parallel.sharding import WHOLE, DropoutKey, Place, Rows, Site, mix, seeded
+from megatron.parallel.keyed_random import WHOLE, DropoutKey, Place, Site, mix, seeded
+from megatron.parallel.sharding import Rows
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -843,7 +844,7 @@ def blocked_attention(
     tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come
                before its key and its value; or q [s, b, heads, d], k and v [s, b, groups, d]
     slopes     of ALiBi, fp32 [heads], or None
-    dropout    of the weights, with masks by `seed` (megatron.parallel.sharding); no seed: none
+    dropout    of the weights, with masks by `seed` (megatron.parallel.keyed_random); no seed: none
     fused      softmax and its gradient through the kernels, whose masks are their own
     place      of the weights among those of the whole job (DropoutKey.weights); None: they are all
                of them

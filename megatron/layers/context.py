@@ -28,20 +28,9 @@ from megatron.kernels.library import nodes_for
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.parallel.collectives import gather_first_async
-from megatron.parallel.sharding import (
-    WHOLE,
-    DropoutKey,
-    Place,
-    Rows,
-    Sharding,
-    Site,
-    WeightGradients,
-    attach,
-    kind_of,
-    mix,
-    name_key,
-    shard,
-)
+from megatron.parallel.deferred_gradients import WeightGradients
+from megatron.parallel.keyed_random import WHOLE, DropoutKey, Place, Site, mix, name_key
+from megatron.parallel.sharding import Rows, Sharding, attach, kind_of, shard
 from megatron.parallel.topology import Group
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel import collectives
-from megatron.parallel.sharding import DropoutKey, Place
+from megatron.parallel.keyed_random import DropoutKey, Place
 from megatron.parallel.topology import Group
 
 

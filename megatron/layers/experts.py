@@ -61,7 +61,9 @@ from megatron.parallel.collectives import (
     reduce_scatter_first,
     split_first,
 )
-from megatron.parallel.sharding import Site, placed_noise, shard, wide, within_backward
+from megatron.parallel.gradient_accumulator import wide, within_backward
+from megatron.parallel.keyed_random import Site, placed_noise
+from megatron.parallel.sharding import shard
 from megatron.parallel.topology import Group, Topology
 
 if TYPE_CHECKING:

@@ -33,7 +33,8 @@ from megatron.kernels.ops.elementwise import bias_gradient, bias_parts
 from megatron.kernels.work import recomputed
 from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
-from megatron.parallel.sharding import Rows, weight_gradients
+from megatron.parallel.deferred_gradients import weight_gradients
+from megatron.parallel.sharding import Rows
 
 LEAST_TOKENS = 256
 """Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs,

@@ -31,7 +31,9 @@ from megatron.layers.context import (
 )
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear, one_token
 from megatron.parallel.collectives import all_reduce, reduce_from_tensor_region
-from megatron.parallel.sharding import WHOLE, Place, Rows, Site, wide
+from megatron.parallel.gradient_accumulator import wide
+from megatron.parallel.keyed_random import WHOLE, Place, Site
+from megatron.parallel.sharding import Rows
 from megatron.parallel.topology import Group
 
 if TYPE_CHECKING:

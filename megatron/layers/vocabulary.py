@@ -36,7 +36,7 @@ from megatron.layers.context import Fill, LayerContext
 from megatron.layers.linear import column_parallel_matmul, product
 from megatron.parallel import collectives
 from megatron.parallel.collectives import reduce_from_tensor_region, split_first
-from megatron.parallel.sharding import sink_of
+from megatron.parallel.gradient_accumulator import sink_of
 from megatron.parallel.topology import Group
 
 CPU_TOKENS, GPU_TOKENS = 512, 4096

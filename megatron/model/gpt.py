@@ -30,7 +30,8 @@ from megatron.layers.vocabulary import (
     vocabulary_loss,
 )
 from megatron.model.stages import assign_layers, recomputed_groups
-from megatron.parallel.sharding import DropoutKey, Site, sharding_of
+from megatron.parallel.keyed_random import DropoutKey, Site
+from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Layout, Topology
 from megatron.protocols import Layer, Stage
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.errors import ConfigError
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.sharding import GradientSink
+from megatron.parallel.gradient_accumulator import GradientSink
 
 _aten = torch.ops.aten
 DATA_DEPENDENT = frozenset(

@@ -14,7 +14,7 @@ import torch
 
 from megatron.errors import ConfigError, LaunchError
 from megatron.parallel.collectives import post
-from megatron.parallel.sharding import WeightGradients
+from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.captured import Captures, Root, Slot
 from megatron.pipeline.orders import (

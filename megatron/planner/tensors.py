@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.work import Product, counts_as
 from megatron.layers import experts, ring
-from megatron.parallel import sharding
+from megatron.parallel import gradient_accumulator
 from megatron.parallel.topology import Group
 from megatron.planner.events import Give, Take
 
@@ -226,7 +226,7 @@ def _fused_attention(
 
 
 def _add_in_fp32(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, _: float) -> None:
-    """Replace sharding.add_in_fp32, which not every torch has for tensors without data.
+    """Replace gradient_accumulator.add_in_fp32, which not every torch has for tensors without data.
 
     A forecast is about a GPU whose torch has it, whatever the torch here. The kernel also reads the
     sum, and writes it in fp32.
@@ -337,7 +337,7 @@ def without_data(device: str, follower: Follower) -> Iterator[None]:
             stack.enter_context(
                 patch(torch.nn.functional, "scaled_dot_product_attention", _fused_attention)
             )
-            stack.enter_context(patch(sharding, "add_in_fp32", _add_in_fp32))
+            stack.enter_context(patch(gradient_accumulator, "add_in_fp32", _add_in_fp32))
         stack.enter_context(
             patch(torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args))
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.config import parse_args
-from megatron.parallel.sharding import GradientSink
+from megatron.parallel.gradient_accumulator import GradientSink
 from tests.helpers.launching import ROOT
 
 

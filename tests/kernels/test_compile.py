@@ -30,7 +30,7 @@ from megatron.kernels.ops.experts import permute, unpermute
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
 from megatron.kernels.ops.vocabulary import add_rows_, gradient_, local_pass
-from megatron.parallel.sharding import Place
+from megatron.parallel.keyed_random import Place
 from tests.kernels.numerics.reference import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,8 @@ from megatron.kernels.ops.experts import (
     unpermute,
     unpermute_reference,
 )
-from megatron.parallel.sharding import GradientSink, WeightGradients
+from megatron.parallel.deferred_gradients import WeightGradients
+from megatron.parallel.gradient_accumulator import GradientSink
 
 # 5 tokens of 3 choices; expert rows 0..8 in which row 4 is padding; token 2 has no row at all
 PLACES = torch.tensor([[0, 5, -1], [8, -1, 1], [-1, -1, -1], [2, 6, 3], [-1, 7, -1]])

@@ -30,7 +30,8 @@ from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.linear import column_parallel_matmul
 from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks, layer_context
-from megatron.parallel.sharding import DropoutKey, GradientSink
+from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.keyed_random import DropoutKey
 from megatron.parallel.topology import Layout, Topology
 from tests.layers.test_fusions import settle
 

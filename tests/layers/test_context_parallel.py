@@ -17,7 +17,7 @@ from megatron.kernels.choose import ALL
 from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.ring import Ring, attend
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.sharding import DropoutKey
+from megatron.parallel.keyed_random import DropoutKey
 from megatron.parallel.topology import Group
 from tests.helpers import flash_attn
 from tests.helpers.groups import join

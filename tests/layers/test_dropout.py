@@ -5,7 +5,7 @@ import torch
 
 from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.layers.transformer import bias_dropout_add
-from megatron.parallel.sharding import DropoutKey, Site, dropout_mask, mix, seeded
+from megatron.parallel.keyed_random import DropoutKey, Site, dropout_mask, mix, seeded
 
 X = torch.ones(64, 8, 128)
 

@@ -13,7 +13,7 @@ from megatron.layers.vocabulary import (
     PositionEmbedding,
     VocabParallelEmbedding,
 )
-from megatron.parallel.sharding import GradientSink
+from megatron.parallel.gradient_accumulator import GradientSink
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 

@@ -20,7 +20,8 @@ from megatron.layers.experts import (
     take_figures,
 )
 from megatron.layers.transformer import MLP, weight_fills
-from megatron.parallel.sharding import DropoutKey, sharding_of
+from megatron.parallel.keyed_random import DropoutKey
+from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Layout, Topology
 
 S, B, H, E, FFN, SCALE = 6, 2, 8, 4, 10, 0.7

@@ -22,7 +22,8 @@ from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.layers.context import CallContext, normal
 from megatron.layers.positions import RotaryEmbedding
 from megatron.layers.transformer import MLP, Norm, TransformerLayer, bias_dropout_add
-from megatron.parallel.sharding import DropoutKey, GradientSink
+from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.keyed_random import DropoutKey
 from tests.helpers.fusions import Operators, context
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -18,7 +18,7 @@ from megatron.layers import linear
 from megatron.layers.context import LayerContext, ParameterFactory, constant, normal
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.sharding import GradientSink
+from megatron.parallel.gradient_accumulator import GradientSink
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 

@@ -8,7 +8,8 @@ import torch
 
 from megatron.layers import context as parameters
 from megatron.layers.context import BLOCK, ParameterFactory, draw, normal, xavier_uniform
-from megatron.parallel.sharding import mix, name_key, shard
+from megatron.parallel.keyed_random import mix, name_key
+from megatron.parallel.sharding import shard
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,8 @@ import torch
 from megatron.config import Config
 from megatron.layers.context import CallContext, LayerContext, ParameterFactory
 from megatron.layers.transformer import TransformerLayer
-from megatron.parallel.sharding import DropoutKey, sharding_of
+from megatron.parallel.keyed_random import DropoutKey
+from megatron.parallel.sharding import sharding_of
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.kernels.choose import ALL, NONE
 from megatron.layers.context import LayerContext, ParameterFactory
 from megatron.layers.vocabulary import Vocabulary, scores, vocabulary_loss
-from megatron.parallel.sharding import GradientSink, shard
+from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.sharding import shard
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 

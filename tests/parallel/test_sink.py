@@ -6,8 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.norm import norm
-from megatron.parallel import sharding as module
-from megatron.parallel.sharding import GradientSink, deliver, sink_of
+from megatron.parallel import gradient_accumulator as module
+from megatron.parallel.gradient_accumulator import GradientSink, deliver, sink_of
 
 TOKENS = 48
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -27,7 +27,7 @@ from megatron.kernels import choose
 from megatron.layers.transformer import TransformerLayer
 from megatron.metrics_file import read_records
 from megatron.model.gpt import build_chunks, layer_context
-from megatron.parallel.sharding import GradientSink
+from megatron.parallel.gradient_accumulator import GradientSink
 from megatron.parallel.topology import Topology
 from megatron.pipeline import captured
 from megatron.pipeline.captured import Captures

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError, LaunchError
+from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.flight import Call, FlightRecorder, FlightState
-from megatron.parallel.sharding import WeightGradients
 from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.executor import SENDS_IN_FLIGHT, Exchange, Executor
 from megatron.pipeline.orders import AnyOrder, Instruction, Op

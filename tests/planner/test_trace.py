@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.kernels.work import Attention, Product
 from megatron.model import formulas
-from megatron.parallel import sharding
+from megatron.parallel import gradient_accumulator
 from megatron.planner import trace as traces
 from megatron.planner.events import Again, Give, Part, Pass, Take
 from megatron.planner.memory import changes, find_peak, sized_model
@@ -281,7 +281,7 @@ def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch) -> None:
 
     monkeypatch.setattr(torch, "addmm", older)
     monkeypatch.setattr(torch, "__version__", "2.6.0")
-    sharding._adds_in_fp32.cache_clear()
+    gradient_accumulator._adds_in_fp32.cache_clear()
     then = record(config, "cuda", "layer")
     assert plain_of(then) == plain_of(now)
     sums = [work for work in then.backward.computations() if isinstance(work, Product)]

@@ -43,7 +43,7 @@ from megatron.kernels.library import (
 )
 from megatron.kernels.ops.elementwise import check_key, soft_cap, threshold, wider
 from megatron.kernels.work import Memory
-from megatron.parallel.sharding import dropout_mask, mix
+from megatron.parallel.keyed_random import dropout_mask, mix
 
 _CAUSAL = Function("mk_causal_softmax", "ppllllf")
 _MASKED = Function("mk_masked_softmax", "ppplllllf")

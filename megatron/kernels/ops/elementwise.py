@@ -42,13 +42,8 @@ from megatron.kernels.library import (
     operator,
     partial_sums,
 )
-from megatron.parallel.sharding import (
-    WHOLE,
-    Place,
-    dropout_mask,
-    gradient_output,
-    gradient_written,
-)
+from megatron.parallel.gradient_accumulator import gradient_output, gradient_written
+from megatron.parallel.keyed_random import WHOLE, Place, dropout_mask
 
 KINDS = {
     "gelu": 0,

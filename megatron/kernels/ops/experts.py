@@ -29,7 +29,8 @@ from megatron.kernels.library import (
 )
 from megatron.kernels.ops.elementwise import wider
 from megatron.kernels.work import Memory
-from megatron.parallel.sharding import WeightGradients, deliver, sink_of
+from megatron.parallel.deferred_gradients import WeightGradients
+from megatron.parallel.gradient_accumulator import deliver, sink_of
 
 _PERMUTE = Function("mk_permute", "ppplll")
 _UNPERMUTE = Function("mk_unpermute", "ppppllll")

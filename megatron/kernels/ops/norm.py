@@ -35,7 +35,7 @@ from megatron.kernels.library import (
     operator,
 )
 from megatron.kernels.ops.elementwise import bias_gradient
-from megatron.parallel.sharding import gradient_output, gradient_written
+from megatron.parallel.gradient_accumulator import gradient_output, gradient_written
 
 _FORWARD = Function("mk_norm", "ppppppppllffi")
 _BACKWARD = Function("mk_norm_backward", "pppppppppplllfii")

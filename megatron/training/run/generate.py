@@ -21,7 +21,7 @@ from megatron.errors import ConfigError
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.context import LayerContext
 from megatron.parallel import collectives
-from megatron.parallel.sharding import mix
+from megatron.parallel.keyed_random import mix
 from megatron.parallel.topology import Topology
 
 Ids = Sequence[int]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.ops.elementwise import bias_dropout_add
-from megatron.parallel.sharding import DropoutKey, Place
+from megatron.parallel.keyed_random import DropoutKey, Place
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,

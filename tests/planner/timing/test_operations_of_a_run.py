@@ -17,7 +17,7 @@ from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import choose_attention
 from megatron.kernels.work import Attention, Product
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
-from megatron.parallel import collectives, sharding
+from megatron.parallel import collectives, gradient_accumulator
 from megatron.pipeline.executor import Executor
 from megatron.planner import stage as stages
 from megatron.planner.events import Post, Wait
@@ -100,7 +100,7 @@ def _ran(topology: Any, config: Config) -> Any:
     context = layer_context(config, topology)
     chunks = build_chunks(config, topology, context).to(getattr(torch, config.precision.dtype_name))
     for p in {id(p): p for p in chunks.parameters()}.values():
-        p.gradient_sink = sharding.GradientSink(
+        p.gradient_sink = gradient_accumulator.GradientSink(
             p, torch.zeros(p.shape), direct=config.kernels.gradient_accumulation_fusion
         )
     executor = Executor(

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron.kernels.work import Memory, counts_as, recomputed
 from megatron.parallel import flight as flight_module
+from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.flight import DeviceCalls
-from megatron.parallel.sharding import WeightGradients
 from megatron.parallel.topology import Layout, Topology
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.orders import COMPUTE, Op

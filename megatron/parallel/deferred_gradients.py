@@ -1,0 +1,88 @@
+"""Weight gradients that are computed after the gradients of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.parallel.gradient_accumulator import deliver, sink_of
+
+
+class WeightGradients:
+    """The queue of deferred weight gradients, shared by a rank's linear layers and its executor.
+
+    For the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2): in a
+    BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and queue
+    the weight's part here as a callable; the BACKWARD_WEIGHT instruction of the same micro-batch
+    runs it later.
+    """
+
+    def __init__(self) -> None:
+        self.deferring = False  # layers must leave their weight gradients here
+        self._waiting: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Defer every weight gradient until `take`."""
+        assert not self._waiting, "weight gradients of another backward pass were never taken"
+        self.deferring = True
+
+    def add(self, compute: Callable[[], None]) -> None:
+        assert self.deferring, "a weight gradient was deferred outside begin() ... take()"
+        self._waiting.append(compute)
+
+    def add_product(
+        self,
+        weights: torch.Tensor | tuple[torch.Tensor, ...],
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        gathered: Any = None,
+    ) -> None:
+        """Defer the gradient dy^T x of a weight, or of some: dy [.., out], x [.., in].
+
+        gathered  the message of dy or x, which is waited for first
+        """
+        weights = (weights,) if isinstance(weights, torch.Tensor) else weights
+        # not x itself: a deferred gradient must not keep the graph
+        self.add(partial(_deferred, weights, dy, x.detach(), gathered))
+
+    def take(self) -> list[Callable[[], None]]:
+        """Stop deferring and return what was deferred, in order."""
+        waiting, self._waiting, self.deferring = self._waiting, [], False
+        return waiting
+
+
+def weight_gradients(
+    weights: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """Compute dW [out, in], the sum over tokens of dy [.., out] times x [.., in], for each weight.
+
+    The rows of the weights, one below the other, are those of dW. It has the weight's shape; None
+    if the weight has a sink, to which it was added.
+    """
+    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    parts: Sequence[torch.Tensor] = (dy,)
+    if len(weights) > 1:
+        parts = dy.split([weight.numel() // weight.shape[-1] for weight in weights], dim=1)
+    gradients = list[torch.Tensor | None]()
+    for weight, part in zip(weights, parts, strict=True):
+        sink = sink_of(weight)
+        if sink is None:
+            gradients.append((part.t() @ x).view(weight.shape))
+        else:
+            sink.add_product(part, x)
+            gradients.append(None)
+    return gradients
+
+
+@torch.no_grad()
+def _deferred(
+    weights: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, gathered: Any
+) -> None:
+    if gathered is not None:
+        gathered.wait()
+    for weight, gradient in zip(weights, weight_gradients(weights, dy, x), strict=True):
+        if gradient is not None:
+            deliver(weight, gradient)

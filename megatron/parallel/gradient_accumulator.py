@@ -1,0 +1,268 @@
+"""Sums of a parameter's gradients, to which layers add.
+
+An optimizer that keeps the sums attaches a `GradientSink` to each parameter. A layer that computes
+a weight gradient itself adds it there and returns None to autograd, so that no second tensor of the
+weight's size is needed and nothing iterates over all parameters after a backward pass. A parameter
+without a sink, or with one that is not `direct`, gets its gradient from autograd as usual; in the
+second case the sink's owner takes it from `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+_BLOCK = 1 << 20  # elements on a CPU: 2 MiB in 16 bit
+_GPU_BYTES = 1 << 27
+
+
+@cache
+def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch can add a product of 16-bit matrices to an fp32 matrix without rounding.
+
+    CUDA since torch 2.8, ROCm since 2.10, not on a CPU. Builds that lack it raise, and some
+    returned wrong sums (pytorch issue 154086), so a small product whose sum is exact is tried once
+    for each device.
+    """
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    a = (torch.arange(32, device=device) % 7).to(dtype).expand(64, 32)
+    b = (torch.arange(48, device=device) % 5).to(dtype).expand(64, 48)
+    small = 2.0**-12  # next to a sum of up to 1536 it is exact in fp32 and lost in 16 bits
+    total = torch.full((32, 48), small, device=device)
+    try:
+        add_in_fp32(total, a.contiguous(), b.contiguous(), 1.0)
+    except (RuntimeError, TypeError):
+        return False
+    return torch.equal(total, 64.0 * torch.outer(a[0].float(), b[0].float()) + small)
+
+
+def add_in_fp32(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, keep: float) -> None:
+    """Set the fp32 matrix `total` to keep * total + dy^T x, for dy and x in 16 bits."""
+    torch.addmm(total, dy.t(), x, out_dtype=torch.float32, beta=keep, out=total)
+
+
+def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
+    """Return how many rows of a weight [rows, columns] one product computes through a buffer.
+
+    On a CPU the buffer stays in the cache: a product the size of an embedding table would be read
+    from memory once more, and from fresh pages where the allocator has no such block (464 ms
+    instead of 323 for [50304, 1024] times [1024, 768] in bf16 on one core). A GPU needs large
+    products: all rows, in equal parts where they are above 128 MiB.
+    """
+    if device_type == "cpu":
+        return min(rows, max(_BLOCK // columns, 256))
+    products = -(-rows * columns * element_bytes // _GPU_BYTES)
+    return min(rows, -(-rows // (128 * products)) * 128)  # 128: whole tiles of the product
+
+
+class GradientSink:
+    """The gradient sum of one parameter.
+
+    total   fp32 or bf16, in the parameter's shape; a view of whatever the optimizer reduces and
+            reads
+    added   called with the parameter after each complete contribution, e.g. to count those of a
+            bucket
+    direct  whether layers may add here; False leaves it to autograd
+            (--no-gradient-accumulation-fusion)
+
+    before_use  called before the sum is read or written, where its memory is not always there
+
+    The first contribution after `renew()` overwrites `total`, so it need not be filled with zeros;
+    if there was none, `complete()` fills it.
+    """
+
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        total: torch.Tensor,
+        added: Callable[[torch.nn.Parameter], None] | None = None,
+        direct: bool = True,
+    ) -> None:
+        assert total.dtype in (torch.float32, torch.bfloat16) and total.shape == parameter.shape, (
+            "a sum is in fp32 or bf16, and in the weight's shape"
+        )
+        self.parameter, self._total, self.added, self.direct = parameter, total, added, direct
+        self.in_fp32 = total.dtype == torch.float32
+        self.before_use: Callable[[], None] | None = None
+        self.fresh = True
+        self.widens = False  # whether torch adds products in 16 bits to the sum: not known yet
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Return the tensor of the sum."""
+        if self.before_use is not None:
+            self.before_use()
+        return self._total
+
+    def renew(self) -> None:
+        """Discard the sum: the next contribution begins a new one."""
+        self.fresh = True
+
+    def complete(self) -> torch.Tensor:
+        """Return the sum; zeros where nothing was contributed."""
+        if self.fresh:
+            self.total.zero_()
+            self.fresh = False
+        return self.total
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add a gradient in the parameter's shape, in any floating format, without autograd."""
+        if self.fresh:
+            self.total.copy_(gradient)
+        else:
+            self.total.add_(gradient)
+        self.done()
+
+    def add_product(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        last: bool = True,
+        counts: Sequence[int] | None = None,
+    ) -> None:
+        """Add dy^T x, without autograd: dy [tokens, out], x [tokens, in], of one format.
+
+        The last dimension of the weight is `in`.
+
+        `last` False: more parts of this pass's contribution follow. `counts`: the weight is a
+        matrix for each entry, which gets the product of that many tokens, one after the other.
+        """
+        if counts is None:
+            self._add_one(self.total.view(dy.shape[-1], x.shape[-1]), dy, x)
+        else:
+            of_experts = self.total.unbind(), dy.split(counts), x.split(counts)
+            for total, a, b in zip(*of_experts, strict=True):
+                self._add_one(total.view(dy.shape[-1], x.shape[-1]), a, b)
+        self.fresh = False
+        if last:
+            self.done()
+
+    def _add_one(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        keep = 0.0 if self.fresh else 1.0
+        if dy.dtype == total.dtype:
+            torch.addmm(total, dy.t(), x, beta=keep, out=total)
+        elif total.dtype == torch.float32 and _adds_in_fp32(dy.device, dy.dtype):
+            self.widens = True
+            add_in_fp32(total, dy, x, keep)
+        else:
+            self._add_by_rows(total, dy, x)
+
+    def _add_by_rows(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        """Add through a buffer, in blocks of rows of the weight."""
+        rows = rows_at_once(dy.device.type, len(total), total.shape[1], dy.element_size())
+        product = dy.new_empty(rows, total.shape[1])
+        for part, of_part in zip(total.split(rows), dy.split(rows, dim=1), strict=True):
+            values = torch.mm(of_part.t(), x, out=product[: len(part)])
+            if self.fresh:
+                part.copy_(values)
+            else:
+                part.add_(values)
+
+    def done(self) -> None:
+        """Complete a contribution.
+
+        Also called by a layer that added to the sum returned by `complete()`.
+        """
+        self.fresh = False
+        if self.added is not None:
+            self.added(self.parameter)
+
+
+def _any_sink(parameter: torch.Tensor) -> GradientSink | None:
+    return getattr(parameter, "gradient_sink", None)
+
+
+def sink_of(parameter: torch.Tensor) -> GradientSink | None:
+    """Return the sink to which a layer adds; None where it leaves its gradient to autograd.
+
+    A parameter that was frozen after it got a sink has none: autograd drops its gradient.
+    """
+    found = _any_sink(parameter)
+    return found if found is not None and found.direct and parameter.requires_grad else None
+
+
+def gradient_output(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+    """Return where a kernel writes the fp32 gradient of a parameter, and whether it adds it there.
+
+    It is the parameter's sum where that is in fp32; `gradient_written` follows. Without a parameter
+    there is no gradient: None.
+    """
+    if parameter is None:
+        return None, False
+    sink = sink_of(parameter)
+    if sink is None or not sink.in_fp32:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device), False
+    return sink.total, not sink.fresh
+
+
+def gradient_written(
+    parameter: torch.Tensor | None, gradient: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Complete the contribution of `gradient_output`: return the gradient where autograd adds it."""
+    if parameter is None or gradient is None:
+        return None
+    sink = sink_of(parameter)
+    if sink is None:
+        return gradient
+    if sink.in_fp32:
+        sink.done()
+    else:
+        sink.add(gradient)
+    return None
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+        ctx.sink = sink
+        return parameter.detach().float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.sink.add(gradient)
+        return None, None
+
+
+def wide(parameter: torch.Tensor) -> torch.Tensor:
+    """Return an fp16 parameter with a sink in fp32, so that its gradient is not rounded.
+
+    Others are returned unchanged. For vectors whose gradient is a sum over tokens: with sequence
+    parallelism each rank sums over its own, and in fp16 the whole sum could overflow where the
+    ranks' parts do not.
+    """
+    if parameter.dtype != torch.float16:
+        return parameter
+    found = _any_sink(parameter)
+    if found is None:
+        return parameter
+    wider: torch.Tensor = _Wide.apply(parameter, found)  # type: ignore[no-untyped-call]
+    return wider
+
+
+@torch.no_grad()
+def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient outside of a backward pass, where no hook would see `.grad`.
+
+    It is added to the sink, otherwise to `.grad`; a parameter that was frozen meanwhile gets nothing.
+    """
+    if not parameter.requires_grad:
+        return
+    found = _any_sink(parameter)
+    if found is not None:
+        found.add(gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+def within_backward() -> bool:
+    """Return whether a backward pass is under way: a forward pass within it is a recomputation."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,183 @@
+"""Random numbers by global position.
+
+They depend on what they are for, not on what was drawn before. Whether an element is dropped
+depends on (seed, layer, site) and on its place in the tensor of the whole job: sample, head,
+position, column. So masks are the same on any layout, for any size of the micro-batch, with and
+without recomputation and after a resume, and no generator state needs to be stored. A rank that
+holds a part of the tensor has that part of the mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+_MASK = (1 << 64) - 1
+
+
+def mix(*values: int) -> int:
+    """Return a well-distributed 63-bit hash of the values.
+
+    SplitMix64 (Steele et al., OOPSLA 2014), chained over them.
+    """
+    state = 0
+    for value in values:
+        state = (state + 0x9E3779B97F4A7C15 + (value & _MASK)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def name_key(name: str) -> int:
+    """Return a number for a name; the same in every process and Python version."""
+    return zlib.crc32(name.encode())
+
+
+class Site(enum.IntEnum):
+    """The places in a layer where a mask is used."""
+
+    EMBEDDING = 0
+    ATTENTION = 1
+    ATTENTION_OUTPUT = 2
+    MLP_OUTPUT = 3
+    ROUTER = 4
+
+
+class Place(NamedTuple):
+    """The place of a tensor's rows among the rows [samples, heads, positions] of the whole job.
+
+    Row r is number start + r // period * outer + r % period * inner of them; `positions` are those
+    of a head. By default the tensor is the whole, in one piece.
+
+    of_sample  the rows of a sample
+    samples    how many samples come before `start`, int64 [1] on the device: what a replayed pass
+               reads anew; None: none
+    """
+
+    start: int = 0
+    period: int = 1
+    outer: int = 1
+    inner: int = 0
+    positions: int = 0
+    of_sample: int = 0
+    samples: torch.Tensor | None = None
+
+    def after(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of the rows that come so many rows after the first one."""
+        numbers = rows + self.start
+        return numbers if self.samples is None else numbers + self.samples * self.of_sample
+
+    def first(self) -> int:
+        """Return the number of the first row; the host waits for it if it is on the device."""
+        return self.start + (0 if self.samples is None else int(self.samples) * self.of_sample)
+
+
+WHOLE = Place()
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """The source of a micro-batch's masks: the run's seed and the number of its first sample.
+
+    samples  to be added to that number on the device, see Place
+    """
+
+    seed: int
+    sample: int
+    samples: torch.Tensor | None = None
+
+    def at(self, layer: int, site: Site) -> int:
+        """Return the seed of the masks of one site."""
+        return mix(self.seed, layer, int(site))
+
+    def hidden(self, x: torch.Tensor, rank: int = 0, ranks: int = 1) -> Place:
+        """Return the place of x [s, b, h], part `rank` of `ranks` of the sequence, as one head."""
+        rows, samples = x.shape[:2]
+        positions = rows * ranks
+        start = self.sample * positions + rank * rows
+        return Place(start, samples, 1, positions, positions, positions, self.samples)
+
+    def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> Place:
+        """Return the place of attention weights [b, heads, positions, keys].
+
+        They are part `rank` of `ranks` of the heads.
+        """
+        start = (self.sample * ranks + rank) * heads * positions
+        of_sample = ranks * heads * positions
+        return Place(start, heads * positions, of_sample, 1, positions, of_sample, self.samples)
+
+
+def dropout_mask(
+    like: torch.Tensor, probability: float, seed: int, place: Place = WHOLE
+) -> torch.Tensor:
+    """Return a boolean mask of `like`'s shape, True with 1 - probability.
+
+    In each head of each sample it is a part of a separate mask.
+    """
+    keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
+    return _draw(
+        keep, seed, place, lambda x, generator: x.bernoulli_(1.0 - probability, generator=generator)
+    )
+
+
+def placed_noise(like: torch.Tensor, most: float, seed: int, place: Place) -> torch.Tensor:
+    """Return numbers of U(1 - most, 1 + most) in `like`'s shape and type, a part of each sample's."""
+    noise = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return _draw(
+        noise,
+        seed,
+        place,
+        lambda x, generator: x.uniform_(1.0 - most, 1.0 + most, generator=generator),
+    )
+
+
+def _draw(
+    out: torch.Tensor,
+    seed: int,
+    place: Place,
+    fill: Callable[[torch.Tensor, torch.Generator], object],
+) -> torch.Tensor:
+    """Fill `out` by a generator for each head of each sample, and return it."""
+    if out.is_meta:  # without data nothing is drawn
+        return out
+    generator = torch.Generator(device=out.device)
+    if not place.positions:
+        fill(out, generator.manual_seed(seed))
+        return out
+    _, period, outer, inner, positions, *_ = place
+    start = place.first()
+    rows = out.view(-1, out.shape[-1])
+    # The rows of a head are adjacent or, where samples are, `period` apart.
+    heads = (
+        rows.split(positions) if inner == 1 else [rows[sample::period] for sample in range(period)]
+    )
+    whole = rows.new_empty(positions, out.shape[-1])
+    for i, part in enumerate(heads):
+        row = i * positions if inner == 1 else i
+        head, first = divmod(start + row // period * outer + row % period * inner, positions)
+        fill(whole, generator.manual_seed(mix(seed, head)))
+        part.copy_(whole[first : first + len(part)])
+    return out
+
+
+@contextlib.contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the device's default generator inside the block and restore it afterwards.
+
+    For operations that draw from it.
+    """
+    if device.type == "meta":  # without data nothing is drawn
+        yield
+        return
+    # the CPU's state is always restored
+    devices: list[torch.device] = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        (torch.get_device_module(device) if devices else torch).manual_seed(seed)
+        yield
