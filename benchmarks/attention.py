@@ -23,12 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.kernels import library
 from megatron.kernels.choose import ALL
 from megatron.kernels.choose import flash_attention as look_for_flash
-from megatron.layers.attention import (
-    blocked_attention,
-    flash_attention,
-    torch_attention,
-    unfused_attention,
-)
+from megatron.layers.attention_blocked import blocked_attention
+from megatron.layers.attention_fused import flash_attention, torch_attention
+from megatron.layers.attention_unfused import unfused_attention
 
 # Sequence, micro-batch, groups, queries of a group, head dimension: 2048 tokens of 12 heads, or as
 # much.

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.layers.attention import torch_attention
+from megatron.layers.attention_fused import torch_attention
 from megatron.layers.positions import Documents
 
 Attention = Callable[..., torch.Tensor]

@@ -18,7 +18,9 @@ import torch
 from benchmarks.kernel_cases import OPERATORS, Shape
 from megatron.kernels import choose, library, measured
 from megatron.kernels.measured import Measured
-from megatron.layers.attention import PLAIN, blocked_attention, torch_attention
+from megatron.layers.attention_blocked import blocked_attention
+from megatron.layers.attention_fused import torch_attention
+from megatron.layers.attention_unfused import PLAIN
 from megatron.training.run.host import tune_allocator
 
 Run = Callable[[], object]

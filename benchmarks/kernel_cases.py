@@ -676,7 +676,7 @@ _MASTERS = {"host": ((148, 840_000), (1, 50_000_000)), "gpu": ((100, 1_000_000),
 
 _FEWER = {"host": ((16, 840_000), (4, 4_000_000)), "gpu": _MASTERS["gpu"]}
 
-# Blocks as megatron/layers/attention.py cuts them, the last of each sequence.
+# Blocks as megatron/layers/attention_blocked.py cuts them, the last of each sequence.
 _BLOCK = {"host": ((12, 128, 1024), (16, 128, 2048)), "gpu": ((96, 128, 2048),)}
 
 OPERATORS: dict[str, Operator] = {

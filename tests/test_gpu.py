@@ -24,7 +24,8 @@ from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
 from megatron.kernels.ops.attention import Law
 from megatron.layers import ring
-from megatron.layers.attention import PLAIN, Scoring, flash_attention, torch_attention
+from megatron.layers.attention_fused import flash_attention, torch_attention
+from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.layers.context import ParameterFactory, normal
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.layers.ring_flash import Flash

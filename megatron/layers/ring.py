@@ -31,14 +31,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops import attention as kernel
 from megatron.kernels.work import Attention, counts_as
-from megatron.layers.attention import (
-    CoreAttention,
-    _add_product,
-    _heads,
-    _parts,
-    _rows,
-    _transposed,
+from megatron.layers.attention import CoreAttention
+from megatron.layers.attention_blocked import (
+    add_product,
     block_length,
+    cut_heads,
+    key_rows,
+    query_rows,
+    transposed,
 )
 from megatron.layers.context import CallContext
 from megatron.layers.context_parallel import ContextParallel
@@ -163,7 +163,7 @@ class Ring:
                     at = of.keys.start + key - of.key
                     keys = slice(at, at + min(_KEYS, high - key))
                     scores = (rows.stop - rows.start) * share * (keys.stop - keys.start)
-                    for part in _parts((of.samples.stop - of.samples.start) * groups, scores):
+                    for part in cut_heads((of.samples.stop - of.samples.start) * groups, scores):
                         skipped = of.samples.start * groups
                         which = slice(skipped + part.start, skipped + part.stop)
                         of_rows = slice(rows.start * share, rows.stop * share)
@@ -263,7 +263,7 @@ class _Ring(torch.autograd.Function):
         n, b, groups, share, d = q.shape
         law, flash, wide = ring.law, ring.flash, torch.promote_types(q.dtype, torch.float32)
         weights = kernel.attention_weights_ if ring.fused else kernel.weights_reference
-        queries, pairs = _rows(q), torch.stack([_heads(k), _heads(v)])
+        queries, pairs = query_rows(q), torch.stack([key_rows(k), key_rows(v)])
         total = queries.new_zeros(queries.shape, dtype=wide)
         sums = total.new_full(queries.shape[:2], -math.inf)
         new = ring.by_number(torch.zeros_like(sums), n)
@@ -279,7 +279,7 @@ class _Ring(torch.autograd.Function):
                 else:
                     for block in ring.blocks(step, q):
                         part, rows, keys, first, key = block
-                        scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
+                        scores = torch.bmm(queries[part, rows], transposed(pairs[0, part, keys]))
                         weights(scores, new, ring.slopes, part.start, first, *law, key)
                         out = torch.bmm(scores, pairs[1, part, keys])
                         _merge(total[part, rows], sums[part, rows], out, new[block.of_rows(share)])
@@ -300,11 +300,15 @@ class _Ring(torch.autograd.Function):
         differentiate = kernel.attention_gradient_ if ring.fused else kernel.gradient_reference
         row_dots = kernel.row_dots if ring.fused else kernel.dots_reference
         dout = dout.contiguous()
-        queries, douts, pairs = _rows(q), _rows(dout), torch.stack([_heads(k), _heads(v)])
+        queries, douts, pairs = (
+            query_rows(q),
+            query_rows(dout),
+            torch.stack([key_rows(k), key_rows(v)]),
+        )
         if flash is not None:
-            outs = _rows(out)
+            outs = query_rows(out)
         else:
-            dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+            dots = query_rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
             dots, sums = ring.by_number(dots, n), ring.by_number(sums, n)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
         work = Attention(b, groups * share, n, d, True, ring.keys_of_step(n))
@@ -324,14 +328,14 @@ class _Ring(torch.autograd.Function):
                         to_queries[part, rows].add_(dq)
                 else:
                     for part, rows, keys, first, key in ring.blocks(step, q):
-                        scores = torch.bmm(queries[part, rows], _transposed(pairs[0, part, keys]))
-                        dscores = torch.bmm(douts[part, rows], _transposed(pairs[1, part, keys]))
+                        scores = torch.bmm(queries[part, rows], transposed(pairs[0, part, keys]))
+                        dscores = torch.bmm(douts[part, rows], transposed(pairs[1, part, keys]))
                         position = part.start, first, key
                         differentiate(scores, dscores, sums, dots, ring.slopes, *position, *law)
                         turned, weights = dscores.transpose(1, 2), scores.transpose(1, 2)
-                        _add_product(gradients[0, part, keys], turned, queries[part, rows], False)
-                        _add_product(gradients[1, part, keys], weights, douts[part, rows], False)
-                        _add_product(to_queries[part, rows], dscores, pairs[0, part, keys], False)
+                        add_product(gradients[0, part, keys], turned, queries[part, rows], False)
+                        add_product(gradients[1, part, keys], weights, douts[part, rows], False)
+                        add_product(to_queries[part, rows], dscores, pairs[0, part, keys], False)
             if behind is not None:
                 gradients += behind.wait()
             if step:

@@ -15,7 +15,8 @@ from megatron.config import Config
 from megatron.engine.gradients import Bucket
 from megatron.engine.optimizers import Muon, coefficients, newton_schulz
 from megatron.engine.whole import WholeParameters, work_of
-from megatron.layers.attention import Scoring, update_largest
+from megatron.layers.attention_blocked import update_largest
+from megatron.layers.attention_unfused import Scoring
 from megatron.layers.positions import Documents
 from megatron.parallel.sharding import attach, shard
 from tests.helpers.groups import join

@@ -14,14 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.kernels.choose import ALL, NONE
-from megatron.layers import attention
-from megatron.layers.attention import (
-    PLAIN,
-    Scoring,
-    SelfAttention,
-    flash_attention,
-    torch_attention,
-)
+from megatron.layers import attention_fused
+from megatron.layers.attention import SelfAttention
+from megatron.layers.attention_fused import flash_attention, torch_attention
+from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.layers.context import CallContext, normal
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.model.gpt import build_chunks, layer_context
@@ -312,7 +308,7 @@ def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
         law = PLAIN._replace(**more) if left < 0 else Scoring(window=left, **more)
         return by_document(q, k, v, cu_q, None, law), None, None, None, None
 
-    monkeypatch.setattr(attention, "_takes_bounds", lambda *_: True)
+    monkeypatch.setattr(attention_fused, "_takes_bounds", lambda *_: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
     lengths, tensors = CASES["two samples"], inputs(23, 2, 4, 2)
     found = output_and_gradients(

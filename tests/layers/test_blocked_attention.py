@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.layers import attention as module
-from megatron.layers.attention import block_length, blocked_attention, torch_attention
+from megatron.layers import attention_blocked as module
+from megatron.layers.attention_blocked import block_length, blocked_attention
+from megatron.layers.attention_fused import torch_attention
 from megatron.layers.positions import alibi_slopes
 from tests.helpers.fusions import Operators
 from tests.layers.test_attention import CASES, Largest, dense, documents_of, output_and_gradients

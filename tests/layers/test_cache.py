@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.layers.attention import Scoring, cached_attention
+from megatron.layers.attention_unfused import Scoring, cached_attention
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.positions import Alibi
 

@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.choose import Fusions
-from megatron.layers.attention import torch_attention, unfused_attention
+from megatron.layers.attention_fused import torch_attention
+from megatron.layers.attention_unfused import unfused_attention
 from tests.helpers.fusions import Operators
 from tests.layers.test_attention import (
     CASES,

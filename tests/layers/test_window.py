@@ -13,15 +13,10 @@ from megatron.config import Config
 from megatron.kernels.choose import ALL, NONE
 from megatron.kernels.work import Product
 from megatron.layers import attention as module
-from megatron.layers.attention import (
-    PLAIN,
-    CoreAttention,
-    Scoring,
-    blocked_attention,
-    flash_attention,
-    torch_attention,
-    unfused_attention,
-)
+from megatron.layers.attention import CoreAttention
+from megatron.layers.attention_blocked import blocked_attention
+from megatron.layers.attention_fused import flash_attention, torch_attention
+from megatron.layers.attention_unfused import PLAIN, Scoring, unfused_attention
 from megatron.layers.positions import Alibi, alibi_slopes
 from tests.helpers.fusions import Operators, context
 from tests.layers.test_attention import (

@@ -19,7 +19,8 @@ import torch
 from megatron.engine.gradients import Terms
 from megatron.kernels.ops import experts as products
 from megatron.layers import (
-    attention,
+    attention_blocked,
+    attention_fused,
     context_parallel,
     experts,
     linear,
@@ -39,8 +40,8 @@ from tests.parity.cases import BIASED, FAMILIES, ULYSSES, layout
 spmd = pytest.importorskip("spmd_types")
 
 LOCAL = (
-    attention._Attention,
-    attention._Ranges,
+    attention_blocked._Attention,
+    attention_fused._Ranges,
     experts._Scores,
     products._Grouped,
     # of the context group: every rank sends other rows to each, and gets other rows

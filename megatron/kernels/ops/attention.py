@@ -1,6 +1,6 @@
 """Softmax of attention scores: of all scores at once, causal or masked, and of one block, in place.
 
-The matrix products around it are torch's (megatron/layers/attention.py).
+The matrix products around it are torch's (megatron/layers/attention_{unfused,blocked}.py).
 
 Bytes moved for N scores of e bytes, all at once: forward N e in and N e out, and the mask, one byte
 an element, in each of three passes, of which the heads share what a cache holds; backward 2 N e in

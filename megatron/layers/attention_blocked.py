@@ -1,0 +1,320 @@
+"""Attention in blocks of queries, whose scores fit a cache, and the largest products for QK-clip."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.config.parallel import TILE
+from megatron.kernels import choose
+from megatron.kernels.ops import attention as kernel
+from megatron.kernels.work import Attention, counts_as
+from megatron.layers.attention_unfused import PLAIN, Scoring
+from megatron.layers.positions import Documents
+from megatron.parallel.keyed_random import DropoutKey, Place
+
+# Scores of this many elements at once: a buffer of some MiB for any number of heads and samples.
+_SCORES = 1 << 22
+
+
+Settings = tuple[Tensor | None, bool, kernel.Law]
+"""Slopes of ALiBi, fp32 [heads] or None; whether the kernels compute; scale and dropout, as the
+kernels take them.
+"""
+
+
+def block_length(length: int, dtype: torch.dtype) -> int:
+    """Return the positions of a block: a whole number of kernel tiles."""
+    return choose.block_length(str(dtype).removeprefix("torch."), length)
+
+
+def query_rows(x: Tensor) -> Tensor:
+    """Reshape [s, b, groups, share, d] to [b groups, s share, d]: a view if share is 1."""
+    return x.permute(1, 2, 0, 3, 4).reshape(x.shape[1] * x.shape[2], -1, x.shape[4])
+
+
+def key_rows(x: Tensor) -> Tensor:
+    """Reshape [s, b, groups, d] to [b groups, s, d]: a view if their strides allow."""
+    return x.permute(1, 2, 0, 3).flatten(0, 1)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Transpose [n, keys, d] to [n, d, keys], as the second matrix of a product.
+
+    It is copied first where products of copies are faster on this CPU.
+    """
+    copied = choose.copies_keys(str(x.dtype).removeprefix("torch."))
+    return (x.contiguous() if copied else x).transpose(1, 2)
+
+
+def _sizes(length: int, share: int, window: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return the positions of a block, and the most scores of a block in a sample and group."""
+    block = block_length(length, dtype)
+    return block, min(block, length) * share * min(length, block + window + TILE)
+
+
+def cut_heads(count: int, scores: int) -> list[slice]:
+    """Divide samples and groups into parts of about _SCORES scores, enough for every thread."""
+    size = min(count, max(_SCORES // scores, torch.get_num_threads()))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+class _Rows:
+    """A tensor [s, b, groups, share, d] to be written as rows.
+
+    In place if its strides allow, otherwise in a copy.
+    """
+
+    def __init__(self, place: Tensor) -> None:
+        s, b, groups, share, d = place.shape
+        merge = share == 1 and (1 in (b, groups) or place.stride(1) == groups * place.stride(2))
+        self.place, self.apart = place, not merge
+        self.rows = query_rows(place) if merge else place.new_empty(b * groups, s * share, d)
+
+    def put(self) -> None:
+        """Copy the rows to their place in the tensor."""
+        if self.apart:
+            s, b, groups, share, d = self.place.shape
+            self.place.copy_(self.rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
+
+
+def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Compute out = a b.
+
+    In fp32 MKL's batched product needs contiguous results: into others torch multiplies matrix by
+    matrix, at two thirds of the speed, which is more than a copy costs.
+    """
+    if out.is_contiguous() or out.dtype != torch.float32 or out.device.type != "cpu":
+        torch.bmm(a, b, out=out)
+    else:
+        out.copy_(torch.bmm(a, b))
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+    """Compute total (+)= a b.
+
+    In 16 bits total is fp32 and a product is rounded before it is added.
+    """
+    if total.dtype == a.dtype and total.device.type != "cpu":
+        torch.baddbmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
+    elif fresh:
+        total.copy_(torch.bmm(a, b))
+    else:
+        total.add_(torch.bmm(a, b))
+
+
+def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [.., groups, share, d], k and v [.., groups, d] of one or three tensors.
+
+    A single tensor is the projection.
+    """
+    if len(tensors) == 1:
+        (mixed,) = tensors
+        return mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
+    q, k, v = tensors
+    return q.unflatten(2, (k.shape[2], -1)), k, v
+
+
+class _Attention(torch.autograd.Function):
+    """out [s, b, groups, share, d] of _split(tensors).
+
+    The gradients are written in the layout of the tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, *tensors: Tensor) -> Tensor:
+        q, k, v = _split(tensors)
+        slopes, fused, law = settings
+        s, b, groups, share, d = q.shape
+        weights = kernel.attention_weights_ if fused else kernel.weights_reference
+        # All blocks count as one pass of attention, whose rate is measured as such.
+        keys_seen = min(s, law.window + 1)
+        with counts_as(Attention(b, groups * share, s, d, keys=keys_seen)):
+            out = q.new_empty(q.shape)
+            queries, keys, values, result = query_rows(q), key_rows(k), key_rows(v), _Rows(out)
+            logarithms = q.new_empty(
+                b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32)
+            )
+            block, most = _sizes(s, share, law.window, q.dtype)
+            parts = cut_heads(b * groups, most)
+            buffer = q.new_empty(parts[0].stop * most)
+            for part in parts:
+                for first in range(0, s, block):
+                    last, key = min(first + block, s), kernel.first_key(first, law.window)
+                    rows = slice(first * share, last * share)
+                    shape = part.stop - part.start, (last - first) * share, last - key
+                    scores = buffer[: math.prod(shape)].view(shape)
+                    torch.bmm(queries[part, rows], transposed(keys[part, key:last]), out=scores)
+                    weights(scores, logarithms, slopes, part.start, first, *law)
+                    _put_product(result.rows[part, rows], scores, values[part, key:last])
+            result.put()
+        ctx.save_for_backward(out, logarithms, *tensors)
+        ctx.settings = settings
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        out, logarithms, *tensors = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(x) for x in tensors)
+        q, k, v = _split(tuple(tensors))
+        dq, dk, dv = _split(gradients)
+        slopes, fused, law = ctx.settings
+        s, b, groups, share, d = q.shape
+        gradient = kernel.attention_gradient_ if fused else kernel.gradient_reference
+        row_dots = kernel.row_dots if fused else kernel.dots_reference
+        keys_seen = min(s, law.window + 1)
+        with counts_as(Attention(b, groups * share, s, d, True, keys_seen)):
+            dout = dout.contiguous()
+            dots = query_rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+            queries, keys, values, douts = query_rows(q), key_rows(k), key_rows(v), query_rows(dout)
+            to_queries, to_keys, to_values = (
+                _Rows(x) for x in (dq, dk.unsqueeze(3), dv.unsqueeze(3))
+            )
+            block, most = _sizes(s, share, law.window, q.dtype)
+            parts = cut_heads(b * groups, most)
+            buffers = q.new_empty(2, parts[0].stop * most)
+            narrow = q.dtype in (torch.float16, torch.bfloat16)
+            sums = q.new_empty(parts[0].stop, s * share, d, dtype=torch.float32) if narrow else None
+            # Each block is in two products, and oneDNN's copies what is not contiguous for each.
+            packs = narrow and q.device.type == "cpu"
+            for part in parts:
+                n = part.stop - part.start
+                total = to_queries.rows[part] if sums is None else sums[:n]
+                written = 0  # rows of `total`
+                for first in range(0, s, block):
+                    last, row = min(first + block, s), first * share
+                    end = min(last + law.window, s) * share
+                    keys_here, rows = (part, slice(first, last)), (part, slice(row, end))
+                    shape = n, end - row, last - first
+                    scores, dscores = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+                    block_of = queries[rows], douts[rows], keys[keys_here]
+                    some_queries, some_douts, some_keys = (
+                        x.contiguous() if packs else x for x in block_of
+                    )
+                    torch.bmm(some_queries, transposed(some_keys), out=scores)
+                    torch.bmm(some_douts, transposed(values[keys_here]), out=dscores)
+                    gradient(
+                        scores, dscores, logarithms, dots, slopes, part.start, first, first, *law
+                    )
+                    _put_product(to_values.rows[keys_here], scores.transpose(1, 2), some_douts)
+                    _put_product(to_keys.rows[keys_here], dscores.transpose(1, 2), some_queries)
+                    for at, stop, fresh in ((row, written, False), (max(row, written), end, True)):
+                        if at < stop:
+                            some = dscores[:, at - row : stop - row]
+                            add_product(total[:, at:stop], some, some_keys, fresh)
+                    written = end
+                if sums is not None:
+                    to_queries.rows[part] = total
+            for result in (to_queries, to_keys, to_values):
+                result.put()
+        return None, *gradients
+
+
+def blocked_attention(
+    tensors: tuple[Tensor, ...],
+    slopes: Tensor | None,
+    documents: Documents | None,
+    dropout: float,
+    seed: int | None,
+    fused: bool,
+    place: Place | None = None,
+    scoring: Scoring = PLAIN,
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
+
+    tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come
+               before its key and its value; or q [s, b, heads, d], k and v [s, b, groups, d]
+    slopes     of ALiBi, fp32 [heads], or None
+    dropout    of the weights, with masks by `seed` (megatron.parallel.keyed_random); no seed: none
+    fused      softmax and its gradient through the kernels, whose masks are their own
+    place      of the weights among those of the whole job (DropoutKey.weights); None: they are all
+               of them
+    """
+    q, k, _ = _split(tensors)
+    positions, samples, groups, share, d = q.shape
+    if dropout >= 1.0 and seed is not None:
+        return (q * 0.0 + k.unsqueeze(3) * 0.0).flatten(2, 3)
+    fused = fused and q.dtype != torch.float64
+    place = place or DropoutKey(0, 0).weights(positions, groups * share)
+
+    def at(rows: Tensor) -> Settings:
+        """Return the settings for documents that start at these rows of [s, b]."""
+        law = kernel.Law(share, scoring.factor(d), 0.0, 0, cap=scoring.cap, window=scoring.window)
+        if seed is not None and dropout > 0.0:
+            origins = place.after(rows % samples * place.outer + rows // samples)
+            law = law._replace(probability=dropout, seed=seed, origins=origins, positions=positions)
+        return slopes, fused, law
+
+    if documents is None:
+        starts = torch.arange(samples, device=tensors[0].device)
+        result: Tensor = _Attention.apply(at(starts), *tensors).flatten(2, 3)  # type: ignore[no-untyped-call]
+        return result
+    outs = []
+    for starts, *batch in zip(
+        documents.starts, *(documents.batches(x) for x in tensors), strict=True
+    ):
+        out = _Attention.apply(at(starts), *(x.transpose(0, 1) for x in batch))  # type: ignore[no-untyped-call]
+        outs.append(out.transpose(0, 1).flatten(0, 1))
+    rows = torch.cat(outs).index_select(0, documents.groups.scatter)
+    return rows.view(positions, samples, -1, d)
+
+
+_FEWER_KERNELS = 512
+"""Queries of a block on a GPU, where smaller products take no less time than a kernel's start."""
+
+
+@torch.no_grad()
+def update_largest(
+    largest: Tensor,
+    tensors: tuple[Tensor, ...],
+    documents: Documents | None,
+    scoring: Scoring,
+    padding: Tensor | None = None,
+) -> None:
+    """Raise `largest` [heads] to the largest scaled product of a query and a key that it sees.
+
+    tensors  as in blocked_attention
+    padding  queries that do not count  # [b, s]
+
+    Before soft cap and ALiBi. It works on blocks, so that no scores [s, s] are stored, beside any
+    implementation of attention. Its product is half of the work of a forward pass.
+    """
+    q, k, _ = _split(tensors)
+    s, b, groups, share, _ = q.shape
+    queries, keys, window = query_rows(q), key_rows(k), scoring.window
+    place = torch.arange(s, device=q.device)
+    document = None
+    if documents is not None:
+        rows = torch.arange(s * b, device=q.device)
+        document = torch.searchsorted(documents.cu_seqlens, rows, right=True).view(b, s)
+        document = document.repeat_interleave(groups, dim=0)
+    if padding is not None:
+        padding = padding.repeat_interleave(groups, dim=0)
+    block = block_length(s, q.dtype) if q.device.type == "cpu" else _FEWER_KERNELS
+    scores = min(block, s) * share * min(s, block + window + TILE)
+    found = largest.new_empty(b * groups, share).fill_(float("-inf"))
+    for part in cut_heads(b * groups, scores):
+        for first in range(0, s, block):
+            last, key = min(first + block, s), kernel.first_key(first, window)
+            products = torch.bmm(
+                queries[part, first * share : last * share], transposed(keys[part, key:last])
+            ).unflatten(1, (last - first, share))
+            # Keys before the block are all seen, unless there are a window or documents.
+            start = first if document is None and window >= s else key
+            behind = place[first:last].unsqueeze(1) - place[start:last]
+            hidden = ((behind < 0) | (behind > window)).unsqueeze(0)
+            if document is not None:
+                queried, seen = document[part, first:last], document[part, start:last]
+                hidden = hidden | (queried.unsqueeze(2) != seen.unsqueeze(1))
+            products[..., start - key :].masked_fill_(hidden.unsqueeze(2), float("-inf"))
+            if padding is not None:
+                rows = padding[part, first:last, None, None]
+                products.masked_fill_(rows, float("-inf"))
+            torch.maximum(found[part], products.amax(dim=(1, 3)).float(), out=found[part])
+    of_heads = found.view(b, groups * share).amax(0) * scoring.factor(q.shape[-1])
+    torch.maximum(largest, of_heads, out=largest)

@@ -1,0 +1,260 @@
+"""Attention by kernels of torch and of the flash-attn package, which store no scores."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.layers.attention_unfused import PLAIN, Scoring
+from megatron.layers.positions import Alibi, Documents
+
+_aten = torch.ops.aten
+
+
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Return attention [n, l, heads, d], causal if there is no bias.
+
+    q [n, l, heads, d], k and v [n, keys, kv heads, d]. Bias, or mask of visible keys: [1, heads, l,
+    keys], [l, keys] or None.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d]
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and bias is not None:
+        # On a GPU no kernel takes both a mask and groups: without this the scores [n, heads, l, l]
+        # would be stored.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=bias is None,
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    return out.transpose(1, 2)
+
+
+# Queries of a block of attention in a window, by torch: more of them see more keys that are hidden
+# from some, fewer make smaller products.
+_LEAST_QUERIES, _MOST_QUERIES = 128, 512
+
+
+class _Ranges(torch.autograd.Function):
+    """Ranges of x [n, l, ...] along l, which may overlap: views, whose gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranges: list[slice]) -> tuple[Tensor, ...]:
+        ctx.ranges, ctx.shape = ranges, x.shape
+        return tuple(x[:, part] for part in ranges)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].new_zeros(ctx.shape)
+        for part, gradient in zip(ctx.ranges, gradients, strict=True):
+            total[:, part] += gradient
+        return total, None
+
+
+def _in_window(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi: Alibi | None,
+    bias: Tensor | None,
+    dropout: float,
+    scoring: Scoring,
+) -> Tensor:
+    """Return causal attention in a window shorter than l; see _causal.
+
+    The first window + 1 queries see all keys before them; `bias` is theirs. The others are computed
+    in blocks, each with the keys that its queries see: its first `window` keys are those before the
+    block. One mask serves all blocks.
+    """
+    length, window = q.shape[1], scoring.window
+    least = min(max(_LEAST_QUERIES, window), _MOST_QUERIES)
+    width = -(-(window + least) // 16) * 16  # a kernel loads many entries of a mask's row at once
+    block, start = width - window, window + 1
+    queries = [slice(at, min(at + block, length)) for at in range(start, length, block)]
+    keys = [slice(block.start - window, block.stop) for block in queries]
+    place = torch.arange(width, device=q.device)
+    distance = place - window - place[:block].unsqueeze(1)  # [block, width]
+    mask = (distance <= 0) & (distance >= -window)
+    if alibi is not None:
+        behind = distance.to(q.dtype).masked_fill_(~mask, float("-inf"))
+        mask = (alibi.slopes.to(q.dtype).view(-1, 1, 1) * behind).unsqueeze(0)
+    parts = zip(
+        q.split([start, *(block.stop - block.start for block in queries)], dim=1),
+        *(_Ranges.apply(x, [slice(start), *keys]) for x in (k, v)),  # type: ignore[no-untyped-call]
+        [bias, *(mask[..., : b.stop - b.start, : window + b.stop - b.start] for b in queries)],
+        strict=True,
+    )
+    outs = [_causal(q_n, k_n, v_n, own, dropout, scoring.scale) for q_n, k_n, v_n, own in parts]
+    return torch.cat(outs, dim=1)
+
+
+def _one_sample(x: Tensor) -> Tensor:
+    """View [s, b, heads, d], which may be part of a projection, as [1, s, b * heads, d].
+
+    To attention the heads of another sample are other heads. With one sample, all of torch's
+    kernels write, and read in the backward pass, the order [s, b, heads, d] of the layers around
+    them; with several samples, some write [b, s, heads, d], and most copy output and gradient into
+    it before their backward pass (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
+    """
+    return x.transpose(0, 1) if x.shape[1] == 1 else x.flatten(1, 2).unsqueeze(0)
+
+
+def _by_bounds(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: Documents
+) -> Tensor:
+    """Return attention inside documents: [s, b, heads, d].
+
+    attend maps rows [b * s, heads, d] of q, k, v, the bounds of documents in queries and keys,
+    and the lengths of the longest ones to rows.
+    """
+    rows = [x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)]
+    bounds, longest = documents.cu_seqlens, documents.longest
+    out = attend(*rows, bounds, bounds, longest, longest)
+    return out.view(q.transpose(0, 1).shape).transpose(0, 1)
+
+
+def _takes_bounds(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
+    """Return whether torch's flash attention computes such documents in one call.
+
+    Not on ROCm: logarithms of sums are [documents, heads, longest] there, and windows are ignored,
+    or their gradients exchanged, in some versions
+    (aten/src/ATen/native/transformers/hip/flash_attn/aot/mha_all_aot.hip).
+    """
+    if q.device.type != "cuda" or torch.version.hip is not None or q.shape[-1] % 8:
+        return False
+    case: list[Any] = [*(x.permute(1, 2, 0, 3) for x in (q, k, v)), None, dropout, True, True]
+    return torch.backends.cuda.can_use_flash_attention(torch.backends.cuda.SDPAParams(*case))
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Let scaled_dot_product_attention choose anything but cuDNN."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def torch_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi: Alibi | None,
+    documents: Documents | None,
+    dropout: float,
+    scoring: Scoring = PLAIN,
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v by torch's kernels: [s, b, heads, d].
+
+    q [s, b, heads, d], k and v [s, b, kv heads, d].
+
+    On a GPU that can, all documents are one call of torch's flash attention, otherwise calls of
+    scaled_dot_product_attention: documents of similar length are one batch, padded at the end,
+    which no causal query sees, so that no mask of documents is needed. ALiBi's bias is as long as
+    the longest document and used for all. There is no soft cap.
+    """
+    assert not scoring.cap, "torch has no soft cap: see choose_attention"
+    if documents is not None and alibi is None and _takes_bounds(q, k, v, dropout):
+
+        def by_bounds(*tensors: Any) -> Tensor:
+            # torch.nn.attention.varlen calls the same operator, but lacks dropout, and windows
+            # before torch 2.11.
+            out: Tensor = _aten._flash_attention_forward(
+                *tensors,
+                dropout,
+                True,
+                False,
+                scale=scoring.scale,
+                window_size_left=scoring.window if scoring.window < documents.longest else -1,
+                window_size_right=0,
+            )[0]
+            return out
+
+        return _by_bounds(by_bounds, q, k, v, documents)
+    positions = q.shape[0]
+    plain = documents is None and alibi is None and positions <= scoring.window + 1
+    if plain and torch.is_grad_enabled():
+        one = _one_sample(q), _one_sample(k), _one_sample(v)
+        return _causal(*one, None, dropout, scoring.scale).reshape(q.shape)
+    bias = None
+    if alibi is not None:
+        longest = positions if documents is None else documents.longest
+        bias = alibi.bias(min(longest, scoring.window + 1), positions, q.dtype)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[1]
+        corner = None if bias is None else bias[:, :, :length, :length]
+        if length > scoring.window + 1:
+            return _in_window(q, k, v, alibi, corner, dropout, scoring)
+        return _causal(q, k, v, corner, dropout, scoring.scale)
+
+    # cuDNN plans for about a second for each new shape. Documents, prompts and the examples of an
+    # evaluation have new ones all the time.
+    fixed = documents is None and torch.is_grad_enabled()
+    with contextlib.nullcontext() if fixed else _without_cudnn():
+        if documents is not None:
+            batches = zip(*(documents.batches(x) for x in (q, k, v)), strict=True)
+            outs = [attend(*batch).flatten(0, 1) for batch in batches]
+            return torch.cat(outs).index_select(0, documents.groups.scatter).view(q.shape)
+        if alibi is None:
+            return attend(_one_sample(q), _one_sample(k), _one_sample(v)).reshape(q.shape)
+        return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi: Alibi | None,
+    documents: Documents | None,
+    dropout: float,
+    scoring: Scoring = PLAIN,
+) -> Tensor:
+    """Return the same from the flash-attn package, with the cumulative lengths of documents."""
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    slopes = None if alibi is None else alibi.slopes
+    more: dict[str, Any] = {}  # older versions lack some of these
+    if scoring.scale is not None:
+        more["softmax_scale"] = scoring.scale
+    if scoring.cap:
+        more["softcap"] = scoring.cap
+    if torch.are_deterministic_algorithms_enabled():
+        more["deterministic"] = True
+    if scoring.window < q.shape[0]:
+        more["window_size"] = (scoring.window, 0)
+    if documents is None:
+        slopes = None if slopes is None else slopes.repeat(q.shape[1])
+        one = _one_sample(q), _one_sample(k), _one_sample(v)
+        out: Tensor = flash_attn_func(
+            *one, dropout_p=dropout, causal=True, alibi_slopes=slopes, **more
+        )
+        return out.reshape(q.shape)
+    attend = partial(
+        flash_attn_varlen_func, dropout_p=dropout, causal=True, alibi_slopes=slopes, **more
+    )
+    return _by_bounds(attend, q, k, v, documents)
