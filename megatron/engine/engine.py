@@ -69,7 +69,7 @@ from megatron.pipeline.executor import Executor
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.config.training import PrecisionConfig
-    from megatron.layers.experts import Router
+    from megatron.layers.expert_router import Router
 
 
 class LossScale:
@@ -190,7 +190,7 @@ class Engine:
         self._experts = next((c.experts for c in contexts if c is not None), None)
         self.routers: Sequence[Router] = ()
         if self._experts is not None:
-            from megatron.layers.experts import move_biases, routers  # no part of other models
+            from megatron.layers.expert_load import move_biases, routers  # no part of other models
 
             self.routers, self._move_biases = routers(chunks), move_biases
             for router in self.routers:

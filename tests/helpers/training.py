@@ -157,7 +157,7 @@ def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
     A recomputation must choose the same.
     """
     found: dict[tuple[str, int], np.ndarray] = {}
-    from megatron.layers.experts import Router
+    from megatron.layers.expert_router import Router
 
     forward = Router.forward
 

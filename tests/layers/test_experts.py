@@ -13,12 +13,9 @@ from torch.nn import functional as F
 
 from megatron.config import Config
 from megatron.layers.context import CallContext, Experts, LayerContext
-from megatron.layers.experts import (
-    ExpertMLP,
-    move_biases,
-    sorted_choices,
-    take_figures,
-)
+from megatron.layers.expert_dispatch import sorted_choices
+from megatron.layers.expert_load import move_biases, take_figures
+from megatron.layers.experts import ExpertMLP
 from megatron.layers.transformer import MLP, weight_fills
 from megatron.parallel.keyed_random import DropoutKey
 from megatron.parallel.sharding import sharding_of

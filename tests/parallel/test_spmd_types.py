@@ -22,6 +22,8 @@ from megatron.layers import (
     attention_blocked,
     attention_fused,
     context_parallel,
+    expert_dispatch,
+    expert_router,
     experts,
     linear,
     ring,
@@ -42,7 +44,7 @@ spmd = pytest.importorskip("spmd_types")
 LOCAL = (
     attention_blocked._Attention,
     attention_fused._Ranges,
-    experts._Scores,
+    expert_router._Scores,
     products._Grouped,
     # of the context group: every rank sends other rows to each, and gets other rows
     context_parallel._AllToAll,
@@ -100,10 +102,10 @@ TYPES: dict[Any, Callable[..., Any]] = {
     experts._Whole: lambda *, weights, group: spmd.rules.convert(
         weights, group.handle, src=spmd.I, dst=spmd.R
     ),
-    experts._Gather: lambda *, scores, group: spmd.rules.all_gather(
+    expert_router._Gather: lambda *, scores, group: spmd.rules.all_gather(
         scores, group.handle, src=spmd.S(0), dst=spmd.I
     ),
-    experts._WithLoss: with_loss_type,
+    expert_router._WithLoss: with_loss_type,
     linear._Linear: linear_type,
     transformer._NormOverRanks: lambda *, x, weight, bias: spmd.rules.einsum(
         "sbh,h->sbh", x, weight
@@ -198,8 +200,8 @@ def compare(rank: int) -> None:
         return lambda x: call(x, group.handle, src=src, dst=dst), *alike
 
     def arrived(x: torch.Tensor) -> torch.Tensor:
-        way = experts.Arrival(group, [2, 2], [2, 2])
-        return way.wait(experts._Send.apply(x, way))
+        way = expert_dispatch.Arrival(group, [2, 2], [2, 2])
+        return way.wait(expert_dispatch._Send.apply(x, way))
 
     exchange = context_parallel.ContextParallel(group, heads=2)
     reduced = message(spmd.all_reduce, partial, invariant)
@@ -215,7 +217,7 @@ def compare(rank: int) -> None:
         (lambda x: experts._Enter.apply(x, in_parts), gathered),
         (lambda x: experts._Whole.apply(x, group), copied),
         (
-            lambda x: experts._Gather.apply(x, group, True),
+            lambda x: expert_router._Gather.apply(x, group, True),
             message(spmd.all_gather, first, invariant),
         ),
         (

@@ -353,7 +353,7 @@ def report(run: Run) -> None:
     phases, drawn = run.timeline.report(recording, save_s) if recording else ({}, None)
     balance: dict[str, Any] = {}
     if run.config.model.num_experts is not None:
-        from megatron.layers.experts import take_figures  # no part of other models
+        from megatron.layers.expert_load import take_figures  # no part of other models
 
         balance = take_figures(run.engine.routers, run.config.model, run.topology)
     figures = run.interval.report(

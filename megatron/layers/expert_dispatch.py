@@ -1,0 +1,264 @@
+"""Rows of experts: their order by expert, and the messages that bring tokens to other ranks' experts.
+
+A token is sent once to each rank with experts of its choice, multiplied there by all of these, and
+the sum of their weighted outputs returns: messages have as many rows as there are such pairs, and
+two small ones before them have their numbers and choices. Over several nodes, it is sent once to
+each node, and there to the ranks; results are summed on the node (X-MoE, arXiv 2508.13337). The
+host waits for the device once in a layer's forward pass, for the numbers of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.kernels.host_copy import HostCopy
+from megatron.kernels.ops.experts import (
+    permute,
+    permute_reference,
+    unpermute,
+    unpermute_reference,
+)
+from megatron.parallel.collectives import all_to_all, all_to_all_async
+from megatron.parallel.topology import Group
+
+
+class Operators(NamedTuple):
+    """The operators that move rows: kernels or torch's."""
+
+    permute: Callable[[Tensor, Tensor, Tensor], Tensor]
+    unpermute: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+KERNELS = Operators(permute, unpermute)
+REFERENCES = Operators(permute_reference, unpermute_reference)
+
+
+def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the token of each row, the row of each choice, and the last row of each expert.
+
+    Rows are sorted by expert, those of one by token. After them come choices without a row. The last
+    row is excluded, [count], int32.
+
+    experts  the expert of each choice, of `count`; -1: none  # [t, k], int64
+    """
+    flat = experts.flatten()
+    none = flat < 0
+    by_row, by_expert = flat.masked_fill(none, count).sort(stable=True)
+    every = torch.arange(max(len(flat), count), device=flat.device)
+    ends = torch.searchsorted(by_row, every[:count], right=True, out_int32=True)
+    places = torch.empty_like(flat)
+    places[by_expert] = every[: len(flat)]
+    places = places.masked_fill(none, -1).view_as(experts)
+    return by_expert // experts.shape[1], places, ends
+
+
+def count_choices(experts: Tensor, none: Tensor) -> Tensor:
+    """Return how many choices each expert has, [E] in fp32; `none` are zeros of this shape.
+
+    -1 is no expert.
+
+    Unlike torch.bincount, this needs no wait. On a CPU it is faster in fp32 than in integers.
+    """
+    flat = experts.flatten()
+    return none.scatter_add(0, flat.clamp(min=0), (flat >= 0).to(none.dtype))
+
+
+Numbers = Callable[[], list[int]]
+"""Returns numbers of rows on the host, which waits for them the first time."""
+
+
+def members_chosen(experts: Tensor, each: int, members: int) -> Tensor:
+    """Return of each token which members have experts of its choice, `each` a member; [t, members].
+
+    experts  -1: none  # [t, k]
+    """
+    chosen = torch.zeros(len(experts), members + 1, dtype=torch.bool, device=experts.device)
+    return chosen.scatter_(1, experts.div(each, rounding_mode="floor") + 1, True)[:, 1:]
+
+
+def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tensor:
+    """Return all numbers of rows that the host needs for a layer, on the device.
+
+    They are, for each hop, the rows sent to each member and those received, then the rows of each
+    of this rank's experts. Each hop has one message, of as many numbers for every member.
+
+    experts  of this rank's tokens, -1: none  # [t, k]
+    each     experts of a rank
+    """
+    count = each * math.prod(hop.size for hop in hops)
+    levels, members = list[Tensor](), 1  # what each member of a hop, and then each expert, gets
+    for hop in hops:
+        members *= hop.size
+        levels.append(members_chosen(experts, count // members, members).sum(0))
+    levels.append(count_choices(experts, torch.zeros(count, device=experts.device)).long())
+    found = list[Tensor]()
+    for hop in hops:
+        mine = torch.cat([level.view(hop.size, -1) for level in levels], dim=1)
+        even = [1] * hop.size
+        theirs = all_to_all(mine, hop, even, even)
+        found += [mine[:, 0], theirs[:, 0]]
+        widths = [len(level) // hop.size for level in levels]
+        levels = list(theirs.sum(0).split(widths)[1:])
+    return torch.cat([*found, *levels])
+
+
+def read_numbers(
+    numbers: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
+) -> list[int]:
+    """Return the numbers of `exchange_numbers`, which had `choices` [t, k].
+
+    The planner, which has no data, replaces this.
+    """
+    return numbers.read()
+
+
+class Trip:
+    """The way of tokens to the members of a group with their experts, and of the results back.
+
+    Over several nodes, one trip brings tokens to nodes, and the next to ranks: the group of the
+    first has the rank with the same place on each node.
+
+    experts    of this rank's tokens, -1: none  # [t, k]
+    each       experts of each member, the others of its node included
+    operators  move the rows
+    numbers    has from the place `at` on the rows sent to each member, and those received
+    """
+
+    def __init__(
+        self,
+        experts: Tensor,
+        each: int,
+        group: Group,
+        operators: Operators,
+        numbers: Numbers,
+        at: int,
+    ) -> None:
+        self.group, self.each, self.operators, size = group, each, operators, group.size
+        chosen = members_chosen(experts, each, size).t()  # [ranks, t]
+        flat = chosen.flatten()
+        where, absent = flat.cumsum(0) - 1, flat.logical_not()  # by rank, then by token
+        self.places = where.masked_fill(absent, -1).view_as(chosen).t().contiguous()  # [t, ranks]
+        pairs = where.new_empty(len(flat) + 1)  # the last one takes those that were not chosen
+        every = torch.arange(len(flat), device=flat.device)
+        pairs.scatter_(0, where.masked_fill(absent, len(flat)), every)
+        self.sent, self.received = numbers()[at : at + size], numbers()[at + size : at + 2 * size]
+        pairs = pairs[: sum(self.sent)]
+        self.rank_of, self.order = pairs // len(experts), pairs % len(experts)
+
+    def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
+        """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""
+        arrival = Arrival(self.group, self.received, self.sent)
+        rows = self.operators.permute(tokens, self.order, self.places)
+        sent: Tensor = _Send.apply(rows, arrival)  # type: ignore[no-untyped-call]
+        return sent, arrival
+
+    def send_choices(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and experts [n, k] of the rows that other ranks sent, see Trip.
+
+        Experts count from this rank's first; -1: another rank's.
+        """
+        local = experts[self.order] - (self.rank_of * self.each).unsqueeze(1)
+        local = local.masked_fill((local < 0) | (local >= self.each), -1)
+        found: tuple[Tensor, Tensor] = _SendChoices.apply(  # type: ignore[no-untyped-call]
+            weights[self.order], local, self
+        )
+        return found
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Return results [n, h] to the ranks of their tokens, and their sum in fp32, [t, h]."""
+        arrival = Arrival(self.group, self.sent, self.received)
+        arrived = arrival.wait(_Send.apply(rows, arrival))  # type: ignore[no-untyped-call]
+        total: Tensor = _Sum.apply(arrived, self)  # type: ignore[no-untyped-call]
+        return total
+
+
+class Arrival:
+    """A message under way in one direction, and its gradient in the other.
+
+    The two ends are different nodes of the graph, and what stands between them in the forward pass
+    is computed while the message is under way, in both passes.
+    """
+
+    def __init__(self, group: Group, received: list[int], sent: list[int]) -> None:
+        self.group, self.received, self.sent = group, received, sent
+        self.work: Any = None
+        self.gradient: Tensor | None = None
+
+    def wait(self, rows: Tensor) -> Tensor:
+        """Return the rows, which have arrived."""
+        arrived: Tensor = _Arrive.apply(rows, self)  # type: ignore[no-untyped-call]
+        return arrived
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: Arrival) -> Tensor:
+        ctx.way = way
+        found, way.work = all_to_all_async(rows, way.group, way.sent, way.received)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        gradient, ctx.way.gradient = ctx.way.gradient, None
+        ctx.way.work.wait()
+        return gradient, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: Arrival) -> Tensor:
+        ctx.way = way
+        way.work.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        way = ctx.way
+        found = all_to_all_async(gradient.contiguous(), way.group, way.received, way.sent)
+        way.gradient, way.work = found
+        return gradient, None  # of the shape that autograd expects; _Send has the other one
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of each token's rows. Its gradient needs no rows, as that of a weighted sum does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
+        ctx.trip = trip
+        ones = torch.ones(trip.places.shape, dtype=torch.float32, device=rows.device)
+        return trip.operators.unpermute(rows, trip.places, ones)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        trip = ctx.trip
+        return trip.operators.permute(gradient, trip.order, trip.places), None
+
+
+class _SendChoices(torch.autograd.Function):
+    """Weights and experts [n, k] of the rows that are sent: those of the rows received."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, experts: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
+        ctx.trip = trip
+        both = torch.cat([weights.float().view(torch.int32), experts.int()], dim=1)
+        found = all_to_all(both, trip.group, trip.sent, trip.received)
+        weights, experts = found.chunk(2, dim=1)
+        experts = experts.long()
+        ctx.mark_non_differentiable(experts)
+        return weights.contiguous().view(torch.float32), experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        trip = ctx.trip
+        gradient = gradient.contiguous()
+        return all_to_all(gradient, trip.group, trip.received, trip.sent), None, None

@@ -1,0 +1,89 @@
+"""The load of experts: what moves the routers' biases after a step, and the figures of a log line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.layers.expert_router import Router
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.topology import Group, Topology
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
+
+
+def routers(model: torch.nn.Module) -> list[Router]:
+    """Return the routers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def move_biases(found: Sequence[Router], data: Group, counts: Tensor) -> None:
+    """Sum the load of a step over all tokens, and move the experts' biases by it.
+
+    data    the ranks with other tokens and the same routers, which all call this
+    counts  whether the step counts, a scalar on the device; otherwise nothing moves
+    """
+    loads = all_reduce(torch.stack([router.load for router in found]), data)
+    for router, load in zip(found, loads, strict=True):
+        if router.expert_bias is not None:
+            step = (load.mean() - load).sign() * router.config.moe_router_bias_update_rate
+            router.expert_bias += torch.where(counts, step, 0.0)
+        if router.last_load is not None:
+            router.last_load.copy_(torch.where(counts, load, router.last_load))
+        router.load.zero_()
+
+
+LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""Megatron-LM's names of balancing losses in its log, by type."""
+
+
+@torch.no_grad()
+def take_figures(found: Sequence[Router], model: ModelConfig, topology: Topology) -> dict[str, Any]:
+    """Return the figures of routers since the last call, as an Iteration event has them.
+
+    All ranks call it, with their routers. One message.
+    """
+    kinds = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
+    names = [LOSS_NAMES[kind] for kind, factor in kinds if factor] + ["z_loss"]
+    experts, layers = model.num_experts or 0, model.num_layers
+    table = torch.zeros(
+        layers, experts + len(names) + 3, dtype=torch.float64, device=topology.device
+    )
+    for router in found:
+        values = router.losses, router.dropped.view(1), router.entropy.view(1)
+        if topology.tensor.is_first:  # the others have the same tokens
+            row = torch.cat([router.interval, *values]).double()
+            table[router.layer, :-1], table[router.layer, -1] = row, router.passes
+        for value in (router.interval, *values):
+            value.zero_()
+        router.passes = 0
+    all_reduce(table, topology.world)
+    rows = {layer: row for layer, row in enumerate(table.tolist()) if row[-1]}
+    means = (
+        sum(row[experts + i] / row[-1] for row in rows.values()) / max(1, len(rows))
+        for i in range(len(names))
+    )
+    balancing = dict(zip(names, means, strict=True))
+    if not model.moe_z_loss_coeff:
+        del balancing["z_loss"]
+    shown: dict[str, Any] = {}
+    for layer, row in rows.items():
+        tokens, (dropped, entropy) = row[:experts], row[-3:-1]
+        if total := sum(tokens):
+            shown[str(layer)] = {
+                "imbalance": max(tokens) * experts / total,
+                "entropy": entropy * model.moe_router_topk / (total * math.log(experts)),
+                "dropped": dropped / total,
+                "tokens": tokens,
+            }
+    return {"balancing": balancing or None, "experts": shown or None}

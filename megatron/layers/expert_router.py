@@ -1,0 +1,340 @@
+"""Routers of layers of experts: the choice of experts for each token, and the losses that balance it.
+
+Routers compute in fp32, and with sequence parallelism each tensor rank scores its own tokens and
+gets the scores of all, so that losses and capacities are of the whole micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.kernels.ops.elementwise import wider
+from megatron.layers.context import CallContext, Experts, Fill, LayerContext
+from megatron.layers.expert_dispatch import count_choices
+from megatron.parallel.collectives import gather_first, split_first
+from megatron.parallel.gradient_accumulator import within_backward
+from megatron.parallel.keyed_random import Site, placed_noise
+from megatron.parallel.topology import Group
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
+
+
+def shared_by(context: LayerContext) -> Experts:
+    """Return what layers of experts share; of one process where nothing was given."""
+    return context.experts or Experts()
+
+
+class _Gather(torch.autograd.Function):
+    """Scores [s/n, b, E] of all ranks: [s, b, E]. Each rank has the gradients of all.
+
+    tensor  whether these are the tensor ranks, for engine/gradients.py
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, group: Group, tensor: bool) -> Tensor:
+        ctx.group = group
+        if tensor:
+            ctx.partial_gradient = True
+        return gather_first(scores, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return split_first(gradient, ctx.group).contiguous(), None, None
+
+
+class _Scores(torch.autograd.Function):
+    """x [.., h] times the router's fp32 weights [E, h], in fp32; x is kept in its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(wider(x), wider(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        dw = rows.t() @ wider(x).flatten(0, -2)
+        return (gradient @ wider(weight)).to(x.dtype), dw.to(weight.dtype)
+
+
+class _WithLoss(torch.autograd.Function):
+    """The first argument, with a loss that gets the gradient `experts.loss_scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, experts: Experts) -> Tensor:
+        ctx.experts = experts
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        one = torch.ones((), dtype=torch.float32, device=gradient.device)
+        return gradient, one * ctx.experts.loss_scale, None
+
+
+def balancing_loss(scores: Tensor, load: Tensor, real: Tensor | None = None) -> Tensor:
+    """Return E sum_i f_i P_i, of E experts: 1 where the load is even (fp32, a scalar).
+
+    Fedus et al., arXiv 2101.03961, eq. 4 to 6.
+
+    scores  normalised scores of tokens; P is their mean  # [.., E]
+    load    choices of each expert; f is its share in all. No gradient flows through it.  # [E]
+    real    which tokens are no padding, 0 or 1; None: all  # [tokens]
+    """
+    share = load / load.sum().clamp(min=1)
+    return len(load) * (share * mean_over(scores.flatten(0, -2), real)).sum()
+
+
+def mean_over(values: Tensor, real: Tensor | None) -> Tensor:
+    """Return the mean of values [n, ..] over those that `real` [n] marks by 1; None: over all."""
+    return values.mean(0) if real is None else real @ values / real.sum().clamp(min=1)
+
+
+class Router(torch.nn.Module):
+    """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k], of all tokens.
+
+    Weights are fp32, experts int64; a choice that is dropped has the weight 0 and the expert -1. So
+    have the choices of padding, which enters no load, loss, capacity or figure.
+
+    load         choices of each expert since the last step, before drops  # [E], fp32
+
+    Sums since the last log line (take_figures): `passes`, the number of micro-batches; `losses`,
+    each balancing loss without its coefficient, then the z-loss; and only if `measured`:
+    `interval`, as `load`; `dropped`, the choices that were dropped; and `entropy` of each token's
+    normalised scores.
+
+    expert_bias  a term of the scores for the choice alone; moves after each step with the load
+                 (Wang et al., arXiv 2408.15664)  # [E], fp32; None without
+    last_load    load of the last step, for the balancing loss of the global batch  # [E]
+    """
+
+    def __init__(
+        self, context: LayerContext, name: str, config: ModelConfig, layer: int, fill: Fill
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        assert config.num_experts is not None, "the layer has experts"
+        self.name, self.context, self.config, self.experts = (
+            name,
+            context,
+            config,
+            config.num_experts,
+        )
+        shape = self.experts, config.hidden_size
+        self.weight = context.parameters.create(f"{name}.weight", shape, None, fill, fp32=True)
+        if config.moe_use_upcycling:  # the parts of one MLP begin with the same scores
+            groups = self.weight.detach().unflatten(0, (-1, config.upcycling_granularity))
+            groups[:, 1:] = groups[:, :1]
+        kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
+        self.balancing = {kind: factor for kind, factor in kinds if factor}
+        z = [config.moe_z_loss_coeff] if config.moe_z_loss_coeff else []
+        factors = [*self.balancing.values(), *z]
+        # Plain attributes: buffers would be rounded with the weights.
+        zeros = torch.zeros(self.experts, device=context.parameters.device)
+        self.factors = zeros.new_tensor(factors)
+        self.load, self.interval = zeros, zeros.clone()
+        self.last_load = zeros.clone() if "global_aux_loss" in self.balancing else None
+        self.losses = zeros.new_zeros(len(self.balancing) + 1)
+        self.dropped, self.entropy = zeros.new_zeros(()), zeros.new_zeros(())
+        self.passes = 0
+        self.expert_bias = zeros.clone() if config.moe_router_enable_expert_bias else None
+        self.measured = False
+
+    def kept(self) -> dict[str, Tensor]:
+        """Return what is saved beside the weights, by global name."""
+        names = ("expert_bias", "last_load")
+        found = {f"{self.name}.{name}": getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def forward(self, x: Tensor, call: CallContext) -> tuple[Tensor, Tensor]:
+        config, context = self.config, self.context
+        if config.moe_input_jitter_eps and call.dropout is not None:
+            seed, place = call.hidden_mask(x, self.layer, Site.ROUTER, context)
+            assert seed is not None, "in training, masks have a key"
+            places = place if isinstance(place, list) else [place]
+            both = zip(x.chunk(len(places)), places, strict=True)
+            eps = config.moe_input_jitter_eps
+            x = x * torch.cat([placed_noise(part, eps, seed, at) for part, at in both])
+        logits: Tensor = _Scores.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        if config.use_mup:
+            logits = logits * config.router_scale
+        if context.sequence_parallel:
+            logits = _Gather.apply(logits, context.tensor, True)  # type: ignore[no-untyped-call]
+        weights, experts = self.choose(logits.flatten(0, 1))
+        if (padding := call.padding) is not None:
+            padding = padding if context.parts is None else context.parts.cut(padding)
+            padding = padding.t().reshape(-1, 1)
+            weights, experts = weights.masked_fill(padding, 0.0), experts.masked_fill(padding, -1)
+        counts = torch.is_grad_enabled() and not within_backward()
+        if torch.is_grad_enabled() and self.training:
+            real = None if padding is None else padding.logical_not().float().view(-1, x.shape[1])
+            weights = self._with_losses(logits, weights, experts, real, counts)
+        kept = self._kept(weights, experts, x.shape[1])
+        if counts and self.training:
+            self.passes += 1
+            with torch.no_grad():
+                self.load += (load := self._count(experts))
+                if self.measured:
+                    self.interval += load
+                    chosen = experts >= 0
+                    entropies = torch.xlogy(p := self.shares(logits), p).sum(-1).flatten()
+                    self.entropy -= (entropies * chosen[:, 0]).sum()
+                    self.dropped += 0 if kept is None else (chosen & ~kept).sum()
+        if kept is not None:
+            weights = weights.masked_fill(~kept, 0.0)
+            experts = experts.masked_fill(~kept, -1)
+        return weights, experts
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and experts [t, k] of logits [t, E], the best first."""
+        config = self.config
+        k, softmax = config.moe_router_topk, config.moe_router_score_function == "softmax"
+        if not softmax:
+            scores = logits.sigmoid()
+        else:
+            scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
+        with torch.no_grad():
+            wanted = scores if self.expert_bias is None else scores + self.expert_bias
+            if config.moe_router_num_groups is not None:
+                wanted = self._within_groups(wanted)
+            experts = wanted.topk(k, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if softmax and not config.moe_router_pre_softmax:
+            weights = weights.softmax(-1)
+        elif not softmax and k > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        factor = config.moe_router_topk_scaling_factor
+        return weights if factor is None else weights * factor, experts
+
+    def _within_groups(self, scores: Tensor) -> Tensor:
+        """Return the scores with -inf outside of the best groups of each token.
+
+        DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
+        """
+        groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        assert groups is not None and chosen is not None, "they are given together"
+        cut = scores.unflatten(-1, (groups, -1))
+        best = cut.topk(self.config.moe_router_topk // chosen, dim=-1).values.sum(-1)
+        outside = torch.ones_like(best, dtype=torch.bool).scatter_(
+            -1, best.topk(chosen, dim=-1).indices, False
+        )
+        within: Tensor = cut.masked_fill(outside.unsqueeze(-1), -math.inf).flatten(-2)
+        return within
+
+    def shares(self, logits: Tensor) -> Tensor:
+        """Return scores over all experts that add up to one, for losses [.., E]."""
+        if self.config.moe_router_score_function == "softmax":
+            return logits.softmax(-1)
+        scores = logits.sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+    def _count(self, experts: Tensor) -> Tensor:
+        return count_choices(experts, torch.zeros_like(self.load))
+
+    def _with_losses(
+        self,
+        logits: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        real: Tensor | None,
+        counts: bool,
+    ) -> Tensor:
+        """Return the weights, through whose gradient that of the losses of logits [s, b, E] flows.
+
+        real  see balancing_loss  # [s, b]
+        """
+        losses = list[Tensor]()
+        if (parts := self.context.parts) is not None:  # losses are of whole sequences
+            logits = _Gather.apply(logits, parts.group, False)  # type: ignore[no-untyped-call]
+            experts = self.choose(logits.detach().flatten(0, 1))[1]
+            real = None if real is None else gather_first(real, parts.group)
+        shares = self.shares(logits) if self.balancing else logits
+        if self.balancing and (
+            self.expert_bias is not None or self.config.moe_router_num_groups is not None
+        ):
+            # Losses are of the scores, without bias and groups (arXiv 2412.19437, eq. 18).
+            experts = shares.detach().topk(self.config.moe_router_topk, dim=-1).indices
+        experts = experts.view(*logits.shape[:2], -1)
+        if real is not None:
+            experts = experts.masked_fill(real.unsqueeze(-1) == 0, -1)
+        of_all = None if real is None else real.flatten()
+        for kind in self.balancing:
+            if kind == "aux_loss":
+                loss = balancing_loss(shares, self._count(experts), of_all)
+            elif kind == "seq_aux_loss":
+                each = [
+                    balancing_loss(
+                        shares[:, i],
+                        self._count(experts[:, i]),
+                        None if real is None else real[:, i],
+                    )
+                    for i in range(shares.shape[1])
+                ]
+                with_text = None if real is None else real.amax(0)
+                loss = mean_over(torch.stack(each), with_text)
+            else:  # before the first step the load counts as even
+                assert self.last_load is not None, "made for this loss"
+                even = self.last_load.sum() == 0
+                loss = balancing_loss(shares, torch.where(even, 1.0, self.last_load), of_all)
+            losses.append(loss)
+        if self.config.moe_z_loss_coeff:  # Zoph et al., arXiv 2202.08906, eq. 5
+            squares = logits.logsumexp(-1).square().flatten()
+            losses.append(mean_over(squares, of_all))
+        if not losses:
+            return weights
+        found = torch.stack(losses)
+        if counts:
+            with torch.no_grad():
+                self.losses[: len(found)] += found
+        shared, total = shared_by(self.context), found @ self.factors
+        return _WithLoss.apply(weights, total, shared)  # type: ignore[no-untyped-call, no-any-return]
+
+    @torch.no_grad()
+    def _kept(self, weights: Tensor, experts: Tensor, samples: int) -> Tensor | None:
+        """Return which choices [t, k] are within their expert's capacity; None: all."""
+        (tokens, k), parts, config = experts.shape, self.context.parts, self.config
+        factor = config.moe_eval_capacity_factor
+        if self.training:
+            factor = config.moe_expert_capacity_factor
+        if factor is None:
+            return None
+        if parts is not None:
+            # The capacity is of whole sequences: [b k, s/c] -> [b k, s], and the order by position.
+            tokens *= parts.size
+            weights, experts = (
+                parts.gather(y.view(-1, samples * k).t()).t().reshape(tokens, k)
+                for y in (weights, experts)
+            )
+        capacity = math.ceil(tokens * k / self.experts * factor)
+        if capacity >= tokens:
+            return None
+        # The capacity is that of the tokens without padding, whose number the host does not know.
+        real = (experts[:, 0] >= 0).sum().double()
+        limit = (real * k / self.experts * factor).ceil()
+        columns = experts + 1  # the first one takes the choices of padding
+        table = weights.new_full((tokens, self.experts + 1), -1.0)
+        if config.moe_token_drop_policy == "probs":
+            best = table.scatter_(1, columns, weights).topk(capacity, dim=0).indices
+            within = (torch.arange(capacity, device=limit.device) < limit).unsqueeze(1)
+            inside = torch.zeros_like(table, dtype=torch.bool).scatter_(
+                0, best, within.expand_as(best)
+            )
+        else:
+            chosen = torch.zeros_like(table, dtype=torch.int32).scatter_(1, columns, 1)
+            inside = chosen.cumsum(0) <= limit
+        inside[:, 0] = False
+        inside = inside.gather(1, columns)
+        if parts is None:
+            return inside
+        positions = parts.positions(tokens // samples, experts.device)
+        return inside.view(-1, samples, k)[positions].flatten(0, 1)
