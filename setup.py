@@ -110,6 +110,7 @@ setup(
         "megatron_tools": "tools",  # the modules of the console scripts
         "megatron_conversion": "tools/megatron_conversion",
         "megatron_inference": "tools/megatron_inference",
+        "megatron_inspection": "tools/megatron_inspection",
         "megatron_preparation": "tools/megatron_preparation",
         "megatron_report": "tools/megatron_report",
     },

@@ -16,46 +16,36 @@ do not count); 2 for an error, such as a path that does not exist.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.files import (
-    CONFIG,
-    MANIFEST,
-    PROVENANCE,
-    SHARD_INDEX,
-    STATE,
-    Manifest,
-    read_manifest,
-)
-from megatron.checkpoint.find import (
-    Checkpoint,
-    find,
-    folders,
-    iteration_of,
-    open_checkpoint,
-    read_tracker,
-    required,
-)
-from megatron.checkpoint.folder import folder_name
-from megatron.checkpoint.load import read_shards
-from megatron.checkpoint.shards import Shard, Stored, incomplete, named, read_stored
-from megatron.checkpoint.tensors import MASTER
+from megatron.checkpoint.find import find, folders, open_checkpoint
+from megatron.checkpoint.folder import tagged_name
+from megatron.checkpoint.shards import Stored
 from megatron.config.option import Parser
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run.process import as_tool
+from megatron_inspection.checkpoint import (
+    Contents,
+    Norm,
+    compare,
+    contents,
+    is_checkpoint,
+    locate,
+    matching,
+    norms,
+    verify,
+    verify_tracker,
+)
+from megatron_preparation.progress import ByteProgress
 
 OK, DAMAGED = 0, 1
 _PIPE_COLUMNS = 200  # width of the output if it is not a terminal
@@ -97,351 +87,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-PART = 1 << 24  # elements that are processed together, in float64
-_PER_FILE = 3  # damaged shards of a file that are reported one by one
-
-Count = Callable[[int], object]
-"""Called with the number of bytes that were read since the last call."""
-Change = tuple[str, Any, Any]
-"""Name, value in the first checkpoint, value in the second; ABSENT if missing."""
-ABSENT = "(absent)"
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Contents of a checkpoint, without the values of its tensors.
-
-    stored     the tensors' entries by name ("master.NAME", "exp_avg.NAME"), sorted
-    files      bytes of all files in the folder
-    provenance   provenance; empty if unknown
-    """
-
-    checkpoint: Checkpoint
-    stored: dict[str, Stored] = field(repr=False)
-    files: dict[str, int]
-    provenance: dict[str, Any]
-
-    @property
-    def folder(self) -> Path:
-        return self.checkpoint.folder
-
-    @property
-    def parameters(self) -> dict[str, tuple[str, ...]]:
-        """Kinds of stored tensors of each parameter."""
-        found: dict[str, tuple[str, ...]] = {}
-        for name in self.stored:
-            kind, _, parameter = name.partition(".")
-            found[parameter] = (*found.get(parameter, ()), kind)
-        return {
-            name: tuple(sorted(kinds, key=lambda kind: (kind != MASTER, kind)))
-            for name, kinds in found.items()
-        }
-
-    @property
-    def weights(self) -> int:
-        """Number of elements of all parameters."""
-        return sum(
-            math.prod(s["shape"])
-            for name, s in self.stored.items()
-            if name.startswith(f"{MASTER}.")
-        )
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """Layout of the job that wrote it, from provenance or configuration."""
-        parallel = self.checkpoint.config.get("parallel", {})
-        fields = {
-            "tensor": "tensor_model_parallel_size",
-            "pipeline": "pipeline_model_parallel_size",
-            "data": "data_parallel_size",
-            "sequence_parallel": "sequence_parallel",
-        }
-        configured = {short: parallel[name] for short, name in fields.items() if name in parallel}
-        layout: dict[str, Any] = self.provenance.get("layout") or configured
-        return layout
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a (possibly damaged) checkpoint, not a folder of them."""
-    return iteration_of(path) is not None or any(
-        (path / name).is_file() for name in (STATE, CONFIG, MANIFEST, SHARD_INDEX)
-    )
-
-
-def locate(path: Path, tag: str | None = None) -> Path:
-    """Return the checkpoint at a path: itself, the newest valid one in it, or the one of `tag`.
-
-    Raises CheckpointError.
-    """
-    return path if tag is None and is_checkpoint(path) else required(path, find(path, tag))
-
-
-def contents(folder: Path) -> Contents:
-    """Read the small files of a checkpoint. Raises CheckpointError, naming the file, for damage."""
-    checkpoint = open_checkpoint(folder)
-    manifest = checkpoint.manifest
-    stored = read_stored(manifest)
-    if problems := incomplete(stored):
-        raise CheckpointError(f"the shard lists of {folder} are wrong: {named(problems)}")
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    provenance = manifest.read_json(PROVENANCE) if PROVENANCE in manifest.files else {}
-    return Contents(checkpoint, dict(sorted(stored.items())), files, provenance)
-
-
-def matching(found: Contents, pattern: str | None) -> list[str]:
-    """Return the tensors whose own or parameter's name matches a shell pattern; None: all."""
-    return [
-        name
-        for name in found.stored
-        if pattern is None
-        or any(fnmatch.fnmatchcase(text, pattern) for text in (name, name.partition(".")[2]))
-    ]
-
-
-def read_whole(found: Contents, name: str) -> torch.Tensor:
-    """Return a whole tensor. Raises CheckpointError where a part of it is damaged."""
-    entry = found.stored[name]
-    whole = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    wanted = [(name, shard) for shard in entry["boxes"]]
-    for _, shard, values in read_shards(found.folder, wanted, found.stored):
-        part = whole
-        for dim, (start, size) in enumerate(zip(shard.offset, shard.sizes, strict=True)):
-            part = part.narrow(dim, start, size)
-        part.copy_(values)
-    return whole
-
-
-# --- norms
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Norm and largest absolute value of a tensor's finite elements in float64; count of others."""
-
-    norm: float
-    largest: float
-    not_finite: int
-
-
-def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tuple[str, Norm]]:
-    """Yield the norm of each tensor. Raises CheckpointError that names a damaged file."""
-    for name in names:
-        squares, largest, bad = 0.0, 0.0, 0
-        wanted = [(name, shard) for shard in found.stored[name]["boxes"]]
-        for _, shard, values in read_shards(found.folder, wanted, found.stored):
-            for part in values.reshape(-1).split(PART):
-                exact = part.double()
-                finite = exact[exact.isfinite()]
-                bad += exact.numel() - finite.numel()
-                if finite.numel():
-                    squares += float(torch.dot(finite, finite))
-                    largest = max(largest, float(finite.abs().max()))
-            count(shard.length)
-        yield name, Norm(math.sqrt(squares), largest, bad)
-
-
-# --- verification
-
-
-def verify(folder: Path, count: Count = bool) -> list[str]:
-    """List the problems of a checkpoint, each with its file or tensor.
-
-    Everything is checked, even after a problem was found: the manifest, the small files, every
-    shard of the data files, stray bytes and files, and that the shards cover each tensor exactly
-    once.
-    """
-    problems: list[str] = []
-    try:
-        manifest = read_manifest(folder)
-        for name in manifest.files:
-            try:
-                manifest.read_bytes(name)
-            except CheckpointError as error:
-                problems.append(str(error))
-        if not problems:
-            open_checkpoint(folder)
-        stored = read_stored(manifest)
-    except (CheckpointError, OSError) as error:
-        return list(dict.fromkeys([*problems, str(error)]))
-    problems += _data_files(folder, stored, manifest, count)
-    return problems + incomplete(stored)
-
-
-def _data_files(
-    folder: Path, stored: Mapping[str, Stored], manifest: Manifest, count: Count
-) -> Iterator[str]:
-    """Yield damaged shards, stray bytes in data files, and stray files."""
-    files: dict[str, list[tuple[int, str, Shard]]] = {}
-    for name, entry in stored.items():
-        for shard in entry["boxes"]:
-            files.setdefault(shard.file, []).append((shard.start, name, shard))
-    for file in sorted(files):
-        path, at, damaged = folder / file, 0, 0
-        if not path.is_file():
-            yield f"{path} is missing"
-            continue
-        for start, name, shard in sorted(files[file]):
-            if start > at:
-                yield f"{path} has bytes {at} to {start} that belong to no tensor"
-            elif start < at:
-                yield f"{path} has {name} at byte {start}, before the end of another tensor"
-            at = max(at, start + shard.length)
-            try:
-                for _ in read_shards(folder, [(name, shard)], stored):
-                    pass
-            except CheckpointError as error:
-                damaged += 1
-                if damaged <= _PER_FILE:
-                    yield str(error)
-            count(shard.length)
-        if damaged > _PER_FILE:
-            yield f"{path} has {damaged} damaged shards of {len(files[file])}"
-        size = path.stat().st_size
-        if size > at:
-            yield f"{path} has bytes {at} to {size} that belong to no tensor"
-    known = {MANIFEST} | files.keys() | manifest.files.keys()
-    if extra := sorted(path.name for path in folder.iterdir() if path.name not in known):
-        yield f"{folder} has files that do not belong to the checkpoint: {named(extra)}"
-
-
-def verify_tracker(directory: Path) -> list[str]:
-    """List the problems of the tracker file in a folder of checkpoints."""
-    tracker, there = read_tracker(directory), [folder.name for folder in folders(directory)]
-    if tracker.problem is not None:
-        return [f"{tracker.path} {tracker.problem}"]
-    if tracker.iteration is None:
-        return [f"{tracker.path} is missing"] if there else []
-    if folder_name(tracker.iteration) not in there:
-        return [f"{tracker.path} names iteration {tracker.iteration}, whose folder is missing"]
-    return []
-
-
-# --- comparison
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """Difference of one tensor between two checkpoints.
-
-    elements     number of elements whose bits differ
-    of           elements of the tensor
-    largest      largest absolute difference; inf if one is not finite
-    relative     Euclidean norm of the difference over that of the first; inf if that is 0 or not
-                 finite
-    """
-
-    elements: int
-    of: int
-    largest: float
-    relative: float
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Differences between two checkpoints.
-
-    only_first, only_second    tensors that only one of them has
-    kinds                      tensors that differ in shape or dtype
-    tensors                    tensors that differ in values
-    equal                      number of bitwise equal tensors
-    settings, state            differences in the configuration, and in the other state of a run
-    """
-
-    only_first: list[str]
-    only_second: list[str]
-    kinds: list[Change]
-    tensors: dict[str, TensorDifference]
-    equal: int
-    settings: list[Change]
-    state: list[Change]
-
-    @property
-    def same(self) -> bool:
-        """Return whether tensors and state are the same; settings may differ."""
-        return not (self.only_first or self.only_second or self.kinds or self.tensors or self.state)
-
-
-def compare(
-    first: Contents, second: Contents, pattern: str | None = None, count: Count = bool
-) -> Difference:
-    """Compare two checkpoints of any layouts, and the tensors that `pattern` matches.
-
-    Raises CheckpointError that names a damaged file.
-    """
-    names, others = matching(first, pattern), set(matching(second, pattern))
-    kinds: list[Change] = []
-    tensors: dict[str, TensorDifference] = {}
-    equal = 0
-    for name in names:
-        if name not in others:
-            continue
-        ours, theirs = first.stored[name], second.stored[name]
-        if (ours["shape"], ours["dtype"]) != (theirs["shape"], theirs["dtype"]):
-            kinds.append(
-                (name, f"{ours['shape']} {ours['dtype']}", f"{theirs['shape']} {theirs['dtype']}")
-            )
-            continue
-        a, b = read_whole(first, name), read_whole(second, name)
-        count(sum(shard.length for entry in (ours, theirs) for shard in entry["boxes"]))
-        difference = tensor_difference(a, b)
-        if difference is None:
-            equal += 1
-        else:
-            tensors[name] = difference
-    return Difference(
-        [name for name in names if name not in others],
-        sorted(others - set(names)),
-        kinds,
-        tensors,
-        equal,
-        _changes(first.checkpoint.config, second.checkpoint.config),
-        # Older versions stored the time of the save in the state.
-        _changes(*({**c.checkpoint.state, "saved_at_s": None} for c in (first, second))),
-    )
-
-
-def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
-    """Compare two tensors of one shape and dtype, in float64; None if bitwise equal."""
-    elements, largest, squares, norm = 0, 0.0, 0.0, 0.0
-    for x, y in zip(a.reshape(-1).split(PART), b.reshape(-1).split(PART), strict=True):
-        bytes_of = (x.numel(), x.element_size())
-        different = (x.view(torch.uint8).view(bytes_of) != y.view(torch.uint8).view(bytes_of)).any(
-            dim=1
-        )
-        elements += int(different.sum())
-        exact, other = x.double(), y.double()
-        norm += float(torch.dot(exact, exact))
-        apart = torch.where(different, (exact - other).abs(), 0.0).nan_to_num(nan=math.inf)
-        largest = max(largest, float(apart.max())) if apart.numel() else largest
-        squares += float(torch.dot(apart, apart))
-    if not elements:
-        return None
-    relative = math.sqrt(squares) / math.sqrt(norm) if norm and math.isfinite(norm) else math.inf
-    return TensorDifference(elements, a.numel(), largest, relative)
-
-
-def _changes(first: Any, second: Any) -> list[Change]:
-    """Return the values in which two nested dicts differ, under names joined by dots.
-
-    >>> _changes({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": 4})
-    [('a.y', 2, 3), ('b', '(absent)', 4)]
-    """
-    ours, theirs = dict(_flat(first)), dict(_flat(second))
-    return [
-        (name, ours.get(name, ABSENT), theirs.get(name, ABSENT))
-        for name in sorted(ours.keys() | theirs.keys())
-        if name not in ours or name not in theirs or ours[name] != theirs[name]
-    ]
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value
-
-
 @as_tool
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit code."""
@@ -474,7 +119,6 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Show one checkpoint and, for a folder of checkpoints, a list of all."""
-
     there = [] if is_checkpoint(args.path) else overview(args.path)
     report: dict[str, Any] = {"checkpoints": there} if there else {}
     if there and not args.json:
@@ -499,7 +143,7 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     if not args.json:
         shown = {k: v for k, v in described.items() if k != "provenance" or args.provenance}
         table(f"{folder}", ("", ""), [(name, plain_text(value)) for name, value in shown.items()])
-    measured: dict[str, Any] = {}
+    measured: dict[str, Norm] = {}
     problem = None
     if args.norms:
         size = read_bytes(found, names)
@@ -529,7 +173,7 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     ), OK if problem is None else DAMAGED
 
 
-def read_bytes(found: Any, names: Iterable[str]) -> int:
+def read_bytes(found: Contents, names: Iterable[str]) -> int:
     """Return the bytes of some tensors in the data files."""
     return sum(shard.length for name in names for shard in found.stored[name]["boxes"])
 
@@ -544,8 +188,6 @@ def check_match(pattern: str | None, names: Sequence[str]) -> None:
 
 def overview(directory: Path) -> list[dict[str, Any]]:
     """List a folder's checkpoints with sizes, and problems of their small files."""
-    from megatron.checkpoint.find import folders, open_checkpoint
-
     out = []
     for folder in folders(directory):
         problem = None
@@ -562,7 +204,7 @@ def overview(directory: Path) -> list[dict[str, Any]]:
     return out
 
 
-def describe(found: Any) -> dict[str, Any]:
+def describe(found: Contents) -> dict[str, Any]:
     """Return the description of a checkpoint without its tensors."""
     state = found.checkpoint.state
     model = found.checkpoint.config.get("model", {})
@@ -584,7 +226,7 @@ def describe(found: Any) -> dict[str, Any]:
     }
 
 
-def show_tensors(found: Any, names: Iterable[str], measured: dict[str, Any]) -> None:
+def show_tensors(found: Contents, names: Iterable[str], measured: dict[str, Norm]) -> None:
     """Print a row for each parameter; with norms, one for each tensor."""
     chosen = set(names)
     rows: list[tuple[Any, ...]] = []
@@ -623,8 +265,6 @@ def show_tensors(found: Any, names: Iterable[str], measured: dict[str, Any]) -> 
 
 def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Verify one checkpoint, or all of a folder and its tracker file."""
-    from megatron.checkpoint.find import find, folders
-
     if args.tag is not None or is_checkpoint(args.path):
         chosen, problems = [args.path if args.tag is None else tagged(args.path, args.tag)], {}
     else:
@@ -648,8 +288,6 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def tagged(directory: Path, tag: str) -> Path:
     """Return a checkpoint of a folder, valid or not. Raises CheckpointError if it is missing."""
-    from megatron.checkpoint.folder import tagged_name
-
     folder = directory / tagged_name(tag)
     if not os.path.isdir(folder):
         raise CheckpointError(f"no checkpoint {folder}")
@@ -661,7 +299,6 @@ def tagged(directory: Path, tag: str) -> Path:
 
 def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Show how two checkpoints differ."""
-
     for path in args.diff if args.tag is not None else ():
         tagged(path, args.tag)
     try:
@@ -706,8 +343,6 @@ class Progress:
     """Progress of reading, on standard error; see ByteProgress."""
 
     def __init__(self, what: str, size_bytes: int) -> None:
-        from megatron_preparation.progress import ByteProgress
-
         self._progress, self._done = ByteProgress(what, size_bytes), 0
 
     def __enter__(self) -> Progress:
@@ -747,7 +382,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     console.print(made)
 
 
-def shape_text(entry: Any) -> str:
+def shape_text(entry: Stored) -> str:
     return " x ".join(map(str, entry["shape"]))
 
 

@@ -17,8 +17,7 @@ import torch
 
 from megatron.checkpoint.files import write_manifest
 from megatron.errors import CheckpointError
-from tests.checkpoint.made import PROVENANCE, make, tensors
-from tools.inspect_checkpoint import (
+from megatron_inspection.checkpoint import (
     TensorDifference,
     compare,
     contents,
@@ -30,6 +29,7 @@ from tools.inspect_checkpoint import (
     verify,
     verify_tracker,
 )
+from tests.checkpoint.made import PROVENANCE, make, tensors
 
 VALUES = tensors()
 

@@ -21,9 +21,9 @@ from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.checkpoint.save import Saver
 from megatron.checkpoint.tensors import Shards
 from megatron.parallel.topology import Layout, Topology
+from megatron_inspection.checkpoint import contents, read_whole, verify, verify_tracker
 from tests.engine import toy
 from tests.helpers.killing import forked, signal_at, wait_for
-from tools.inspect_checkpoint import contents, read_whole, verify, verify_tracker
 
 TRACKER = "latest_checkpointed_iteration.txt"
 KEPT = {"keep_last": 2}

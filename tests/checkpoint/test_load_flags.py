@@ -18,8 +18,8 @@ import torch
 
 from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.metrics_file import read_records
+from megatron_inspection.checkpoint import contents, read_whole
 from tests.helpers.processes import run_processes
-from tools.inspect_checkpoint import contents, read_whole
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,1 @@
+"""What checkpoints hold, whether they are whole, and how two differ."""
