@@ -33,7 +33,8 @@ from megatron.engine.gradients import to_sink  # noqa: E402
 from megatron.kernels import choose  # noqa: E402
 from megatron.model.gpt import build_chunks, layer_context, stages_of  # noqa: E402
 from megatron.parallel.gradient_accumulator import GradientSink  # noqa: E402
-from megatron.parallel.topology import Layout, Topology  # noqa: E402
+from megatron.parallel.layout import Layout  # noqa: E402
+from megatron.parallel.topology import Topology  # noqa: E402
 from megatron.pipeline.captured import Captures  # noqa: E402
 from megatron.pipeline.executor import Executor  # noqa: E402
 from megatron.planner.cluster import load_cluster  # noqa: E402

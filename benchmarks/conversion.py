@@ -31,7 +31,8 @@ def make(folder: Path, layers: int, type_name: str) -> None:
     from megatron.checkpoint.huggingface_save import write_model
     from megatron.config import Config
     from megatron.model.gpt import global_shapes
-    from megatron.parallel.topology import Layout, Topology
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.topology import Topology
 
     sizes = dict(num_layers=layers, vocab_size=128256, pipeline_model_parallel_size=1)
     config = Config.create(preset="llama-8b", **sizes)

@@ -41,7 +41,8 @@ from megatron.engine.gradients import to_sink
 from megatron.kernels import choose
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.gradient_accumulator import GradientSink
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 import plain

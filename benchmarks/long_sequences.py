@@ -30,7 +30,8 @@ from megatron.config import Config  # noqa: E402
 from megatron.data.sampler import MicroBatch  # noqa: E402
 from megatron.engine.engine import Engine, build_executor  # noqa: E402
 from megatron.model.gpt import build_chunks, layer_context  # noqa: E402
-from megatron.parallel.topology import Layout, Topology  # noqa: E402
+from megatron.parallel.layout import Layout  # noqa: E402
+from megatron.parallel.topology import Topology  # noqa: E402
 
 VOCABULARY, RANKS = 512, 2
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -36,7 +36,8 @@ from megatron.engine.optimizer import (  # noqa: E402
     unique_parameters,
 )
 from megatron.model.gpt import GPTChunk, build_chunks  # noqa: E402
-from megatron.parallel.topology import Layout, Topology  # noqa: E402
+from megatron.parallel.layout import Layout  # noqa: E402
+from megatron.parallel.topology import Topology  # noqa: E402
 
 BASE = 64
 HEAD = 16

@@ -205,8 +205,8 @@ def program(job: dict[str, Any]) -> list[dict[str, Any]]:
     """Run pretrain_gpt.py with the job's arguments step by step, with paced products if requested."""
     from megatron.config import parse_args
     from megatron.parallel.launch import detect_launch
+    from megatron.parallel.layout import DEFAULT_ORDER
     from megatron.parallel.rendezvous import connect
-    from megatron.parallel.topology import DEFAULT_ORDER
     from megatron.training.run.host import share_cores
     from megatron.training.run.loop import train_step
     from megatron.training.run.setup import assemble, connect_groups

@@ -38,7 +38,8 @@ from megatron.layers.vocabulary import look_up
 from megatron.model.gpt import build_chunks
 from megatron.parallel import gradient_accumulator
 from megatron.parallel.gradient_accumulator import GradientSink
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.planner.processes import gpus_here
 
 GIB = 2**30

@@ -66,7 +66,8 @@ def topology(data: int, repeat: int) -> list[Row]:
     """Process groups and the printed layout."""
     import torch.distributed as dist
 
-    from megatron.parallel.topology import Layout, Topology
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.topology import Topology
 
     layout = Layout(TENSOR, PIPELINE, data)
     rank = layout.world_size // 2

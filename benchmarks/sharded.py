@@ -46,8 +46,9 @@ from megatron.data.sampler import MicroBatch  # noqa: E402
 from megatron.engine.deepspeed_internals import import_deepspeed  # noqa: E402
 from megatron.engine.engine import Engine, build_executor  # noqa: E402
 from megatron.model.gpt import GPTChunk, build_chunks, layer_context  # noqa: E402
+from megatron.parallel.layout import Layout  # noqa: E402
 from megatron.parallel.sharding import sharding_of  # noqa: E402
-from megatron.parallel.topology import Layout, Topology  # noqa: E402
+from megatron.parallel.topology import Topology  # noqa: E402
 
 RANKS, VOCABULARY = 2, 1024
 SIDES = ("stage 1", "stage 2", "stage 3", "FSDP2", "DeepSpeed ZeRO-3")

@@ -31,7 +31,8 @@ from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.layers.ring_flash import Flash
 from megatron.model.gpt import build_chunks
 from megatron.parallel.keyed_random import dropout_mask, seeded
-from megatron.parallel.topology import Group, Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Group, Topology
 from tests.engine.test_offload import assert_offloading_changes_nothing
 from tests.helpers.launching import TINY
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron
-from megatron.parallel.topology import Layout
+from megatron.parallel.layout import Layout
 from tests.helpers.processes import run_processes
 
 FIELDS = dict(

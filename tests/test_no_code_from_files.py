@@ -24,7 +24,8 @@ import torch
 
 from megatron.checkpoint.files import digest, write_manifest
 from megatron.checkpoint.load import load_weights
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from tests.checkpoint.made import make
 from tests.engine import toy
 from tests.helpers.launching import ROOT, TINY, launch

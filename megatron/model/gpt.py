@@ -31,8 +31,9 @@ from megatron.layers.vocabulary import (
 )
 from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel.keyed_random import DropoutKey, Site
+from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.topology import Topology
 from megatron.protocols import Layer, Stage
 
 OUTPUT_LAYER = "output_layer.weight"

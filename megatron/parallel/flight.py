@@ -27,18 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.parallel import layout
 from megatron.parallel.launch import Launch
 from megatron.parallel.processes import DEAD, GONE, STOPPED, process_state
 
-_PARTS = "inner", "outer", "states", "copies"
-KINDS = (
-    *("world", "tensor", "data", "pipeline", "model", "embedding"),
-    *(f"{of}.{part}" for of in ("shards", "expert_shards") for part in _PARTS),
-    *("context", "expert", "expert_data", "expert_between", "expert_within", "other"),
-)
+KINDS = (*layout.KINDS, "other")
 RECORD_BYTES = 4096
 _TEXT_BYTES = 3000
-_MAGIC = b"MGFLY4"
+_MAGIC = b"MGFLY5"
 _PAGE = max(RECORD_BYTES, mmap.ALLOCATIONGRANULARITY)
 
 _NUMBER_OF = {kind: number for number, kind in enumerate(KINDS)}

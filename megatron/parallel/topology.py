@@ -1,24 +1,15 @@
-"""This process's place among all, and the process groups that it takes part in.
-
-Rank order: unless another one is chosen, the tensor-parallel rank varies fastest, then the
-data-parallel rank, then the pipeline rank. So neighbouring ranks, which launchers put on one node,
-form the groups that communicate most.
-"""
+"""This process's place among all, and the process groups that it takes part in."""
 
 from __future__ import annotations
 
 import datetime
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron.config.parallel import RANK_ORDERS
-from megatron.errors import ConfigError
 from megatron.parallel.flight import FlightRecorder
+from megatron.parallel.layout import DEFAULT_ORDER, Layout
 from megatron.parallel.processes import bounded
-
-DEFAULT_ORDER = RANK_ORDERS[0]
 
 _LATE_S = 5.0  # torch's own, more detailed message may come this late
 
@@ -36,218 +27,6 @@ def compress_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of the directions; pure arithmetic on rank numbers.
-
-    >>> Layout(tensor=2, pipeline=2, data=2).coordinates(5)
-    (1, 0, 1)
-    >>> list(Layout(tensor=2, pipeline=2, data=2).data_ranks(tensor=1, pipeline=1))
-    [5, 7]
-
-    The data line is the direction over which gradients are reduced. Its members m divide once more:
-    into replicas of the samples, each of `context` neighbours that share the sequences of a replica
-    (m = replica * context + context rank), and into lines of `expert` neighbours that hold
-    different experts. With the same m % expert, they hold the same experts.
-
-    >>> Layout(data=8, context=2, expert=4).replicas
-    4
-    >>> list(Layout(data=8, context=2, expert=4).expert_data_ranks(5))
-    [1, 5]
-
-    ZeRO divides gradients, and with stage 3 weights, over `shard` neighbours of the data line, and
-    the optimizer's state over `states` of them; 0 means all.
-    Lines of experts over several nodes, with `expert_node` neighbours on each, divide into these
-    and into lines between the nodes. 1: tokens do not go over nodes (for_world).
-
-    >>> layout = Layout(data=8, expert=8, expert_node=4)
-    >>> list(layout.expert_within_ranks(6)), list(layout.expert_between_ranks(6))
-    ([4, 5, 6, 7], [2, 6])
-
-    `order` names the directions from the one that varies fastest over the ranks to the slowest: any
-    of RANK_ORDERS.
-
-    >>> Layout(tensor=2, pipeline=2, data=2, order="tp-pp-dp").coordinates(5)
-    (1, 1, 0)
-
-    Lines of the grid are ranges, which take no memory: some jobs have 75,000 ranks.
-    """
-
-    tensor: int = 1
-    pipeline: int = 1
-    data: int = 1
-    order: str = DEFAULT_ORDER
-    context: int = 1
-    expert: int = 1
-    shard: int = 0
-    states: int = 0
-    expert_node: int = 1
-
-    def __post_init__(self) -> None:
-        if self.order not in RANK_ORDERS:
-            raise ConfigError(f"rank order '{self.order}' is not one of {', '.join(RANK_ORDERS)}")
-        for name in ("context", "expert"):
-            if self.data % getattr(self, name):
-                raise ConfigError(
-                    f"{name}-parallel size {getattr(self, name)} does not divide the {self.data} "
-                    "ranks that share each part of the model: start more processes, or change it"
-                )
-        shard, states = self.shard_sizes
-        if states % shard or self.data % states or (shard % self.expert and self.expert % shard):
-            experts = f", and {self.expert} ranks of experts" if self.expert > 1 else ""
-            raise ConfigError(
-                f"ZeRO over {shard} ranks, and its optimizer states over {states}, do not divide "
-                f"the {self.data} ranks that share each part of the model{experts}: change "
-                "--zero-shard-size or --zero-state-shard-size"
-            )
-
-    @classmethod
-    def for_world(
-        cls,
-        world_size: int,
-        tensor: int,
-        pipeline: int,
-        order: str = DEFAULT_ORDER,
-        context: int = 1,
-        expert: int = 1,
-        expert_node: int | None = None,
-        per_node: int = 1,
-        shard: int = 0,
-        states: int = 0,
-    ) -> Layout:
-        """Return the layout of `world_size` processes; the length of the data line is what remains.
-
-        expert_node  None: as many as there are on nodes of `per_node` ranks, or 1 if lines of
-                     experts divide them unevenly
-
-        Raises ConfigError when the processes do not divide into whole replicas.
-        """
-        data, rest = divmod(world_size, tensor * pipeline)
-        if rest or not data:
-            raise ConfigError(
-                f"world size {world_size} is not a multiple of tensor-model-parallel-size {tensor} "
-                f"x pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
-                f"{max(1, data) * tensor * pipeline} processes or change the sizes"
-            )
-        layout = cls(tensor, pipeline, data, order, context, expert)
-        each, rest = divmod(per_node, layout.strides[1])
-        each = 0 if rest else min(each, data)
-        if -1 in (shard, states) and not each:
-            raise ConfigError(
-                f"the nodes have no neighbouring data-parallel ranks of their own in rank order "
-                f"{order}: give --zero-shard-size and --zero-state-shard-size as numbers"
-            )
-        shard, states = (each if size == -1 else size for size in (shard, states))
-        layout = replace(layout, shard=shard, states=states)
-        each = each if expert_node is None else expert_node
-        over_nodes = 1 < each < expert and expert % each == 0
-        return replace(layout, expert_node=each) if over_nodes else layout
-
-    @property
-    def shard_sizes(self) -> tuple[int, int]:
-        """Return over how many ranks ZeRO divides gradients or weights, and optimizer states."""
-        return self.shard or self.data, self.states or self.data
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
-
-    @property
-    def replicas(self) -> int:
-        """Return the data-parallel size: the number of replicas with samples of their own."""
-        return self.data // self.context
-
-    def __str__(self) -> str:
-        """Return the sizes, such as tensor 2 x pipeline 1 x context 2 x data 4."""
-        context = f" x context {self.context}" if self.context > 1 else ""
-        return (
-            f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.replicas}"
-            + (
-                f", experts over {self.expert} of the {self.data} data-parallel ranks"
-                if self.expert > 1
-                else ""
-            )
-            + (f", {self.expert_node} on each node" if self.expert_node > 1 else "")
-            + (
-                f", ZeRO over {self.shard_sizes[0]} of the data-parallel ranks, its states over "
-                f"{self.shard_sizes[1]}"
-                if self.shard or self.states
-                else ""
-            )
-        )
-
-    @functools.cached_property
-    def strides(self) -> tuple[int, int, int]:
-        """Distances between neighbours in the tensor, data and pipeline direction, in ranks."""
-        sizes = {"tp": self.tensor, "dp": self.data, "pp": self.pipeline}
-        strides, stride = {}, 1
-        for direction in self.order.split("-"):
-            strides[direction] = stride
-            stride *= sizes[direction]
-        return strides["tp"], strides["dp"], strides["pp"]
-
-    def rank(self, *, tensor: int, data: int, pipeline: int) -> int:
-        t, d, p = self.strides
-        return tensor * t + data * d + pipeline * p
-
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return the (tensor, data, pipeline) coordinates of a global rank."""
-        t, d, p = self.strides
-        return rank // t % self.tensor, rank // d % self.data, rank // p % self.pipeline
-
-    def tensor_ranks(self, *, data: int, pipeline: int) -> range:
-        return _line(
-            self.rank(tensor=0, data=data, pipeline=pipeline), self.tensor, self.strides[0]
-        )
-
-    def data_ranks(self, *, tensor: int, pipeline: int) -> range:
-        return _line(
-            self.rank(tensor=tensor, data=0, pipeline=pipeline), self.data, self.strides[1]
-        )
-
-    def context_ranks(self, rank: int) -> range:
-        """Return the ranks that hold parts of the same sequences as `rank`."""
-        return self._neighbours(rank, self.context)
-
-    def expert_ranks(self, rank: int) -> range:
-        """Return the ranks that together hold the experts of which `rank` holds some."""
-        return self._neighbours(rank, self.expert)
-
-    def expert_within_ranks(self, rank: int) -> range:
-        """Return those of the expert ranks that are on the node of `rank`."""
-        return self._neighbours(rank, self.expert_node)
-
-    def expert_between_ranks(self, rank: int) -> range:
-        """Return those that have the place of `rank` on their nodes; `rank` if there is one hop."""
-        place = self.coordinates(rank)[1] % self.expert_node
-        return self.expert_ranks(rank)[place :: self.expert_node]
-
-    def expert_data_ranks(self, rank: int) -> range:
-        """Return the ranks that hold the same experts as `rank`."""
-        t, d, p = self.coordinates(rank)
-        first, stride = self.rank(tensor=t, data=d % self.expert, pipeline=p), self.strides[1]
-        return _line(first, self.data // self.expert, self.expert * stride)
-
-    def _neighbours(self, rank: int, size: int) -> range:
-        t, d, p = self.coordinates(rank)
-        first = self.rank(tensor=t, data=d - d % size, pipeline=p)
-        return _line(first, size, self.strides[1])
-
-    def pipeline_ranks(self, *, tensor: int, data: int) -> range:
-        return _line(
-            self.rank(tensor=tensor, data=data, pipeline=0), self.pipeline, self.strides[2]
-        )
-
-    def model_ranks(self, *, data: int) -> tuple[int, ...]:
-        """Return the ranks of one replica of the model, in ascending order as in torch's group."""
-        lines = (self.tensor_ranks(data=data, pipeline=p) for p in range(self.pipeline))
-        return tuple(sorted(rank for line in lines for rank in line))
-
-
-def _line(first: int, size: int, stride: int) -> range:
-    return range(first, first + size * stride, stride)
 
 
 def neighbours(size: int) -> list[list[tuple[int, int]]]:
@@ -427,15 +206,15 @@ class Topology:
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
         layout = Layout.for_world(
             world_size,
-            tensor_model_parallel_size,
-            pipeline_model_parallel_size,
-            order,
-            context_parallel_size,
-            expert_model_parallel_size,
-            expert_ranks_per_node,
-            ranks_per_node,
-            zero_shard_size,
-            zero_state_shard_size,
+            tensor=tensor_model_parallel_size,
+            pipeline=pipeline_model_parallel_size,
+            order=order,
+            context=context_parallel_size,
+            expert=expert_model_parallel_size,
+            expert_node=expert_ranks_per_node,
+            per_node=ranks_per_node,
+            shard=zero_shard_size,
+            states=zero_state_shard_size,
         )
         device = torch.device("cpu") if device is None else torch.device(device)
         # While gloo connects, it waits five times `timeout` for a member that died, and cannot be
@@ -479,11 +258,12 @@ class Topology:
         Without `new_group` nothing communicates: for planning and tests. `all_ranks` is the handle
         of the world where there is one; `new_group` makes the others.
         """
-        t, d, p = layout.coordinates(rank)
+        p = layout.coordinates(rank)[2]
         recorder = flight or FlightRecorder()
 
-        def group(kind: str, ranks: Sequence[int]) -> Group:
+        def group(kind: str) -> Group:
             nonlocal all_ranks
+            ranks = layout.ranks(kind, rank)
             handle = None
             if new_group is not None and len(ranks) == layout.world_size > 1:
                 handle = all_ranks = all_ranks or new_group(ranks)
@@ -503,73 +283,56 @@ class Topology:
                     made = Group(ranks, ranks.index(rank), handle, line.kind, recorder)
                     line.pairs[peer] = made
 
-        def shards(name: str, line: Group, each: int) -> Shards:
-            """Divide a line, of which a member stands for `each` of the data line."""
-            of = [max(1, size // each) for size in layout.shard_sizes]
-            made = [line]
-
-            def part(kind: str, size: int, stride: int) -> Group:
-                block = line.rank - line.rank % (size * stride)
-                ranks = line.ranks[block + line.rank % stride : block + size * stride : stride]
-                for known in made:
-                    if known.ranks == ranks:
-                        return known
-                made.append(group(f"{name}.{kind}", ranks))
-                return made[-1]
-
-            inner, outer = part("inner", of[0], 1), part("outer", of[1] // of[0], of[0])
-            return Shards(
-                inner, outer, part("states", of[1], 1), part("copies", line.size // of[1], of[1])
-            )
+        def shards(line: Group) -> Shards:
+            """Divide a line; parts that are the same ranks are one group."""
+            known = [line]
+            for part in fields(Shards):
+                kind = f"{line.kind}.{part.name}"
+                same = [one for one in known if one.ranks == layout.ranks(kind, rank)]
+                known.append(same[0] if same else group(kind))
+            return Shards(*known[1:])
 
         # All members create their groups in this order, so that overlapping groups form without
         # deadlock.
-        world = group("world", range(layout.world_size))
-        tensor = group("tensor", layout.tensor_ranks(data=d, pipeline=p))
-        data = group("data", layout.data_ranks(tensor=t, pipeline=p))
-        pipeline = group("pipeline", layout.pipeline_ranks(tensor=t, data=d))
-        model_ranks = layout.model_ranks(data=d)
-        same = [g for g in (pipeline, tensor) if tuple(g.ranks) == model_ranks]
-        model = same[0] if same else group("model", model_ranks)
+        world = group("world")
+        tensor = group("tensor")
+        data = group("data")
+        pipeline = group("pipeline")
+        of_model = layout.ranks("model", rank)
+        same = [line for line in (pipeline, tensor) if tuple(line.ranks) == of_model]
+        model = same[0] if same else group("model")
         embedding = None
         if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
-            ends = (pipeline.ranks[0], pipeline.ranks[-1])
-            embedding = pipeline if layout.pipeline == 2 else group("embedding", ends)
+            embedding = pipeline if layout.pipeline == 2 else group("embedding")
         elif tied_embeddings and layout.pipeline > 2 and new_group is not None:
             # torch names a group by its ranks and the number of groups that this one knows. Members
             # of the next group, perhaps of another topology, must know as many.
             new_group((rank,))
-        context = group("context", layout.context_ranks(rank))
-        expert = group("expert", layout.expert_ranks(rank))
-        same_experts = data if layout.expert == 1 else None
-        expert_data = same_experts or group("expert_data", layout.expert_data_ranks(rank))
-        of_data = shards("shards", data, 1)
-        of_experts = of_data
-        if layout.expert > 1:
-            of_experts = shards("expert_shards", expert_data, layout.expert)
-        two = layout.expert_node > 1
-        between = layout.expert_between_ranks(rank) if two else (rank,)
-        hops = (
-            group("expert_between", between),
-            group("expert_within", layout.expert_within_ranks(rank)),
-        )
+        context = group("context")
+        expert = group("expert")
+        expert_data = data if layout.expert == 1 else group("expert_data")
+        of_data = shards(data)
+        of_experts = of_data if layout.expert == 1 else shards(expert_data)
+        between = group("expert_between")
+        within = group("expert_within")
         pair(pipeline)
         return cls(
-            layout,
-            rank,
-            world,
-            tensor,
-            data,
-            pipeline,
-            model,
-            embedding,
-            device,
-            context,
-            expert,
-            expert_data,
-            *hops,
-            of_data,
-            of_experts,
+            layout=layout,
+            rank=rank,
+            world=world,
+            tensor=tensor,
+            data=data,
+            pipeline=pipeline,
+            model=model,
+            embedding=embedding,
+            device=device,
+            context=context,
+            expert=expert,
+            expert_data=expert_data,
+            expert_between=between,
+            expert_within=within,
+            shards=of_data,
+            expert_shards=of_experts,
         )
 
     def describe(self, places: Sequence[str] = ()) -> str:
@@ -586,14 +349,14 @@ class Topology:
         line = f" layout: {layout.world_size} ranks = {layout}, rank order {layout.order}"
         if layout.world_size == 1:
             return line
-        parts = [("context", layout.context_ranks(0))] if layout.context > 1 else []
-        parts += [("expert", layout.expert_ranks(0))] if layout.expert > 1 else []
+        parts = [name for name in ("context", "expert") if getattr(layout, name) > 1]
         more = "".join(
-            f"\n   first {f'{name}-parallel group:':<25}{show(ranks)}" for name, ranks in parts
+            f"\n   first {f'{name}-parallel group:':<25}{show(layout.ranks(name, 0))}"
+            for name in parts
         )
         return (
-            f"{line}\n   first tensor-parallel group:   "
-            f"{show(layout.tensor_ranks(data=0, pipeline=0))}\n   first pipeline-parallel group: "
-            f"{show(layout.pipeline_ranks(tensor=0, data=0))}\n   first data-parallel group:     "
-            f"{show(layout.data_ranks(tensor=0, pipeline=0)[:: layout.context])}{more}"
+            f"{line}\n   first tensor-parallel group:   {show(layout.ranks('tensor', 0))}"
+            f"\n   first pipeline-parallel group: {show(layout.ranks('pipeline', 0))}"
+            f"\n   first data-parallel group:     "
+            f"{show(layout.ranks('data', 0)[:: layout.context])}{more}"
         )

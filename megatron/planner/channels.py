@@ -59,7 +59,7 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.model.formulas import ring_bytes
-from megatron.parallel.topology import Layout
+from megatron.parallel.layout import Layout, Line
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, Used
 
@@ -90,6 +90,7 @@ class Rate(NamedTuple):
 class Group(NamedTuple):
     """Group of ranks that run collectives: its size, nodes spanned, and stride between members.
 
+    words     how reports name it
     rate      of the slowest such group while all of them run; None for a group of one
     exchange  the same for an all-to-all: GB/s that a rank sends to all others together
     """
@@ -97,6 +98,7 @@ class Group(NamedTuple):
     ranks: int
     nodes: int
     stride: int
+    words: str
     rate: Rate | None = None
     exchange: Rate | None = None
 
@@ -118,7 +120,8 @@ class Placement:
 class Channels:
     """Seconds of messages on a placement, by their bytes.
 
-    lanes       the groups of each direction, by the names of LANES
+    lanes       the groups of each line of ranks, by name (Layout.lines, lines_of), and of the
+                stages of a tied embedding, "ends"
     boundaries  for each pipeline rank's boundary to the next: whether both ends are on one node ->
                 seconds per byte on the link, in the slowest such replica
     """
@@ -148,7 +151,7 @@ class Channels:
             return ranks * self.seconds("reduce", n_bytes / ranks, group)
         key = group, kind, n_bytes
         if key not in self._seconds:
-            self._seconds[key] = self._timed(LANES[group], kind, n_bytes, self.lanes[group])
+            self._seconds[key] = self._timed(kind, n_bytes, self.lanes[group])
         return self._seconds[key]
 
     def tensor_s(self, kind: str, n_bytes: float) -> float:
@@ -163,7 +166,7 @@ class Channels:
         """Time the all-reduce of a tied embedding's gradients, n_bytes on first and last stage."""
         return self.seconds("all_reduce", n_bytes, "ends")
 
-    def _timed(self, name: str, kind: str, n_bytes: float, group: Group) -> float:
+    def _timed(self, kind: str, n_bytes: float, group: Group) -> float:
         if group.ranks == 1:
             return 0.0
         measured = self._cluster.figures.get(f"collectives.{kind}")
@@ -172,7 +175,7 @@ class Channels:
             return _interpolate(points, n_bytes)
         rate = group.exchange if kind == "all_to_all" else group.rate
         assert rate is not None, "a group of several ranks has a rate"
-        self._note(f"{name} {'all-to-all ' * (kind == 'all_to_all')}bandwidth", rate)
+        self._note(f"{group.words} {'all-to-all ' * (kind == 'all_to_all')}bandwidth", rate)
         start = self._latency("collective_start_s")
         within = self._latency("hop_within_s")
         between = self._latency("hop_between_s") if group.nodes > 1 else 0.0
@@ -451,90 +454,60 @@ node_links = functools.cache(NodeLinks)
 # -- groups and messages on nodes ------------------------------------------------------------------
 
 
-LANES = {
-    "tensor": "tensor-parallel",
-    "data": "data-parallel",
-    "context": "context-parallel ring",
-    "heads": "context-parallel heads",
-    "expert": "expert-parallel",
-    "expert_data": "expert data-parallel",
-    "expert_between": "expert-parallel between nodes",
-    "expert_within": "expert-parallel within nodes",
-    **{
-        f"{line}.{part}": f"{name}data-parallel, {what}"
-        for line, name in (("data", ""), ("expert_data", "expert "))
-        for part, what in (
-            ("inner", "within a shard"),
-            ("outer", "shards of states"),
-            ("copies", "copies"),
-        )
-    },
-    "ends": "tied embedding",
-}
-"""Groups that run collectives: fields of Topology, of which context-parallel ranks divide into rings
-and into those that exchange heads; parts of them (topology.Shards); and the stages of a tied
-embedding."""
 OF_PASSES = "tensor", "context", "heads", "expert", "expert_between", "expert_within"
 """Groups whose messages belong to the passes of layers; all but the first two run all-to-alls."""
+
+
+def lines_of(layout: Layout, heads: int) -> dict[str, Line]:
+    """Return the lines of ranks that run collectives.
+
+    heads  neighbouring context-parallel ranks that exchange heads; the others of their line make
+           rings
+    """
+    others = "world", "pipeline", "data.states", "expert_data.states"
+    lines = {name: line for name, line in layout.lines.items() if name not in others}
+    _, stride, size = lines["context"]
+    lines["context"] = Line("context-parallel ring", stride * heads, size // heads)
+    lines["heads"] = Line("context-parallel heads", stride, heads)
+    return lines
 
 
 @functools.lru_cache(maxsize=8192)
 def _lanes(
     cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool, heads: int
 ) -> tuple[dict[str, Group], list[dict[bool, float]], Rate]:
-    """Return the groups of LANES, the boundaries and their slowest rate.
-
-    heads  neighbouring context-parallel ranks that exchange heads
-    """
+    """Return the groups of Channels.lanes, the boundaries and their slowest rate."""
     devices = len(order)
     links = node_links(cluster)
-    of_tensor, of_data, stride = layout.strides
-    each = layout.expert_node
-    directions = {
-        "tensor": (of_tensor, layout.tensor),
-        "data": (of_data, layout.data),
-        "context": (of_data * heads, layout.context // heads),
-        "heads": (of_data, heads),
-        "expert": (of_data, layout.expert),
-        "expert_data": (of_data * layout.expert, layout.data // layout.expert),
-        "expert_between": (of_data * each, layout.expert // each if each > 1 else 1),
-        "expert_within": (of_data, each),
-    }
-    for line in ("data", "expert_data"):
-        of_line, ranks = directions[line]
-        each = layout.data // ranks
-        inner, states = (max(1, size // each) for size in layout.shard_sizes)
-        parts = {"inner": (1, inner), "outer": (inner, states // inner)}
-        for part, (apart, size) in {**parts, "copies": (states, ranks // states)}.items():
-            directions[f"{line}.{part}"] = of_line * apart, size if size < ranks else 1
     lanes = {
-        name: _group(links, layout.world_size, order, *line, name in OF_PASSES[2:])
-        for name, line in directions.items()
+        name: _group(links, layout.world_size, order, line, name in OF_PASSES[2:])
+        for name, line in lines_of(layout, heads).items()
     }
-    size = layout.pipeline
+    size, stride = layout.pipeline, layout.strides[2]
+    tied = "tied embedding"
     if size == 1:
-        return lanes | {"ends": Group(1, 1, 1)}, [], Rate(1.0, ESTIMATED, "")
+        return lanes | {"ends": Group(1, 1, 1, tied)}, [], Rate(1.0, ESTIMATED, "")
     if devices % (stride * size) == 0:  # all stages of a pipeline are on one node
         firsts = (position for position in range(devices) if position // stride % size == 0)
         pairs = links.collective(
             (order[first], order[first + stride * (size - 1)]) for first in firsts
         )
-        ends = Group(2, 1, stride * (size - 1), min(pairs.values()))
+        ends = Group(2, 1, stride * (size - 1), tied, min(pairs.values()))
     else:
-        ends = Group(
-            2, 2, stride * (size - 1), min(links.card_shares([(device,) for device in order]))
-        )
+        slowest_card = min(links.card_shares([(device,) for device in order]))
+        ends = Group(2, 2, stride * (size - 1), tied, slowest_card)
     boundaries = _boundaries(links, layout, order, wraps)
     slowest = max(seconds for by_place in boundaries for seconds in by_place.values())
     return lanes | {"ends": ends}, boundaries, Rate(1e-9 / slowest, ESTIMATED, "slowest boundary")
 
 
 def _group(
-    links: NodeLinks, world: int, order: tuple[int, ...], stride: int, size: int, exchange: bool
+    links: NodeLinks, world: int, order: tuple[int, ...], line: Line, exchange: bool
 ) -> Group:
-    """Describe groups of `size` ranks by the slowest one; exchange: also its all-to-alls."""
+    """Describe the groups of a line by the slowest one; exchange: also its all-to-alls."""
+    words, stride, size = line
     if size == 1:
-        return Group(1, 1, stride)
+        return Group(1, 1, stride, words)
     rates, exchanges, devices = list[Rate](), list[Rate](), len(order)
     for groups in groups_on_nodes(world, devices, stride, size):
         of_devices = [[order[position] for position in group] for group in groups]
@@ -542,7 +515,7 @@ def _group(
         rates += links.card_shares([group for group in of_devices if len(group) < size])
         rates += links.collective([group for group in of_devices if len(group) > 1]).values()
     nodes = size if stride >= devices else (size - 1) * stride // devices + 1
-    return Group(size, nodes, stride, min(rates), min(exchanges, default=None))
+    return Group(size, nodes, stride, words, min(rates), min(exchanges, default=None))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -27,7 +27,7 @@ class Message(NamedTuple):
 
     kind   as in compute.py, "all_to_all" (bytes that a rank has for all members, itself included)
            or "ring" (bytes from each rank to the next)
-    group  of channels.LANES
+    group  of Channels.lanes
     """
 
     kind: str

@@ -18,8 +18,8 @@ from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.model.formulas import ring_bytes
 from megatron.parallel.launch import Launch
+from megatron.parallel.layout import DEFAULT_ORDER, Layout
 from megatron.parallel.placing import Placing, RankPlan
-from megatron.parallel.topology import DEFAULT_ORDER, Layout
 from megatron.planner.channels import ESTIMATED, Channels
 from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster

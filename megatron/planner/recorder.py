@@ -26,8 +26,9 @@ from megatron.kernels.library import WORK
 from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
 from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
 from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Group, Layout, Shards, Topology
+from megatron.parallel.topology import Group, Shards, Topology
 from megatron.planner.events import (
     Again,
     Give,

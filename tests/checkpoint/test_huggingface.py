@@ -197,7 +197,8 @@ def test_transformers_computes_the_same_as_mup(tmp_path: Path) -> None:
     from megatron.checkpoint.huggingface_save import export
     from megatron.data.sampler import make_micro_batch
     from megatron.model.gpt import build_chunks
-    from megatron.parallel.topology import Layout, Topology
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.topology import Topology
 
     config = Config.create(**MUP)
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))

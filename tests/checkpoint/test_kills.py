@@ -20,7 +20,8 @@ from megatron.checkpoint import save as save_module
 from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.checkpoint.save import Saver
 from megatron.checkpoint.tensors import Shards
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron_inspection.checkpoint import contents, read_whole, verify, verify_tracker
 from tests.engine import toy
 from tests.helpers.killing import forked, signal_at, wait_for

@@ -7,7 +7,8 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.topology import DEFAULT_ORDER, Topology
+from megatron.parallel.layout import DEFAULT_ORDER
+from megatron.parallel.topology import Topology
 
 
 def join(

@@ -10,7 +10,8 @@ import torch
 from megatron.config import Config
 from megatron.data.tokenizer import Tokenizer
 from megatron.model.gpt import build_chunks
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 
 
 class ByteTokenizer(Tokenizer):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.config.pieces import load_pieces
 from megatron.data.sampler import MicroBatch, make_micro_batch
+from megatron.parallel.layout import DEFAULT_ORDER
 from megatron.parallel.sharding import kind_of, sharding_of
-from megatron.parallel.topology import DEFAULT_ORDER
 from tests.helpers.groups import join
 from tests.helpers.plain_optimizers import PLAIN, clip_plainly
 
@@ -352,7 +352,8 @@ def train_plainly(
     There is no engine, no executor and no process group.
     """
     from megatron.model.gpt import build_chunks
-    from megatron.parallel.topology import Layout, Topology
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.topology import Topology
 
     config = configured(model_fields(fields), 1)
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))

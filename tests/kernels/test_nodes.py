@@ -32,7 +32,8 @@ from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.gradient_accumulator import GradientSink
 from megatron.parallel.keyed_random import DropoutKey
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from tests.layers.test_fusions import settle
 
 LLAMA: dict[str, Any] = dict(

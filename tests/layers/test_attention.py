@@ -22,7 +22,8 @@ from megatron.layers.context import CallContext, normal
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.keyed_random import DropoutKey, seeded
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.planner.dryrun.rank import member
 from megatron.planner.tensors import Follower, without_data
 from tests.helpers.fusions import context

@@ -18,8 +18,9 @@ from megatron.layers.expert_load import move_biases, take_figures
 from megatron.layers.experts import ExpertMLP
 from megatron.layers.transformer import MLP, weight_fills
 from megatron.parallel.keyed_random import DropoutKey
+from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Group, Layout, Topology
+from megatron.parallel.topology import Group, Topology
 
 S, B, H, E, FFN, SCALE = 6, 2, 8, 4, 10, 0.7
 BASE: dict[str, Any] = dict(

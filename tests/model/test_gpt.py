@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch, make_micro_batch
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape
+from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.topology import Topology
 
 V, S, B = 50, 16, 2
 FIELDS = dict(

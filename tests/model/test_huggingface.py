@@ -11,8 +11,9 @@ import torch
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.model.gpt import build_chunks
+from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.topology import Topology
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.training import assemble

@@ -8,7 +8,8 @@ import torch
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.model.gpt import build_chunks, stages_of
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.planner.events import Give, Part, Take
 from megatron.planner.trace import trace
 

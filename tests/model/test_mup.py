@@ -13,8 +13,9 @@ from megatron.checkpoint.huggingface_save import take_up, without_mup
 from megatron.config import Config
 from megatron.engine.optimizer import mup_scales
 from megatron.model.gpt import build_chunks
+from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import Sharding, sharding_of
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.topology import Topology
 from tests.model.test_huggingface import COMMON, FAMILIES, micro_batch
 
 FACTORS = dict(

@@ -23,7 +23,8 @@ from megatron.parallel import rendezvous
 from megatron.parallel.collectives import use_groups
 from megatron.parallel.flight import FlightState
 from megatron.parallel.launch import detect_launch
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from tests.helpers.fault_points import on
 from tests.helpers.processes import run_processes
 from tests.parallel.ranks import patient_connection
@@ -177,7 +178,7 @@ def test_the_device_is_waited_for_in_the_record_of_each_group(
     assert not device.pending
     calls = Counter((kind, call) for kind, call, _ in device.done)
     sums = "tensor pipeline data context model expert expert_data world expert_between "
-    sums += "expert_within shards.inner shards.outer shards.copies expert_shards.copies"
+    sums += "expert_within data.inner data.outer data.copies expert_data.copies"
     assert {kind for kind, call in calls if call == "all_reduce"} <= set(sums.split())
     assert calls["expert", "all_reduce"] == 1
     assert calls["expert_between", "all_to_all"] == calls["expert_within", "all_to_all"] == 1

@@ -18,9 +18,10 @@ from torch.distributed import distributed_c10d
 from megatron.parallel import rendezvous as rendezvous_module
 from megatron.parallel.flight import FlightState
 from megatron.parallel.launch import detect_launch
+from megatron.parallel.layout import Layout
 from megatron.parallel.placing import Placing
 from megatron.parallel.rendezvous import Rendezvous, connect
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.topology import Topology
 from tests.helpers.processes import free_port, run_processes_raw
 from tests.parallel.ranks import LONG, patient_connection
 from tests.parallel.test_topology import grid

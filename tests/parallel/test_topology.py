@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 
 LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDERS))
 PARTS = st.builds(
@@ -38,10 +39,10 @@ def test_groups_are_the_lines_of_a_grid(layout: Layout) -> None:
     for (p, d, t), rank in np.ndenumerate(ranks):
         assert layout.rank(tensor=t, data=d, pipeline=p) == rank
         assert layout.coordinates(int(rank)) == (t, d, p)
-        assert tuple(layout.tensor_ranks(data=d, pipeline=p)) == tuple(ranks[p, d, :])
-        assert tuple(layout.data_ranks(tensor=t, pipeline=p)) == tuple(ranks[p, :, t])
-        assert tuple(layout.pipeline_ranks(tensor=t, data=d)) == tuple(ranks[:, d, t])
-        assert layout.model_ranks(data=d) == tuple(sorted(ranks[:, d, :].ravel()))
+        assert tuple(layout.ranks("tensor", int(rank))) == tuple(ranks[p, d, :])
+        assert tuple(layout.ranks("data", int(rank))) == tuple(ranks[p, :, t])
+        assert tuple(layout.ranks("pipeline", int(rank))) == tuple(ranks[:, d, t])
+        assert layout.ranks("model", int(rank)) == tuple(sorted(ranks[:, d, :].ravel()))
 
 
 def test_orders_and_what_is_left_is_data_parallel() -> None:

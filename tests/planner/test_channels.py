@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
-from megatron.parallel.topology import Layout
+from megatron.parallel.layout import Layout
 from megatron.planner.channels import Channels, groups_on_nodes, node_links, ways
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure
@@ -23,20 +23,9 @@ DGX = load_cluster("dgx-h100")
 # -- groups and messages on nodes, against all ranks of all nodes ----------------------------------
 
 
-def all_groups(layout: Layout, devices: int, direction: str) -> set[frozenset[tuple[int, ...]]]:
+def all_groups(layout: Layout, devices: int, name: str) -> set[frozenset[tuple[int, ...]]]:
     """Return the members of each group on each node, by the layout's own lists of ranks."""
-    lines = {
-        "tp": [
-            layout.tensor_ranks(data=d, pipeline=p)
-            for d in range(layout.data)
-            for p in range(layout.pipeline)
-        ],
-        "dp": [
-            layout.data_ranks(tensor=t, pipeline=p)
-            for t in range(layout.tensor)
-            for p in range(layout.pipeline)
-        ],
-    }[direction]
+    lines = {layout.ranks(name, rank) for rank in range(layout.world_size)}
     nodes: dict[int, set[tuple[int, ...]]] = {}
     for ranks in lines:
         for node in {r // devices for r in ranks}:
@@ -53,9 +42,9 @@ SIZES = st.integers(1, 17)
 def test_groups_on_nodes(tensor: int, pipeline: int, data: int, order: str, devices: int) -> None:
     data += -(tensor * pipeline * data) % devices and devices - data % devices  # whole nodes
     layout = Layout(tensor, pipeline, data, order)
-    for direction, size, stride in zip(("tp", "dp"), (tensor, data), layout.strides, strict=False):
+    for name, size, stride in zip(("tensor", "data"), (tensor, data), layout.strides, strict=False):
         found = groups_on_nodes(layout.world_size, devices, stride, size)
-        assert found == all_groups(layout, devices, direction), direction
+        assert found == all_groups(layout, devices, name), name
 
 
 def seconds_of_all(
@@ -70,7 +59,7 @@ def seconds_of_all(
     paths, users, weights = [], Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
     for t in range(layout.tensor):
         for d in range(layout.data):
-            ranks = list(layout.pipeline_ranks(tensor=t, data=d))
+            ranks = list(layout.ranks("pipeline", layout.rank(tensor=t, data=d, pipeline=0)))
             for i, (a, b) in enumerate(zip(ranks, ranks[1:] + ranks[:1], strict=True)):
                 if i == len(ranks) - 1 and not wraps:
                     continue

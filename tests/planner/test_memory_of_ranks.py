@@ -153,7 +153,8 @@ def test_parameters_are_those_of_the_built_model():
     import torch
 
     from megatron.model.gpt import build_chunks
-    from megatron.parallel.topology import Layout, Topology
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.topology import Topology
 
     config = small(pp=4, num_layers_per_virtual_pipeline_stage=2)
     for rank in range(4):

@@ -14,7 +14,8 @@ from megatron.engine.optimizer_state import bucket_elements, optimizer_state, wa
 from megatron.engine.sharded import units
 from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.planner.cluster import load_cluster
 from megatron.planner.layout import layout_of, parse_layout
 from megatron.planner.memory import memory_of_ranks, parameters_of_rank, working_bytes

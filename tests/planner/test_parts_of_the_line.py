@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.kernels.work import Product
 from megatron.model.formulas import total_parameters
-from megatron.parallel.topology import Layout
+from megatron.parallel.layout import Layout
 from megatron.planner.channels import Channels, groups_on_nodes
 from megatron.planner.cluster import load_cluster
 from megatron.planner.events import Message, Post, Wait
@@ -61,14 +61,14 @@ def channels_of(config: Config) -> Channels:
 def test_groups_of_a_data_line_are_where_the_layout_says() -> None:
     layout = Layout(tensor=2, pipeline=2, data=8, context=2, expert=4, expert_node=2)
     stride = layout.strides[1]
-    for ranks_of, step, size in (
-        (layout.context_ranks, stride, 2),
-        (layout.expert_ranks, stride, 4),
-        (layout.expert_data_ranks, 4 * stride, 2),
-        (layout.expert_within_ranks, stride, 2),
-        (layout.expert_between_ranks, 2 * stride, 2),
+    for name, step, size in (
+        ("context", stride, 2),
+        ("expert", stride, 4),
+        ("expert_data", 4 * stride, 2),
+        ("expert_within", stride, 2),
+        ("expert_between", 2 * stride, 2),
     ):
-        groups = {tuple(ranks_of(rank)) for rank in range(layout.world_size)}
+        groups = {tuple(layout.ranks(name, rank)) for rank in range(layout.world_size)}
         nodes: dict[int, set[tuple[int, ...]]] = {}
         for group in groups:
             for node in {rank // 8 for rank in group}:
@@ -115,7 +115,8 @@ def test_experts_of_a_node_stay_on_it() -> None:
         config = made(**EXPERTS, **sizes, rank_order=order)
         chosen = choose_placement(config, FRONTIER)
         ranks = range(chosen.layout.world_size)
-        groups = [{chosen.place(r)[0] for r in chosen.layout.expert_ranks(rank)} for rank in ranks]
+        lines = (chosen.layout.ranks("expert", rank) for rank in ranks)
+        groups = [{chosen.place(r)[0] for r in line} for line in lines]
         assert set(map(len, groups)) == nodes
 
 

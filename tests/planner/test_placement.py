@@ -11,7 +11,7 @@ import pytest
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
-from megatron.parallel.topology import Layout
+from megatron.parallel.layout import Layout
 from megatron.planner.channels import node_links
 from megatron.planner.cluster import load_cluster
 from megatron.planner.placement import (
@@ -31,19 +31,14 @@ LINKS = node_links(FRONTIER)
 def groups(placement: Placement, direction: str) -> list[list[tuple[int, int]]]:
     """Return (node, device) of the members of a direction's groups, by the layout's own lists."""
     layout = placement.layout
-    t, d, p = range(layout.tensor), range(layout.data), range(layout.pipeline)
-    lines = {
-        "tp": [layout.tensor_ranks(data=i, pipeline=j) for i in d for j in p],
-        "dp": [layout.data_ranks(tensor=i, pipeline=j) for i in t for j in p],
-        "pp": [layout.pipeline_ranks(tensor=i, data=j) for i in t for j in d],
-    }[direction]
+    lines = dict.fromkeys(layout.ranks(direction, rank) for rank in range(layout.world_size))
     return [[placement.place(rank) for rank in ranks] for ranks in lines]
 
 
 def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
-    for group in groups(placement, "tp"):
+    for group in groups(placement, "tensor"):
         assert len({node for node, _ in group}) == 1, "a tensor-parallel group has left its node"
-    return {frozenset(device for _, device in group) for group in groups(placement, "tp")}
+    return {frozenset(device for _, device in group) for group in groups(placement, "tensor")}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +101,7 @@ def test_stages_next_to_each_other_on_a_node_have_direct_links(layout: dict[str,
     A pipeline of eight goes round a cycle; with TP 4, position k of one group is next to position k
     of the other. The plain order has neighbours without a link: 1 and 2, 5 and 6, and 3 and 4.
     """
-    for line in groups(choose_placement(made(**layout), FRONTIER), "pp"):
+    for line in groups(choose_placement(made(**layout), FRONTIER), "pipeline"):
         devices = [device for _, device in line]
         assert all(
             FRONTIER.link_gb_per_s(a, b)
@@ -121,7 +116,7 @@ def test_messages_leave_a_node_from_devices_with_cards() -> None:
     A pipeline over two nodes ends on odd devices, and every message on a node has a direct link.
     """
     chosen = choose_placement(made(1, 16, 1, rank_order="tp-pp-dp"), FRONTIER)
-    (line,) = groups(chosen, "pp")
+    (line,) = groups(chosen, "pipeline")
     for (n, a), (m, b) in itertools.pairwise(line):
         if n == m:
             assert FRONTIER.link_gb_per_s(a, b) > 0

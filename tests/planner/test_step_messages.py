@@ -206,7 +206,7 @@ def sent_in_a_step(rank: int, fields: dict[str, Any]) -> dict[tuple[str, str], i
 
     def note(self: Any, call: bytes, kind: str, size_bytes: int, *args: Any, **where: int) -> int:
         if not where and size_bytes > 64:  # norms are a few numbers
-            key = call.decode(), kind.replace("shards", "data")
+            key = call.decode(), kind
             found[key] = found.get(key, 0) + size_bytes
         return enter(self, call, kind, size_bytes, *args, **where)
 

@@ -22,7 +22,8 @@ from megatron.config import Config
 from megatron.engine.optimizer import Index
 from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 
 SHARD_BYTES = 64 << 20
 """Size above which a tensor is cut between rows: a loading rank reads whole shards, and may need

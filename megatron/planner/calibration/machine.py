@@ -21,8 +21,9 @@ from megatron.model.formulas import peak_tflops
 from megatron.model.gpt import build_chunks
 from megatron.parallel import collectives
 from megatron.parallel.launch import Launch
+from megatron.parallel.layout import Layout
 from megatron.parallel.rendezvous import connect
-from megatron.parallel.topology import Group, Layout, Topology
+from megatron.parallel.topology import Group, Topology
 from megatron.planner.calibration.compute import compute_tasks
 from megatron.planner.calibration.tasks import kinds_of_groups, measure, message_tasks, open_groups
 from megatron.planner.cluster import Cluster, Queue

@@ -29,7 +29,8 @@ from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.topology import DEFAULT_ORDER, Topology
+from megatron.parallel.layout import DEFAULT_ORDER
+from megatron.parallel.topology import Topology
 from megatron.pipeline.orders import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from megatron.planner import tensors
 from megatron.planner.events import Give, Take

@@ -17,7 +17,7 @@ from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.pipeline.schedule import check_clock
-from megatron.planner.channels import LANES, OF_PASSES, Channels
+from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import (
     DIMENSIONS,
@@ -487,7 +487,9 @@ def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[floa
     ranks = range(placement.layout.pipeline - (config.parallel.num_chunks == 1))
     for size in _SIZES:
         for kind in ("all_reduce", "reduce_scatter"):
-            found += (channels.seconds(kind, size, name) for name in list(LANES)[:-1])
+            found += (
+                channels.seconds(kind, size, name) for name in channels.lanes if name != "ends"
+            )
         found += (channels.seconds("all_to_all", size, name) for name in OF_PASSES[2:])
         found.append(channels.seconds("ring", size, "context"))
         found.append(channels.tied_s(size))

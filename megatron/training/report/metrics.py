@@ -21,7 +21,8 @@ from megatron.config.option import MOST
 from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.parallel import collectives
-from megatron.parallel.topology import Group, Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Group, Topology
 from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Iteration, StepRecord
 from megatron.training.report.timeline import Recording

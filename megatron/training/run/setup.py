@@ -50,10 +50,11 @@ from megatron.model.stages import assign_layers, recomputed_layers
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
 from megatron.parallel.launch import Launch
+from megatron.parallel.layout import DEFAULT_ORDER
 from megatron.parallel.participants import compare
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
-from megatron.parallel.topology import DEFAULT_ORDER, Topology
+from megatron.parallel.topology import Topology
 from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Start
 from megatron.training.report.metrics import Interval, Profiler, Rates, Timers

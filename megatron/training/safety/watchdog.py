@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -33,10 +32,11 @@ import torch.distributed as dist
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import TRACE_FILE, Variables
-from megatron.parallel.flight import Call, DeviceCalls, FlightRecorder, FlightState
+from megatron.parallel.flight import Call, DeviceCalls, FlightState
+from megatron.parallel.layout import Layout
 from megatron.parallel.processes import DEAD, GONE, STOPPED, bounded, kill_process, python_stacks
 from megatron.parallel.rendezvous import Rendezvous
-from megatron.parallel.topology import Layout, Topology, compress_ranks
+from megatron.parallel.topology import Topology, compress_ranks
 from megatron.training.run.process import EXIT_LOST_RANK
 
 REPORT_NAME = "hang_report.txt"
@@ -401,18 +401,17 @@ def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, 
 
     `seen` has the states by rank, without those of silent ranks.
     """
-    unused, late = FlightRecorder(), dict[tuple[str, int, int], list[int]]()
+    late = dict[tuple[str, int, int], list[int]]()
 
     def awaited(rank: int, call: Call) -> list[int]:
         if call.peer >= 0:
             return [call.peer]
-        topology = Topology.from_layout(layout, rank, flight=unused)
-        group = None if call.kind == "other" else attrgetter(call.kind)(topology)
-        if group is None:
+        if call.kind == "other":
             return []
-        key = (call.kind, call.sequence, group.ranks[0])
+        ranks = layout.ranks(call.kind, rank)
+        key = (call.kind, call.sequence, ranks[0])
         if key not in late:  # once for all members
-            states = ((r, seen.get(r)) for r in group.ranks)
+            states = ((r, seen.get(r)) for r in ranks)
             late[key] = [
                 r
                 for r, of in states

@@ -14,7 +14,8 @@ from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import Engine, build_executor
 from megatron.model.gpt import build_chunks, global_shapes, layer_context
-from megatron.parallel.topology import DEFAULT_ORDER, Topology
+from megatron.parallel.layout import DEFAULT_ORDER
+from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import SENDS_IN_FLIGHT, Exchange
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun.rank import run_rank

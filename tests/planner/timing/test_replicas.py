@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from megatron.engine.optimizer import parameter_groups, unique_parameters
 from megatron.engine.optimizer_state import bucket_elements
 from megatron.model.gpt import build_chunks
+from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.topology import Topology
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.planner.cluster import load_cluster
 from megatron.planner.stage import parameters_of, stages_of, tied_elements

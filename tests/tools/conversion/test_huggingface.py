@@ -17,7 +17,8 @@ from megatron.checkpoint import huggingface_save
 from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError, MegatronError
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron_conversion import write
 from megatron_conversion.huggingface import read_checkpoint, read_folder, to_checkpoint
 from tests.checkpoint.hugging_face import identical, make, save_tokenizer, tensors

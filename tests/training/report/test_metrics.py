@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import Interval, Rates
 

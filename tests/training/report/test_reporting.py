@@ -20,7 +20,8 @@ import torch
 from megatron.config import Config
 from megatron.config.duration import show_duration
 from megatron.errors import ConfigError
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.training.report.metrics import Profiler, Stopwatch
 from megatron.training.report.reporter import Console
 from megatron.training.run.process import run_guarded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.parallel.topology import Layout
+from megatron.parallel.layout import Layout
 from megatron.training.report.metrics import summarise
 
 

@@ -16,7 +16,8 @@ from megatron.kernels.work import Memory, counts_as, recomputed
 from megatron.parallel import flight as flight_module
 from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.flight import DeviceCalls
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.orders import COMPUTE, Op
 from megatron.pipeline.schedule import build_schedule

@@ -27,7 +27,8 @@ from megatron.kernels import choose, library, measured
 from megatron.model.gpt import build_chunks
 from megatron.parallel import flight as flight_module
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
+from megatron.parallel.layout import DEFAULT_ORDER, Layout
+from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.training.report import timeline as timeline_module
 from megatron.training.report.events import StepRecord

@@ -17,7 +17,8 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import make_micro_batch
 from megatron.metrics_file import read_records
 from megatron.model.gpt import build_chunks
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.slow

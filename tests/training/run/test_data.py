@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.errors import DataError, LaunchError
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.training.run import data
 from megatron.training.run.data import copy_to_node, first_builds, staged_locations
 from tests.helpers.processes import run_processes

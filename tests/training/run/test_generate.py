@@ -16,7 +16,8 @@ from megatron.errors import ConfigError
 from megatron.layers.context import CallContext
 from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.training.run.generate import Model, Sampling, choose, generate
 from tests.helpers.text import ByteTokenizer, TextModel, one_process
 from tests.model.test_huggingface import FAMILIES, hugging_face

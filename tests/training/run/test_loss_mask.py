@@ -20,8 +20,9 @@ from megatron.data.sampler import make_micro_batch
 from megatron.errors import MegatronError
 from megatron.metrics_file import read_records
 from megatron.model.gpt import build_chunks
+from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.topology import Topology
 from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.slow

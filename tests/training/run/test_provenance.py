@@ -12,7 +12,8 @@ import torch
 import megatron
 from megatron.config import Config
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.training.run.provenance import Provenance, data_identity, environment, git_revision
 
 

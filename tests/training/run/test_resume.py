@@ -16,7 +16,8 @@ from megatron.checkpoint.settings import plain, settings_to_take
 from megatron.config import Config, parse_args
 from megatron.errors import CheckpointError, ConfigError
 from megatron.metrics_file import read_records
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.training.run.checkpoints import checkpoint_to_load, progress_from
 from megatron.training.run.resume import (
     describe_changes,

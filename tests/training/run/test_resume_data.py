@@ -22,7 +22,8 @@ from megatron.data.reorder import Ordered, reordered
 from megatron.data.sampler import Ledger, SampleOrder, sample_order
 from megatron.kernels import choose, measured
 from megatron.kernels.measured import Measured
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.training.run.provenance import Provenance
 from megatron.training.run.resume import describe_data, describe_implementations, stored_settings
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples

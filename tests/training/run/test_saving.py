@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.training.run.checkpoints import Saves
 from megatron.training.run.stopping import Agreement
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.training.run.process import Signals
 from megatron.training.run.stopping import Agreement, StopRules, WallTime
 

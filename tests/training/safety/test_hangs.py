@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.parallel.flight import KINDS, Call, FlightState
+from megatron.parallel.layout import Layout
 from megatron.parallel.processes import GONE, STOPPED
-from megatron.parallel.topology import Layout
 from megatron.training.safety.watchdog import judge, report
 
 LIMIT = 30.0

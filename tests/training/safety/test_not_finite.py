@@ -21,7 +21,8 @@ from megatron.errors import TrainingError
 from megatron.layers.context import LayerContext
 from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
 from megatron.metrics_file import read_records
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.program import pretrain
 from megatron.training.report.events import StepRecord
 from megatron.training.run.state import Skips, StepUnderWay

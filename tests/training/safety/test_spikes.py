@@ -17,7 +17,8 @@ from megatron.config import Config
 from megatron.data.gpt_dataset import MockDataset
 from megatron.errors import TrainingError
 from megatron.metrics_file import read_records
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
 from megatron.program import pretrain
 from megatron.training.report.events import StepRecord
 from megatron.training.run.schedules import Progress

@@ -1,0 +1,234 @@
+"""Sizes of the directions of parallelism, and the lines of ranks that communicate.
+
+Rank order: unless another one is chosen, the tensor-parallel rank varies fastest, then the
+data-parallel rank, then the pipeline rank. So neighbouring ranks, which launchers put on one node,
+form the groups that communicate most. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron.config.parallel import RANK_ORDERS
+from megatron.errors import ConfigError
+
+DEFAULT_ORDER = RANK_ORDERS[0]
+
+
+class Line(NamedTuple):
+    """Ranks that communicate: `size` of them, `stride` apart; and how reports name such lines."""
+
+    words: str
+    stride: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the directions; pure arithmetic on rank numbers.
+
+    >>> Layout(tensor=2, pipeline=2, data=2).coordinates(5)
+    (1, 0, 1)
+    >>> list(Layout(tensor=2, pipeline=2, data=2).ranks("data", 7))
+    [5, 7]
+
+    The data line is the direction over which gradients are reduced. Its members m divide once more:
+    into replicas of the samples, each of `context` neighbours that share the sequences of a replica
+    (m = replica * context + context rank), and into lines of `expert` neighbours that hold
+    different experts. With the same m % expert, they hold the same experts.
+
+    >>> Layout(data=8, context=2, expert=4).replicas
+    4
+    >>> list(Layout(data=8, context=2, expert=4).ranks("expert_data", 5))
+    [1, 5]
+
+    ZeRO divides gradients, and with stage 3 weights, over `shard` neighbours of the data line, and
+    the optimizer's state over `states` of them; 0 means all.
+    Lines of experts over several nodes, with `expert_node` neighbours on each, divide into these
+    and into lines between the nodes. 1: tokens do not go over nodes (for_world).
+
+    >>> layout = Layout(data=8, expert=8, expert_node=4)
+    >>> list(layout.ranks("expert_within", 6)), list(layout.ranks("expert_between", 6))
+    ([4, 5, 6, 7], [2, 6])
+
+    `order` names the directions from the one that varies fastest over the ranks to the slowest: any
+    of RANK_ORDERS.
+
+    >>> Layout(tensor=2, pipeline=2, data=2, order="tp-pp-dp").coordinates(5)
+    (1, 1, 0)
+
+    Lines of the grid are ranges, which take no memory: some jobs have 75,000 ranks.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    order: str = DEFAULT_ORDER
+    context: int = 1
+    expert: int = 1
+    shard: int = 0
+    states: int = 0
+    expert_node: int = 1
+
+    def __post_init__(self) -> None:
+        if self.order not in RANK_ORDERS:
+            raise ConfigError(f"rank order '{self.order}' is not one of {', '.join(RANK_ORDERS)}")
+        for name in ("context", "expert"):
+            if self.data % getattr(self, name):
+                raise ConfigError(
+                    f"{name}-parallel size {getattr(self, name)} does not divide the {self.data} "
+                    "ranks that share each part of the model: start more processes, or change it"
+                )
+        shard, states = self.shard_sizes
+        if states % shard or self.data % states or (shard % self.expert and self.expert % shard):
+            experts = f", and {self.expert} ranks of experts" if self.expert > 1 else ""
+            raise ConfigError(
+                f"ZeRO over {shard} ranks, and its optimizer states over {states}, do not divide "
+                f"the {self.data} ranks that share each part of the model{experts}: change "
+                "--zero-shard-size or --zero-state-shard-size"
+            )
+
+    @classmethod
+    def for_world(
+        cls,
+        world_size: int,
+        tensor: int,
+        pipeline: int,
+        order: str = DEFAULT_ORDER,
+        context: int = 1,
+        expert: int = 1,
+        expert_node: int | None = None,
+        per_node: int = 1,
+        shard: int = 0,
+        states: int = 0,
+    ) -> Layout:
+        """Return the layout of `world_size` processes; the length of the data line is what remains.
+
+        expert_node  None: as many as there are on nodes of `per_node` ranks, or 1 if lines of
+                     experts divide them unevenly
+
+        Raises ConfigError when the processes do not divide into whole replicas.
+        """
+        data, rest = divmod(world_size, tensor * pipeline)
+        if rest or not data:
+            raise ConfigError(
+                f"world size {world_size} is not a multiple of tensor-model-parallel-size {tensor} "
+                f"x pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
+                f"{max(1, data) * tensor * pipeline} processes or change the sizes"
+            )
+        layout = cls(tensor, pipeline, data, order, context=context, expert=expert)
+        each, rest = divmod(per_node, layout.strides[1])
+        each = 0 if rest else min(each, data)
+        if -1 in (shard, states) and not each:
+            raise ConfigError(
+                f"the nodes have no neighbouring data-parallel ranks of their own in rank order "
+                f"{order}: give --zero-shard-size and --zero-state-shard-size as numbers"
+            )
+        shard, states = (each if size == -1 else size for size in (shard, states))
+        layout = replace(layout, shard=shard, states=states)
+        each = each if expert_node is None else expert_node
+        over_nodes = 1 < each < expert and expert % each == 0
+        return replace(layout, expert_node=each) if over_nodes else layout
+
+    @property
+    def shard_sizes(self) -> tuple[int, int]:
+        """Return over how many ranks ZeRO divides gradients or weights, and optimizer states."""
+        return self.shard or self.data, self.states or self.data
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Return the data-parallel size: the number of replicas with samples of their own."""
+        return self.data // self.context
+
+    def __str__(self) -> str:
+        """Return the sizes, such as tensor 2 x pipeline 1 x context 2 x data 4."""
+        context = f" x context {self.context}" if self.context > 1 else ""
+        return (
+            f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.replicas}"
+            + (
+                f", experts over {self.expert} of the {self.data} data-parallel ranks"
+                if self.expert > 1
+                else ""
+            )
+            + (f", {self.expert_node} on each node" if self.expert_node > 1 else "")
+            + (
+                f", ZeRO over {self.shard_sizes[0]} of the data-parallel ranks, its states over "
+                f"{self.shard_sizes[1]}"
+                if self.shard or self.states
+                else ""
+            )
+        )
+
+    @functools.cached_property
+    def strides(self) -> tuple[int, int, int]:
+        """Distances between neighbours in the tensor, data and pipeline direction, in ranks."""
+        sizes = {"tp": self.tensor, "dp": self.data, "pp": self.pipeline}
+        strides, stride = {}, 1
+        for direction in self.order.split("-"):
+            strides[direction] = stride
+            stride *= sizes[direction]
+        return strides["tp"], strides["dp"], strides["pp"]
+
+    def rank(self, *, tensor: int, data: int, pipeline: int) -> int:
+        t, d, p = self.strides
+        return tensor * t + data * d + pipeline * p
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Return the (tensor, data, pipeline) coordinates of a global rank."""
+        t, d, p = self.strides
+        return rank // t % self.tensor, rank // d % self.data, rank // p % self.pipeline
+
+    @functools.cached_property
+    def lines(self) -> dict[str, Line]:
+        """Lines of ranks that communicate, by name; the parts over which ZeRO divides: see Shards."""
+        tensor, data, pipeline = self.strides
+        each, nodes = self.expert_node, self.expert // self.expert_node
+        of_experts = self.data // self.expert
+        lines = {
+            "world": Line("world", 1, self.world_size),
+            "tensor": Line("tensor-parallel", tensor, self.tensor),
+            "data": Line("data-parallel", data, self.data),
+            "pipeline": Line("pipeline-parallel", pipeline, self.pipeline),
+            "context": Line("context-parallel", data, self.context),
+            "expert": Line("expert-parallel", data, self.expert),
+            "expert_data": Line("expert data-parallel", data * self.expert, of_experts),
+            "expert_between": Line(
+                "expert-parallel between nodes", data * each, nodes if each > 1 else 1
+            ),
+            "expert_within": Line("expert-parallel within nodes", data, each),
+        }
+        for name, divisor in (("data", 1), ("expert_data", self.expert)):
+            words, stride, size = lines[name]
+            inner, states = (max(1, ranks // divisor) for ranks in self.shard_sizes)
+            for part, what, apart, count in (
+                ("inner", "within a shard", 1, inner),
+                ("outer", "shards of states", inner, states // inner),
+                ("states", "one copy of states", 1, states),
+                ("copies", "copies", states, size // states),
+            ):
+                lines[f"{name}.{part}"] = Line(f"{words}, {what}", stride * apart, count)
+        return lines
+
+    def ranks(self, kind: str, rank: int) -> Sequence[int]:
+        """Return the ranks, that one included, of its line or other group of a kind: see KINDS."""
+        if kind == "model":  # in ascending order, as in torch's group
+            stages = self.ranks("pipeline", rank)
+            lines = (self.ranks("tensor", stage) for stage in stages)
+            return tuple(sorted(rank for line in lines for rank in line))
+        if kind == "embedding":
+            stages = self.ranks("pipeline", rank)
+            return stages[0], stages[-1]
+        _, stride, size = self.lines[kind]
+        first = rank - rank // stride % size * stride
+        return range(first, first + size * stride, stride)
+
+
+KINDS = (*Layout().lines, "model", "embedding")
+"""Groups of ranks that communicate: lines, a replica of the model, and the ends of a pipeline."""
