@@ -575,11 +575,11 @@ def _adamw(
     second = [x.square().to(moments) for x in gradients]
     first = [x.to(moments) for x in first]
     averages = [p.clone() for p in parameters] if share else []
-    copies = None if dtype == torch.float32 else [p.to(dtype) for p in parameters]
+    copies = [] if dtype == torch.float32 else [p.to(dtype) for p in parameters]
     settings = {"lr": 1e-4, "weight_decay": 0.1, "eps": 1e-8, "betas": (0.9, 0.95)}
 
     def update(*_: Any, kernel: bool = True) -> None:
-        optimizer.adamw_(
+        adamw = optimizer.AdamW(
             parameters,
             gradients,
             first,
@@ -593,8 +593,8 @@ def _adamw(
             weight_decay=0.1,
             step=10,
             new_in_average=share,
-            kernel=kernel,
         )
+        optimizer.adamw_(adamw, kernel)
 
     if moments != torch.float32:
         return Work((), update, lambda *_: update(kernel=False), comparable=False)

@@ -31,7 +31,7 @@ from megatron.errors import KernelError
 from megatron.kernels import choose, library, measured
 from megatron.kernels.build import LIBRARIES, SOURCES, TARGETS, compiler, no_compiler, source_hash
 from megatron.kernels.ops.elementwise import bias_dropout_add
-from megatron.kernels.ops.optimizer import adamw_
+from megatron.kernels.ops.optimizer import AdamW, adamw_
 from megatron.training.run.process import as_tool
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -100,7 +100,7 @@ def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch
         more = {"step": step, "gradient_scale": 0.5, "new_in_average": 0.1}
         for kernel, lists in zip((True, False), sides, strict=True):
             values, *others = lists
-            adamw_(values, gradients, *others, **settings, **more, kernel=kernel)
+            adamw_(AdamW(values, gradients, *others, **settings, **more), kernel)
     for found, expected in zip(*sides, strict=True):
         yield from zip(found, expected, strict=True)
 

@@ -62,22 +62,51 @@ class Finding:
         )
 
 
+@dataclass(frozen=True)
+class AttentionFeatures:
+    """What a layer asks of its attention.
+
+    drops     attention weights are dropped
+    windowed  there is a sliding window
+    capped    scores have a soft cap, which torch lacks
+    ring      keys and values rotate over context-parallel ranks, so that a kernel must return the
+              logarithms by which the parts of a softmax are merged
+    biased    there is ALiBi, or a size of heads that flash kernels lack; only for a ring
+    """
+
+    drops: bool = False
+    windowed: bool = False
+    capped: bool = False
+    ring: bool = False
+    biased: bool = False
+
+    @classmethod
+    def of_layer(cls, config: Config, layer: int) -> AttentionFeatures:
+        """Return what a layer, counted from 0, asks."""
+        model = config.model
+        return cls(
+            ring=config.parallel.ring_places > 1,
+            biased=model.position_embedding_type == "alibi"
+            or model.kv_channels % 8 > 0
+            or model.kv_channels > 256,
+            drops=model.attention_dropout > 0.0,
+            windowed=model.window(layer) is not None,
+            capped=model.attention_logit_softcapping is not None,
+        )
+
+
+PLAIN = AttentionFeatures()
+
+
 def flash_attention(
-    device_type: str,
-    dtype_name: str,
-    drops: bool = False,
-    windowed: bool = False,
-    capped: bool = False,
-    ring: bool = False,
-    biased: bool = False,
+    device_type: str, dtype_name: str, features: AttentionFeatures = PLAIN
 ) -> Finding:
     """Check for flash-attn, and whether it runs on `device_type` in `dtype_name`.
 
-    `device_type` is "cuda" for CUDA and ROCm, or "cpu". The others are as in choose_attention.
+    `device_type` is "cuda" for CUDA and ROCm, or "cpu".
     """
-    package, fallback = "flash-attn", _NAMES["torch"]
-    version = _version("flash_attn", "flash-attn")
-    reason = ""
+    package = "flash-attn"
+    version = _version("flash_attn", package)
     if version is None:
         reason = "not found"
     elif device_type != "cuda":
@@ -87,27 +116,26 @@ def flash_attention(
     else:
         reason = _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention()
         # its window_size and softcap came with these versions
-        if windowed and not reason and _older(version, (2, 3)):
+        if features.windowed and not reason and _older(version, (2, 3)):
             reason = "has no windows before version 2.3"
-        if capped and not reason:
-            reason = _why_no_softcap(version, drops)
-        if (
-            windowed
-            and not reason
-            and os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") == "TRUE"
-        ):
+        if features.capped and not reason:
+            reason = _why_no_softcap(version, features.drops)
+        triton = os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") == "TRUE"
+        if features.windowed and not reason and triton:
             reason = "ignores windows in its Triton build for ROCm"
-        if ring and not reason:
-            reason = _why_no_parts(version, drops, biased)
-    return Finding(package, version, not reason, reason, _NAMES["blocked"] if capped else fallback)
+        if features.ring and not reason:
+            reason = _why_no_parts(version, features)
+    fallback = _NAMES["blocked" if features.capped else "torch"]
+    return Finding(package, version, not reason, reason, fallback)
 
 
-def _why_no_parts(version: str, drops: bool, biased: bool) -> str:
+def _why_no_parts(version: str, features: AttentionFeatures) -> str:
     """Return why flash-attn cannot compute parts of a ring; "" if it can."""
     if _older(version, (2, 7)):
         return "has other functions for parts of a ring before version 2.7"
-    if drops or biased:
-        return f"has no {'dropout' if drops else 'ALiBi or heads of this size'} for parts of a ring"
+    if features.drops or features.biased:
+        lacking = "dropout" if features.drops else "ALiBi or heads of this size"
+        return f"has no {lacking} for parts of a ring"
     return ""
 
 
@@ -137,42 +165,32 @@ def choose_attention(
     device: torch.device | None,
     dtype_name: str,
     sequence: int = 0,
-    drops: bool = False,
-    windowed: bool = False,
-    capped: bool = False,
-    ring: bool = False,
-    biased: bool = False,
+    features: AttentionFeatures = PLAIN,
 ) -> str:
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
-    "flash" is flash-attn, "torch" torch's attention. `windowed`: there is a sliding window;
-    `capped`: scores have a soft cap, which torch lacks. `ring`: keys and values rotate over
-    context-parallel ranks, so that a kernel must return the logarithms by which the parts of a
-    softmax are merged. `biased`: there is ALiBi, or a size of heads that flash kernels lack; only
-    for a ring.
-
-    `device` None means the CPU, `sequence` 0 a short one. If flash-attn cannot be used, this is not
-    an error, because torch's attention computes the same; the log names what runs (see report). If
-    attention weights are dropped (`drops`), torch has no kernel on a CPU and would store all
-    scores.
+    "flash" is flash-attn, "torch" torch's attention. `device` None means the CPU, `sequence` 0 a
+    short one. If flash-attn cannot be used, this is not an error, because torch's attention
+    computes the same; the log names what runs (see report). If attention weights are dropped, torch
+    has no kernel on a CPU and would store all scores.
     """
     backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
     if backend in UNFUSED_BACKENDS:
         return "unfused"
     if backend == "blocked":
         return "blocked"
-    wishes = drops, windowed, capped, ring, biased
-    if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name, *wishes).usable:
+    if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name, features).usable:
         return "flash"
-    if capped or (drops and device_type == "cpu"):
+    if features.capped or (features.drops and device_type == "cpu"):
         return "blocked"
-    if ring:
+    if features.ring:
         # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocks, in all types: a rectangle
         # has no part to leave out, and is merged once instead of once for each block.
-        lacks = windowed or drops or biased or not _returns_logarithms(device_type, dtype_name)
-        return "blocked" if lacks else "torch"
+        lacks = features.windowed or features.drops or features.biased
+        returns = not lacks and _returns_logarithms(device_type, dtype_name)
+        return "torch" if returns else "blocked"
     host = device_type == "cpu" and _loaded("cpu")
-    faster = host and fastest_attention(dtype_name, sequence, windowed) != "torch"
+    faster = host and fastest_attention(dtype_name, sequence, features.windowed) != "torch"
     return "blocked" if backend == "auto" and faster else "torch"
 
 
@@ -241,20 +259,6 @@ def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
         return True
     lacking = torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available()
     return narrow and not lacking and not _too_old_for_flash_attention()
-
-
-def attention_wishes(config: Config, layer: int) -> dict[str, bool]:
-    """Return what a layer, counted from 0, asks of its attention, as choose_attention takes it."""
-    model = config.model
-    return {
-        "ring": config.parallel.ring_places > 1,
-        "biased": model.position_embedding_type == "alibi"
-        or model.kv_channels % 8 > 0
-        or model.kv_channels > 256,
-        "drops": model.attention_dropout > 0.0,
-        "windowed": model.window(layer) is not None,
-        "capped": model.attention_logit_softcapping is not None,
-    }
 
 
 LONGEST_BLOCKED_IN_FP32 = 512
@@ -469,7 +473,7 @@ def report(config: Config, device: torch.device) -> list[str]:
     from megatron.kernels import library
 
     found, model, dtype_name = library.find(device.type), config.model, config.precision.dtype_name
-    attention, wishes = _attention(config, device)
+    attention, features = _attention(config, device)
     lines = [found.line]
     if found.handle is not None:
         names: dict[str, list[str]] = {"": []}  # by the reason
@@ -483,7 +487,7 @@ def report(config: Config, device: torch.device) -> list[str]:
             lines.append(f"{measured.find().line}; attention by {name}")
     if model.num_experts is not None:
         lines.append(grouped_product(device, dtype_name).line)
-    return lines + packages(config.kernels, device.type, dtype_name, attention, **wishes)
+    return lines + packages(config.kernels, device.type, dtype_name, attention, features)
 
 
 def implementations(config: Config, device: torch.device) -> dict[str, str]:
@@ -505,27 +509,29 @@ def implementations(config: Config, device: torch.device) -> dict[str, str]:
     return {"attention": name, "fused kernels": ", ".join(fused) or "none"}
 
 
-def _attention(config: Config, device: torch.device) -> tuple[str, dict[str, bool]]:
-    """Return how a run computes attention, and what it asks of it: see choose_attention."""
+def _attention(config: Config, device: torch.device) -> tuple[str, AttentionFeatures]:
+    """Return how a run computes attention, and what it asks of it."""
     model = config.model
     # a windowed layer, where there is one: it asks for more
     some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
-    wishes = attention_wishes(config, next(some, 0))
+    features = AttentionFeatures.of_layer(config, next(some, 0))
     dtype_name = config.precision.dtype_name
-    return (
-        choose_attention(config.kernels, device, dtype_name, model.seq_length, **wishes),
-        wishes,
-    )
+    chosen = choose_attention(config.kernels, device, dtype_name, model.seq_length, features)
+    return chosen, features
 
 
 def packages(
-    kernels: KernelConfig, device_type: str, dtype_name: str, attention: str, **wishes: bool
+    kernels: KernelConfig,
+    device_type: str,
+    dtype_name: str,
+    attention: str,
+    features: AttentionFeatures = PLAIN,
 ) -> list[str]:
     """Return a line for each optional package that the configuration requests.
 
-    `attention`, `wishes`: see choose_attention.
+    `attention`, `features`: see choose_attention.
     """
-    flash, backend = flash_attention(device_type, dtype_name, **wishes), kernels.attention_backend
+    flash, backend = flash_attention(device_type, dtype_name, features), kernels.attention_backend
     if attention != "flash":
         ruled_out = f"ruled out by --attention-backend {backend}"
         reason = flash.reason if backend in FLASH_BACKENDS else ruled_out

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ from megatron.kernels.build import (
     without_kernels,
 )
 from megatron.kernels.work import Computation, Scope
+
+T = TypeVar("T")
 
 OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
 """Environment variable: a library to load for CPU tensors instead of the host's, e.g. the
@@ -541,6 +543,24 @@ def operator(
         return visible(run(*inputs))
 
     return call
+
+
+def takes(
+    record: Callable[..., Any], after: int = 0
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Make a function of a record one of an operator's inputs, of which `record` makes the record.
+
+    `after`: how many other arguments come first.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(function)
+        def call(*inputs: Any) -> T:
+            return function(*inputs[:after], record(*inputs[after:]))
+
+        return call
+
+    return decorate
 
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple})

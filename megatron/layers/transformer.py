@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.choose import attention_wishes, choose_attention
+from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.ops import elementwise
 from megatron.kernels.ops.elementwise import activate, bias_activation, wider
 from megatron.kernels.ops.norm import add_norm, norm
@@ -313,7 +313,7 @@ class TransformerLayer(torch.nn.Module):
             context.parameters.device,
             config.precision.dtype_name,
             model.seq_length,
-            **attention_wishes(config, index),
+            AttentionFeatures.of_layer(config, index),
         )
         self.self_attention = SelfAttention(
             context,

@@ -88,7 +88,7 @@ def test_flash_attention_that_works(flash: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "hip", "wishes", "chosen", "named"),
+    ("version", "hip", "features", "chosen", "named"),
     [
         ("2.8.3", None, dict(windowed=True, capped=True), "flash", ""),
         ("2.2.5", None, dict(windowed=True), "torch", "2.3"),
@@ -113,7 +113,7 @@ def test_flash_attention_that_cannot_do_all(
     monkeypatch: pytest.MonkeyPatch,
     version: str,
     hip: str | None,
-    wishes: dict[str, bool],
+    features: dict[str, bool],
     chosen: str,
     named: str,
 ) -> None:
@@ -122,9 +122,10 @@ def test_flash_attention_that_cannot_do_all(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     make(packages, "flash_attn", "def flash_attn_func(): ...", version=version)
     cuda = torch.device("cuda")
-    found = choose.choose_attention(KernelConfig(), cuda, "bfloat16", **wishes)
+    asked = choose.AttentionFeatures(**features)
+    found = choose.choose_attention(KernelConfig(), cuda, "bfloat16", features=asked)
     assert found == chosen
-    (line,) = choose.packages(KernelConfig(), "cuda", "bfloat16", found, **wishes)
+    (line,) = choose.packages(KernelConfig(), "cuda", "bfloat16", found, asked)
     assert named in line and ("used" in line) == (chosen == "flash")
 
 
@@ -132,7 +133,8 @@ def test_a_build_for_rocm_that_ignores_windows(
     flash: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE")
-    found = [choose.flash_attention("cuda", "bfloat16", windowed=x) for x in (False, True)]
+    windowed = choose.AttentionFeatures(windowed=True)
+    found = [choose.flash_attention("cuda", "bfloat16", x) for x in (choose.PLAIN, windowed)]
     assert found[0].usable and "Triton" in found[1].reason
 
 
@@ -141,8 +143,8 @@ def test_torch_for_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch)
 
     def chosen(device: str, dtype: str, backend: str = "auto") -> str:
-        kernels = KernelConfig(attention_backend=backend)
-        return choose.choose_attention(kernels, torch.device(device), dtype, 4096, ring=True)
+        kernels, ring = KernelConfig(attention_backend=backend), choose.AttentionFeatures(ring=True)
+        return choose.choose_attention(kernels, torch.device(device), dtype, 4096, ring)
 
     for version, then in (("2.9.0+rocm6.4", "torch"), ("2.13.1", "torch"), ("2.8.0", "blocked")):
         monkeypatch.setattr(torch, "__version__", version)
@@ -160,9 +162,9 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
     cpu = torch.device("cpu")
 
     def chosen(backend: str, dtype: str, sequence: int = 512, windowed: bool = False) -> str:
-        return choose.choose_attention(
-            KernelConfig(attention_backend=backend), cpu, dtype, sequence, windowed=windowed
-        )
+        kernels = KernelConfig(attention_backend=backend)
+        features = choose.AttentionFeatures(windowed=windowed)
+        return choose.choose_attention(kernels, cpu, dtype, sequence, features)
 
     for handle, expected in ((object(), "blocked"), (None, "torch")):
         found = library.Found(None, "host", "", "", handle)
@@ -183,8 +185,9 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
             "torch",
             expected,
         ]
+    drops = choose.AttentionFeatures(drops=True)
     dropping = {
-        b: choose.choose_attention(KernelConfig(attention_backend=b), cpu, "float16", 512, True)
+        b: choose.choose_attention(KernelConfig(attention_backend=b), cpu, "float16", 512, drops)
         for b in ("auto", "fused", "local")
     }
     assert dropping == {"auto": "blocked", "fused": "blocked", "local": "unfused"}, (

@@ -27,7 +27,7 @@ from megatron.kernels.ops.attention import (
 )
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.experts import permute, unpermute
-from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
+from megatron.kernels.ops.optimizer import AdamW, adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
 from megatron.kernels.ops.vocabulary import add_rows_, gradient_, local_pass
 from megatron.parallel.keyed_random import Place
@@ -87,7 +87,7 @@ def step(rows: int) -> list[Any]:
     weights, gradients, first, second = (lists(rows, i) for i in range(4))
     copies = [p.bfloat16() for p in weights]
     norm = scale_and_norm_(gradients, 0.5)
-    adamw_(
+    adamw = AdamW(
         weights,
         gradients,
         first,
@@ -103,6 +103,7 @@ def step(rows: int) -> list[Any]:
         gradient_scale=0.5,
         new_in_average=0.1,
     )
+    adamw_(adamw)
     return [norm, weights, first, copies, scale_and_norm_(weights)]
 
 

@@ -56,7 +56,8 @@ def choices() -> tuple[set[str], list[str], list[int], bool]:
     """Return the fused operators, attention and blocks by length in fp32, and copies of keys."""
 
     def attention(length: int, windowed: bool = False) -> str:
-        return choose.choose_attention(KernelConfig(), CPU, "float32", length, windowed=windowed)
+        features = choose.AttentionFeatures(windowed=windowed)
+        return choose.choose_attention(KernelConfig(), CPU, "float32", length, features)
 
     fused = {
         f"{name} {dtype}"

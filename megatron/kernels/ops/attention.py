@@ -25,6 +25,7 @@ attention_gradient_ 4 N e. Masked scores are written as zeros, but not read.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from megatron.kernels.library import (
     check_shape,
     empty_like_first,
     operator,
+    takes,
 )
 from megatron.kernels.ops.elementwise import check_key, soft_cap, threshold, wider
 from megatron.kernels.work import Memory
@@ -81,18 +83,67 @@ def first_key(first: int, window: int) -> int:
     return max(0, (first - window) // TILE * TILE)
 
 
-def _check(
-    name: str,
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The inputs of attention_weights_; those of attention_gradient_ add two."""
+
+    scores: Tensor
+    logarithms: Tensor
+    slopes: Tensor | None
+    sample: int
+    first: int
+    key: int | None
+    law: Law
+
+    @property
+    def start(self) -> int:
+        """The position of the first key: without `key`, the last key is that of the last query."""
+        if self.key is not None:
+            return self.key
+        return self.first + self.scores.shape[1] // self.law.share - self.scores.shape[2]
+
+    @property
+    def rows(self) -> tuple[slice, slice]:
+        """Where the rows of the block are among those of all samples."""
+        row = self.first * self.law.share
+        samples, rows = self.scores.shape[:2]
+        return slice(self.sample, self.sample + samples), slice(row, row + rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _GradientBlock(_Block):
+    gradients: Tensor
+    dots: Tensor
+
+
+def _block(
+    scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *law: Any
+) -> _Block:
+    """Return the inputs of attention_weights_; torch leaves out defaults at the end."""
+    end = len(Law._fields)
+    key = law[end] if len(law) > end else None
+    return _Block(scores, logarithms, slopes, sample, first, key, Law(*law[:end]))
+
+
+def _gradient_block(
     scores: Tensor,
-    rows: dict[str, Tensor],
+    gradients: Tensor,
+    logarithms: Tensor,
+    dots: Tensor,
     slopes: Tensor | None,
     sample: int,
     first: int,
     key: int,
-    *rest: Any,
-) -> None:
+    *law: Any,
+) -> _GradientBlock:
+    return _GradientBlock(
+        scores, logarithms, slopes, sample, first, key, Law(*law), gradients, dots
+    )
+
+
+def _check(name: str, block: _Block, **rows: Tensor) -> None:
     """Check what both operators take; `rows`: the tensors [all samples, all rows] by name."""
-    law = Law(*rest)
+    scores, slopes, law = block.scores, block.slopes, block.law
     share, origins = law.share, law.origins
     check_all(name, scores=scores)
     check_beside(name, scores, [torch.float32], slopes=slopes, **rows)
@@ -108,19 +159,19 @@ def _check(
     )
     count, own = scores.shape[:2]
     check(name, share > 0 and own % share == 0, f"{own} rows are not for {share} queries each")
-    for what, start in (("first", first), ("key", key)):
+    for what, start in (("first", block.first), ("key", block.key or 0)):
         check(
             name,
             law.probability == 0.0 or (start >= 0 and start % TILE == 0),
             f"{what} is {start}; with dropout blocks start at multiples of {TILE}",
         )
-    row = first * share
+    row = block.first * share
     for what, x in rows.items():
         fits = x.dim() == 2 and x.shape[1] % share == 0 and x.shape[1] >= row + own
         check(
             name,
-            fits and 0 <= sample <= x.shape[0] - count,
-            f"{what} has shape {list(x.shape)}; the block has {count} samples from {sample} on and "
+            fits and 0 <= block.sample <= x.shape[0] - count,
+            f"{what} has shape {list(x.shape)}; the block has {count} samples from {block.sample} on and "
             f"{own} rows from {row} on",
         )
     if slopes is not None:
@@ -142,57 +193,40 @@ def _check(
         check(name, not missing, f"probability is {law.probability}, but there are no origins")
 
 
-def _law_and_key(*rest: Any) -> tuple[Law, int | None]:
-    """Return the law and the position of the first key; torch leaves out defaults at the end."""
-    most = len(Law._fields)
-    return Law(*rest[:most]), rest[most] if len(rest) > most else None
-
-
-def _first_key(scores: Tensor, first: int, *rest: Any) -> tuple[Law, int]:
-    """Return the law and the position of the first key: if not given, the last is the queries'."""
-    law, key = _law_and_key(*rest)
-    return law, first + scores.shape[1] // law.share - scores.shape[2] if key is None else key
-
-
-def _check_weights(
-    name: str,
-    scores: Tensor,
-    logarithms: Tensor,
-    slopes: Tensor | None,
-    sample: int,
-    first: int,
-    *rest: Any,
-) -> None:
-    law, given = _law_and_key(*rest)
-    _check(name, scores, {"logarithms": logarithms}, slopes, sample, first, given or 0, *law)
-    if given is not None:
+@takes(_block, after=1)
+def _check_weights(name: str, block: _Block) -> None:
+    _check(name, block, logarithms=block.logarithms)
+    if block.key is not None:
         return
-    keys, seen = scores.shape[-1], first + scores.shape[1] // law.share
-    key, most = seen - keys, first_key(first, law.window)
+    keys, key = block.scores.shape[-1], block.start
+    seen, most = key + keys, first_key(block.first, block.law.window)
     fits = 0 <= key <= most and key % TILE == 0
-    check(name, fits, f"there are {keys} keys; queries from {first} to {seen} need {seen - most}")
+    check(
+        name,
+        fits,
+        f"there are {keys} keys; queries from {block.first} to {seen} need {seen - most}",
+    )
 
 
-def _check_gradient(
-    name: str, scores: Tensor, gradients: Tensor, logarithms: Tensor, dots: Tensor, *rest: Any
-) -> None:
-    _check(name, scores, {"logarithms": logarithms, "dots": dots}, *rest)
+@takes(_gradient_block, after=1)
+def _check_gradient(name: str, block: _GradientBlock) -> None:
+    scores, gradients, logarithms = block.scores, block.gradients, block.logarithms
+    _check(name, block, logarithms=logarithms, dots=block.dots)
     check_shape(name, scores.shape, gradients=gradients)
     check_all(name, scores=scores, gradients=gradients)
-    check_shape(name, logarithms.shape, dots=dots)
+    check_shape(name, logarithms.shape, dots=block.dots)
 
 
 # -- a block, with torch's operators ---------------------------------------------------------------
 
 
-def _mask(
-    scores: Tensor, logarithms: Tensor, sample: int, first: int, key: int, law: Law
-) -> Tensor:
+def _mask(block: _Block) -> Tensor:
     """Return factors 0 or 1 / (1 - p) from torch's generator, by tiles of TILE by TILE."""
+    scores, sample, law = block.scores, block.sample, block.law
     assert law.origins is not None, "a mask depends on which samples these are"
     count, rows, keys = scores.shape
     share = law.share
-    groups, queries = len(logarithms) // len(law.origins), rows // share
+    groups, queries = len(block.logarithms) // len(law.origins), rows // share
     padded_queries, padded_keys = (-(-n // TILE) * TILE for n in (queries, keys))
     factors = torch.empty(count, padded_queries, share, padded_keys, device=scores.device)
     tile = torch.empty(TILE, TILE, device=scores.device)
@@ -204,30 +238,29 @@ def _mask(
             starts[(sample + nth) // groups]
             + ((sample + nth) % groups * share + head) * law.positions
         )
-        drawn = dropout_mask(tile, law.probability, mix(law.seed, start, first + i, key + j))
+        key = mix(law.seed, start, block.first + i, block.start + j)
+        drawn = dropout_mask(tile, law.probability, key)
         factors[nth, i : i + TILE, head, j : j + TILE] = drawn
     return factors[:, :queries, :, :keys].reshape(scores.shape).mul_(1.0 / (1.0 - law.probability))
 
 
-def _logits(
-    scores: Tensor, slopes: Tensor | None, sample: int, first: int, key: int, law: Law
-) -> Tensor:
+def _logits(block: _Block) -> Tensor:
     """Return the scaled, capped and biased scores in fp32 (fp64 for fp64).
 
     They are -infinity where a key is later than the query or before its window.
     """
+    scores, slopes, law = block.scores, block.slopes, block.law
     samples, rows, keys = scores.shape
     wide = wider(scores) * law.scale
     if law.cap:
         wide = soft_cap(wide, law.cap)
     row = torch.arange(rows, device=scores.device)
-    query = (row // law.share + first).unsqueeze(1)
+    query = (row // law.share + block.first).unsqueeze(1)
     # 0 or less where the query sees the key
-    distance = torch.arange(keys, device=scores.device) + key - query
+    distance = torch.arange(keys, device=scores.device) + block.start - query
     if slopes is not None:
-        groups = torch.arange(sample, sample + samples, device=scores.device) % (
-            len(slopes) // law.share
-        )
+        of_sample = torch.arange(block.sample, block.sample + samples, device=scores.device)
+        groups = of_sample % (len(slopes) // law.share)
         slope = slopes.view(-1, law.share)[groups.unsqueeze(1), row % law.share]  # [samples, rows]
         wide += slope.unsqueeze(-1) * distance
     wide.masked_fill_(distance > 0, float("-inf"))
@@ -236,57 +269,39 @@ def _logits(
     )
 
 
-def _place(scores: Tensor, sample: int, row: int) -> tuple[slice, slice]:
-    """Return where the rows of a block are among all rows."""
-    return slice(sample, sample + scores.shape[0]), slice(row, row + scores.shape[1])
-
-
-def weights_reference(
-    scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *rest: Any
-) -> None:
+@takes(_block)
+def weights_reference(block: _Block) -> None:
     """Compute attention_weights_ with torch's operators, for any floating type.
 
     Its masks differ from the kernel's.
     """
-    law, key = _first_key(scores, first, *rest)
-    logits = _logits(scores, slopes, sample, first, key, law)
+    logits = _logits(block)
     sums = logits.logsumexp(-1)
     sums.masked_fill_(sums == float("-inf"), float("inf"))
-    logarithms[_place(scores, sample, first * law.share)] = sums
+    block.logarithms[block.rows] = sums
     weights = logits.sub_(sums.unsqueeze(-1)).exp_()
-    if law.probability:
-        weights *= _mask(scores, logarithms, sample, first, key, law)
-    scores.copy_(weights)
+    if block.law.probability:
+        weights *= _mask(block)
+    block.scores.copy_(weights)
 
 
-def gradient_reference(
-    scores: Tensor,
-    gradients: Tensor,
-    logarithms: Tensor,
-    dots: Tensor,
-    slopes: Tensor | None,
-    sample: int,
-    first: int,
-    key: int,
-    *rest: Any,
-) -> None:
+@takes(_gradient_block)
+def gradient_reference(block: _GradientBlock) -> None:
     """Compute attention_gradient_ with torch's operators, for any floating type.
 
     Its masks differ from the kernel's.
     """
-    law = Law(*rest)
-    place = _place(scores, sample, first * law.share)
-    logits = _logits(scores, slopes, sample, first, key, law)
-    weights = logits.sub_(logarithms[place].unsqueeze(-1)).exp_()
-    wide = gradients.to(weights.dtype)
+    scores, law = block.scores, block.law
+    weights = _logits(block).sub_(block.logarithms[block.rows].unsqueeze(-1)).exp_()
+    wide = block.gradients.to(weights.dtype)
     dropped = weights
     if law.probability:
-        factors = _mask(scores, logarithms, sample, first, key, law)
+        factors = _mask(block)
         wide, dropped = wide * factors, weights * factors
-    wide = (wide - dots[place].unsqueeze(-1)) * weights * law.scale
+    wide = (wide - block.dots[block.rows].unsqueeze(-1)) * weights * law.scale
     if law.cap:
         wide *= 1.0 - (scores.to(wide.dtype) * (law.scale / law.cap)).tanh_().square_()
-    gradients.copy_(wide)
+    block.gradients.copy_(wide)
     scores.copy_(dropped)
 
 
@@ -298,31 +313,26 @@ def dots_reference(a: Tensor, b: Tensor) -> Tensor:
 # -- a block, with the kernels ---------------------------------------------------------------------
 
 
-def _launch(
-    function: Function,
-    tensors: tuple[Tensor, ...],
-    slopes: Tensor | None,
-    sample: int,
-    starts: tuple[int, ...],
-    *rest: Any,
-) -> None:
-    """Call a kernel for a block, the first of the tensors; the last has all samples and rows."""
-    law = Law(*rest)
-    samples, rows, keys = tensors[0].shape
+def _launch(function: Function, block: _Block, *tensors: Tensor) -> None:
+    """Call a kernel for a block; the last of the tensors has all samples and rows."""
+    law, slopes = block.law, block.slopes
+    samples, rows, keys = block.scores.shape
     all_samples, all_rows = tensors[-1].shape
     groups = 1 if slopes is None else len(slopes) // law.share  # of one sample
     if law.origins is not None:
         groups = all_samples // len(law.origins)
     function(
-        tensors[0],
+        block.scores,
+        block.scores,
         *tensors,
         slopes,
         law.origins if law.probability else None,
         samples * rows,
         rows,
         all_rows,
-        sample,
-        *starts,
+        block.sample,
+        block.first,
+        block.start,
         law.window,
         law.positions,
         groups,
@@ -335,26 +345,14 @@ def _launch(
     )
 
 
-def _weights(
-    scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *rest: Any
-) -> None:
-    law, key = _first_key(scores, first, *rest)
-    _launch(_WEIGHTS, (scores, logarithms), slopes, sample, (first, key), *law)
+@takes(_block)
+def _weights(block: _Block) -> None:
+    _launch(_WEIGHTS, block, block.logarithms)
 
 
-def _gradient(
-    scores: Tensor,
-    gradients: Tensor,
-    logarithms: Tensor,
-    dots: Tensor,
-    slopes: Tensor | None,
-    sample: int,
-    first: int,
-    key: int,
-    *law: Any,
-) -> None:
-    tensors = scores, gradients, logarithms, dots
-    _launch(_GRADIENT, tensors, slopes, sample, (first, key), *law)
+@takes(_gradient_block)
+def _gradient(block: _GradientBlock) -> None:
+    _launch(_GRADIENT, block, block.gradients, block.logarithms, block.dots)
 
 
 def _check_dots(name: str, a: Tensor, b: Tensor) -> None:

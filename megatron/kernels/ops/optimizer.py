@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from megatron.kernels.library import (
     check_beside,
     check_shape,
     operator,
+    takes,
 )
 
 _ADAMW = Function("mk_adamw", "iippllpffffffif")
@@ -67,42 +69,66 @@ def _check_list(
 # -- AdamW -----------------------------------------------------------------------------------------
 
 
-def _check_adamw(
-    name: str,
-    parameters: Tensors,
-    gradients: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    copies: Tensors,
-    averages: Tensors,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    gradient_scale: Tensor,
-    new_in_average: float,
-) -> None:
-    wide, scale = [torch.float32], gradient_scale
+class AdamW(NamedTuple):
+    """Lists of tensors, and how to update them by AdamW: the inputs of adamw_.
+
+    parameters       fp32
+    gradients        fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale` before use
+    exp_avgs, exp_avg_sqs   fp32 or bf16, all of one type. The step is computed in fp32, and new
+                     moments in bf16 are then rounded stochastically (round_). Rounded to nearest, a
+                     second moment would stay where it was: with beta2 = 0.999 it falls by at most
+                     0.1 % in a step, a quarter of half the distance of two bf16 numbers
+    copies           fp16 or bf16 tensors that get the new weights, rounded; empty where there are
+                     none
+    averages         fp32 averages of the weights, which move to the new ones by the share
+                     `new_in_average`, as with torch.lerp; at 0 they are not read
+    step             counts from 1: the bias correction is that of `step` steps
+    gradient_scale   a number, or one fp32 number on the device; where it is not finite the step is
+                     skipped: nothing is written
+
+    Tensors at one place of the lists have one shape; all are contiguous and on one device. Empty
+    lists and tensors are allowed.
+    """
+
+    parameters: Tensors
+    gradients: Tensors
+    exp_avgs: Tensors
+    exp_avg_sqs: Tensors
+    copies: Tensors
+    averages: Tensors
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    gradient_scale: float | Tensor = 1.0
+    new_in_average: float = 0.0
+
+
+@takes(AdamW, after=1)
+def _check_adamw(name: str, adamw: AdamW) -> None:
+    wide, moments = [torch.float32], [torch.float32, torch.bfloat16]
+    parameters, scale = adamw.parameters, adamw.gradient_scale
     _check_list(name, "parameters", parameters, parameters, wide)
-    _check_list(name, "gradients", gradients, parameters, TYPES)
-    _check_list(name, "exp_avgs", exp_avgs, parameters, [*wide, torch.bfloat16])
-    _check_list(name, "exp_avg_sqs", exp_avg_sqs, parameters, [*wide, torch.bfloat16])
-    if copies:
-        _check_list(name, "copies", copies, parameters, [torch.float16, torch.bfloat16])
-    if averages:
-        _check_list(name, "averages", averages, parameters, wide)
+    _check_list(name, "gradients", adamw.gradients, parameters, TYPES)
+    _check_list(name, "exp_avgs", adamw.exp_avgs, parameters, moments)
+    _check_list(name, "exp_avg_sqs", adamw.exp_avg_sqs, parameters, moments)
+    if adamw.copies:
+        _check_list(name, "copies", adamw.copies, parameters, [torch.float16, torch.bfloat16])
+    if adamw.averages:
+        _check_list(name, "averages", adamw.averages, parameters, wide)
     check(
         name,
-        0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0,
-        f"betas ({beta1}, {beta2}) must be in [0, 1)",
+        0.0 <= adamw.beta1 < 1.0 and 0.0 <= adamw.beta2 < 1.0,
+        f"betas ({adamw.beta1}, {adamw.beta2}) must be in [0, 1)",
     )
-    check(name, step >= 1, f"step is {step}; the first is 1")
+    check(name, adamw.step >= 1, f"step is {adamw.step}; the first is 1")
     device = parameters[0].device
+    assert isinstance(scale, Tensor), "adamw_ has made a tensor of it"
     fits = scale.dtype == torch.float32 and scale.numel() == 1 and scale.device == device
-    found = f"{scale.dtype} {list(scale.shape)} on {scale.device}"
-    check(name, fits, f"gradient_scale is {found}; it must be one fp32 number on {device}")
+    shown = f"{scale.dtype} {list(scale.shape)} on {scale.device}"
+    check(name, fits, f"gradient_scale is {shown}; it must be one fp32 number on {device}")
 
 
 _ODDS = 0x61C88647, 0x2545F491, 0x2C1B3C6D  # multipliers of the hash, less than 2**31
@@ -125,71 +151,45 @@ def round_(target: Tensor, x: Tensor, step: int) -> None:
 
 
 @torch.no_grad()
-def adamw_reference_(
-    parameters: Tensors,
-    gradients: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    copies: Tensors,
-    averages: Tensors,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    gradient_scale: Tensor,
-    new_in_average: float,
-) -> None:
+@takes(AdamW)
+def adamw_reference_(adamw: AdamW) -> None:
     """Compute adamw_ with torch's fused AdamW."""
-    wide = list(torch._foreach_mul([g.float() for g in gradients], gradient_scale))
-    first, second = ([x.float() for x in moments] for moments in (exp_avgs, exp_avg_sqs))
-    good = torch.isfinite(gradient_scale)
-    steps = [torch.full((), float(step), device=p.device) for p in parameters]
+    parameters, scale = list(adamw.parameters), adamw.gradient_scale
+    assert isinstance(scale, Tensor), "adamw_ has made a tensor of it"
+    wide = list(torch._foreach_mul([g.float() for g in adamw.gradients], scale))
+    moments = adamw.exp_avgs, adamw.exp_avg_sqs
+    first, second = ([x.float() for x in each] for each in moments)
+    good = torch.isfinite(scale)
     torch._fused_adamw_(
-        list(parameters),
+        parameters,
         wide,
         first,
         second,
         [],
-        steps,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
+        [torch.full((), float(adamw.step), device=p.device) for p in parameters],
+        lr=adamw.lr,
+        beta1=adamw.beta1,
+        beta2=adamw.beta2,
+        weight_decay=adamw.weight_decay,
+        eps=adamw.eps,
         amsgrad=False,
         maximize=False,
         found_inf=good.logical_not().float(),
     )
-    for moment, x in zip((*exp_avgs, *exp_avg_sqs), (*first, *second), strict=True):
+    for moment, x in zip(itertools.chain(*moments), (*first, *second), strict=True):
         if moment is not x:
-            round_(moment, x, step)
-    if copies:
-        torch._foreach_copy_(list(copies), list(parameters))
-    share = new_in_average * good
-    for average, p in zip(averages, parameters, strict=False):  # there may be none
+            round_(moment, x, adamw.step)
+    if adamw.copies:
+        torch._foreach_copy_(list(adamw.copies), parameters)
+    share = adamw.new_in_average * good
+    for average, p in zip(adamw.averages, parameters, strict=False):  # there may be none
         average.lerp_(p, share)
 
 
-def _run_adamw(
-    parameters: Tensors,
-    gradients: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    copies: Tensors,
-    averages: Tensors,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    gradient_scale: Tensor,
-    new_in_average: float,
-) -> None:
+@takes(AdamW)
+def _run_adamw(adamw: AdamW) -> None:
+    parameters, gradients, *moments, copies, averages = adamw[:6]
     sizes = [p.numel() for p in parameters]
-    moments = exp_avgs, exp_avg_sqs
     # without copies or averages these rows are not read
     lists = (parameters, gradients, *moments, copies or parameters, averages or parameters)
     _ADAMW(
@@ -200,15 +200,15 @@ def _run_adamw(
         _array(sizes),
         len(sizes),
         _chunk(sizes, _MOST_UPDATES),
-        gradient_scale,
-        1.0 - beta1,
-        1.0 - beta2,
-        lr / (1.0 - beta1**step),
-        1.0 / math.sqrt(1.0 - beta2**step),
-        eps,
-        lr * weight_decay,
-        step,
-        new_in_average if averages else 0.0,
+        adamw.gradient_scale,
+        1.0 - adamw.beta1,
+        1.0 - adamw.beta2,
+        adamw.lr / (1.0 - adamw.beta1**adamw.step),
+        1.0 / math.sqrt(1.0 - adamw.beta2**adamw.step),
+        adamw.eps,
+        adamw.lr * adamw.weight_decay,
+        adamw.step,
+        adamw.new_in_average if averages else 0.0,
         type_of=gradients[0],
     )
 
@@ -224,70 +224,24 @@ _adamw_ = operator(
 
 
 @torch.no_grad()
-def adamw_(
-    parameters: Tensors,
-    gradients: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    copies: Tensors | None = None,
-    averages: Tensors = (),
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    gradient_scale: float | Tensor = 1.0,
-    new_in_average: float = 0.0,
-    kernel: bool = True,
-) -> None:
+def adamw_(adamw: AdamW, kernel: bool = True) -> None:
     """Take one step of AdamW on lists of tensors.
 
     Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, in the form of torch.optim.AdamW: the
-    weight decay is multiplied by `lr`.
-
-    parameters       fp32
-    exp_avgs, exp_avg_sqs   fp32 or bf16, all of one type. The step is computed in fp32, and new
-                     moments in bf16 are then rounded stochastically (round_). Rounded to nearest, a
-                     second moment would stay where it was: with beta2 = 0.999 it falls by at most
-                     0.1 % in a step, a quarter of half the distance of two bf16 numbers
-    gradients        fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale` before use
-    gradient_scale   a number, or one fp32 number on the device; where it is not finite the step is
-                     skipped: nothing is written
-    copies           fp16 or bf16 tensors that get the new weights, rounded; None where there are
-                     none
-    averages         fp32 averages of the weights, which move to the new ones by the share
-                     `new_in_average`, as with torch.lerp; at 0 they are not read
-    step             counts from 1: the bias correction is that of `step` steps
-    kernel           False: torch's operators even where there is a kernel
-
-    Tensors at one place of the lists have one shape; all are contiguous and on one device. Empty
-    lists and tensors are allowed. Raises KernelError.
+    weight decay is multiplied by `lr`. `kernel` False: torch's operators even where there is a
+    kernel. Raises KernelError.
 
     torch.compile takes lr as a constant and would compile again for each value: call it outside.
     """
-    if parameters or gradients or exp_avgs or exp_avg_sqs or copies:
-        check("adamw_", bool(parameters), "there are no parameters for the other lists")
-        if not isinstance(gradient_scale, Tensor):
-            gradient_scale = torch.full(
-                (), gradient_scale, dtype=torch.float32, device=parameters[0].device
-            )
+    if any(adamw[:5]):
+        check("adamw_", bool(adamw.parameters), "there are no parameters for the other lists")
+        scale, averages = adamw.gradient_scale, adamw.averages
+        if not isinstance(scale, Tensor):
+            device = adamw.parameters[0].device
+            scale = torch.full((), scale, dtype=torch.float32, device=device)
+        averages = averages if adamw.new_in_average else []
         (_adamw_ if kernel else adamw_reference_)(
-            parameters,
-            gradients,
-            exp_avgs,
-            exp_avg_sqs,
-            copies or [],
-            averages if new_in_average else [],
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            step,
-            gradient_scale,
-            new_in_average,
+            *adamw._replace(averages=averages, gradient_scale=scale)
         )
 
 
@@ -403,7 +357,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name not in state:
                         state[name] = torch.zeros_like(p)
-                adamw_(
+                adamw = AdamW(
                     [p],
                     [gradient],
                     [state["exp_avg"]],
@@ -418,8 +372,8 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
                     step=group["step"],
                     gradient_scale=self.gradient_scale,
                     new_in_average=self.new_in_average,
-                    kernel=self._kernel,
                 )
+                adamw_(adamw, self._kernel)
 
     def uncount(self) -> None:
         """Take the last step, which changed nothing, out of the bias correction."""

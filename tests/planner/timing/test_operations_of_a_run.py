@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
-from megatron.kernels.choose import choose_attention
+from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.work import Attention, Product
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
 from megatron.parallel import collectives, gradient_accumulator
@@ -176,9 +176,9 @@ def listed(config: Config, rank: int) -> Any:
 
 
 def backend(config: Config) -> str:
-    drops = config.model.attention_dropout > 0.0
+    features = AttentionFeatures.of_layer(config, 0)
     return choose_attention(
-        config.kernels, None, config.precision.dtype_name, config.model.seq_length, drops
+        config.kernels, None, config.precision.dtype_name, config.model.seq_length, features
     )
 
 
