@@ -30,7 +30,7 @@ from megatron.config import Config  # noqa: E402
 from megatron.data.sampler import MicroBatch  # noqa: E402
 from megatron.engine.engine import Engine, build_executor  # noqa: E402
 from megatron.model.gpt import build_chunks, layer_context  # noqa: E402
-from megatron.parallel.layout import Layout  # noqa: E402
+from megatron.parallel.layout import Layout, Sizes  # noqa: E402
 from megatron.parallel.topology import Topology  # noqa: E402
 
 VOCABULARY, RANKS = 512, 2
@@ -104,10 +104,7 @@ def beside(rank: int, args: argparse.Namespace) -> None:
     runs, bytes_kept, sent = {}, {}, {}
     for name, layout in LAYOUTS.items():
         config = configured(args, args.length, RANKS, **layout)
-        topology = Topology.create(
-            config.parallel.tensor_model_parallel_size,
-            context_parallel_size=config.parallel.context_parallel_size,
-        )
+        topology = Topology.create(sizes=Sizes.of(config))
         chunks = build_chunks(config, topology, layer_context(config, topology))
         bytes_kept[name] = kept(chunks, args.length)
         if config.parallel.context_parallel_size > 1:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 DEFAULT_ORDER = RANK_ORDERS[0]
 
@@ -24,6 +27,42 @@ class Line(NamedTuple):
     words: str
     stride: int
     size: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a job chooses of its layout; the fields are named as the settings.
+
+    expert_ranks_per_node  None: as many as there are on nodes of `ranks_per_node` ranks, or 1 if
+                           lines of experts divide them unevenly
+    rank_order             None: DEFAULT_ORDER
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_ranks_per_node: int | None = None
+    zero_shard_size: int = 0
+    zero_state_shard_size: int = 0
+    rank_order: str | None = None
+    ranks_per_node: int = 1
+
+    @classmethod
+    def of(cls, config: Config, rank_order: str | None = None, ranks_per_node: int = 1) -> Sizes:
+        """Return the sizes of a configuration, with this rank order or its own."""
+        parallel = config.parallel
+        return cls(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_ranks_per_node=parallel.expert_ranks_per_node,
+            zero_shard_size=config.engine.zero_shard_size,
+            zero_state_shard_size=config.engine.zero_state_shard_size,
+            rank_order=rank_order or parallel.rank_order,
+            ranks_per_node=ranks_per_node,
+        )
 
 
 @dataclass(frozen=True)
@@ -92,26 +131,13 @@ class Layout:
             )
 
     @classmethod
-    def for_world(
-        cls,
-        world_size: int,
-        tensor: int,
-        pipeline: int,
-        order: str = DEFAULT_ORDER,
-        context: int = 1,
-        expert: int = 1,
-        expert_node: int | None = None,
-        per_node: int = 1,
-        shard: int = 0,
-        states: int = 0,
-    ) -> Layout:
+    def for_world(cls, world_size: int, sizes: Sizes) -> Layout:
         """Return the layout of `world_size` processes; the length of the data line is what remains.
-
-        expert_node  None: as many as there are on nodes of `per_node` ranks, or 1 if lines of
-                     experts divide them unevenly
 
         Raises ConfigError when the processes do not divide into whole replicas.
         """
+        tensor, pipeline = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+        order, expert = sizes.rank_order or DEFAULT_ORDER, sizes.expert_model_parallel_size
         data, rest = divmod(world_size, tensor * pipeline)
         if rest or not data:
             raise ConfigError(
@@ -119,17 +145,20 @@ class Layout:
                 f"x pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
                 f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
+        context = sizes.context_parallel_size
         layout = cls(tensor, pipeline, data, order, context=context, expert=expert)
-        each, rest = divmod(per_node, layout.strides[1])
+        each, rest = divmod(sizes.ranks_per_node, layout.strides[1])
         each = 0 if rest else min(each, data)
-        if -1 in (shard, states) and not each:
+        zero = sizes.zero_shard_size, sizes.zero_state_shard_size
+        if -1 in zero and not each:
             raise ConfigError(
                 f"the nodes have no neighbouring data-parallel ranks of their own in rank order "
                 f"{order}: give --zero-shard-size and --zero-state-shard-size as numbers"
             )
-        shard, states = (each if size == -1 else size for size in (shard, states))
+        shard, states = (each if size == -1 else size for size in zero)
         layout = replace(layout, shard=shard, states=states)
-        each = each if expert_node is None else expert_node
+        if sizes.expert_ranks_per_node is not None:
+            each = sizes.expert_ranks_per_node
         over_nodes = 1 < each < expert and expert % each == 0
         return replace(layout, expert_node=each) if over_nodes else layout
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.layout import DEFAULT_ORDER, Layout
+from megatron.parallel.layout import Layout, Sizes
 from megatron.parallel.processes import bounded
 
 _LATE_S = 5.0  # torch's own, more detailed message may come this late
@@ -115,7 +115,7 @@ class Shards:
         return sum(group.size > 1 for group in (self.inner, self.outer, self.copies))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """This process's place, its groups and its device, passed to everything that communicates.
 
@@ -181,20 +181,14 @@ class Topology:
         timeout: datetime.timedelta | None = None,
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
-        order: str = DEFAULT_ORDER,
-        context_parallel_size: int = 1,
-        expert_model_parallel_size: int = 1,
-        zero_shard_size: int = 0,
-        zero_state_shard_size: int = 0,
-        expert_ranks_per_node: int | None = None,
-        ranks_per_node: int = 1,
+        sizes: Sizes | None = None,
     ) -> Topology:
         """Build the groups of this process over the initialised default process group.
 
         Without one there is a single process. `tied_embeddings` False saves the group that only a
         tied embedding needs. `flight` records what this rank waits in (Rendezvous.flight); by
-        default the record is not read. `order` is Layout's, the same on all ranks, as are
-        `expert_ranks_per_node` and `ranks_per_node` (Layout.for_world).
+        default the record is not read. `sizes`, the same on all ranks, are all sizes instead of the
+        first two.
 
         Raises ConfigError when the world does not divide, and LaunchError when ranks do not form a
         group in time.
@@ -204,18 +198,8 @@ class Topology:
 
         running = dist.is_available() and dist.is_initialized()
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
-        layout = Layout.for_world(
-            world_size,
-            tensor=tensor_model_parallel_size,
-            pipeline=pipeline_model_parallel_size,
-            order=order,
-            context=context_parallel_size,
-            expert=expert_model_parallel_size,
-            expert_node=expert_ranks_per_node,
-            per_node=ranks_per_node,
-            shard=zero_shard_size,
-            states=zero_state_shard_size,
-        )
+        sizes = sizes or Sizes(tensor_model_parallel_size, pipeline_model_parallel_size)
+        layout = Layout.for_world(world_size, sizes)
         device = torch.device("cpu") if device is None else torch.device(device)
         # While gloo connects, it waits five times `timeout` for a member that died, and cannot be
         # interrupted.

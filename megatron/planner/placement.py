@@ -18,7 +18,7 @@ from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.model.formulas import ring_bytes
 from megatron.parallel.launch import Launch
-from megatron.parallel.layout import DEFAULT_ORDER, Layout
+from megatron.parallel.layout import DEFAULT_ORDER, Layout, Sizes
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.planner.channels import ESTIMATED, Channels
 from megatron.planner.channels import Placement as Placement
@@ -289,19 +289,7 @@ def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Lay
 
     devices  used ones of each node
     """
-    parallel, engine = config.parallel, config.engine
-    return Layout.for_world(
-        parallel.world_size,
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        order or parallel.rank_order or DEFAULT_ORDER,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-        parallel.expert_ranks_per_node,
-        devices,
-        engine.zero_shard_size,
-        engine.zero_state_shard_size,
-    )
+    return Layout.for_world(config.parallel.world_size, Sizes.of(config, order, devices))
 
 
 def check_device_order(order: tuple[int, ...], cluster: Cluster, given: str = "") -> None:

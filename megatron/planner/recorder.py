@@ -26,7 +26,7 @@ from megatron.kernels.library import WORK
 from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
 from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
 from megatron.parallel.gradient_accumulator import GradientSink
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Layout, Sizes
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 from megatron.planner.events import (
@@ -405,22 +405,33 @@ def _topology(config: Config, device: str) -> Topology:
     parallel = config.parallel
     layout = Layout.for_world(
         parallel.tensor_model_parallel_size * parallel.gradient_ranks,
-        parallel.tensor_model_parallel_size,
-        pipeline=1,
-        context=parallel.context_parallel_size,
-        expert=parallel.expert_model_parallel_size,
-        expert_node=parallel.expert_ranks_per_node or 1,
+        Sizes(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_ranks_per_node=parallel.expert_ranks_per_node or 1,
+        ),
     )
     alone = Group((0,), 0)
     sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
     sizes["expert_between"] = layout.expert // layout.expert_node
     sizes["expert_within"] = layout.expert_node
-    tensor, context, expert, *hops = (_group(kind, size) for kind, size in sizes.items())
-    groups = tensor, tensor, alone, alone, tensor, None
+    groups = {kind: _group(kind, size) for kind, size in sizes.items()}
     shards = Shards.undivided(alone)
-    between, within = hops
-    experts = context, expert, alone, between, within
-    return Topology(layout, 0, *groups, torch.device(device), *experts, shards, shards)
+    return Topology(
+        layout=layout,
+        rank=0,
+        device=torch.device(device),
+        world=groups["tensor"],
+        data=alone,
+        pipeline=alone,
+        model=groups["tensor"],
+        embedding=None,
+        expert_data=alone,
+        shards=shards,
+        expert_shards=shards,
+        **groups,
+    )
 
 
 class _Handle(torch.distributed.ProcessGroup):

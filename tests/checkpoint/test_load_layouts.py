@@ -24,6 +24,7 @@ from megatron.config import Config
 from megatron.config.pieces import Pieces
 from megatron.engine.engine import Engine, build_executor
 from megatron.model.gpt import build_chunks, layer_context
+from megatron.parallel.layout import Sizes
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from tests.checkpoint.saver_cases import save
@@ -162,9 +163,8 @@ def topology_of(
 
     A process cannot create dozens of groups.
     """
-    sizes = dict(expert_model_parallel_size=expert, context_parallel_size=context)
-    sizes |= dict(zero_shard_size=shard, zero_state_shard_size=states)
-    return Topology.create(tensor, pipeline, **sizes)
+    zero = dict(zero_shard_size=shard, zero_state_shard_size=states)
+    return Topology.create(sizes=Sizes(tensor, pipeline, context, expert, **zero))
 
 
 class Job:

@@ -7,7 +7,7 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.layout import DEFAULT_ORDER
+from megatron.parallel.layout import DEFAULT_ORDER, Sizes
 from megatron.parallel.topology import Topology
 
 
@@ -23,6 +23,8 @@ def join(
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timeout)
-    topology = Topology.create(tensor, pipeline, timeout=timeout, order=order, **sizes)
+    topology = Topology.create(
+        timeout=timeout, sizes=Sizes(tensor, pipeline, rank_order=order, **sizes)
+    )
     dist.barrier()  # a rank that ends at once takes the store from those still connecting
     return topology

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from megatron.parallel import rendezvous as rendezvous_module
 from megatron.parallel.flight import FlightState
 from megatron.parallel.launch import detect_launch
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Layout, Sizes
 from megatron.parallel.placing import Placing
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Topology
@@ -162,7 +162,7 @@ def test_ranks_follow_devices_and_a_dead_one_is_named_by_its_rank() -> None:
 def sums_over_groups(
     rank: int, *, order: str, tensor: int, pipeline: int
 ) -> dict[str, float | None]:
-    topology = Topology.create(tensor, pipeline, order=order)
+    topology = Topology.create(sizes=Sizes(tensor, pipeline, rank_order=order))
     found = {}
     for name in ("world", "tensor", "data", "pipeline", "model", "embedding"):
         group = getattr(topology, name)

@@ -32,6 +32,7 @@ from megatron.layers import (
 )
 from megatron.model.gpt import build_chunks
 from megatron.parallel import collectives
+from megatron.parallel.layout import Sizes
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from tests.helpers.groups import join
@@ -163,7 +164,7 @@ def test_gradients_are_right_by_type(
     _, world_size, fields = layout(tp=2, num_layers=2, **shape)
     config = configured(fields, world_size)
     with fake_pg(world_size):
-        topology = Topology.create(2, 1, context_parallel_size=world_size // 2)
+        topology = Topology.create(sizes=Sizes(2, context_parallel_size=world_size // 2))
         (plain,), (chunk,) = (build_chunks(config, topology).values() for _ in range(2))
         batch = batches(config, 0)[0]
         terms = Terms([plain], config.parallel.sequence_parallel)

@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.kernels.work import Product
 from megatron.model.formulas import total_parameters
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import Layout, Sizes
 from megatron.planner.channels import Channels, groups_on_nodes
 from megatron.planner.cluster import load_cluster
 from megatron.planner.events import Message, Post, Wait
@@ -171,7 +171,8 @@ def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly() ->
     placed = choose_placement(other, FRONTIER)
     assert naive_placement(other, FRONTIER).layout.expert_node == 1 < placed.layout.expert_node
     assert "expert between" in render_placement(other, placed)
-    assert Layout.for_world(18, 1, 1, expert=18, per_node=8).expert_node == 1
+    uneven = Sizes(expert_model_parallel_size=18, ranks_per_node=8)
+    assert Layout.for_world(18, uneven).expert_node == 1
 
 
 @pytest.mark.parametrize("each", [1, 2])

@@ -111,6 +111,7 @@ def run_with_model(
 def _load(
     args: argparse.Namespace, launch: Launch, device: Any, changed: Mapping[str, Any]
 ) -> Trained:
+    from megatron.parallel.layout import Sizes
     from megatron.parallel.topology import Topology
     from megatron.training.report.trackers import JsonLines
     from megatron.training.run.checkpoints import say_found
@@ -118,11 +119,13 @@ def _load(
 
     share_cores(device, launch.local_world_size)
     topology = Topology.create(
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
+        sizes=Sizes(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.context_parallel_size,
+        ),
         device=device,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        context_parallel_size=args.context_parallel_size,
     )
     say: Callable[[str], object] = partial(print, file=sys.stderr, flush=True)
     if launch.rank == 0:

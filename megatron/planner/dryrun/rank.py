@@ -29,7 +29,7 @@ from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.layout import DEFAULT_ORDER
+from megatron.parallel.layout import Sizes
 from megatron.parallel.topology import Topology
 from megatron.pipeline.orders import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from megatron.planner import tensors
@@ -346,17 +346,10 @@ def member(
         # otherwise it would be used for the next rank
         stack.callback(setattr, deepspeed.comm.comm, "cdb", None)
         yield Topology.create(
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
+            sizes=Sizes.of(config),
             device=torch.device(device),
             tied_embeddings=not config.model.untie_embeddings_and_output_weights,
             flight=flight,
-            order=parallel.rank_order or DEFAULT_ORDER,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_ranks_per_node=parallel.expert_ranks_per_node,
-            zero_shard_size=config.engine.zero_shard_size,
-            zero_state_shard_size=config.engine.zero_state_shard_size,
         )
 
 

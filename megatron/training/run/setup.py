@@ -50,7 +50,7 @@ from megatron.model.stages import assign_layers, recomputed_layers
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
 from megatron.parallel.launch import Launch
-from megatron.parallel.layout import DEFAULT_ORDER
+from megatron.parallel.layout import DEFAULT_ORDER, Sizes
 from megatron.parallel.participants import compare
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
@@ -236,27 +236,17 @@ def connect_groups(
     config: Config, rendezvous: Rendezvous, timeout: timedelta, rank_order: str
 ) -> Topology:
     """Create the groups of the layout and use each once. Raises LaunchError."""
-    parallel = config.parallel
-    tied = not config.model.untie_embeddings_and_output_weights
     topology = Topology.create(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
+        sizes=Sizes.of(config, rank_order, rendezvous.ranks_per_node),
         device=rendezvous.device,
         timeout=timeout,
-        tied_embeddings=tied,
+        tied_embeddings=not config.model.untie_embeddings_and_output_weights,
         flight=rendezvous.flight,
-        order=rank_order,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        zero_shard_size=config.engine.zero_shard_size,
-        zero_state_shard_size=config.engine.zero_state_shard_size,
-        expert_ranks_per_node=parallel.expert_ranks_per_node,
-        ranks_per_node=rendezvous.ranks_per_node,
     )
     with topology.flight.phase("groups"):
         # Before torch gives up, whose message says less, or RCCL, which does not give up.
         rendezvous.unless_failed(
-            partial(use_groups, topology, parallel.num_chunks > 1),
+            partial(use_groups, topology, config.parallel.num_chunks > 1),
             _FIRST_SHARE * timeout.total_seconds(),
             "the first use of all groups did not end",
         )

@@ -27,7 +27,7 @@ from megatron.kernels import choose, library, measured
 from megatron.model.gpt import build_chunks
 from megatron.parallel import flight as flight_module
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.layout import DEFAULT_ORDER, Layout
+from megatron.parallel.layout import Layout, Sizes
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.training.report import timeline as timeline_module
@@ -348,13 +348,7 @@ def texts(topology: Topology, folder: str) -> Any:
         *(({**EXPERTS, **fields}, Sampling(temperature=0)) for fields in OF_EXPERTS),
     ):
         config = Config.create(**{**GPT, **fields}, world_size=RANKS)
-        parallel = config.parallel
-        sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-        split = Topology.create(
-            *sizes,
-            order=parallel.rank_order or DEFAULT_ORDER,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-        )
+        split = Topology.create(sizes=Sizes.of(config))
         chunks = build_chunks(config, split)
         chunks.train()
         made = generate(
