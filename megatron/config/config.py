@@ -15,19 +15,19 @@ from megatron.config.deepspeed_json import merge_deepspeed_json
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.config.parallel import SIZES, layout_counts
+from megatron.config.parallel_checks import ring_limits
 from megatron.config.phases import parse_batch_sizes
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.presets import give_preset
 from megatron.config.settings import (
-    SECTIONS,
     Sections,
     Settings,
     all_options,
-    did_you_mean,
     raise_problems,
     section_of,
 )
-from megatron.config.validate import own_passes, ring_limits, run_requirements, validate
+from megatron.config.training_checks import own_passes
+from megatron.config.validate import run_requirements, validate
 from megatron.errors import ConfigError
 
 
@@ -106,13 +106,8 @@ class Config(Sections):
 
         It is 'default', 'command line', 'preset X', 'FILE:LINE: key' or 'derived ...'.
         """
-        self._check_name(name)
+        section_of(name)
         return self.origins[name]
-
-    def get(self, name: str) -> Any:
-        """Return a setting by its name."""
-        self._check_name(name)
-        return getattr(getattr(self, section_of(name)), name)
 
     @property
     def metrics_path(self) -> Path | None:
@@ -120,11 +115,6 @@ class Config(Sections):
         if self.logging.metrics_file:
             return Path(self.logging.metrics_file)
         return Path(self.checkpoint.save) / "metrics.jsonl" if self.checkpoint.save else None
-
-    @staticmethod
-    def _check_name(name: str) -> None:
-        if name not in all_options():
-            raise ConfigError(f"unknown setting '{name}'{did_you_mean(name, all_options())}")
 
     def num_micro_batches(self, global_batch_size: int | None = None) -> int:
         """Return the number of micro-batches of a step on each replica.
@@ -215,12 +205,8 @@ def finish(
     if export is not None and settings.values["save_hf"] is not None:
         _check_export(settings, export)
     raise_problems([_located(settings, problem) for problem in settings.problems])
-    sections = {
-        attribute: section(**{o.name: settings.values[o.name] for o in options_of(section)})
-        for attribute, section in SECTIONS.items()
-    }
     return Config(
-        **sections,
+        **vars(settings.sections()),
         given=settings.given,
         origins=settings.origins,
         notices=tuple(dict.fromkeys(settings.notices)),
@@ -309,7 +295,7 @@ def _context(s: Settings) -> None:
     v, name, size = s.values, "cp_comm_type", s.values["context_parallel_size"]
     if name in s.given or not s.usable(name, *SIZES, "num_attention_heads") or size == 1:
         return
-    limits = [limit for limit, _ in ring_limits(v, size)]
+    limits = [limit for limit, _ in ring_limits(s.sections(), size)]
     if limits and v["num_attention_heads"] % (v["tensor_model_parallel_size"] * size) == 0:
         s.derive(name, "a2a", "derived: a ring cannot do it")
         s.notices.append(f"--cp-comm-type is a2a: {'; '.join(limits)}")

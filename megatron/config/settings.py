@@ -42,6 +42,10 @@ class Sections:
     training: TrainingConfig
     logging: LoggingConfig
 
+    def get(self, name: str) -> Any:
+        """Return a setting by its name. Raises ConfigError for an unknown one."""
+        return getattr(getattr(self, section_of(name)), name)
+
 
 SECTIONS: Mapping[str, type] = get_type_hints(Sections)
 
@@ -53,9 +57,15 @@ def all_options() -> Mapping[str, Option]:
 
 
 @functools.cache
+def _sections_of_names() -> Mapping[str, str]:
+    return {o.name: name for name, section in SECTIONS.items() for o in options_of(section)}
+
+
 def section_of(name: str) -> str:
-    """Return the section that holds a setting."""
-    return next(s for s, cls in SECTIONS.items() if any(o.name == name for o in options_of(cls)))
+    """Return the section that holds a setting. Raises ConfigError for an unknown name."""
+    if name not in _sections_of_names():
+        raise ConfigError(f"unknown setting '{name}'{did_you_mean(name, all_options())}")
+    return _sections_of_names()[name]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -140,6 +150,15 @@ class Settings:
         """Set a derived value; `origin` says how it was derived."""
         self.values[name] = value
         self.origins[name] = origin
+
+    def sections(self) -> Sections:
+        """Return `values` as sections; what has no valid value is None or the default."""
+        return Sections(
+            **{
+                attribute: section(**{o.name: self.values[o.name] for o in options_of(section)})
+                for attribute, section in SECTIONS.items()
+            }
+        )
 
     def is_unset(self, *names: str) -> bool:
         """Return whether none of these settings has a value, valid or not."""

@@ -1,0 +1,118 @@
+"""Checks of the settings of files.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron.config.check import check
+from megatron.config.files import hugging_face_folder, named_corpus
+from megatron.config.settings import Sections, all_options
+
+
+@check("data", "split")
+def _split(config: Sections) -> Iterator[str]:
+    text = config.data.split
+    try:
+        parts = [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or any(not 0 <= p < float("inf") for p in parts) or sum(parts) <= 0:
+        yield (
+            f"--split '{text}' is not one to three parts of at least 0 and not all 0, such as "
+            "969,30,1"
+        )
+
+
+@check("data")
+def _data(config: Sections) -> Iterator[str]:
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = config.get(name) or ()
+        written = all_options()[name].written(words)
+        if name == "valid_data_path" and any(map(named_corpus, words)):
+            yield from _corpora(written, words)
+        elif len(words) > 1:
+            yield from _blend(written, words)
+
+
+def _corpora(written: str, words: tuple[str, ...]) -> Iterator[str]:
+    found = [named_corpus(word) or ("", word) for word in words]
+    names = [name for name, _ in found]
+    for word, (name, prefix) in zip(words, found, strict=True):
+        if not (prefix and re.fullmatch(r"[\w.-]+", name)):
+            yield (
+                f"{written}: {word!r} is not NAME=PREFIX, with a NAME of letters, digits and ._-: "
+                "name all corpora, or none"
+            )
+        elif names.count(name) > 1:
+            yield f"{written}: {name!r} is the name of {names.count(name)} corpora: choose others"
+
+
+def _blend(written: str, words: tuple[str, ...]) -> Iterator[str]:
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        weights = []
+    if len(words) % 2 or not weights:
+        yield f"{written}: give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..."
+    elif not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+        yield f"{written}: weights must be at least 0 and not all 0"
+
+
+@check("data", "data_packing")
+def _packing(config: Sections) -> Iterator[str]:
+    data = config.data
+    if data.data_packing != "best-fit" or data.mock_data:
+        return
+    for name in ("reset_position_ids", "reset_attention_mask"):
+        if not config.get(name):
+            off = all_options()[name].written(False)
+            yield (
+                f"{off} and --data-packing best-fit contradict each other: packed documents are "
+                "separated"
+            )
+    if data.train_data_exact_num_epochs is not None:
+        yield (
+            "--train-data-exact-num-epochs needs --data-packing concat: best-fit reads as many "
+            "epochs as the run needs"
+        )
+
+
+@check("data", "loss_mask")
+def _loss_mask(config: Sections) -> Iterator[str]:
+    masks = config.data.loss_mask in ("required", "optional")
+    if masks and not config.batch.calculate_per_token_loss:
+        off = all_options()["calculate_per_token_loss"].written(False)
+        yield (
+            f"{off} and --loss-mask {config.data.loss_mask} contradict each other: micro-batches "
+            "have different numbers of unmasked tokens, and each token has to count equally"
+        )
+
+
+@check("checkpoint")
+def _checkpoints(config: Sections) -> Iterator[str]:
+    save, load, tag = config.checkpoint.save, config.checkpoint.load, config.checkpoint.load_tag
+    if config.training.loss_spike_factor is not None and not (save and save == load):
+        yield (
+            "--loss-spike-factor rolls back to checkpoints of this run: give --save and --load the "
+            "same FOLDER"
+        )
+    for name in ("finetune", "reset_iteration"):
+        if config.get(name) and load is not None and load == save:
+            yield (
+                f"{all_options()[name].flag} would start at iteration 0 after each restart, from "
+                f"the run's own checkpoints: give --save another FOLDER than --load {load}, "
+                "and resume from that one without the flag"
+            )
+    if hugging_face_folder(load) is not None and tag is not None:
+        yield f"--load-tag {tag} names a checkpoint, but --load {load} has none"
+
+
+@check("logging", "profile_step_start", "profile_step_end")
+def _profile(config: Sections) -> Iterator[str]:
+    logging = config.logging
+    if logging.profile and logging.profile_step_end <= logging.profile_step_start:
+        yield (
+            f"--profile-step-end {logging.profile_step_end} is not after --profile-step-start "
+            f"{logging.profile_step_start}"
+        )

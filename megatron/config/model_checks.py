@@ -1,0 +1,270 @@
+"""Checks of the settings of model.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.check import check, multiple
+from megatron.config.settings import Sections, all_options
+
+
+@check("model", "hidden_size", "num_attention_heads")
+def _head_width(config: Sections) -> Iterator[str]:
+    if config.model.kv_channels is None:
+        remedy = ", or give the width of a head with --kv-channels"
+        yield from multiple(config, "hidden_size", "num_attention_heads", remedy)
+
+
+@check("model", "num_attention_heads", "num_key_value_heads")
+def _grouped_queries(config: Sections) -> Iterator[str]:
+    yield from multiple(config, "num_attention_heads", "num_key_value_heads")
+
+
+@check("model", "seq_length", "max_position_embeddings", "position_embedding_type")
+def _positions(config: Sections) -> Iterator[str]:
+    model = config.model
+    if (
+        model.position_embedding_type == "learned_absolute"
+        and model.seq_length > model.max_position_embeddings
+    ):
+        yield (
+            f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
+            f"{model.max_position_embeddings}: learned positions must cover the sequence; raise the "
+            "latter or use --position-embedding-type rope"
+        )
+
+
+@check("model", "position_embedding_type", "kv_channels", "rotary_percent")
+def _rotary_width(config: Sections) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type == "rope":
+        width = int(model.kv_channels * model.rotary_percent)
+        if width < 2 or width % 2:
+            yield (
+                f"RoPE rotates pairs, but --rotary-percent {model.rotary_percent:g} of a head of "
+                f"{model.kv_channels} is {width}: it must be even and at least 2"
+            )
+
+
+@check("model", "rope_low_freq_factor", "rope_high_freq_factor")
+def _rope_ramp(config: Sections) -> Iterator[str]:
+    model = config.model
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    if model.rope_scaling == "llama3" and low >= high:
+        yield (
+            f"--rope-low-freq-factor {low:g} must be less than --rope-high-freq-factor {high:g}: "
+            "frequencies between them are partly scaled"
+        )
+
+
+@check("model", "rope_scaling", "rope_original_positions")
+def _rope_original(config: Sections) -> Iterator[str]:
+    kind, positions = config.model.rope_scaling, config.model.rope_original_positions
+    if kind == "linear" and positions != all_options()["rope_original_positions"].default:
+        yield (
+            f"--rope-original-positions {positions} needs --rope-scaling llama3 or yarn: linear "
+            "scaling divides all angles by --rope-scaling-factor"
+        )
+
+
+@check("model", "norm_position")
+def _norms(config: Sections) -> Iterator[str]:
+    model = config.model
+    position, parallel = model.norm_position, model.parallel_residual
+    after = model.apply_residual_connection_post_layernorm
+    if parallel and position != "pre":
+        yield (
+            f"--parallel-residual {parallel} and --norm-position {position} contradict each other: "
+            "attention and MLP of one input have their norms before them"
+        )
+    for name, value in (("parallel_residual", parallel), ("norm_position", position)):
+        if after and value not in (None, "pre"):
+            yield (
+                f"--apply-residual-connection-post-layernorm and --{name.replace('_', '-')} "
+                f"{value} contradict each other: choose one"
+            )
+
+
+@check("model")
+def _window(config: Sections) -> Iterator[str]:
+    size = config.model.window_size
+    if size is not None and (size[1:] not in ((), (0,)) or not size):
+        yield (
+            f"--window-size {','.join(map(str, size))} is not LEFT or LEFT,0: attention is causal, "
+            "so a token sees none after itself"
+        )
+
+
+@check("model", "num_layers")
+def _layers_without_window(config: Sections) -> Iterator[str]:
+    model = config.model
+    skip, layers = model.window_attn_skip_freq, model.num_layers
+    if skip is None:
+        return
+    written = f"--window-attn-skip-freq {','.join(map(str, skip))}"
+    if model.window_size is None:
+        yield f"{written} needs --window-size LEFT"
+    if len(skip) <= 1 and not any(skip):
+        yield f"{written}: every N-th layer has no window, with N of at least 1"
+    elif len(skip) > 1 and (len(skip) != layers or not set(skip) <= {0, 1}):
+        yield f"{written} is not one number, nor a list of {layers} entries 0 or 1: one for a layer"
+
+
+@check("model", "num_experts", "num_layers", "moe_layer_freq")
+def _expert_layers(config: Sections) -> Iterator[str]:
+    freq, layers = config.model.moe_layer_freq, config.model.num_layers
+    if freq == (0,) or (len(freq) > 1 and (len(freq) != layers or not set(freq) <= {0, 1})):
+        yield (
+            f"--moe-layer-freq {','.join(map(str, freq))} is neither a number of at least 1 nor a "
+            f"list of {layers} entries 0 or 1: one for a layer"
+        )
+
+
+@check("model", "moe_router_topk")
+def _router(config: Sections) -> Iterator[str]:
+    model = config.model
+    experts, topk = model.num_experts, model.moe_router_topk
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    softmax = model.moe_router_score_function == "softmax"
+    if experts is None:
+        return
+    if topk > experts:
+        yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
+    if softmax and topk == 1 and not model.moe_router_pre_softmax:
+        yield (
+            "--moe-router-topk 1 with a softmax over the chosen expert alone gives it the weight 1, "
+            "and the router no gradient: add --moe-router-pre-softmax"
+        )
+    if not softmax and model.moe_router_pre_softmax:
+        yield "--moe-router-pre-softmax needs --moe-router-score-function softmax"
+    if softmax and model.moe_router_enable_expert_bias:
+        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
+    if groups is None or chosen is None:
+        if groups is not chosen:
+            yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both"
+    elif experts % groups or chosen > groups or topk % chosen:
+        yield (
+            f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and "
+            f"--moe-router-group-topk {chosen} must be at most that and divide --moe-router-topk "
+            f"{topk}"
+        )
+    elif topk // chosen > experts // groups:
+        yield (
+            f"--moe-router-topk {topk} needs more experts than {chosen} groups of "
+            f"{experts // groups} have"
+        )
+
+
+@check("model", "num_experts", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
+def _balancing(config: Sections) -> Iterator[str]:
+    kinds, factors = config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff
+    if len(kinds) != len(factors) or len(set(kinds)) != len(kinds):
+        yield (
+            f"--moe-router-load-balancing-type {' '.join(kinds)} and --moe-aux-loss-coeff "
+            f"{' '.join(f'{x:g}' for x in factors)}: give each type once, and a coefficient of each"
+        )
+    if "none" in kinds and any(factors):
+        yield "--moe-router-load-balancing-type none has no loss: leave --moe-aux-loss-coeff out"
+
+
+@check("model", "num_experts")
+def _experts_alone(config: Sections) -> Iterator[str]:
+    """Name what experts do not go together with."""
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if config.get(name) is not None:
+            yield from multiple(config, name, "tensor_model_parallel_size")
+    shared = config.model.moe_shared_expert_intermediate_size is not None
+    for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
+        if config.get(name) and not shared:
+            yield f"{all_options()[name].flag} needs --moe-shared-expert-intermediate-size"
+    if shared and config.model.add_bias_linear:
+        yield "shared experts have no biases: add --disable-bias-linear"
+
+
+@check("model", "ffn_hidden_size")
+def _upcycling(config: Sections) -> Iterator[str]:
+    model = config.model
+    ffn, width, experts = model.ffn_hidden_size, model.moe_ffn_hidden_size, model.num_experts
+    if not model.moe_use_upcycling or experts is None or width is None:
+        return
+    parts, rest = divmod(ffn, width)
+    if rest or not parts or experts % parts or model.moe_router_topk % parts:
+        yield (
+            f"--moe-use-upcycling cuts the MLP's --ffn-hidden-size {ffn} into "
+            f"parts of --moe-ffn-hidden-size {width}: their number must be "
+            f"whole, and divide --num-experts {experts} and --moe-router-topk "
+            f"{model.moe_router_topk}"
+        )
+    if model.moe_shared_expert_intermediate_size is not None:
+        yield (
+            "--moe-use-upcycling has nothing of which to make a shared expert: leave "
+            "--moe-shared-expert-intermediate-size out"
+        )
+    if config.checkpoint.load is None:
+        yield "--moe-use-upcycling needs --load with the dense checkpoint"
+
+
+@check("model", "use_mup", "num_attention_heads", "kv_channels", "mup_base_hidden_size")
+def _mup(config: Sections) -> Iterator[str]:
+    model = config.model
+    if model.use_mup and model.mup_base_num_attention_heads is None:
+        head = model.mup_base_head_dim or model.kv_channels
+        yield (
+            f"--mup-base-num-attention-heads is missing: {model.num_attention_heads} heads of "
+            f"{model.kv_channels}, in proportion to --mup-base-hidden-size "
+            f"{model.mup_base_hidden_size}, are not a whole number of heads of {head}. Give it, or "
+            "--mup-base-head-dim"
+        )
+
+
+@check("model", "use_mup", "num_experts", "ffn_hidden_size", "mup_base_ffn_hidden_size")
+def _mup_experts(config: Sections) -> Iterator[str]:
+    model = config.model
+    ffn, base = model.ffn_hidden_size, model.mup_base_ffn_hidden_size
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        width = config.get(name)
+        if model.use_mup and width is not None and width * base % ffn:
+            yield (
+                f"{all_options()[name].flag} {width}: experts of the base model are smaller in "
+                f"proportion, {base} / {ffn} of it (--mup-base-ffn-hidden-size, "
+                "--ffn-hidden-size), which is no whole number"
+            )
+
+
+@check(
+    "model", "mup_base_num_attention_heads", "mup_base_num_key_value_heads", "num_attention_heads"
+)
+def _mup_groups(config: Sections) -> Iterator[str]:
+    model = config.model
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    base_heads, base_groups = model.mup_base_num_attention_heads, model.mup_base_num_key_value_heads
+    if base_heads % base_groups:
+        yield (
+            f"--mup-base-num-attention-heads {base_heads} is not a multiple of "
+            f"--mup-base-num-key-value-heads {base_groups}"
+        )
+    elif config.optimizer.optimizer == "sgd" and heads * base_groups != groups * base_heads:
+        yield (
+            f"--optimizer sgd and --use-mup with {heads} heads in {groups} groups, and {base_heads} "
+            f"in {base_groups} in the base model: queries would need another learning rate than "
+            "keys and values of the same matrix. Use Adam, or as many heads in each group"
+        )
+
+
+_TOKENIZER_NEEDS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HFTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+
+
+@check("tokenizer")
+def _tokenizer(config: Sections) -> Iterator[str]:
+    kind = config.tokenizer.tokenizer_type
+    for name in _TOKENIZER_NEEDS.get(kind or "", ()):
+        if config.get(name) is None:
+            yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"

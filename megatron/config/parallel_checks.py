@@ -1,0 +1,261 @@
+"""Checks of the settings of parallel.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.config.check import check, multiple, nearest_multiples
+from megatron.config.parallel import SIZES, TILE, layout_counts
+from megatron.config.settings import Sections, all_options
+
+
+@check("parallel", "tensor_model_parallel_size")
+def _tensor_parallel(config: Sections) -> Iterator[str]:
+    names = ["num_attention_heads", "ffn_hidden_size"]
+    groups, size = config.model.num_key_value_heads, config.parallel.tensor_model_parallel_size
+    # of fewer heads than ranks, each is on several ranks
+    if groups and groups != config.model.num_attention_heads and size % groups:
+        names.append("num_key_value_heads")
+    if config.parallel.sequence_parallel:
+        names.append("seq_length")
+    for name in names:
+        if config.get(name) is not None:
+            remedy = ", or another tensor-parallel size"
+            if name == "seq_length":
+                remedy = ", another tensor-parallel size, or no --sequence-parallel"
+            yield from multiple(config, name, "tensor_model_parallel_size", remedy)
+
+
+@check("parallel", "num_layers", "pipeline_model_parallel_size")
+def _pipeline(config: Sections) -> Iterator[str]:
+    parallel = config.parallel
+    layers, pp = config.model.num_layers, parallel.pipeline_model_parallel_size
+    per_chunk, chunks = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_chunks
+    if parallel.pipeline_layout is not None:
+        yield from _layout(parallel.pipeline_layout, layers, pp, per_chunk)
+    elif per_chunk is not None:
+        yield from _interleaving(layers, pp, per_chunk)
+    elif layers < pp:
+        yield (
+            f"--num-layers {layers} is less than the {pp} stages of --pipeline-model-parallel-size "
+            f"{pp}: each stage needs a layer, so use at most {layers} stages"
+        )
+    if chunks > 1 and pp == 1:
+        yield (
+            "interleaved chunks need --pipeline-model-parallel-size of at least 2: drop the "
+            "interleaving"
+        )
+    if chunks > 1 and parallel.enable_zbh1_pipeline:
+        yield "--enable-zbh1-pipeline has no interleaved form: drop it or the interleaved chunks"
+
+
+def _layout(layout: str, layers: int, pp: int, per_chunk: int | None) -> Iterator[str]:
+    counts = layout_counts(layout)
+    if counts is None:
+        yield (
+            f"--pipeline-layout '{layout}' is not a list of layer counts of at least 1, such as "
+            "3,4,4,3"
+        )
+        return
+    if len(counts) % pp:
+        yield (
+            f"--pipeline-layout '{layout}' has {len(counts)} stages, not a multiple of "
+            f"--pipeline-model-parallel-size {pp}"
+        )
+    if sum(counts) != layers:
+        yield (
+            f"--pipeline-layout '{layout}' has {sum(counts)} layers in all, but --num-layers is "
+            f"{layers}"
+        )
+    if per_chunk is not None and any(count != per_chunk for count in counts):
+        yield (
+            f"--pipeline-layout '{layout}' contradicts --num-layers-per-virtual-pipeline-stage "
+            f"{per_chunk}: the layout alone is enough"
+        )
+
+
+def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
+    if layers % (pp * per_chunk) == 0 and layers // (pp * per_chunk) >= 2:
+        return
+    valid = [n for n in range(1, layers // (2 * pp) + 1) if layers % (pp * n) == 0]
+    text = (
+        f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide {layers} layers into "
+        f"two or more equal chunks on each of {pp} pipeline ranks"
+    )
+    if valid:
+        near = sorted(sorted(valid, key=lambda n: abs(n - per_chunk))[:2])
+        yield f"{text}: use {' or '.join(map(str, near))}"
+    else:
+        multiple = nearest_multiples(layers, 2 * pp)
+        yield (
+            f"{text}: no number of layers per chunk does; use {multiple} layers, or "
+            f"--pipeline-layout with {2 * pp} counts"
+        )
+
+
+@check("parallel", "world_size", *SIZES)
+def _world(config: Sections) -> Iterator[str]:
+    world, (tp, pp, cp, ep) = config.parallel.world_size, (config.get(name) for name in SIZES)
+    model = (
+        f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
+        f"{f' x --context-parallel-size {cp}' if cp > 1 else ''}"
+    )
+    if world % (tp * pp * cp):
+        yield (
+            f"{world} processes are not a multiple of {model} = {tp * pp * cp}: start "
+            f"{nearest_multiples(world, tp * pp * cp)} processes, or change the sizes"
+        )
+    elif world % (tp * pp * ep):
+        line = math.lcm(cp, ep)
+        yield (
+            f"--expert-model-parallel-size {ep} does not divide the {world // (tp * pp)} ranks "
+            f"that share each part of the model ({world} processes, tensor {tp} x pipeline {pp}): "
+            f"start {nearest_multiples(world, tp * pp * line)} processes, or change the size"
+        )
+
+
+@check("parallel", "expert_model_parallel_size")
+def _expert_parallel(config: Sections) -> Iterator[str]:
+    parallel = config.parallel
+    size, experts = parallel.expert_model_parallel_size, config.model.num_experts
+    if size % (each := parallel.expert_ranks_per_node or 1):
+        yield f"--expert-ranks-per-node {each} does not divide --expert-model-parallel-size {size}"
+    if experts is None:
+        if size > 1:
+            yield "--expert-model-parallel-size needs experts: give --num-experts, or use 1"
+    elif experts % size:
+        yield (
+            f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {size}: "
+            f"use {nearest_multiples(experts, size)}"
+        )
+    tensor, own = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    if own not in (None, tensor):
+        yield (
+            f"--expert-tensor-parallel-size {own}: experts are divided over all tensor-parallel "
+            f"ranks; use {tensor}, or leave it out"
+        )
+
+
+@check("parallel", "zero_stage", "data_parallel_size", "context_parallel_size")
+def _zero(config: Sections) -> Iterator[str]:
+    parallel, engine = config.parallel, config.engine
+    stage, line = engine.zero_stage, parallel.data_parallel_size * parallel.context_parallel_size
+    if stage == 3 and (pp := parallel.pipeline_model_parallel_size) > 1:
+        yield (
+            f"--zero-stage 3 gathers weights for one stage, but --pipeline-model-parallel-size is "
+            f"{pp}: use --zero-stage 2, or 1 pipeline stage"
+        )
+    if not stage and (engine.zero_shard_size or engine.zero_state_shard_size):
+        yield (
+            "--zero-shard-size and --zero-state-shard-size divide nothing with --zero-stage 0: "
+            "leave them out, or use stage 1, 2 or 3"
+        )
+        return
+    of, each = "data-parallel ranks, context-parallel ones included", line
+    for name in ("zero_state_shard_size", "zero_shard_size"):
+        if (size := config.get(name)) > 0 and each % size:
+            sizes = ", ".join(str(n) for n in range(1, each + 1) if each % n == 0)
+            yield f"{all_options()[name].flag} {size} does not divide {of}: use one of {sizes}"
+        elif size > 0:
+            of, each = f"--zero-state-shard-size {size}", size
+    size, experts = max(0, engine.zero_shard_size) or line, parallel.expert_model_parallel_size
+    if size % experts and experts % size:
+        yield (
+            f"--zero-shard-size {size} is neither a multiple nor a divisor of "
+            f"--expert-model-parallel-size {experts}: change one of them"
+        )
+
+
+@check("parallel", "context_parallel_size", "cp_comm_type")
+def _context_parallel(config: Sections) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    size, kind = parallel.context_parallel_size, parallel.cp_comm_type
+    levels = parallel.hierarchical_context_parallel_sizes
+    if kind == "a2a+p2p" and (len(levels) != 2 or math.prod(levels) != size):
+        yield (
+            f"--cp-comm-type a2a+p2p with --context-parallel-size {size} needs "
+            "--hierarchical-context-parallel-sizes A P: ranks that exchange heads, and places of "
+            f"the ring, with A x P = {size}, not {' '.join(map(str, levels)) or 'none'}"
+        )
+        return
+    if size == 1:
+        return
+    heads = {"p2p": 1, "a2a": size}.get(kind) or levels[0]
+    tensor = parallel.tensor_model_parallel_size
+    rows = math.lcm(2 * size, size * (tensor if parallel.sequence_parallel else 1))
+    if model.seq_length is not None and model.seq_length % rows:
+        yield (
+            f"--seq-length {model.seq_length} is not a multiple of {rows}, which "
+            f"--context-parallel-size {size} needs: use {nearest_multiples(model.seq_length, rows)}"
+        )
+    if model.num_attention_heads is not None and model.num_attention_heads % (tensor * heads):
+        yield (
+            f"--num-attention-heads {model.num_attention_heads} is not a multiple of "
+            f"tensor-parallel size {tensor} x {heads} ranks that exchange heads: use "
+            "--cp-comm-type p2p, or other sizes"
+        )
+    if heads < size:
+        for limit, remedy in ring_limits(config, size // heads):
+            yield f"{limit}: use --cp-comm-type a2a{remedy and ', or '}{remedy}"
+
+
+def ring_limits(config: Sections, places: int) -> Iterator[tuple[str, str]]:
+    """Yield what ring attention cannot do and --cp-comm-type a2a can, and another remedy."""
+    length, dropout = config.model.seq_length, config.model.attention_dropout
+    if config.kernels.attention_backend in ("unfused", "local"):
+        yield f"--attention-backend {config.kernels.attention_backend} stores all scores", "auto"
+    if config.optimizer.qk_clip:
+        yield "--qk-clip does not work on a ring", ""
+    if not dropout:
+        return
+    default = all_options()["attention_dropout"].default
+    flag = f"--attention-dropout {dropout}{' (the default)' if dropout == default else ''}"
+    if config.data.reset_attention_mask:
+        yield f"{flag} with --reset-attention-mask does not work on a ring", "--attention-dropout 0"
+    step = 2 * places * TILE
+    if length is not None and length % step:
+        yield (
+            f"{flag} on a ring of {places} ranks needs a --seq-length that is a multiple of {step}, "
+            f"not {length}",
+            f"--attention-dropout 0, or --seq-length {nearest_multiples(length, step)}",
+        )
+
+
+@check("parallel")
+def _device_order(config: Sections) -> Iterator[str]:
+    order = config.parallel.device_order
+    if order is not None and sorted(order) != list(range(len(order))):
+        yield (
+            f"--device-order {','.join(map(str, order))} does not name each device of a node once: "
+            f"{len(order)} devices are numbered 0 to {len(order) - 1}"
+        )
+
+
+@check("recompute", "recompute_modules")
+def _recompute_modules(config: Sections) -> Iterator[str]:
+    modules = config.recompute.recompute_modules
+    if config.recompute.recompute_granularity != "selective" and modules != ("core_attn",):
+        yield f"--recompute-modules {' '.join(modules)} needs --recompute-granularity selective"
+    of_experts = [name for name in modules if name.startswith("moe")]
+    if of_experts and config.model.num_experts is None:
+        yield f"--recompute-modules {' '.join(of_experts)} needs --num-experts"
+    if len(of_experts) > 1:
+        yield "--recompute-modules moe recomputes moe_act, too: leave moe_act out"
+
+
+@check("recompute", "recompute_num_layers", "num_layers", "pipeline_model_parallel_size")
+def _recompute_layers(config: Sections) -> Iterator[str]:
+    parallel, recompute = config.parallel, config.recompute
+    number, layers = recompute.recompute_num_layers, config.model.num_layers
+    if recompute.recompute_granularity != "full":
+        return
+    if number > layers:
+        yield f"--recompute-num-layers {number} is more than --num-layers {layers}"
+    elif recompute.recompute_method == "block" and parallel.pipeline_layout is None:
+        most = -(-layers // parallel.num_stages)
+        if number > most:
+            yield (
+                f"--recompute-num-layers {number} is more than the {most} layers of a stage: use "
+                f"{most}, or --recompute-method uniform"
+            )

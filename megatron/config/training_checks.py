@@ -1,0 +1,273 @@
+"""Checks of the settings of training.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from megatron.config.check import check, nearest_multiples
+from megatron.config.duration import duration_s
+from megatron.config.phases import PHASED, norm_limits, parse_batch_sizes, parse_phases
+from megatron.config.pieces import Pieces
+from megatron.config.settings import Sections, all_options
+
+
+@check("batch", "micro_batch_size", "global_batch_size", "data_parallel_size")
+def _batch(config: Sections) -> Iterator[str]:
+    mbs, gbs = config.batch.micro_batch_size, config.batch.global_batch_size
+    dp = config.parallel.data_parallel_size
+    step = mbs * dp
+    if gbs < step:
+        yield (
+            f"more processes than needed: {dp} replicas with --micro-batch-size {mbs} take {step} "
+            f"samples in a step, but --global-batch-size is {gbs}: raise it to {step}, or start "
+            "fewer processes"
+        )
+    elif gbs % step:
+        yield (
+            f"--global-batch-size {gbs} is not a multiple of --micro-batch-size {mbs} x "
+            f"data-parallel size {dp} = {step}: use {nearest_multiples(gbs, step)}"
+        )
+
+
+@check("batch", "global_batch_size")
+def _rampup(config: Sections) -> Iterator[str]:
+    batch = config.batch
+    ramp, gbs = batch.rampup_batch_size, batch.global_batch_size
+    if ramp is None:
+        return
+    if len(ramp) != 3:
+        yield f"--rampup-batch-size takes START INCREMENT SAMPLES, got {len(ramp)} values"
+        return
+    start, increment, _ = ramp
+    if start >= gbs:
+        yield (
+            f"--rampup-batch-size starts at {start}, which is not less than --global-batch-size "
+            f"{gbs}"
+        )
+    elif (gbs - start) % increment:
+        yield (
+            f"--rampup-batch-size {start} {increment}: steps of {increment} from {start} do not "
+            f"reach --global-batch-size {gbs}; use {nearest_multiples(gbs - start, increment)} as "
+            "their difference"
+        )
+    if batch.micro_batch_size is None or config.parallel.data_parallel_size is None:
+        return
+    sizes = (("start", start), ("increment", increment))
+    yield from _not_whole(config, "--rampup-batch-size", sizes)
+
+
+def _not_whole(config: Sections, flag: str, sizes: Iterable[tuple[str, int]]) -> Iterator[str]:
+    step = config.batch.micro_batch_size * config.parallel.data_parallel_size
+    for what, value in sizes:
+        if value % step:
+            yield (
+                f"{flag}: its {what} {value} is not a multiple of --micro-batch-size x "
+                f"data-parallel size = {step}: use {nearest_multiples(value, step)}"
+            )
+
+
+@check("batch", "global_batch_size", "micro_batch_size", "data_parallel_size")
+def _batch_steps(config: Sections) -> Iterator[str]:
+    batch = config.batch
+    if batch.step_batch_size_schedule is None:
+        return
+    try:
+        sizes = parse_batch_sizes(batch.step_batch_size_schedule)
+    except ValueError as error:
+        yield f"--step-batch-size-schedule: {error}"
+        return
+    if sizes[-1][1] != batch.global_batch_size:
+        yield (
+            f"--global-batch-size {batch.global_batch_size} is not the last size of "
+            f"--step-batch-size-schedule, {sizes[-1][1]}: leave it out"
+        )
+    yield from _not_whole(
+        config, "--step-batch-size-schedule", (("size", size) for _, size in sizes)
+    )
+
+
+def _units(config: Sections, prefix: str) -> list[str]:
+    return [unit for unit in ("iters", "samples") if config.get(f"{prefix}_{unit}")]
+
+
+@check("optimizer")
+def _rate_units(config: Sections) -> Iterator[str]:
+    if len(run := _units(config, "train")) == 1:
+        for what in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            for unit in _units(config, what):
+                if unit != run[0]:
+                    flag = f"--{what.replace('_', '-')}"
+                    yield f"{flag}-{unit} does not go with --train-{run[0]}: use {flag}-{run[0]}"
+
+
+@check("optimizer", "lr_decay_style")
+def _rate_lengths(config: Sections) -> Iterator[str]:
+    for unit in ("iters", "samples", "tokens"):
+        warmup, decay = config.get(f"lr_warmup_{unit}"), config.get(f"lr_decay_{unit}")
+        # constant and inverse-square-root never end, so a warm-up may be as long as the run
+        ends = config.optimizer.lr_decay_style in ("linear", "cosine", "WSD")
+        if ends and warmup and decay and warmup >= decay:
+            yield (
+                f"--lr-warmup-{unit} {warmup} must be less than --lr-decay-{unit} {decay} (which "
+                f"is --train-{unit} unless given)"
+            )
+    if config.optimizer.lr_decay_style != "WSD":
+        return
+    wsd = _units(config, "lr_wsd_decay")
+    if not wsd:
+        unit = [*_units(config, "lr_decay"), "iters"][0]
+        yield f"--lr-decay-style WSD needs the length of its last phase: give --lr-wsd-decay-{unit}"
+    for unit in wsd:
+        length, decay = config.get(f"lr_wsd_decay_{unit}"), config.get(f"lr_decay_{unit}")
+        if decay and length + (config.get(f"lr_warmup_{unit}") or 0) > decay:
+            yield (
+                f"--lr-wsd-decay-{unit} {length} and the warm-up are longer than --lr-decay-{unit} "
+                f"{decay}"
+            )
+
+
+@check("optimizer", "weight_decay", "start_weight_decay", "end_weight_decay")
+def _weight_decay(config: Sections) -> Iterator[str]:
+    optimizer = config.optimizer
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    style = optimizer.weight_decay_incr_style
+    if style == "constant" and not start == end == optimizer.weight_decay:
+        yield (
+            f"--start-weight-decay {start:g} and --end-weight-decay {end:g} need "
+            "--weight-decay-incr-style linear or cosine; with constant only --weight-decay counts"
+        )
+    if style != "constant" and optimizer.weight_decay_schedule is not None:
+        yield (
+            f"--weight-decay-incr-style {style} and --weight-decay-schedule contradict each other: "
+            "choose one"
+        )
+
+
+@check("optimizer")
+def _phases(config: Sections) -> Iterator[str]:
+    for name in PHASED:
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            phases = [] if config.get(name) is None else parse_phases(config.get(name))
+        except ValueError as error:
+            yield f"{flag}: {error}"
+            continue
+        for phase in phases if name != "lr_schedule" else ():
+            ends = [value for which, value in phase.numbers.items() if which in ("from", "to")]
+            if phase.shape == "power":
+                yield f"{flag}: the shape power is for --lr-schedule"
+            elif phase.shape not in ("constant", "warmup") and "to" not in phase.numbers:
+                yield f"{flag}: '{phase.shape}' needs the value at its end: add 'to VALUE'"
+            if name.startswith("adam_beta") and any(value >= 1 for value in ends):
+                yield f"{flag}: {max(ends):g} must be less than 1"
+
+
+@check("optimizer")
+def _norm_limits(config: Sections) -> Iterator[str]:
+    try:
+        norm_limits(config.optimizer.clip_grad_by_kind or ())
+    except ValueError as error:
+        yield f"--clip-grad-by-kind: {error}"
+
+
+@check("optimizer", "muon_coefficient_type", "muon_num_ns_steps")
+def _newton_schulz(config: Sections) -> Iterator[str]:
+    optimizer = config.optimizer
+    kind, steps = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
+    if optimizer.optimizer != "muon":
+        return
+    if kind == "quintic" and steps % 5:
+        yield (
+            f"--muon-num-ns-steps {steps} is not a multiple of the 5 steps of "
+            f"--muon-coefficient-type quintic: use {nearest_multiples(steps, 5)}, or simple"
+        )
+    if kind == "polar_express" and steps < 8:
+        yield (
+            f"--muon-num-ns-steps {steps} is less than the 8 steps of --muon-coefficient-type "
+            "polar_express, which does not converge in fewer: use 8, or quintic"
+        )
+
+
+@check("optimizer", "qk_clip", "qk_layernorm")
+def _qk_clip(config: Sections) -> Iterator[str]:
+    if config.optimizer.qk_clip and config.model.qk_layernorm:
+        yield (
+            "--qk-clip scales the weights of queries and keys, which --qk-layernorm makes without "
+            "effect: use one of them"
+        )
+
+
+@check("training")
+def _walltime(config: Sections) -> Iterator[str]:
+    given = config.training.walltime
+    if given is not None and given != "none" and not duration_s(given):
+        yield f"--walltime {given}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
+
+
+@check("kernels")
+def _kernels(config: Sections) -> Iterator[str]:
+    if config.kernels.norm_implementation == "fused" and not config.kernels.persist_layer_norm:
+        yield (
+            "--norm-implementation fused and --no-persist-layer-norm contradict each other: choose "
+            "one"
+        )
+
+
+def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Iterator[str]:
+    """Yield what is wrong with the user's own pieces for captured passes."""
+    for name, piece in {"layer": pieces.layer, "model": pieces.model}.items():
+        if cuda_graph_impl is not None and piece is not None:
+            yield (
+                f"a {name} of your own ({pieces.describe()[name]}) does not work with "
+                f"--cuda-graph-impl {cuda_graph_impl}: what its Python code does in each pass would "
+                "be left out of replays. Use --cuda-graph-impl none"
+            )
+
+
+@check("kernels", "zero_stage")
+def _captured_passes(config: Sections) -> Iterator[str]:
+    model, kernels, parallel = config.model, config.kernels, config.parallel
+    if kernels.cuda_graph_impl is None:
+        return
+    options = all_options()
+    masks = "a replay would repeat the masks, which come from torch's generator"
+    documents = "how documents are divided decides which kernels run"
+    rows = "the host reads how many tokens each expert gets"
+    limits = []
+    unfused = kernels.attention_backend in ("unfused", "local")
+    if model.attention_dropout and not unfused and kernels.attention_backend != "blocked":
+        without = f"{options['attention_dropout'].written(0.0)}, --attention-backend blocked"
+        limits.append(("attention_dropout", masks, without))
+    drops = model.hidden_dropout or (model.attention_dropout and unfused)
+    if drops and not kernels.bias_dropout_fusion:
+        with_kernel = options["bias_dropout_fusion"].written(True)
+        limits.append(("bias_dropout_fusion", masks, with_kernel))
+    narrow = config.precision.bf16 or config.precision.fp16
+    if model.hidden_dropout and model.fp32_residual_connection and narrow:
+        without = options["hidden_dropout"].written(0.0)
+        limits.append(("fp32_residual_connection", f"with dropout {masks}", without))
+    if config.data.data_packing == "best-fit":
+        limits.append(("data_packing", documents, options["data_packing"].written("concat")))
+    elif config.data.reset_attention_mask:
+        without = options["reset_attention_mask"].written(False)
+        limits.append(("reset_attention_mask", documents, without))
+    if model.num_experts is not None:
+        limits.append(("num_experts", rows, ""))
+    if config.engine.zero_stage > 1:
+        limits.append(
+            (
+                "zero_stage",
+                "the memory of gradients or weights moves",
+                options["zero_stage"].written(1),
+            )
+        )
+    if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
+        limits.append(
+            ("cp_comm_type", "the messages of a ring are no collectives", "--cp-comm-type a2a")
+        )
+    for name, reason, instead in limits:
+        yield (
+            f"{options[name].written(config.get(name))} does not work with --cuda-graph-impl "
+            f"{kernels.cuda_graph_impl}: {reason}. Use {instead and instead + ', or '}"
+            "--cuda-graph-impl none"
+        )
