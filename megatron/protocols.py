@@ -7,13 +7,19 @@ megatron.config.pieces.Pieces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from megatron.config import Config
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # of the rooms above, for the signatures
+    import numpy as np
     import numpy.typing as npt
     import torch
+    from torch.optim.optimizer import ParamsT
+
+    from megatron.config import Config, OptimizerConfig
+    from megatron.layers.context import LayerContext
+    from megatron.pipeline.orders import Instruction
+    from megatron.training.report.events import Event, Iteration, StepRecord
+    from megatron.training.run.state import Run
 
 
 class Layer(Protocol):
@@ -23,10 +29,9 @@ class Layer(Protocol):
     call      positions, documents and dropout key of the micro-batch
               (megatron.layers.context.CallContext)
     context   how the layer is distributed, and what creates its parameters
-              (megatron.layers.context.LayerContext)
     """
 
-    def __call__(self, context: Any, config: Config, index: int, /) -> torch.nn.Module: ...
+    def __call__(self, context: LayerContext, config: Config, index: int, /) -> torch.nn.Module: ...
 
 
 class Stage(Protocol):
@@ -40,7 +45,7 @@ class Stage(Protocol):
     def __call__(
         self,
         config: Config,
-        context: Any,
+        context: LayerContext,
         stage: int,
         layers: range,
         *,
@@ -49,15 +54,26 @@ class Stage(Protocol):
     ) -> torch.nn.Module: ...
 
 
+class Dataset(Protocol):
+    """Samples by number: seq_length + 1 token ids, the same on every rank and at each call.
+
+    Optional attributes are in megatron.data.gpt_dataset.OwnDataset.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> npt.ArrayLike: ...
+
+
 class MakeDatasets(Protocol):
     """Factory of a run's training, validation and test data, each with a given number of samples.
 
-    Returns the three; None for one without data. Each has a length, and samples by number:
-    seq_length + 1 token ids, the same on every rank and at each call. Its optional attributes are
-    in megatron.data.gpt_dataset.OwnDataset.
+    Returns the three; None for one without data.
     """
 
-    def __call__(self, config: Config, train: int, valid: int, test: int, /) -> Sequence[Any]: ...
+    def __call__(
+        self, config: Config, train: int, valid: int, test: int, /
+    ) -> Sequence[Dataset | None]: ...
 
 
 class Optimizer(Protocol):
@@ -74,7 +90,7 @@ class Optimizer(Protocol):
     steps are taken; it is None in other groups.
     """
 
-    def __call__(self, groups: Any, settings: Any, /) -> torch.optim.Optimizer: ...
+    def __call__(self, groups: ParamsT, settings: OptimizerConfig, /) -> torch.optim.Optimizer: ...
 
     def __hash__(self) -> int: ...
 
@@ -82,7 +98,7 @@ class Optimizer(Protocol):
 class Order(Protocol):
     """Function that returns what `rank` of a pipeline computes in a training step, in order.
 
-    It returns megatron.pipeline.orders.Instruction, or an array with their numbers in rows.
+    An array has the numbers of instructions in rows.
 
     Global stage g is chunk g // pipeline_size of rank g % pipeline_size. build_schedule inserts the
     messages. Raises ConfigError for sizes that it does not support.
@@ -90,7 +106,7 @@ class Order(Protocol):
 
     def __call__(
         self, pipeline_size: int, chunks: int, micro_batches: int, rank: int, /
-    ) -> Sequence[Any] | npt.NDArray[Any]: ...
+    ) -> Sequence[Instruction] | npt.NDArray[np.integer]: ...
 
     def __hash__(self) -> int: ...
 
@@ -98,37 +114,33 @@ class Order(Protocol):
 class Callback:
     """Base class of callbacks. All methods but on_event and close are called on every rank of a run.
 
-    Override the methods you need. `run` is a megatron.training.run.state.Run. Code that not all
-    ranks execute must not communicate.
+    Override the methods you need. Code that not all ranks execute must not communicate.
     """
 
-    def on_start(self, run: Any) -> None:
+    def on_start(self, run: Run) -> None:
         """Called before the first step, after a checkpoint has been loaded."""
 
-    def on_step(self, run: Any, step: Any) -> None:
+    def on_step(self, run: Run, step: StepRecord) -> None:
         """Called when a step's figures are known, at the latest during the next step.
 
-        `step` is a megatron.training.report.events.StepRecord. No step waits for its own figures.
+        No step waits for its own figures.
         """
 
-    def on_log(self, run: Any, figures: Any) -> None:
-        """Called at a log line with its figures, which include the loss over all ranks.
+    def on_log(self, run: Run, figures: Iteration) -> None:
+        """Called at a log line with its figures, which include the loss over all ranks."""
 
-        `figures` is a megatron.training.report.events.Iteration.
-        """
-
-    def on_save(self, run: Any) -> None:
+    def on_save(self, run: Run) -> None:
         """Called when a checkpoint is complete; run.saves.saved_iteration is its iteration."""
 
-    def on_end(self, run: Any) -> None:
+    def on_end(self, run: Run) -> None:
         """Called after the last step and its save; not if the run failed."""
 
-    def on_event(self, event: Any) -> None:
+    def on_event(self, event: Event) -> None:
         """Called on rank 0 with everything that is reported, in order.
 
-        `event` is of a class of megatron.training.report.events. The call is made in a thread of
-        its own, and does not stop or slow the run: events are left out while too many wait, and no
-        more follow an exception. So it neither communicates with other ranks nor uses the run.
+        The call is made in a thread of its own, and does not stop or slow the run: events are left
+        out while too many wait, and no more follow an exception. So it neither communicates with
+        other ranks nor uses the run.
         """
 
     def close(self) -> None:
