@@ -20,7 +20,7 @@ from megatron.model.formulas import ring_bytes
 from megatron.parallel.launch import Launch
 from megatron.parallel.layout import DEFAULT_ORDER, Layout, Sizes
 from megatron.parallel.placing import Placing, RankPlan
-from megatron.planner.channels import ESTIMATED, Channels
+from megatron.planner.channels import ESTIMATED, OF_PASSES, Channels
 from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import PUBLISHED
@@ -36,24 +36,6 @@ from megatron.planner.stage import (
 from megatron.planner.table import Table
 from megatron.planner.trace import trace
 from megatron.planner.zero import zero_of
-
-_DIRECTIONS = {
-    "tp": "tensor",
-    "cp": "context",
-    "heads": "heads",
-    "ep": "expert",
-    "ep nodes": "expert_between",
-    "ep node": "expert_within",
-    "dp": "data",
-    "edp": "expert_data",
-    **{
-        f"{name}.{part}": f"{line}.{part}"
-        for name, line in (("dp", "data"), ("edp", "expert_data"))
-        for part in ("inner", "outer", "copies")
-    },
-    "pp": "pipeline",
-}
-
 
 # -- what a step sends -----------------------------------------------------------------------------
 
@@ -125,7 +107,10 @@ def step_messages(config: Config, device: str) -> StepMessages:
 
 
 class MessageCost(NamedTuple):
-    """Cost of one kind of message in a step of the busiest rank, with basis and bottleneck."""
+    """Cost of one kind of message in a step of the busiest rank, with basis and bottleneck.
+
+    direction  the group, by its name in Channels.lanes, or "pipeline"
+    """
 
     direction: str
     name: str
@@ -155,7 +140,7 @@ class PlacementCost:
         Every layer waits for messages of its tensor, context and expert groups, whereas other ones
         overlap with computation. Times are rounded so that equal costs compare equal.
         """
-        layers = sum(map(self.seconds_of, ("tp", "cp", "heads", "ep", "ep nodes", "ep node")))
+        layers = sum(map(self.seconds_of, OF_PASSES))
         return float(f"{layers:.9g}"), float(f"{self.seconds:.9g}")
 
 
@@ -168,9 +153,9 @@ def placement_cost(config: Config, placement: Placement) -> PlacementCost:
 def _cost(config: Config, placement: Placement, sent: StepMessages) -> PlacementCost:
     channels = Channels(config, placement.cluster, placement)
     parts = list[MessageCost]()
-    for direction, name in _DIRECTIONS.items():
-        group = channels.lanes.get(name)
-        if group is None or group.rate is None:
+    for name in (*OF_PASSES, *(name for name in channels.lanes if name not in OF_PASSES)):
+        group = channels.lanes[name]
+        if group.rate is None:
             continue
         messages = {m: count for m, count in sent.collectives.items() if m.group == name}
         for kind in sorted({message.kind for message in messages}):
@@ -182,7 +167,7 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
             rate = group.exchange if kind == "all_to_all" else group.rate
             assert rate is not None, "groups that exchange have a rate"
             what = kind.replace("_", "-")
-            parts.append(MessageCost(direction, what, n_bytes, seconds, rate.basis, rate.limit))
+            parts.append(MessageCost(name, what, n_bytes, seconds, rate.basis, rate.limit))
     if sent.messages:
         last = placement.layout.pipeline - 1
         chunks = config.parallel.num_chunks
@@ -196,7 +181,7 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
         stages = chunks * (last + 1) - 1
         parts.append(
             MessageCost(
-                "pp",
+                "pipeline",
                 "stage to stage",
                 sent.messages * n_bytes,
                 every,
@@ -206,14 +191,24 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
         )
         parts.append(
             MessageCost(
-                "pp", "first in, last out", stages * n_bytes, once, ESTIMATED, "boundaries in turn"
+                "pipeline",
+                "first in, last out",
+                stages * n_bytes,
+                once,
+                ESTIMATED,
+                "boundaries in turn",
             )
         )
         if sent.tied_bytes:
             seconds = channels.tied_s(sent.tied_bytes)
             parts.append(
                 MessageCost(
-                    "pp", "tied embedding", sent.tied_bytes, seconds, ESTIMATED, "first, last stage"
+                    "pipeline",
+                    "tied embedding",
+                    sent.tied_bytes,
+                    seconds,
+                    ESTIMATED,
+                    "first, last stage",
                 )
             )
     return PlacementCost(tuple(parts))
@@ -378,7 +373,7 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
         rate = f"{'' if part.basis == PUBLISHED else '~'}{part.bytes / part.seconds / 1e9:.3g}"
         rows.append(
             (
-                _DIRECTIONS[part.direction].replace("_", " "),
+                part.direction.replace("_", " "),
                 part.name,
                 f"{part.bytes / 1e9:.3g}",
                 rate,

@@ -77,8 +77,8 @@ def test_the_layout_of_175b() -> None:
     config = Config.create("gpt-175b", world_size=1024)
     chosen, naive = choose_placement(config, FRONTIER), naive_placement(config, FRONTIER)
     cost, plain = placement_cost(config, chosen), placement_cost(config, naive)
-    assert cost.order < plain.order and plain.seconds_of("tp") / cost.seconds_of(
-        "tp"
+    assert cost.order < plain.order and plain.seconds_of("tensor") / cost.seconds_of(
+        "tensor"
     ) == pytest.approx(76.3 / 52, 0.05)
     assert devices_of_tensor_groups(naive) == {frozenset(range(4)), frozenset(range(4, 8))}
     assert devices_of_tensor_groups(chosen) == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
@@ -204,7 +204,7 @@ def test_costs_by_hand() -> None:
     # 4 layers x 4 and 1 all-reduces; besides bytes, a start and the steps of a ring, twice around
     # for an all-reduce.
     latency = 17 * (10e-6 + 6 * 3.6e-6) + 10e-6 + 3 * 3.6e-6
-    assert cost.seconds_of("tp") == pytest.approx(
+    assert cost.seconds_of("tensor") == pytest.approx(
         16 * ((17 * 1.5 * tensor + statistics) / 52e9 + latency)
     )
     # 0 and 4, 2 and 6 have two ways of two links; 0-6 and 2-4 of 100 GB/s are on a way of both. 16
@@ -213,7 +213,7 @@ def test_costs_by_hand() -> None:
     seconds = {part.name: part.seconds for part in cost.parts}
     assert seconds["stage to stage"] == pytest.approx(2 * 16 * message)
     assert seconds["first in, last out"] == pytest.approx(2 * (message + 10e-6))
-    assert cost.seconds_of("dp") == 0
+    assert cost.seconds_of("data") == 0
 
 
 def test_cards_are_shared_by_what_crosses() -> None:
