@@ -33,7 +33,7 @@ from megatron.jobs.space import (
     settings_of_flags,
 )
 from megatron.planner.cluster import CLUSTERS, GIB, Cluster
-from megatron.planner.layout import layout_of, write_value
+from megatron.planner.layout import candidate_of, write_value
 from megatron.planner.memory import peak_rank
 from megatron.planner.search.find import worthwhile_placements
 from megatron.planner.search.tables import first_problem
@@ -335,7 +335,7 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
         # N for every number, so that messages about different sizes are merged.
         general = re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", problem.split(";")[0].split(": ")[0])
         raise Rejected(f"refused: {general}", problem) from None
-    layout = layout_of(config)
+    layout = candidate_of(config)
     settings = config.to_dict()
     # A single stage has no choice of schedule.
     if names.get("schedule", layout.schedule) not in (layout.schedule, "zb-h1"):
@@ -370,7 +370,7 @@ def _fit(
     Raises Rejected for a layout that does not fit, ConfigError for one that the planner refuses.
     """
     cluster = machine.cluster
-    layout = layout_of(config)
+    layout = candidate_of(config)
     capacity = machine.capacity_bytes
     if cluster is None:
         return None, None, ()

@@ -24,7 +24,7 @@ from megatron.config.option import MOST, Parser
 from megatron.data.tokenizer import Tokenizer, with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
 from megatron.planner.cluster import Cluster, load_cluster
-from megatron.planner.layout import layout_of
+from megatron.planner.layout import candidate_of
 from megatron.planner.memory import host_bytes, memory_of_ranks, process_bytes
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
@@ -523,7 +523,7 @@ def check_training(job: Job, config: Config) -> None:
             level, "tokenizer", f"{unknown}: assuming a vocabulary of {config.model.vocab_size}"
         )
     job.known["processes"] = f"{job.tasks} on {job.nodes} node(s)"
-    job.known["layout"] = layout_of(config).write(math.ceil(job.tasks / job.nodes))
+    job.known["layout"] = candidate_of(config).write(math.ceil(job.tasks / job.nodes))
     for about, body in (
         ("data", partial(check_data, tokenizer=tokenizer, unknown=bool(unknown))),
         ("saving", check_saving),

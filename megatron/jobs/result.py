@@ -13,7 +13,7 @@ from megatron.config import Config
 from megatron.errors import DataError
 from megatron.jobs.scaling import Figures, figures, read_run
 from megatron.metrics_file import read_records
-from megatron.planner.layout import layout_of
+from megatron.planner.layout import candidate_of
 from megatron.training.run.process import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
 
 OUT_OF_MEMORY = "out of memory"
@@ -236,7 +236,7 @@ def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
 
 def _contradictions(found: Figures, asked: Config) -> Iterator[str]:
     """Yield differences between a run and its request (self-contradictions: scaling.py)."""
-    run, layout = found.run, layout_of(asked)
+    run, layout = found.run, candidate_of(asked)
     # Without paths, and settings that a run changes, as a tokenizer changes the vocabulary size.
     names = layout.settings(1).keys() - {"rank_order", "device_order"}
     for name in sorted(names | {"seq_length", "num_layers", "hidden_size", "fp16", "bf16"}):

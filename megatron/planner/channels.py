@@ -454,8 +454,10 @@ node_links = functools.cache(NodeLinks)
 # -- groups and messages on nodes ------------------------------------------------------------------
 
 
-OF_PASSES = "tensor", "context", "heads", "expert", "expert_between", "expert_within"
-"""Groups whose messages belong to the passes of layers; all but the first two run all-to-alls."""
+EXCHANGES = "heads", "expert", "expert_between", "expert_within"
+"""Groups that run all-to-alls."""
+OF_PASSES = "tensor", "context", *EXCHANGES
+"""Groups whose messages belong to the passes of layers."""
 
 
 def lines_of(layout: Layout, heads: int) -> dict[str, Line]:
@@ -480,7 +482,7 @@ def _lanes(
     devices = len(order)
     links = node_links(cluster)
     lanes = {
-        name: _group(links, layout.world_size, order, line, name in OF_PASSES[2:])
+        name: _group(links, layout.world_size, order, line, name in EXCHANGES)
         for name, line in lines_of(layout, heads).items()
     }
     size, stride = layout.pipeline, layout.strides[2]

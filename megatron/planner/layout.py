@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 MODULES = ("core_attn", "mlp_act", "layernorm")
 
 
-class Layout(NamedTuple):
+class CandidateLayout(NamedTuple):
     """Division of a model over devices, and of a batch over steps.
 
     world         number of devices
@@ -46,9 +46,19 @@ class Layout(NamedTuple):
     offload: bool = False
 
     @property
-    def sizes(self) -> tuple[Any, ...]:
-        """Return the dimensions that decide most of its time, without the switches."""
-        return *self[:7], self.cp, self.ep
+    def sizes(self) -> CandidateLayout:
+        """Return the dimensions that decide most of its time, with all switches at their defaults."""
+        return CandidateLayout(
+            world=self.world,
+            batch=self.batch,
+            tp=self.tp,
+            pp=self.pp,
+            chunks=self.chunks,
+            schedule=self.schedule,
+            micro=self.micro,
+            cp=self.cp,
+            ep=self.ep,
+        )
 
     @property
     def gradient_ranks(self) -> int:
@@ -104,7 +114,7 @@ class Layout(NamedTuple):
         return ranks.get(name, 2) > 1
 
 
-def layout_of(config: Config) -> Layout:
+def candidate_of(config: Config) -> CandidateLayout:
     """Return the layout of a configuration."""
     parallel = config.parallel
     again = config.recompute
@@ -119,7 +129,7 @@ def layout_of(config: Config) -> Layout:
         "rank_order": parallel.rank_order or "",
         "device_order": tuple(parallel.device_order or ()),
     }
-    return Layout(
+    return CandidateLayout(
         **plain | orders,
         chunks=parallel.num_chunks,
         schedule=config.schedule_name,
@@ -166,7 +176,7 @@ class Dimension(NamedTuple):
     words: str = "a number"
     pattern: str = r"0*[1-9]\d{,8}"
 
-    def value(self, layout: Layout, per_node: int) -> Any:
+    def value(self, layout: CandidateLayout, per_node: int) -> Any:
         """Return this dimension's value of a layout, on nodes of this many devices."""
         found = getattr(layout, self.field)
         return -(-found // per_node) if self.field == "world" else found

@@ -6,11 +6,11 @@ import pytest
 
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.planner.layout import Layout, layout_of, matches, narrowed, parse_layout
+from megatron.planner.layout import CandidateLayout, candidate_of, matches, narrowed, parse_layout
 
 
 def test_what_is_written_is_read():
-    layout = Layout(
+    layout = CandidateLayout(
         1024,
         640,
         8,
@@ -105,9 +105,9 @@ def test_narrowing():
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(64, 32, 4, 4, 1, "zb-h1", 1, True, False, 0, "full:block:2"),
-        Layout(8, 8),
-        Layout(
+        CandidateLayout(64, 32, 4, 4, 1, "zb-h1", 1, True, False, 0, "full:block:2"),
+        CandidateLayout(8, 8),
+        CandidateLayout(
             64,
             32,
             2,
@@ -134,4 +134,4 @@ def test_a_configuration_has_the_layout_that_it_was_given(layout):
         bf16=True,
     )
     plain = Config.create(**model)
-    assert layout_of(plain.replace(**layout.settings(24))) == layout
+    assert candidate_of(plain.replace(**layout.settings(24))) == layout

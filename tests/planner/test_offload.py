@@ -17,7 +17,7 @@ from megatron.model.gpt import build_chunks
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from megatron.planner.cluster import load_cluster
-from megatron.planner.layout import layout_of, parse_layout
+from megatron.planner.layout import candidate_of, parse_layout
 from megatron.planner.memory import memory_of_ranks, parameters_of_rank, working_bytes
 from megatron.planner.search.find import GIB, Search, search
 from megatron.planner.search.space import Space, make_config
@@ -144,7 +144,7 @@ def test_the_search_offloads_where_it_is_asked_to():
     assert parse_layout(layout.write(8), "--layout")["offload"] == (True,)
     config = given().space.config(layout)
     assert "--cpu-offload" in command_line_of(config)
-    assert layout_of(config).offload
+    assert candidate_of(config).offload
 
 
 def test_the_state_has_to_fit_on_the_host():

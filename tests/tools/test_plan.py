@@ -20,7 +20,7 @@ from megatron.parallel.launch import Launch
 from megatron.pipeline import schedule
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun.rehearsal import capacity_of
-from megatron.planner.layout import Layout, layout_of
+from megatron.planner.layout import CandidateLayout, candidate_of
 from megatron.planner.placement import plan_ranks
 from megatron.planner.search.find import Search
 from megatron.planner.search.space import Space, make_config
@@ -277,8 +277,8 @@ def test_a_part_of_a_node_gets_a_command_that_runs(capsys, tmp_path: Path, clust
         flags = shlex.split(line.partition(" pretrain_gpt.py ")[2].removesuffix(' "$@"'))
         config = parse_plan([*flags, "--world-size", str(devices), "--cluster", cluster])
         planned = json.loads((tmp_path / "table.json").read_text())["best"][0]
-        assert layout_of(config).tp == int(planned["tp"])
-        assert layout_of(config).rank_order == planned["order"]
+        assert candidate_of(config).tp == int(planned["tp"])
+        assert candidate_of(config).rank_order == planned["order"]
         assert plan_ranks(config, Launch(world_size=devices)).placing.device_order == ()
 
 
@@ -301,12 +301,12 @@ def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatc
         (
             "gpt-175b-frontier",
             [],
-            Layout(1024, 640, 4, 16, 1, "zb-h1", 1, False, True, 0, "full:block:3"),
+            CandidateLayout(1024, 640, 4, 16, 1, "zb-h1", 1, False, True, 0, "full:block:3"),
         ),
         (
             "gpt-175b",
             ["--fp16"],
-            Layout(
+            CandidateLayout(
                 1024,
                 640,
                 8,
@@ -325,10 +325,12 @@ def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatc
         (
             "gpt-175b",
             [],
-            Layout(1024, 640, 8, 8, 1, "1f1b", 1, True, False, 1, "selective:mlp_act+layernorm"),
+            CandidateLayout(
+                1024, 640, 8, 8, 1, "1f1b", 1, True, False, 1, "selective:mlp_act+layernorm"
+            ),
         ),
-        ("tiny", [], Layout(8, 8, 1, 4, 1, "1f1b", 1, False, False, 1, "full:uniform:1")),
-        (None, MODEL, Layout(8, 16, 2, 2, 1, "1f1b", 1, True, False, 1, "none")),
+        ("tiny", [], CandidateLayout(8, 8, 1, 4, 1, "1f1b", 1, False, False, 1, "full:uniform:1")),
+        (None, MODEL, CandidateLayout(8, 16, 2, 2, 1, "1f1b", 1, True, False, 1, "none")),
     ],
 )
 def test_the_flags_give_the_layout(preset, flags, layout):

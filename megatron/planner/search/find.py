@@ -17,11 +17,11 @@ from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS, RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.pipeline.schedule import check_clock
-from megatron.planner.channels import OF_PASSES, Channels
+from megatron.planner.channels import EXCHANGES, Channels
 from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import (
     DIMENSIONS,
-    Layout,
+    CandidateLayout,
     Wanted,
     kind_of_recompute,
     recompute_settings,
@@ -56,7 +56,7 @@ class Ranked(NamedTuple):
     """
 
     score: float
-    layout: Layout
+    layout: CandidateLayout
     memory: float = 0.0
 
     @property
@@ -104,7 +104,7 @@ class Found:
         }
 
 
-def values_of(layout: Layout, per_node: int) -> list[Value]:
+def values_of(layout: CandidateLayout, per_node: int) -> list[Value]:
     """List a layout's choices as (dimension, value), without dimensions that leave no choice."""
     found = []
     for dimension in DIMENSIONS:
@@ -128,7 +128,7 @@ class Search:
 
     # -- tasks -------------------------------------------------------------------------------------
 
-    def rank(self, sizes: Sequence[Layout]) -> tuple[list[Ranked], list[Rejected]]:
+    def rank(self, sizes: Sequence[CandidateLayout]) -> tuple[list[Ranked], list[Rejected]]:
         """Rank all layouts of these sizes, which share a micro-batch size.
 
         Weights, gradients and optimizer must fit. Of each kind of recomputation, the layout with
@@ -201,9 +201,9 @@ class Search:
 
     # -- one layout --------------------------------------------------------------------------------
 
-    def _too_big(self, sizes: Sequence[Layout]) -> Rejected | None:
+    def _too_big(self, sizes: Sequence[CandidateLayout]) -> Rejected | None:
         """Return why no layout of these sizes fits; None if one fits or is not valid."""
-        least: dict[int, Layout] = {}  # by pipeline size
+        least: dict[int, CandidateLayout] = {}  # by pipeline size
         for size in sizes:
             least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))
         found = list[Rejected]()
@@ -227,7 +227,7 @@ class Search:
                 found.append(self._misfit(layout, memory, rank))
         return min(found, key=lambda rejected: rejected.miss)
 
-    def _misfit(self, layout: Layout, memory: float, rank: int) -> Rejected:
+    def _misfit(self, layout: CandidateLayout, memory: float, rank: int) -> Rejected:
         words = f"tp={layout.tp},pp={layout.pp},mbs={layout.micro},recompute={layout.recompute}"
         example = f"{memory / GIB:.1f} GiB on pipeline rank {rank}: {words}"
         return Rejected(f"needs more than {self.capacity / GIB:.1f} GiB", example, memory)
@@ -238,12 +238,15 @@ class Search:
         cluster = self.space.cluster
         return self.capacity * cluster.host.memory_gib / cluster.memory_gib
 
-    def _folded(self, layout: Layout, config: Config) -> float:
+    def _folded(self, layout: CandidateLayout, config: Config) -> float:
         """Score by the folded cost, on the best placement of the first variant of these sizes."""
-        key = *layout.sizes, layout.shard, layout.states
+        key = layout.sizes._replace(shard=layout.shard, states=layout.states)
         if key not in self._known:
-            variants = self.space.variants(layout)
-            alike = next(v for v in variants if (v.shard, v.states) == key[-2:])
+            alike = next(
+                variant
+                for variant in self.space.variants(layout)
+                if (variant.shard, variant.states) == (layout.shard, layout.states)
+            )
             first = _with(config, alike)
             channels = [channels for _, channels in self._placements(first)]
             self._known[key] = min(
@@ -276,7 +279,7 @@ class Search:
         if key not in self._known:
             # Parameters do not depend on the micro-batch size; small sizes are traced first.
             batch = dataclasses.replace(config.batch, micro_batch_size=1)
-            plain = _with(dataclasses.replace(config, batch=batch), Layout(1, 1))
+            plain = _with(dataclasses.replace(config, batch=batch), CandidateLayout(1, 1))
             ranks = range(parallel.pipeline_model_parallel_size)
             device = self.space.cluster.device_type
             most, rank = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
@@ -290,7 +293,7 @@ class Search:
         return sum(states.values()), held, rank
 
 
-def _thrift(layout: Layout) -> tuple[float, ...]:
+def _thrift(layout: CandidateLayout) -> tuple[float, ...]:
     """Return a key of a layout's switches, the greater the less memory they need."""
     divided = (1 / (n or layout.world) for n in (layout.shard, layout.states))
     switches = layout.sp, not layout.overlap
@@ -301,7 +304,7 @@ def _refused(error: ConfigError) -> Rejected:
     return Rejected("refused by the configuration", str(error))
 
 
-def _with(config: Config, layout: Layout) -> Config:
+def _with(config: Config, layout: CandidateLayout) -> Config:
     """Return a configuration of the same sizes with other switches, unvalidated: for ranking."""
     again = recompute_settings(layout.recompute)
     return dataclasses.replace(
@@ -343,32 +346,31 @@ def search(
     found = Found()
     start = time.monotonic()
     each = given.space.cluster.devices_per_node
-    # layouts that share traces go to one process
-    tasks: dict[tuple[int, ...], list[Layout]] = {}
+    # by size of micro-batch, and by the sizes that share traces, which go to one process
+    tasks = dict[int, dict[tuple[int, int, int, int], list[CandidateLayout]]]()
     for size in given.space.sizes(found.rejections):
-        shared = (size.micro, size.world, size.tp, size.cp, size.ep)
-        tasks.setdefault(shared, []).append(size)
-    found.sizes = sum(map(len, tasks.values()))
+        shared = size.world, size.tp, size.cp, size.ep
+        tasks.setdefault(size.micro, {}).setdefault(shared, []).append(size)
+    found.sizes = sum(len(sizes) for of_micro in tasks.values() for sizes in of_micro.values())
     ranked = list[Ranked]()
     fit = list[Ranked]()
     enough = Counter[Value]()
     pruned = done = 0
     with _workers(given, processes) as run:
         # no larger micro-batch fits, and tracing it would take longest
-        full = set[tuple[int, ...]]()
-        for _, of_micro in itertools.groupby(sorted(tasks), key=lambda key: key[0]):
-            keys = sorted(of_micro, key=lambda key: -len(tasks[key]))
-            done += sum(len(tasks[key]) for key in keys if key[1:] in full)
-            keys = [key for key in keys if key[1:] not in full]
-            for key, (own, rejected) in zip(
-                keys, run("rank", [tasks[key] for key in keys]), strict=True
-            ):
+        full = set[tuple[int, int, int, int]]()
+        for _, of_micro in sorted(tasks.items()):
+            done += sum(len(sizes) for shared, sizes in of_micro.items() if shared in full)
+            left = [each for each in sorted(of_micro.items()) if each[0] not in full]
+            left.sort(key=lambda each: -len(each[1]))
+            answers = run("rank", [sizes for _, sizes in left])
+            for (shared, sizes), (own, rejected) in zip(left, answers, strict=True):
                 ranked += own
                 for one_rejected in rejected:
                     found.rejections.add(*one_rejected)
                 if not own:
-                    full.add(key[1:])
-                done += len(tasks[key])
+                    full.add(shared)
+                done += len(sizes)
                 progress("ranking layouts", "sizes", done, found.sizes)
         heapq.heapify(ranked)
         most = len(ranked)
@@ -394,9 +396,9 @@ def search(
                 progress("checking memory", "layouts", most - len(ranked), most)
         alike: dict[object, list[Ranked]] = {}
         for one in fit:
-            pp, chunks, schedule, micro = one.layout[3:7]
-            micro_batches = one.layout.batch // (one.layout.replicas * micro)
-            alike.setdefault((pp, chunks, schedule, micro_batches), []).append(one)
+            of = one.layout
+            micro_batches = of.batch // (of.replicas * of.micro)
+            alike.setdefault((of.pp, of.chunks, of.schedule, micro_batches), []).append(one)
         for judged in run("judge", sorted(alike.values(), key=len, reverse=True)):
             found.estimated += judged
             progress("simulating schedules", "layouts", len(found.estimated), len(fit))
@@ -490,7 +492,7 @@ def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[floa
             found += (
                 channels.seconds(kind, size, name) for name in channels.lanes if name != "ends"
             )
-        found += (channels.seconds("all_to_all", size, name) for name in OF_PASSES[2:])
+        found += (channels.seconds("all_to_all", size, name) for name in EXCHANGES)
         found.append(channels.seconds("ring", size, "context"))
         found.append(channels.tied_s(size))
         if placement.layout.pipeline > 1:

@@ -16,7 +16,7 @@ from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planner.cluster import GIB, Cluster
-from megatron.planner.layout import Layout, Wanted, allowed
+from megatron.planner.layout import CandidateLayout, Wanted, allowed
 from megatron.planner.memory import room_bytes
 
 LONG = 32768
@@ -33,7 +33,7 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
     """
     settings = read_settings(with_preset(preset, flags), checkpoint=settings_to_take)
     stages = 1 + settings.given.get("pipeline_layout", "").count(",")
-    neutral = Layout(stages, batch, pp=stages).settings(1)
+    neutral = CandidateLayout(stages, batch, pp=stages).settings(1)
     for name in (*neutral, "cluster", "deepspeed_config"):
         if settings.origins.get(name) == "command line":
             settings.problems.append(
@@ -93,11 +93,11 @@ class Space:
     wanted: Wanted
     more: Wanted = field(default_factory=dict)
 
-    def write(self, layout: Layout) -> str:
+    def write(self, layout: CandidateLayout) -> str:
         """Format a layout for --layout."""
         return layout.write(self.cluster.devices_per_node)
 
-    def config(self, layout: Layout) -> Config:
+    def config(self, layout: CandidateLayout) -> Config:
         """Configure a layout, validated as for a run. Raises ConfigError."""
         on_node = max(1, self.cluster.devices_per_node // layout.tp)
         shard, states = (on_node if n == -1 else n for n in (layout.shard, layout.states))
@@ -111,7 +111,7 @@ class Space:
 
     # -- sizes -------------------------------------------------------------------------------------
 
-    def sizes(self, rejections: Rejections) -> Iterator[Layout]:
+    def sizes(self, rejections: Rejections) -> Iterator[CandidateLayout]:
         """Yield all sizes that divide devices, layers and batch; add others to `rejections`."""
         layers = self.base.model.num_layers
         for world in self.worlds:
@@ -130,7 +130,9 @@ class Space:
                         )
                         continue
                     for cp, ep in self._parts(world // (tp * pp)):
-                        yield from self._sizes(Layout(world, 0, tp, pp, cp=cp, ep=ep), rejections)
+                        yield from self._sizes(
+                            CandidateLayout(world, 0, tp, pp, cp=cp, ep=ep), rejections
+                        )
 
     def _parts(self, line: int) -> list[tuple[int, int]]:
         """List the context- and expert-parallel sizes to try, of so many ranks.
@@ -145,7 +147,7 @@ class Space:
         found = itertools.product(self._values("cp", powers), self._values("ep", divisors))
         return [(cp, ep) for cp, ep in found if line % cp == line % ep == 0]
 
-    def _sizes(self, shape: Layout, rejections: Rejections) -> Iterator[Layout]:
+    def _sizes(self, shape: CandidateLayout, rejections: Rejections) -> Iterator[CandidateLayout]:
         """Yield batches, micro-batches (powers of two by default), chunks and schedules."""
         chunks = self._chunks(shape.pp)
         if not chunks:
@@ -184,7 +186,7 @@ class Space:
     def _problem(self, tp: int) -> str | None:
         """Return the validation error of a tensor-parallel size by itself."""
         try:
-            settings = Layout(tp, tp, tp).settings(self.base.model.num_layers) | {
+            settings = CandidateLayout(tp, tp, tp).settings(self.base.model.num_layers) | {
                 "global_batch_size": None
             }
             free = dict.fromkeys(
@@ -209,7 +211,7 @@ class Space:
 
     # -- variants ----------------------------------------------------------------------------------
 
-    def variants(self, size: Layout) -> Iterator[Layout]:
+    def variants(self, size: CandidateLayout) -> Iterator[CandidateLayout]:
         """Yield layouts of these sizes, over SP, overlap, ZeRO stage and recomputation.
 
         The optimizer's state is on the host only where that is asked for.
@@ -225,7 +227,7 @@ class Space:
             )
         ]
         switches.append(self._values("offload", (False,)))
-        for sp, overlap, offload, zero, recompute in itertools.product(
+        for sp, overlap, offload, (zero, shard, states), recompute in itertools.product(
             *switches, self._zeros(size), self.recomputations(size)
         ):
             yield size._replace(
@@ -233,12 +235,12 @@ class Space:
                 overlap=overlap,
                 offload=offload,
                 recompute=recompute,
-                zero=zero[0],
-                shard=zero[1],
-                states=zero[2],
+                zero=zero,
+                shard=shard,
+                states=states,
             )
 
-    def _zeros(self, size: Layout) -> list[tuple[int, int, int]]:
+    def _zeros(self, size: CandidateLayout) -> list[tuple[int, int, int]]:
         """List ZeRO's stages, with the ranks over which weights and states are divided; 0: all.
 
         By default stages 2 and 3 divide weights over all ranks, or over those of a node, and states
@@ -259,7 +261,7 @@ class Space:
         found += [(stage, *pair) for stage in stages if stage for pair in itertools.product(*asked)]
 
         def fits(zero: tuple[int, int, int]) -> bool:
-            shard, states = (n or line for n in zero[1:])
+            _, shard, states = (n or line for n in zero)
             named = zip(("zero", "shard", "states"), zero, strict=True)
             return line % states == states % shard == min(
                 shard % size.ep, size.ep % shard
@@ -267,7 +269,7 @@ class Space:
 
         return list(filter(fits, dict.fromkeys(found)))
 
-    def recomputations(self, size: Layout) -> Iterator[str]:
+    def recomputations(self, size: CandidateLayout) -> Iterator[str]:
         """Yield recomputations: none, selective by module sets, groups of layers, first layers."""
         stages = assign_layers(
             self.base.model.num_layers, size.pp * size.chunks, self.base.parallel.pipeline_layout

@@ -20,7 +20,7 @@ from megatron.model import formulas
 from megatron.pipeline.trace import write_trace
 from megatron.planner import error_bars
 from megatron.planner.cluster import GIB, Cluster
-from megatron.planner.layout import DIMENSIONS, Layout, write_value
+from megatron.planner.layout import DIMENSIONS, CandidateLayout, write_value
 from megatron.planner.memory import sized_model
 from megatron.planner.search.find import Found, Search
 from megatron.planner.table import Table
@@ -39,12 +39,12 @@ class Chosen(NamedTuple):
             per billion tokens
     """
 
-    layout: Layout
+    layout: CandidateLayout
     found: Estimate
     record: dict[str, Any]
 
 
-def chosen_layout(given: Search, layout: Layout, tokens: float | None) -> Chosen:
+def chosen_layout(given: Search, layout: CandidateLayout, tokens: float | None) -> Chosen:
     """Estimate a layout on its placement."""
     cluster = given.space.cluster
     config = given.space.config(layout)

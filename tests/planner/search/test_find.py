@@ -11,7 +11,7 @@ import pytest
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError, MegatronError
 from megatron.planner.cluster import load_cluster
-from megatron.planner.layout import Layout
+from megatron.planner.layout import CandidateLayout
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import place_with
 from megatron.planner.search import find
@@ -37,7 +37,7 @@ def given(
     return Search(Space(base, "a model", FRONTIER, worlds, {"gbs": batches, **wanted}), gib * GIB)
 
 
-def every_layout(of: Search) -> list[tuple[float, Layout]]:
+def every_layout(of: Search) -> list[tuple[float, CandidateLayout]]:
     """Return (score, layout) of all valid layouts that fit, the best first.
 
     Each is on the best of a few placements.
@@ -123,7 +123,7 @@ def test_no_layer_more_is_recomputed_than_must_be():
     switches = dict(zero=(1,), sp=(True,), overlap=(False,))
     of = given(3.5, tp=(4,), pp=(1,), mbs=(1, 2, 4, 8), recompute=("full:block",), **switches)
     found = search(of)
-    fewest: dict[object, Layout] = {}
+    fewest: dict[object, CandidateLayout] = {}
     for _, layout in sorted(every_layout(of), key=lambda pair: pair[1].recompute):
         fewest.setdefault(layout.sizes, layout)
     chosen = {judged.layout._replace(rank_order="", device_order=()) for judged in found.estimated}
@@ -138,7 +138,7 @@ def test_placements_that_are_wanted():
     assert {(j.layout.rank_order, j.layout.device_order) for j in search(of).estimated} == {
         ("pp-tp-dp", devices)
     }
-    config = of.space.config(Layout(8, 8, 2, 2))
+    config = of.space.config(CandidateLayout(8, 8, 2, 2))
     with pytest.raises(ConfigError, match="0-1-2-3-4-5-6-6"):
         worthwhile_placements(config, FRONTIER, {"devices": ((0, 1, 2, 3, 4, 5, 6, 6),)})
 
@@ -156,7 +156,7 @@ def test_no_placement_is_faster_than_the_worthwhile_ones(tp, pp, chunks, micro):
     of = given(gib=1e9, worlds=(16,), batches=(32,))
     for overlap in {False, tp > 1}:
         config = of.space.config(
-            Layout(16, 32, tp, pp, chunks, schedule, micro, sp=tp > 1, overlap=overlap)
+            CandidateLayout(16, 32, tp, pp, chunks, schedule, micro, sp=tp > 1, overlap=overlap)
         )
         kept = worthwhile_placements(config, FRONTIER, {})
         best = min(estimate(config, FRONTIER, placement).seconds for placement in kept)

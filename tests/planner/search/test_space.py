@@ -10,7 +10,7 @@ import pytest
 from megatron.config import PRESETS
 from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
-from megatron.planner.layout import Layout
+from megatron.planner.layout import CandidateLayout
 from megatron.planner.search.space import Rejections, Space, make_config
 
 FRONTIER = load_cluster("frontier")
@@ -27,7 +27,7 @@ def space(
     return Space(base, "a model", FRONTIER, (devices,), {"gbs": batches, **wanted})
 
 
-def is_valid(where: Space, layout: Layout) -> bool:
+def is_valid(where: Space, layout: CandidateLayout) -> bool:
     try:
         config = where.config(layout)
     except ConfigError:
@@ -55,7 +55,7 @@ def test_no_size_is_missing_that_validation_accepts(flags):
     expected = set()
     for tp, pp, chunks, schedule, batch in sizes:
         for micro in (1, 2, 4, 8, 16):
-            size = Layout(8, batch, tp, pp, chunks, schedule, micro)
+            size = CandidateLayout(8, batch, tp, pp, chunks, schedule, micro)
             if batch % (8 // (tp * pp) or 1) == 0 and is_valid(where, size):
                 expected.add(size)
     assert {size for size in found if is_valid(where, size)} == expected and len(expected) > 5
@@ -80,7 +80,7 @@ def test_variants_are_those_that_validation_accepts():
 
 def test_recomputation_of_stages_of_several_sizes():
     where = space(devices=80, batches=(80,))
-    uneven = Layout(80, 80, 1, 5, 1, "1f1b", 1)  # 2, 2, 3, 3, 2 layers
+    uneven = CandidateLayout(80, 80, 1, 5, 1, "1f1b", 1)  # 2, 2, 3, 3, 2 layers
     assert list(where.recomputations(uneven)) == [
         "none",
         "selective:mlp_act",
@@ -91,7 +91,7 @@ def test_recomputation_of_stages_of_several_sizes():
         "full:block:1",
         "full:block:2",
     ]
-    even = Layout(80, 80, 1, 4, 1, "1f1b", 1)
+    even = CandidateLayout(80, 80, 1, 4, 1, "1f1b", 1)
     assert [r for r in where.recomputations(even) if "full" in r] == [
         "full:uniform:1",
         "full:uniform:3",
@@ -111,7 +111,7 @@ def test_what_was_asked_for_counts():
     assert {s.schedule for s in space(schedule=("zb-h1",), pp=(4,)).sizes(Rejections())} == {
         "zb-h1"
     }
-    shape = Layout(16, 32, 2, 2, 1, "1f1b", 1)
+    shape = CandidateLayout(16, 32, 2, 2, 1, "1f1b", 1)
     chosen = list(
         space(sp=(True,), zero=(1,), overlap=(False,), recompute=("full",)).variants(shape)
     )
