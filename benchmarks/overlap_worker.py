@@ -208,8 +208,8 @@ def program(job: dict[str, Any]) -> list[dict[str, Any]]:
     from megatron.parallel.layout import DEFAULT_ORDER
     from megatron.parallel.rendezvous import connect
     from megatron.training.run.host import share_cores
-    from megatron.training.run.loop import train_step
     from megatron.training.run.setup import assemble, connect_groups
+    from megatron.training.run.step import train_step
 
     launch = detect_launch()
     config = parse_args(job["arguments"], launch.world_size)

@@ -39,8 +39,11 @@ class Turns(Callback):
         return time.perf_counter(), time.process_time()
 
     def on_start(self, run: Any) -> None:
+        from megatron.training.run.callbacks import Recorder  # imports torch
+
         self._recorded, run.timers._interval = run.timers._interval, 0
-        self._before, plain = self._now(), run.timeline.report
+        (recorder,) = (one for one in run.callbacks if isinstance(one, Recorder))
+        self._before, plain = self._now(), recorder.timeline.report
 
         def report(recording: Any, save_s: float) -> Any:
             begun = time.thread_time()
@@ -48,7 +51,7 @@ class Turns(Callback):
             self.reports.append((len(recording._marks), time.thread_time() - begun))
             return result
 
-        run.timeline.report = report
+        recorder.timeline.report = report  # type: ignore[method-assign]
 
     def on_log(self, run: Any, figures: Any) -> None:
         """Called behind the report of an interval, which belongs to it."""

@@ -6,7 +6,7 @@ megatron.config.pieces.Pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # of the rooms above, for the signatures
@@ -120,17 +120,45 @@ class Callback:
     def on_start(self, run: Run) -> None:
         """Called before the first step, after a checkpoint has been loaded."""
 
+    def before_step(self, run: Run) -> None:
+        """Called before a step takes its data."""
+
+    def on_advance(self, run: Run) -> None:
+        """Called when `run.progress` counts a step, which the device may still compute."""
+
+    def after_step(self, run: Run) -> None:
+        """Called between two steps, before the log line, evaluation and save that may follow."""
+
     def on_step(self, run: Run, step: StepRecord) -> None:
         """Called when a step's figures are known, at the latest during the next step.
 
         No step waits for its own figures.
         """
 
+    def figures(self, run: Run) -> Mapping[str, object]:
+        """Return fields of the next log line: of megatron.training.report.events.Iteration."""
+        return {}
+
     def on_log(self, run: Run, figures: Iteration) -> None:
         """Called at a log line with its figures, which include the loss over all ranks."""
 
+    def on_evaluation(self, run: Run, last: bool) -> None:
+        """Called when an evaluation is due, and at the end of the run with `last`."""
+
+    def before_save(self, run: Run) -> None:
+        """Called before a checkpoint is written."""
+
+    def after_save(self, run: Run) -> None:
+        """Called when a save has begun, which may continue, and after the last step."""
+
     def on_save(self, run: Run) -> None:
         """Called when a checkpoint is complete; run.saves.saved_iteration is its iteration."""
+
+    def on_rollback(self, run: Run, samples: range) -> None:
+        """Called when the run went back to a checkpoint from before a loss spike.
+
+        `samples` are those of the spike's step, as consumed samples before it went back.
+        """
 
     def on_end(self, run: Run) -> None:
         """Called after the last step and its save; not if the run failed."""

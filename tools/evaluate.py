@@ -229,7 +229,7 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
     from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
     from megatron.pipeline.executor import Executor
     from megatron.training.report.events import Evaluated
-    from megatron.training.run.loop import mean_loss
+    from megatron.training.run.evaluation import mean_loss
 
     config, topology = trained.config, trained.topology
     executor = Executor(

@@ -526,19 +526,21 @@ class Ledger:
 
     def rolled_back(
         self,
-        order: SampleOrder,
+        ranges: Iterable[Sequence[int]],
         consumed_samples: int,
         carried: Mapping[str, Mapping[str, Any]],
-        left_out: npt.NDArray[np.int64],
+        positions: range,
     ) -> Ledger:
         """Return the ledger of a run that rolled back to the checkpoint at `consumed_samples`.
 
-        The checkpoint has the record `carried`. The run skips the samples `left_out` in addition to
-        those that it skipped before.
+        The checkpoint has the record `carried`. The run leaves out all `ranges` from now on; those
+        at `positions` of its order until now are new.
         """
+        order = dataclasses.replace(self._order, left_out=merged(ranges))
         back = Ledger(self._dataset, order, consumed_samples, carried)
         for name, count in self.counts.items():
             back.counts.setdefault(name, Consumed()).left_out = count.left_out
+        left_out = self._order.indices(np.array(positions, np.int64))
         for source, samples in by_source(self._dataset, left_out):
             back.counts[source.name].left_out += len(samples)
         return back

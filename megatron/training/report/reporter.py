@@ -20,6 +20,7 @@ from megatron.config.duration import show_duration
 from megatron.protocols import Callback
 from megatron.training.report.events import (
     ComputeTimes,
+    End,
     Event,
     Iteration,
     TaskEvaluated,
@@ -272,6 +273,9 @@ class LogLines(Callback):
                 self._say(f" iteration {event.iteration}, task {event}")
             case ComputeTimes():
                 self._compute_times(event)
+            case End() if event.energy_j > 0:  # not NaN
+                kwh = event.energy_j / 3.6e6
+                self._say(f" energy of this job on all nodes: {kwh:.3g} kWh")
 
     def _iteration(self, report: Iteration) -> None:
         """Print the line of an interval.

@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -55,11 +55,21 @@ from megatron.parallel.participants import compare
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Topology
+from megatron.protocols import Callback
 from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Start
 from megatron.training.report.metrics import Interval, Profiler, Rates, Timers
 from megatron.training.report.reporter import Console, Reporter
 from megatron.training.report.timeline import Timeline
+from megatron.training.run.callbacks import (
+    DataLedger,
+    EmptySteps,
+    Recorder,
+    Routers,
+    SameCopies,
+    SlowRanks,
+    TimeLeft,
+)
 from megatron.training.run.checkpoints import (
     Saves,
     check_save_folder,
@@ -67,6 +77,7 @@ from megatron.training.run.checkpoints import (
     load_checkpoint,
 )
 from megatron.training.run.data import first_alone, first_builds, open_stream, staged_locations
+from megatron.training.run.evaluation import Losses, Tasks
 from megatron.training.run.host import (
     agree_on_times,
     check_kernels,
@@ -76,7 +87,7 @@ from megatron.training.run.host import (
     tune_allocator,
 )
 from megatron.training.run.identity import identity, sample_digests
-from megatron.training.run.loop import call_back, train
+from megatron.training.run.loop import train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, layout_record, versions
 from megatron.training.run.resume import (
@@ -86,15 +97,16 @@ from megatron.training.run.resume import (
 )
 from megatron.training.run.schedules import (
     BatchSchedule,
+    Costs,
     Progress,
     Schedules,
     planned_samples,
     run_costs,
     total_iterations,
 )
-from megatron.training.run.state import Run
+from megatron.training.run.state import LoopState, Run
 from megatron.training.run.stopping import Agreement, SlurmEnd, StopRules, WallTime, requeue
-from megatron.training.run.tasks import context_of, read_tasks
+from megatron.training.run.tasks import Task, context_of, read_tasks
 from megatron.training.safety.watchdog import Watchdog
 
 _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
@@ -148,14 +160,13 @@ def run_training(
             from megatron.checkpoint.together import decided_by_first
 
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
-        run = assemble(config, topology, places, host, signals, started)
-        meter = EnergyMeter(reads=launch.local_rank == 0)
+        watchdog = build_watchdog(config, topology, rendezvous)
+        run = assemble(config, topology, places, host, signals, started, watchdog)
+        meter = run.interval.meter = EnergyMeter(reads=launch.local_rank == 0)
         if meter.source:
             run.reporter.say(f" energy: read from {meter.source}")
-        run.interval.meter = meter
-        run.watchdog = build_watchdog(config, run.topology, rendezvous)
-        if run.watchdog is not None:
-            run.watchdog.before_leaving = partial(requeue_lost, run)
+        if watchdog is not None:
+            watchdog.before_leaving = partial(requeue_lost, run)
         try:
             stop = train(run)
         finally:
@@ -260,32 +271,20 @@ def assemble(
     host: Sequence[str] = (),
     signals: Signals | None = None,
     started: float | None = None,
+    watchdog: Watchdog | None = None,
 ) -> Run:
     """Build this rank's parts of the run that `config` describes.
 
     Rank 0 prints layout, `host` (lines about ranks and processes), arguments, kernels and sizes.
     Raises MegatronError.
     """
-    device = topology.device
     torch.manual_seed(config.training.seed)
     signals, reporter = signals or Signals(enabled=False), Reporter(config, topology.rank)
     check_save_folder(config, topology, reporter)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     stored = None if checkpoint is None else stored_settings(checkpoint, config)
-    config = with_checkpoint_settings(config, stored, reporter)
-    settings = config  # for --config: the tokenizer gives the vocabulary size again
-    tokenizer = load_tokenizer(config)
-    if tokenizer is not None:
-        size = max(tokenizer.vocab_size, config.model.vocab_size or 0)
-        source, known = hugging_face_folder(config.checkpoint.load), config.model.vocab_size
-        of_files = config.tokenizer.tokenizer_model is not None
-        if of_files and source is not None and known is not None and size > known:
-            raise ConfigError(
-                f"the tokenizer {config.tokenizer.tokenizer_model} has {size} ids, and the model in "
-                f"{source} has rows for {known}: add rows to the model (resize_token_embeddings() of "
-                "transformers), or remove the tokens that were added to the tokenizer"
-            )
-        config = config.replace(vocab_size=size)
+    settings = with_checkpoint_settings(config, stored, reporter)
+    config, tokenizer = with_tokenizer(settings)
     if config.checkpoint.save_hf is not None:
         from megatron.checkpoint.together import decided_by_first
 
@@ -294,26 +293,118 @@ def assemble(
     agree_on_times(topology)
     describe_setup(config, topology, places, reporter, host)
     check_kernels(config, topology)
-
     batches = BatchSchedule.from_config(config)
     samples = planned_samples(config, batches)
     tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
-    eod = tokenizer.eod if tokenizer is not None else None
-    with reporter.console.doing("copying data to the node"):
-        staged = staged_locations(config, topology, reporter.say)
-    build = partial(
-        build_datasets, config, locations=staged, pad_id=eod or 0, verify=topology.rank == 0
-    )
-    check = partial(report_data, config, tokenizer, samples[0], staged, reporter.say)
-    build_in_turn = first_builds(config, topology, build, reporter.say, check=check)
+    build_data = data_builder(config, topology, tokenizer, samples[0], reporter)
     with reporter.console.doing("index of the data"):
-        datasets = build_in_turn(*samples)
+        datasets = build_data(*samples)
     describe_data(config, datasets, reporter)
     if config.data.dataloader_type == "cyclic":
         samples = (sys.maxsize,) * 3  # any of the data
+    eod = tokenizer.eod if tokenizer is not None else None
     check_loss_masks(config, topology, datasets, samples, eod, reporter)
+    chunks, engine = build_model(config, topology, reporter)
+    with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
+        progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
+    # for --config: the tokenizer gives the vocabulary size again
+    record_settings(settings, topology, reporter, progress.iteration)
+    end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
+    datasets = extended(config, batches, datasets, build_data, samples, progress, end)
+    left = max(0, end - progress.iteration)
+    train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
+    if stored is not None and not config.checkpoint.finetune:
+        train = None if config.training.skip_train else datasets.train
+        to_come = (train, train_samples, progress, end, topology.device, reporter)
+        describe = partial(describe_resume, stored, config, *to_come)
+        first_alone(topology, "comparison with the checkpoint", describe)
+    digests = {"samples": sample_digests(datasets)} if topology.world.size > 1 else None
+    if digests is not None and (problem := compare(digests, topology.world)):
+        raise DataError(problem)
+    costs = publish_start(config, topology, places, progress, reporter)
+    if isinstance(tokenizer, LimitedTokenizer):
+        tokenizer.rest()  # of the steps, only evaluations use it
+    describe_length(config, batches, datasets, progress, end, reporter)
+    agreement = Agreement(topology)
+    saves = build_saves(config, engine, agreement, reporter, places, train_samples)
+    if saves is not None:
+        signals.saving = lambda: saves.under_way
+        if checkpoint and config.checkpoint.load == config.checkpoint.save:
+            saves.saved_iteration = progress.iteration
+    wall_time = build_wall_time(config, topology, reporter, saves, started, batches, datasets)
+    position = progress.consumed_samples
+    stream = open_stream(config, topology, datasets.train, position, eod, progress.left_out)
+    run = Run(
+        config=config,
+        topology=topology,
+        tokenizer=tokenizer,
+        chunks=chunks,
+        engine=engine,
+        executor=build_executor(config, topology, chunks, engine),
+        schedules=Schedules.from_config(config),
+        batches=batches,
+        progress=progress,
+        total_iterations=end,
+        datasets=datasets,
+        interval=Interval(topology, rates(config, topology)),
+        reporter=reporter,
+        agreement=agreement,
+        stop=StopRules(config, agreement, signals, wall_time),
+        saves=saves,
+        wall_time=wall_time,
+        watchdog=watchdog,
+        timers=Timers(topology, config.logging, end),
+        loop=LoopState(stream),
+    )
+    run.callbacks.extend(build_callbacks(run, places, tasks, costs))
+    if saves is not None:
+        saves.after_save.append(run.saved)
+    if topology.device.type == "cuda":
+        # Set-up and loading have freed blocks of sizes that no step allocates.
+        torch.cuda.empty_cache()
+    return run
+
+
+def with_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
+    """Return the tokenizer, and `config` with the size of its vocabulary. Raises ConfigError."""
+    tokenizer, known = load_tokenizer(config), config.model.vocab_size
+    if tokenizer is None:
+        return config, None
+    size = max(tokenizer.vocab_size, known or 0)
+    source, files = hugging_face_folder(config.checkpoint.load), config.tokenizer.tokenizer_model
+    if files is not None and source is not None and known is not None and size > known:
+        raise ConfigError(
+            f"the tokenizer {files} has {size} ids, and the model in {source} has rows for {known}: "
+            "add rows to the model (resize_token_embeddings() of transformers), or remove the "
+            "tokens that were added to the tokenizer"
+        )
+    return config.replace(vocab_size=size), tokenizer
+
+
+def data_builder(
+    config: Config,
+    topology: Topology,
+    tokenizer: Tokenizer | None,
+    train_samples: int,
+    reporter: Reporter,
+) -> Callable[[int, int, int], Datasets]:
+    """Return what builds the data sets from the nodes' copies of the data, see first_builds."""
+    with reporter.console.doing("copying data to the node"):
+        staged = staged_locations(config, topology, reporter.say)
+    pad_id = (tokenizer.eod if tokenizer is not None else None) or 0
+    build = partial(
+        build_datasets, config, locations=staged, pad_id=pad_id, verify=topology.rank == 0
+    )
+    check = partial(report_data, config, tokenizer, train_samples, staged, reporter.say)
+    return first_builds(config, topology, build, reporter.say, check=check)
+
+
+def build_model(
+    config: Config, topology: Topology, reporter: Reporter
+) -> tuple[torch.nn.ModuleDict, Engine]:
+    """Build this rank's stages and their engine. Raises ConfigError if all weights are frozen."""
     # On a CPU, permanent buffers are kept out of the heap that the steps use.
-    tuned = device.type == "cpu" and config.training.allocator_tuning
+    tuned = topology.device.type == "cpu" and config.training.allocator_tuning
     mapped = mapped_blocks() if tuned else contextlib.nullcontext()
     with mapped, reporter.console.doing("building the model and the engine"):
         late = config.engine.zero_stage == 3
@@ -327,35 +418,17 @@ def assemble(
             f" > {frozen:,} of {formulas.parameters_of(config):,} parameters are frozen: they are "
             "saved like the others, without optimizer state"
         )
-    with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
-        progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
-    record_settings(settings, topology, reporter, progress.iteration)
-    loaded_here = (
-        progress.iteration
-        if checkpoint and config.checkpoint.load == config.checkpoint.save
-        else None
-    )
-    end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
-    datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
-    left = max(0, end - progress.iteration)
-    train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
-    if stored is not None and not config.checkpoint.finetune:
-        describe = partial(
-            describe_resume,
-            stored,
-            config,
-            None if config.training.skip_train else datasets.train,
-            train_samples,
-            progress,
-            end,
-            topology.device,
-            reporter,
-        )
-        first_alone(topology, "comparison with the checkpoint", describe)
-    if topology.world.size > 1 and (
-        problem := compare({"samples": sample_digests(datasets)}, topology.world)
-    ):
-        raise DataError(problem)
+    return chunks, engine
+
+
+def publish_start(
+    config: Config,
+    topology: Topology,
+    places: Sequence[str],
+    progress: Progress,
+    reporter: Reporter,
+) -> Costs:
+    """Report what the run begins with, and what it costs, which is returned."""
     nodes = len({place.partition(":")[0] for place in places}) or 1
     costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)
     reporter.say(f" the whole run: {costs.size}")
@@ -365,65 +438,41 @@ def assemble(
             config=config.to_dict(),
             layout=layout_record(config, topology),
             places=list(places),
-            device=device_name(device),
+            device=device_name(topology.device),
             parameters=costs.parameters,
             versions=versions(),
             costs=dataclasses.asdict(costs),
             differs=differences(config),
         )
     )
-    if isinstance(tokenizer, LimitedTokenizer):
-        tokenizer.rest()  # of the steps, only evaluations use it
-    describe_length(config, batches, datasets, progress, end, reporter)
-    ledger: Ledger | None = None
-    if datasets.train is not None and not config.training.skip_train:
-        order = sample_order(config.data.dataloader_type, len(datasets.train), progress.left_out)
-        ledger = Ledger(datasets.train, order, progress.consumed_samples, progress.sources)
-    agreement = Agreement(topology)
-    saves = build_saves(
-        config, topology, engine, reporter, agreement, places, train_samples, loaded_here
-    )
-    signals.saving = lambda: saves is not None and saves.under_way
-    wall_time = build_wall_time(config, topology, reporter, saves, started, batches, datasets)
+    return costs
+
+
+def build_callbacks(
+    run: Run, places: Sequence[str], tasks: Sequence[Task], costs: Costs
+) -> Iterator[Callback]:
+    """Yield the callbacks of a run, the project's around the user's, in the order of their calls."""
+    config, progress, say = run.config, run.progress, run.reporter.say
+    train, steps = run.datasets.train, range(progress.iteration, run.total_iterations)
     path = None if config.metrics_path is None else config.metrics_path.with_name("timeline.json")
-    executor = build_executor(config, topology, chunks, engine)
-    if device.type == "cuda":
-        # Set-up and loading have freed blocks of sizes that no step allocates.
-        torch.cuda.empty_cache()
-    run = Run(
-        config=config,
-        topology=topology,
-        tokenizer=tokenizer,
-        chunks=chunks,
-        engine=engine,
-        executor=executor,
-        schedules=Schedules.from_config(config),
-        batches=batches,
-        progress=progress,
-        total_iterations=end,
-        datasets=datasets,
-        train_stream=open_stream(
-            config, topology, datasets.train, progress.consumed_samples, eod, progress.left_out
-        ),
-        ledger=ledger,
-        interval=Interval(topology, rates(config, topology)),
-        reporter=reporter,
-        agreement=agreement,
-        stop=StopRules(config, agreement, signals, wall_time),
-        saves=saves,
-        wall_time=wall_time,
-        timers=Timers(topology, config.logging, end),
-        profiler=Profiler(
-            config, topology.rank, reporter.say, range(progress.iteration, end), device.type
-        ),
-        timeline=Timeline(topology, executor, path, reporter.say, places),
-        accounted_iteration=progress.iteration,
-        costs=costs,
-        tasks=tasks,
-    )
-    if saves is not None:
-        saves.after_save.append(lambda _: call_back(run, "on_save"))
-    return run
+    profiler = Profiler(config, run.topology.rank, say, steps, run.topology.device.type)
+    yield Recorder(profiler, Timeline(run.topology, run.executor, path, say, places))
+    if config.model.num_experts is not None:
+        yield Routers()
+    yield SameCopies()
+    if tasks:
+        yield Tasks(tasks)
+    if config.training.eval_iters:
+        yield Losses()
+    if train is not None and not config.training.skip_train:
+        order = sample_order(config.data.dataloader_type, len(train), progress.left_out)
+        ledger = Ledger(train, order, progress.consumed_samples, progress.sources)
+        yield DataLedger(ledger, progress.iteration)
+    yield TimeLeft(costs)
+    yield from config.pieces.callbacks
+    yield EmptySteps()
+    if config.logging.straggler_report:
+        yield SlowRanks(places)
 
 
 def check_export(config: Config) -> str:
@@ -474,34 +523,25 @@ def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -
 
 def build_saves(
     config: Config,
-    topology: Topology,
     engine: Engine,
-    reporter: Reporter,
     agreement: Agreement,
+    reporter: Reporter,
     places: Sequence[str],
     train_samples: int,
-    saved_iteration: int | None,
 ) -> Saves | None:
     """Return when and how the run saves; None without --save."""
     if not config.checkpoint.save:
         return None
     from megatron.checkpoint.save import Saver  # imports torch's checkpoints, which takes long
 
+    topology = engine.topology
     saver = Saver(config.checkpoint.save, topology, config, topology.flight.alive)
     if config.checkpoint.async_save:
         note = saver.prepare(engine)
         if note:
             print(f"note: rank {topology.rank}: {note}", file=sys.stderr, flush=True)
     provenance = Provenance(config, topology, places, train_samples)
-    return Saves(
-        config,
-        saver,
-        agreement,
-        reporter,
-        engine=engine,
-        provenance=provenance,
-        saved_iteration=saved_iteration,
-    )
+    return Saves(config, saver, agreement, reporter, engine=engine, provenance=provenance)
 
 
 def build_wall_time(

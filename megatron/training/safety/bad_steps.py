@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.find import Found, find
-from megatron.data.sampler import MicroBatch, around, merged, sample_order
+from megatron.data.sampler import MicroBatch, around, merged
 from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
@@ -153,8 +153,8 @@ def roll_back(run: Run, spike: Spike) -> bool:
         reset_iteration=False,
     )
     progress = load_checkpoint(config, run.topology, run.engine, found.folder, reporter)
-    run.went_back[progress.iteration] += 1
-    if run.went_back[progress.iteration] > MOST:
+    run.loop.went_back[progress.iteration] += 1
+    if run.loop.went_back[progress.iteration] > MOST:
         raise TrainingError(
             f"{spike}, after the run went back to the checkpoint of iteration {progress.iteration} "
             f"{MOST} times and left out the samples of as many steps: go back further with "
@@ -175,7 +175,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
             back_to_iteration=progress.iteration,
             samples=[first, last + 1],
             left_out=left_out,
-            sources=None if run.ledger is None else run.ledger.record(),
+            sources=run.progress.sources,
         )
     )
     return True
@@ -186,24 +186,20 @@ def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:
 
     Returns the first and last position that are left out.
     """
-    before, kind = run.progress.left_out, run.config.data.dataloader_type
-    ranges = merged(before)
+    ranges = merged(run.progress.left_out)
     first, last = around(np.array([spike.start, spike.stop - 1], np.int64), ranges).tolist()
     left_out = merged([*ranges, (first, last + 1)])
     # in place, because other objects refer to it
     vars(run.progress).update(vars(progress), left_out=[list(pair) for pair in left_out])
-    dataset, consumed = run.datasets.train, progress.consumed_samples
+    dataset = run.datasets.train
     assert dataset is not None, "a run that trains has training data"
-    if run.ledger is not None:
-        samples = sample_order(kind, len(dataset), ranges).indices(
-            np.arange(spike.start, spike.stop, dtype=np.int64)
-        )
-        order = sample_order(kind, len(dataset), left_out)
-        run.ledger = run.ledger.rolled_back(order, consumed, progress.sources, samples)
-    run.train_stream.close()
-    run.train_stream = open_stream(run.config, run.topology, dataset, consumed, run.eod, left_out)
-    run.accounted_iteration = progress.iteration
-    run.skips = Skips()
+    for callback in run.callbacks:
+        callback.on_rollback(run, range(spike.start, spike.stop))
+    run.loop.train_stream.close()
+    run.loop.train_stream = open_stream(
+        run.config, run.topology, dataset, progress.consumed_samples, run.eod, left_out
+    )
+    run.loop.skips = Skips()
     return first, last
 
 
@@ -342,7 +338,7 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     in a row, raises TrainingError on every rank, which names the first bad value; in fp16 not while
     the scale can still fall and the losses are finite: then only the scale was wrong.
     """
-    skips, step, precision = run.skips, under_way.step.iteration, run.config.precision
+    skips, step, precision = run.loop.skips, under_way.step.iteration, run.config.precision
     limit = run.config.training.max_consecutive_skips
     scale_falls = precision.fp16 and not precision.loss_scale
     skips.consecutive += 1

@@ -95,6 +95,7 @@ class Watchdog:
         if self.topology.device.type == "cuda":
             self.broken = self.broken or partial(nccl_error, self.topology)
             self.trace = self.trace or getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        self._begun = set[str]()
         self._reporting = False  # whether this rank announces the verdict
         self._thread: threading.Thread | None = None
 
@@ -117,6 +118,11 @@ class Watchdog:
         faulthandler.unregister(_DUMP_SIGNAL)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_LONGEST_PAUSE_S)
+
+    def first_time(self, work: str) -> None:
+        """Be patient if this `work` was not begun before."""
+        self.patient |= work not in self._begun
+        self._begun.add(work)
 
     @property
     def limit_s(self) -> float:

@@ -42,6 +42,7 @@ from megatron.training.report.metrics import (
 )
 from megatron.training.report.timeline import Recording, Timeline
 from megatron.training.run.data import PlaceholderStream
+from megatron.training.run.evaluation import mean_loss
 from megatron.training.run.generate import Sampling, generate
 from megatron.training.run.host import (
     agree_on_times,
@@ -49,7 +50,6 @@ from megatron.training.run.host import (
     masks_on_this_node,
     share_cores,
 )
-from megatron.training.run.loop import mean_loss
 from megatron.training.run.process import Signals
 from megatron.training.run.stopping import Agreement, StopRules
 from tests.helpers.groups import join

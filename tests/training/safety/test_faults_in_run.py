@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import os
 import re
 import signal
@@ -84,17 +85,17 @@ def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_check
 
 def run_and_give_up(rank: int, fields: dict[str, Any]) -> str:
     """Make the third step impossible on any rank."""
+    from megatron.engine.engine import Engine
     from megatron.errors import TrainingError
-    from megatron.training.run import loop
 
-    finish_step = loop.finish_step
+    finish_step, calls = Engine.finish_step, itertools.count(1)
 
-    def third_fails(run: Any) -> Any:
-        if run.under_way is not None and run.under_way.step.iteration == 3:
+    def third_fails(engine: Engine) -> Any:
+        if next(calls) == 3:
             raise TrainingError("NaN")
-        return finish_step(run)
+        return finish_step(engine)
 
-    loop.finish_step = third_fails
+    Engine.finish_step = third_fails  # type: ignore[method-assign]
     with pytest.raises(TrainingError) as caught:
         run(rank, {**SMALL, **fields})
     return str(caught.value)
@@ -136,7 +137,7 @@ def run_and_signal(
     [
         (2, "megatron.training.run.setup.connect", 1, 0, 0),  # before all else
         # The evaluation before the first step.
-        (1, "megatron.training.run.loop.open_stream", 1, 0, 0),
+        (1, "megatron.training.run.evaluation.open_stream", 1, 0, 0),
         # The ranks tell each other while step 3 runs.
         (2, "megatron.training.run.loop.train_step", 2, 3, 1),
         (1, "megatron.training.run.loop.train_step", 1, 1, 1),
@@ -167,8 +168,8 @@ def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path:
     fields = dict(
         save=str(tmp_path), train_iters=2, eval_iters=1, eval_interval=99, eval_at_start=True
     )
-    where = "megatron.training.run.loop.final_evaluations"
-    assert run_processes(1, run_and_signal, fields, where, 1, int(signal.SIGTERM)) == [0]
+    where = "megatron.training.run.loop.evaluate"
+    assert run_processes(1, run_and_signal, fields, where, 2, int(signal.SIGTERM)) == [0]
     found = records(tmp_path)
     assert values(found["end"], "iteration", "reason") == [(2, "done")] and iterations(
         tmp_path

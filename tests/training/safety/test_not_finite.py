@@ -268,7 +268,8 @@ class Quiet:
     """Stand-in for a run that is never inspected."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.topology, self.skips = config, SINGLE, Skips()
+        self.config, self.topology = config, SINGLE
+        self.loop = SimpleNamespace(skips=Skips())
         self.engine = SimpleNamespace(clear_gradients=lambda: None)
         self.reporter = SimpleNamespace(say=lambda text: None, publish=lambda event: None)
 
@@ -290,7 +291,7 @@ def steps_until_error(
             if skipped:
                 bad_steps.count_skip(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
             else:
-                run.skips = Skips()
+                run.loop.skips = Skips()
         except TrainingError:
             return number
     return None

@@ -1,0 +1,190 @@
+"""What is optional in the training loop, as callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.data.sampler import Ledger
+from megatron.errors import TrainingError
+from megatron.protocols import Callback
+from megatron.training.report import events
+from megatron.training.report.metrics import Profiler, summarise
+from megatron.training.report.timeline import Timeline
+from megatron.training.run.schedules import Costs
+from megatron.training.run.state import Run
+from megatron.training.run.step import finish_step
+
+
+class Recorder(Callback):
+    """Records what --profile asks for and, for the timeline, the parts of some steps."""
+
+    def __init__(self, profiler: Profiler, timeline: Timeline) -> None:
+        self.profiler, self.timeline = profiler, timeline
+        self._drawn: Mapping[str, Any] | None = None  # of the next log line
+
+    def before_step(self, run: Run) -> None:
+        self.profiler.step(run.progress.iteration)
+        run.timers.begin(run.progress.iteration + 1)
+
+    def figures(self, run: Run) -> Mapping[str, object]:
+        recording, run.timers.recording = run.timers.recording, None
+        save_s = run.watch.paused_s.pop("save", 0.0) / len(run.interval.steps)
+        if recording is None:
+            return {}
+        phases, self._drawn = self.timeline.report(recording, save_s)
+        return {"phases": phases}
+
+    def on_log(self, run: Run, figures: events.Iteration) -> None:
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None:
+            run.reporter.publish(events.Timeline(**drawn))
+
+    def close(self) -> None:
+        self.profiler.close()
+        self.timeline.write()
+
+
+class Routers(Callback):
+    """Adds the balance of the experts to a log line."""
+
+    def figures(self, run: Run) -> Mapping[str, object]:
+        from megatron.layers.expert_load import take_figures  # no part of other models
+
+        return take_figures(run.engine.routers, run.config.model, run.topology)
+
+
+class SameCopies(Callback):
+    """Compares the copies of weights on several ranks.
+
+    After the first step that moved the weights, at the flag's interval, and before a save, which
+    keeps one of the copies. Where they differ, raises TrainingError or ConfigError on every rank.
+    """
+
+    def __init__(self) -> None:
+        self._checked = False  # whether after a step of this job that moved the weights
+
+    def after_step(self, run: Run) -> None:
+        if not self._checked:
+            finish_step(run)
+            due = run.engine.has_moved
+        else:
+            interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+            due = interval is not None and run.progress.iteration % interval == 0
+        if due:
+            self.before_save(run)
+
+    def before_save(self, run: Run) -> None:
+        finish_step(run)
+        with run.topology.flight.phase("copies"):
+            run.engine.check_copies(f"after iteration {run.progress.iteration}")
+        self._checked |= run.engine.has_moved
+
+
+class DataLedger(Callback):
+    """Counts what is taken of each source of the training data, and reports it."""
+
+    def __init__(self, ledger: Ledger, iteration: int) -> None:
+        self._ledger, self._iteration = ledger, iteration  # of the last report
+
+    def on_advance(self, run: Run) -> None:
+        for source, epoch in self._ledger.advance(run.progress.consumed_samples):
+            run.reporter.say(
+                f" data: {source} begins epoch {epoch} at iteration {run.progress.iteration}"
+            )
+
+    def figures(self, run: Run) -> Mapping[str, object]:
+        return {"sources": self._ledger.by_short_name()}
+
+    def on_evaluation(self, run: Run, last: bool) -> None:
+        if run.config.training.eval_iters and not last:
+            self.after_save(run)
+
+    def before_save(self, run: Run) -> None:
+        run.progress.sources = self._ledger.record()
+
+    def after_save(self, run: Run) -> None:
+        progress = run.progress
+        if self._iteration == progress.iteration:
+            return
+        self._iteration = progress.iteration
+        run.reporter.say(self._ledger.line())
+        run.reporter.publish(
+            events.DataTaken(
+                iteration=progress.iteration,
+                consumed_samples=progress.consumed_samples,
+                sources=self._ledger.record(),
+            )
+        )
+
+    def on_rollback(self, run: Run, samples: range) -> None:
+        progress = run.progress
+        self._ledger = self._ledger.rolled_back(
+            progress.left_out, progress.consumed_samples, progress.sources, samples
+        )
+        self._iteration = progress.iteration
+        progress.sources = self._ledger.record()
+
+
+class TimeLeft(Callback):
+    """Reports once how long the rest of the run takes at the speed of the first log line."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs: Costs | None = costs
+
+    def on_log(self, run: Run, figures: events.Iteration) -> None:
+        if self._costs is not None and run.progress.iteration < run.total_iterations:
+            done = figures.consumed_samples * figures.seq_length
+            left = self._costs.at(figures.tokens_per_s, done)
+            run.reporter.say(f" at this speed: {left.time} for the rest of the run")
+            self._costs = None
+
+
+class EmptySteps(Callback):
+    """Reports the steps of an interval that had no token in the loss.
+
+    Raises TrainingError on all ranks after --max-consecutive-skips of them in a row.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def on_log(self, run: Run, figures: events.Iteration) -> None:
+        limit = run.config.training.max_consecutive_skips
+        steps = list(zip(figures.steps, figures.step_losses, strict=True))
+        if figures.empty:
+            effect = "weights and optimizer stay as they were"
+            if any(step.grad_norm for step, loss in steps if loss is None):
+                effect = "only balancing losses of the experts moved the weights"
+            run.reporter.say(
+                f"WARNING: {figures.empty} of the {len(figures.steps)} steps up to iteration "
+                f"{figures.iteration} had no token in the loss: the loss mask marks none in their "
+                f"samples, so they are in no mean, and {effect}"
+            )
+        for step, loss in steps:
+            self._in_a_row = 0 if loss is not None else self._in_a_row + 1
+            if limit and self._in_a_row >= limit:
+                raise TrainingError(
+                    f"no token was in the loss in {self._in_a_row} steps in a row, up to iteration "
+                    f"{step.iteration} (--max-consecutive-skips {limit}): look at the loss mask of "
+                    "the data. Prompts may fill all of --seq-length "
+                    f"{run.config.model.seq_length}, so that answers are cut off"
+                )
+
+
+class SlowRanks(Callback):
+    """Compares the computing times of the ranks in a recorded step, for --straggler-report.
+
+    places  "node:device" of every rank, on the first one
+    """
+
+    def __init__(self, places: Sequence[str]) -> None:
+        self._places = places
+
+    def on_log(self, run: Run, figures: events.Iteration) -> None:
+        if not figures.times_ms:
+            return
+        phases = (figures.times_ms[name] for name in ("forward", "backward", "recompute"))
+        seconds = [sum(of_rank) / 1000 for of_rank in zip(*phases, strict=True)]
+        compared = summarise(seconds, run.topology.layout, self._places)
+        run.reporter.publish(events.ComputeTimes(iteration=run.progress.iteration, **compared))

@@ -1,0 +1,313 @@
+"""Evaluation: validation and test losses, and tasks, as callbacks of the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from megatron.data.gpt_dataset import TokenDataset
+from megatron.data.sampler import MicroBatch
+from megatron.parallel import collectives
+from megatron.parallel.topology import Topology
+from megatron.protocols import Callback
+from megatron.training.report.events import TaskEvaluated, Validation
+from megatron.training.run.data import Stream, open_stream
+from megatron.training.run.state import Run
+from megatron.training.run.step import finish_step
+from megatron.training.run.tasks import Task, evaluate_task
+
+_ASKED = "because a signal, or the end of the job or of --exit-duration-in-mins, asks to end"
+
+
+class Tasks(Callback):
+    """Evaluates the tasks of --eval-tasks, until a signal asks to end.
+
+    At the end of the run not again after the iteration of the last evaluation.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._iteration: int | None = None  # of the last evaluation
+
+    def on_evaluation(self, run: Run, last: bool) -> None:
+        iteration = run.progress.iteration
+        if last and (self._iteration == iteration or run.stop.must_leave(run.agreement.now())):
+            return
+        finish_step(run)
+        self._iteration = iteration
+        run.first_time("evaluation")
+        with run.watch.paused(), run.topology.flight.phase("evaluation"):
+            run.chunks.eval()
+            try:
+                self._evaluate(run)
+            finally:
+                run.chunks.train()
+
+    def _evaluate(self, run: Run) -> None:
+        for number, task in enumerate(self._tasks):
+            if number and interrupted(run):
+                run.reporter.say(f" note: further tasks are left out, {_ASKED}")
+                return
+            start, size = time.perf_counter(), run.config.batch.micro_batch_size
+            with run.reporter.console.doing(f"task {task.name}"):
+                figures = evaluate_task(run, task, micro_batch_size=size)
+            run.no_first_time()  # on no rank, as the figures are of all
+            seconds = time.perf_counter() - start
+            run.reporter.publish(
+                TaskEvaluated(iteration=run.progress.iteration, elapsed_s=seconds, **figures)
+            )
+            if run.wall_time is not None:
+                run.wall_time.task_s[task.name] = seconds
+
+
+class Losses(Callback):
+    """Measures the losses on validation data and, at the end of the run, on test data.
+
+    The evaluation before the first step and the next one use the same samples, so a run needs as
+    many samples as in Megatron. What was evaluated after the last step is not evaluated again at
+    the end, and nothing is if a signal or the end of the time asks to end: everything is saved by
+    then.
+    """
+
+    def __init__(self) -> None:
+        self._iteration: int | None = None  # of the last validation
+
+    def on_evaluation(self, run: Run, last: bool) -> None:
+        finish_step(run)
+        if last:
+            self._at_end(run)
+            return
+        done, iteration, dataset = False, run.progress.iteration, run.datasets.valid
+        prefix = f"iteration {iteration}"
+        if run.datasets.corpora:
+            done = evaluate_corpora(run, prefix)
+        elif dataset is not None:
+            done = evaluate(run, "valid", dataset, prefix, advance=iteration > 0) is not None
+        if done:
+            self._iteration = iteration
+
+    def _at_end(self, run: Run) -> None:
+        sets = (
+            ("valid", "validation", run.datasets.valid),
+            ("test", "test", run.datasets.test),
+        )
+        for name, label, dataset in sets:
+            prefix = f"iteration {run.progress.iteration}"
+            if name == "valid" and self._iteration == run.progress.iteration:
+                continue
+            if run.stop.must_leave(run.agreement.now()):
+                run.reporter.say(f" note: no evaluation on {label} data, {_ASKED}")
+            elif name == "valid" and run.datasets.corpora:
+                evaluate_corpora(run, prefix)
+            elif dataset is not None:
+                prefix += f" on {run.eval_samples}-sample draw from {label} set"
+                evaluate(run, name, dataset, prefix, advance=False)
+
+
+def evaluate_corpora(run: Run, prefix: str) -> bool:
+    """Measure and report the loss on each named validation corpus, and their unweighted mean.
+
+    Returns whether this was not interrupted.
+    """
+    start, found = time.perf_counter(), list[list[float]]()
+    for name, dataset in run.datasets.corpora.items():
+        losses = evaluate(run, "valid", dataset, f"{prefix} on {name}", advance=False, corpus=name)
+        if losses is None:
+            return False
+        if losses:
+            found.append(losses)
+    if not found:
+        return True
+    samples = sum(min(run.eval_samples, len(one)) for one in run.datasets.corpora.values())
+    means = [sum(each) / len(found) for each in zip(*found, strict=True)]
+    seconds = time.perf_counter() - start
+    report_validation(run, prefix, "valid", means, samples, seconds)
+    if run.wall_time is not None:
+        run.wall_time.after_evaluation(seconds)
+    return True
+
+
+def evaluate(
+    run: Run,
+    name: str,
+    dataset: TokenDataset,
+    prefix: str,
+    *,
+    advance: bool,
+    corpus: str | None = None,
+) -> list[float] | None:
+    """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'.
+
+    For a named `corpus` these are the same every time, at most its samples, each once, and the loss
+    is the mean over tokens. Returns the loss, and with --eval-ema that of the averaged weights;
+    nothing where no token is in the loss, None if a signal interrupted.
+    """
+    progress, start = run.progress, time.perf_counter()
+    samples = run.eval_samples if corpus is None else min(run.eval_samples, len(dataset))
+    position = progress.consumed_valid_samples if name == "valid" and corpus is None else 0
+    interval = run.config.training.eval_interval
+    if not advance and progress.iteration and progress.iteration % interval == 0:
+        # A job before this one has evaluated these weights already: on the same samples.
+        position = max(0, position - samples)
+    if position + samples > len(dataset):
+        position = 0  # a run longer than the data set was made for starts from its beginning
+
+    def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        losses = run.executor.evaluate(micro_batches)
+        # until all stages have done this once
+        if run.watchdog is not None and run.watchdog.patient:
+            collectives.all_reduce(
+                torch.zeros((), device=run.topology.device), run.topology.world
+            ).item()
+            run.no_first_time()
+        console.advance()
+        return losses
+
+    def measure() -> list[tuple[float, float]]:
+        """Return the loss and its weight; nothing if a signal interrupted."""
+        # cyclic, because the last micro-batches of a corpus may reach beyond its end
+        stream = open_stream(
+            run.config, run.topology, dataset, position, run.eod, cyclic=corpus is not None
+        )
+        run.chunks.eval()
+        try:
+            measured = mean_loss(
+                forward,
+                batches_of(run, stream, samples),
+                run.topology,
+                per_token=run.config.batch.calculate_per_token_loss or corpus is not None,
+                interrupted=lambda: interrupted(run),
+            )
+        finally:
+            stream.close()
+            run.chunks.train()
+        return [] if measured is None else [measured]
+
+    run.first_time("evaluation")
+    wanted = 1 + run.config.training.eval_ema
+    batches = wanted * -(-samples // run.batches.global_batch_size_at_end)
+    console = run.reporter.console
+    progress_line = console.doing(f"evaluation on {corpus or name} data: batch", batches)
+    with run.watch.paused(), run.topology.flight.phase("evaluation"), progress_line:
+        if run.config.training.manual_gc:
+            gc.collect()
+        measured = measure()
+        if measured and wanted > 1:
+            with run.engine.averaged_weights():
+                measured += measure()
+        if len(measured) < wanted:
+            run.reporter.say(f" note: the evaluation at {prefix} was interrupted, {_ASKED}")
+            return None
+        if advance:
+            progress.consumed_valid_samples = position + samples
+        seconds = time.perf_counter() - start
+        losses = [loss for loss, weight in measured if weight]
+        if losses:
+            report_validation(run, prefix, name, losses, samples, seconds, corpus)
+        else:
+            run.reporter.say(
+                f"WARNING: no validation loss at {prefix}: none of the {samples} samples of the "
+                f"{corpus or name} data has a token in the loss"
+            )
+        if run.wall_time is not None and corpus is None:
+            run.wall_time.after_evaluation(seconds)
+    return losses
+
+
+def report_validation(
+    run: Run,
+    prefix: str,
+    dataset: str,
+    losses: Sequence[float],
+    samples: int,
+    seconds: float,
+    corpus: str | None = None,
+) -> None:
+    """Report the `losses` of `evaluate` on `samples` samples of the 'valid' or 'test' data set.
+
+    `corpus` is the name of a validation corpus; None for the whole set.
+    """
+    progress = run.progress
+    run.reporter.publish(
+        Validation(
+            iteration=progress.iteration,
+            consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens,
+            dataset=dataset,
+            corpus=corpus,
+            lm_loss=losses[0],
+            ema_loss=losses[1] if len(losses) > 1 else None,
+            samples=samples,
+            elapsed_s=seconds,
+            where=prefix,
+        )
+    )
+
+
+def batches_of(run: Run, stream: Stream, samples: int) -> Iterator[list[MicroBatch]]:
+    """Yield global batches of the next `samples` samples; the loss of others is masked."""
+    stop, batches = stream.consumed_samples + samples, run.batches
+    while (left := stop - stream.consumed_samples) > 0:
+        found = stream.take(
+            -(-min(left, batches.global_batch_size_at_end) // batches.replica_batch_size)
+        )
+        for i, batch in enumerate(found):
+            over = batch.first_sample + len(batch.loss_mask) - stop
+            if over > 0:
+                mask = batch.loss_mask.clone()
+                mask[-over:] = 0.0
+                padding = torch.zeros_like(mask, dtype=torch.bool)
+                if batch.padding is not None:
+                    padding |= batch.padding
+                padding[-over:] = True
+                found[i] = dataclasses.replace(batch, loss_mask=mask, padding=padding)
+        yield found
+
+
+def mean_loss(
+    forward: Callable[[Sequence[MicroBatch]], list[torch.Tensor]],
+    batches: Iterable[Sequence[MicroBatch]],
+    topology: Topology,
+    *,
+    per_token: bool = False,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[float, float] | None:
+    """Return the mean loss over `batches`, micro-batches of this data rank, and their weight.
+
+    All ranks have as many. `forward` maps micro-batches to their losses on the last pipeline stage
+    and to an empty list elsewhere. Micro-batches with an unmasked token have equal weight; with
+    `per_token` each is weighted by these tokens, so that the result is the mean over tokens. Without
+    any, the weight is 0 and the loss NaN. `interrupted` is
+    called on all ranks before each item of `batches` except the first; once it returns True the
+    result is None. A collective call of the world; every rank gets the result.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=topology.device)
+    for number, micro_batches in enumerate(batches):
+        if number and interrupted():
+            return None
+        losses = forward(micro_batches)
+        if not losses or topology.tensor.rank != 0:
+            continue  # every tensor rank has the same losses: the first one counts
+        values = torch.stack(losses).double()
+        weights = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).to(values)
+        if not per_token:
+            weights = (weights > 0).to(values)
+        weights /= topology.context.size  # the ranks have parts of the same sequences
+        total += torch.stack([(values * weights).sum(), weights.sum()])
+    sum_, weight = collectives.all_reduce(total, topology.world).tolist()
+    return sum_ / weight if weight else math.nan, weight
+
+
+def interrupted(run: Run) -> bool:
+    """Return whether a signal or the end of the time had asked to end at the previous call.
+
+    Called between two iterations of an evaluation.
+    """
+    answer = run.stop.must_leave(run.agreement.read())
+    run.agreement.post()
+    return answer

@@ -1,0 +1,80 @@
+"""One step of training: its start, and the reading of its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.training.report.events import StepRecord
+from megatron.training.report.metrics import TokenWeights, counted, local_loss
+from megatron.training.run.state import Run, Skips, StepUnderWay
+from megatron.training.safety.bad_steps import Spike, count_skip, find_spike, loss_over_ranks
+
+
+def train_step(run: Run) -> Spike | None:
+    """Train on one global batch, forward, backward and optimizer; return its loss spike.
+
+    The host does not wait for the step: `finish_step` reads its figures when they are needed, at
+    the latest before the optimizer's next step, whose learning rate depends on whether this one was
+    skipped.
+    """
+    progress, batches, length = run.progress, run.batches, run.config.model.seq_length
+    run.topology.flight.step(progress.iteration)
+    for callback in run.callbacks:
+        callback.before_step(run)
+    with run.timers("data"):
+        number = batches.num_micro_batches(progress.consumed_samples)
+        micro_batches = run.loop.train_stream.take(number)
+    per_token = run.config.batch.calculate_per_token_loss and run.topology.pipeline.is_last
+    weights = TokenWeights(micro_batches, run.topology.data) if per_token else None
+    with run.timers("forward-backward"):
+        losses = run.executor.train(
+            micro_batches, loss_scale=run.engine.loss_scale, loss_weights=weights
+        )
+    finish_step(run)  # the previous one
+    values = run.schedules.at(progress)
+    with run.timers("optimizer"):
+        run.engine.start_step(values)
+    loss = local_loss(losses, None if weights is None else weights.tensor, run.topology)
+    samples = batches.global_batch_size(progress.consumed_samples)
+    progress.advance(samples, length)
+    for callback in run.callbacks:
+        callback.on_advance(run)
+    step = StepRecord(
+        progress.iteration,
+        progress.consumed_samples,
+        progress.consumed_tokens,
+        samples,
+        values.lr,
+        loss,
+        counted=counted(micro_batches, weights, run.topology),
+    )
+    run.loop.under_way = StepUnderWay(step, micro_batches, losses, weights)
+    run.reporter.console.advance(progress.iteration, samples * length)
+    if run.config.training.loss_spike_factor is None:
+        return None
+    # The host waits here, once: the decision must be known before the next step.
+    over_ranks = loss_over_ranks(run, step)
+    finished = finish_step(run)
+    assert finished is not None, "it has just been taken"
+    return find_spike(run, finished, over_ranks)
+
+
+def finish_step(run: Run) -> StepRecord | None:
+    """Count the last step, skipped or not, add it to the interval, and return it.
+
+    None if that was done already. All ranks call this; waits for the device.
+    """
+    under_way, run.loop.under_way = run.loop.under_way, None
+    if under_way is None:
+        return None
+    result = run.engine.finish_step()
+    step = dataclasses.replace(under_way.step, **vars(result))
+    if step.skipped:
+        count_skip(run, under_way, result)
+    else:
+        run.loop.skips = Skips()
+    run.progress.count(step.global_batch_size, run.config.model.seq_length, skipped=step.skipped)
+    run.interval.steps.append(step)
+    for callback in run.callbacks:
+        callback.on_step(run, step)
+    return step
