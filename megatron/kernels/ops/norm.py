@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from megatron.kernels.library import (
     narrow,
     nodes_for,
     operator,
+    takes,
 )
 from megatron.kernels.ops.elementwise import bias_gradient
 from megatron.parallel.gradient_accumulator import gradient_output, gradient_written
@@ -41,38 +42,29 @@ _FORWARD = Function("mk_norm", "ppppppppllffi")
 _BACKWARD = Function("mk_norm_backward", "pppppppppplllfii")
 
 
-def _check(
-    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus: bool, rms: bool
-) -> None:
-    if not fits(x, weight, bias):
-        _refuse(x, None, None, weight, bias, rms)
+class _Inputs(NamedTuple):
+    """The inputs of add_norm; norm has neither shift nor residual."""
+
+    x: Tensor
+    shift: Tensor | None
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    one_plus: bool
+    rms: bool
 
 
-def _check_added(
-    name: str,
-    x: Tensor,
-    shift: Tensor | None,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    plus: bool,
-    rms: bool,
-) -> None:
-    if not fits(x, weight, bias, shift, residual=residual):
-        _refuse(x, shift, residual, weight, bias, rms)
+def _plain(x: Tensor, *others: Any) -> _Inputs:
+    """Return the inputs of norm."""
+    return _Inputs(x, None, None, *others)
 
 
-def _refuse(
-    x: Tensor,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    rms: bool,
-) -> None:
-    """Raise a KernelError for what does not fit, if there is such a thing."""
-    name = "rms_norm" if rms else "layer_norm"
+def _check(name: str, norm: _Inputs) -> None:
+    x, shift, residual, weight, bias = norm[:5]
+    if fits(x, weight, bias, shift, residual=residual):
+        return
+    name = "rms_norm" if norm.rms else "layer_norm"
     check_all(name, x=x, residual=residual)
     check_beside(name, x, (torch.float32, x.dtype), weight=weight, bias=bias)
     check_beside(name, x, (torch.float32, x.dtype), shift=shift)
@@ -80,84 +72,58 @@ def _refuse(
     check_shape(name, x.shape[-1:], weight=weight, bias=bias, shift=shift)
 
 
-def _reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, one_plus: bool, rms: bool
-) -> tuple[Tensor, Tensor]:
+def _reference(norm: _Inputs) -> tuple[Tensor, ...]:
     """Compute the results with torch's operators, in fp32."""
+    x, bias = norm.x, norm.bias
     wide = x.float()
+    if norm.residual is not None:
+        wide = wide if norm.shift is None else wide + narrow(norm.shift, x).float()
+        x = (wide + norm.residual.float()).to(x.dtype)
+        wide = x.float()
     mean = wide.mean(-1, keepdim=True)
-    centred = wide if rms else wide - mean
-    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = centred * rstd * (narrow(weight, x).float() + float(one_plus))
+    centred = wide if norm.rms else wide - mean
+    rstd = (centred.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    y = centred * rstd * (narrow(norm.weight, x).float() + float(norm.one_plus))
     if bias is not None:
         y = y + narrow(bias, x).float()
-    statistics = [rstd.flatten()] if rms else [rstd.flatten(), mean.flatten()]
-    return y.to(x.dtype), torch.stack(statistics)
-
-
-def _reference_added(
-    x: Tensor, shift: Tensor | None, residual: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = x.float() if shift is None else x.float() + narrow(shift, x).float()
-    total = (wide + residual.float()).to(x.dtype)
-    y, statistics = _reference(total, *rest)
-    return y, total, statistics
+    statistics = [rstd.flatten()] if norm.rms else [rstd.flatten(), mean.flatten()]
+    total = () if norm.residual is None else (x,)
+    return y.to(x.dtype), *total, torch.stack(statistics)
 
 
 def _rows(x: Tensor) -> int:
     return math.prod(x.shape[:-1])  # not Size.numel(), which fixes the sizes of a compiled graph
 
 
-def _like(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return an empty norm and, fp32 [1 or 2, rows], empty statistics: rstd and, not RMS, mean."""
-    sums = 1 if rest[-1] else 2
-    return torch.empty_like(x), x.new_empty((sums, _rows(x)), dtype=torch.float32)
+def _like(norm: _Inputs) -> tuple[Tensor, ...]:
+    """Return an empty norm, sum if there is one, and statistics: rstd and, not RMS, mean.
+
+    The statistics are fp32 [1 or 2, rows].
+    """
+    sums = 1 if norm.rms else 2
+    total = () if norm.residual is None else (torch.empty_like(norm.x),)
+    statistics = norm.x.new_empty((sums, _rows(norm.x)), dtype=torch.float32)
+    return torch.empty_like(norm.x), *total, statistics
 
 
-def _like_added(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    y, statistics = _like(x, *rest)
-    return y, torch.empty_like(x), statistics
-
-
-def _forward(out: tuple[Tensor, Tensor], x: Tensor, *rest: Any) -> None:
-    y, statistics = out
-    _launch(y, None, statistics, x, None, None, *rest)
-
-
-def _forward_added(out: tuple[Tensor, Tensor, Tensor], *inputs: Any) -> None:
-    _launch(*out, *inputs)
-
-
-def _launch(
-    y: Tensor,
-    total: Tensor | None,
-    statistics: Tensor,
-    x: Tensor,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    one_plus: bool,
-    rms: bool,
-) -> None:
-    shift, bias = (None if each is None else narrow(each, x) for each in (shift, bias))
-    n = x.shape[-1]
+def _forward(out: tuple[Tensor, ...], norm: _Inputs) -> None:
+    x, bias, shift = norm.x, norm.bias, norm.shift
+    y, *total, statistics = out
     _FORWARD(
         x,
         y,
-        total,
+        total[0] if total else None,
         statistics,
         x,
-        shift,
-        residual,
-        narrow(weight, x),
-        bias,
+        None if shift is None else narrow(shift, x),
+        norm.residual,
+        narrow(norm.weight, x),
+        None if bias is None else narrow(bias, x),
         statistics.shape[1],
-        n,
-        eps,
-        float(one_plus),
-        int(rms),
+        x.shape[-1],
+        norm.eps,
+        float(norm.one_plus),
+        int(norm.rms),
     )
 
 
@@ -195,102 +161,83 @@ def _count_parts(rows: int, row_bytes: int, element_size: int, device: int, sums
     return min(units * max(1, min(held, cheap)), -(-rows // 4))
 
 
-def _backward(
-    dx: Tensor,
-    dy: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    statistics: Tensor,
-    dweight: Tensor,
-    dbias: Tensor | None,
-    dshift: Tensor | None,
-    adds: int,
-    one_plus: bool,
-    rms: bool,
-) -> None:
-    rows, n = statistics.shape[1], x.shape[-1]
-    sums = (1 if rms else 2) + (dshift is not None)
+class _Gradient(NamedTuple):
+    """The inputs of norm_backward; dweight, dbias and dshift are written, or added to by `adds`."""
+
+    dy: Tensor
+    dsum: Tensor | None
+    x: Tensor
+    weight: Tensor
+    statistics: Tensor
+    dweight: Tensor
+    dbias: Tensor | None
+    dshift: Tensor | None
+    adds: int
+    one_plus: bool
+    rms: bool
+
+
+@takes(_Gradient, after=1)
+def _backward(dx: Tensor, of: _Gradient) -> None:
+    x, dbias = of.x, of.dbias
+    rows, n = of.statistics.shape[1], x.shape[-1]
+    sums = (1 if of.rms else 2) + (of.dshift is not None)
     parts = _parts(x, rows, sums)
     partial = x.new_empty((parts, sums, n), dtype=torch.float32)
     # An RMS norm has no bias. A LayerNorm without one has its gradient's place in the workspace.
-    if dbias is None and not rms:
+    if dbias is None and not of.rms:
         dbias = x.new_empty((n,), dtype=torch.float32)
     _BACKWARD(
         x,
         dx,
-        dweight,
+        of.dweight,
         dbias,
-        dshift,
+        of.dshift,
         partial,
-        dy,
-        dsum,
+        of.dy,
+        of.dsum,
         x,
-        narrow(weight, x),
-        statistics,
+        narrow(of.weight, x),
+        of.statistics,
         rows,
         n,
         parts,
-        float(one_plus),
-        int(rms),
-        adds,
+        float(of.one_plus),
+        int(of.rms),
+        of.adds,
     )
 
 
-def _reference_backward(
-    dy: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    statistics: Tensor,
-    dweight: Tensor,
-    dbias: Tensor | None,
-    dshift: Tensor | None,
-    adds: int,
-    one_plus: bool,
-    rms: bool,
-) -> Tensor:
+@takes(_Gradient)
+def _reference_backward(of: _Gradient) -> Tensor:
+    x, statistics = of.x, of.statistics
     rows, n = _rows(x), x.shape[-1]
-    g, h = dy.float().reshape(rows, n), x.float().reshape(rows, n)
+    g, h = of.dy.float().reshape(rows, n), x.float().reshape(rows, n)
     rstd = statistics[0].unsqueeze(1)
-    h = h * rstd if rms else (h - statistics[1].unsqueeze(1)) * rstd
+    h = h * rstd if of.rms else (h - statistics[1].unsqueeze(1)) * rstd
     of_weight, of_bias = (g * h).sum(0), g.sum(0)
-    g = g * (narrow(weight, x).float() + float(one_plus))
-    dx = rstd * (g - h * (g * h).mean(1, keepdim=True) - (0.0 if rms else g.mean(1, keepdim=True)))
-    if dsum is not None:
-        dx = dx + dsum.float().reshape(rows, n)
-    sums = zip((dweight, dbias, dshift), (of_weight, of_bias, dx.sum(0)), strict=True)
-    for i, (out, gradient) in enumerate(sums):
+    g = g * (narrow(of.weight, x).float() + float(of.one_plus))
+    mean = 0.0 if of.rms else g.mean(1, keepdim=True)
+    dx = rstd * (g - h * (g * h).mean(1, keepdim=True) - mean)
+    if of.dsum is not None:
+        dx = dx + of.dsum.float().reshape(rows, n)
+    outputs = of.dweight, of.dbias, of.dshift
+    for i, (out, gradient) in enumerate(zip(outputs, (of_weight, of_bias, dx.sum(0)), strict=True)):
         if out is not None:
-            out.copy_(out + gradient if adds >> i & 1 else gradient)
+            out.copy_(out + gradient if of.adds >> i & 1 else gradient)
     return dx.reshape(x.shape).to(x.dtype)
 
 
-def _like_x(dy: Tensor, dsum: Tensor | None, x: Tensor, *rest: Any) -> Tensor:
+def _like_x(dy: Tensor, dsum: Tensor | None, x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, _, one_plus, rms = inputs
-    _keep(ctx, x, output[-1], (weight, bias, None), one_plus, rms)
-
-
-def _save_added(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, shift, _, weight, bias, _, one_plus, rms = inputs
-    _keep(ctx, output[1], output[-1], (weight, bias, shift), one_plus, rms)
-
-
-def _keep(
-    ctx: Any,
-    x: Tensor,
-    statistics: Tensor,
-    parameters: tuple[Tensor, Tensor | None, Tensor | None],
-    one_plus: bool,
-    rms: bool,
-) -> None:
-    ctx.parameters = parameters  # themselves: saved tensors may be copies, without sinks
-    ctx.save_for_backward(x, parameters[0], statistics)
-    ctx.one_plus, ctx.rms = one_plus, rms
+def _save(ctx: Any, norm: _Inputs, output: tuple[Tensor, ...]) -> None:
+    x = norm.x if norm.residual is None else output[1]
+    # themselves: saved tensors may be copies, without sinks
+    ctx.parameters = norm.weight, norm.bias, norm.shift
+    ctx.save_for_backward(x, norm.weight, output[-1])
+    ctx.one_plus, ctx.rms = norm.one_plus, norm.rms
     ctx.set_materialize_grads(False)
 
 
@@ -352,11 +299,11 @@ _norm_backward = operator(
 _norm = operator(
     "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool one_plus, bool rms) -> (Tensor, "
     "Tensor)",
-    _forward,
-    _reference,
-    _like,
-    check=_check,
-    save=_save,
+    takes(_plain, after=1)(_forward),
+    takes(_plain)(_reference),
+    takes(_plain)(_like),
+    check=takes(_plain, after=1)(_check),
+    save=lambda ctx, inputs, output: _save(ctx, _plain(*inputs), output),
     backward=_gradient,
     hidden=1,
     work="norm",
@@ -364,11 +311,11 @@ _norm = operator(
 _add_norm = operator(
     "add_norm(Tensor x, Tensor? shift, Tensor residual, Tensor weight, Tensor? bias, float eps, "
     "bool one_plus, bool rms) -> (Tensor, Tensor, Tensor)",
-    _forward_added,
-    _reference_added,
-    _like_added,
-    check=_check_added,
-    save=_save_added,
+    takes(_Inputs, after=1)(_forward),
+    takes(_Inputs)(_reference),
+    takes(_Inputs)(_like),
+    check=takes(_Inputs, after=1)(_check),
+    save=lambda ctx, inputs, output: _save(ctx, _Inputs(*inputs), output),
     backward=_gradient_added,
     hidden=1,
     work="norm",
