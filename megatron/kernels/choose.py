@@ -57,9 +57,8 @@ class Finding:
     def line(self) -> str:
         """Return a line for the log."""
         name = f"{self.package} {self.version}" if self.version else self.package
-        return (
-            f"{name}: used" if self.usable else f"{name}: {self.reason}; instead: {self.fallback}"
-        )
+        said = "used" if self.usable else f"{self.reason}; instead: {self.fallback}"
+        return f"{name}: {said}"
 
 
 @dataclass(frozen=True)
@@ -105,28 +104,32 @@ def flash_attention(
 
     `device_type` is "cuda" for CUDA and ROCm, or "cpu".
     """
-    package = "flash-attn"
-    version = _version("flash_attn", package)
-    if version is None:
-        reason = "not found"
-    elif device_type != "cuda":
-        reason = f"does not run on {device_type}"
-    elif dtype_name not in ("float16", "bfloat16"):
-        reason = f"does not compute in {dtype_name}"
-    else:
-        reason = _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention()
-        # its window_size and softcap came with these versions
-        if features.windowed and not reason and _older(version, (2, 3)):
-            reason = "has no windows before version 2.3"
-        if features.capped and not reason:
-            reason = _why_no_softcap(version, features.drops)
-        triton = os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") == "TRUE"
-        if features.windowed and not reason and triton:
-            reason = "ignores windows in its Triton build for ROCm"
-        if features.ring and not reason:
-            reason = _why_no_parts(version, features)
+    version = _version("flash_attn", "flash-attn")
+    reason = _why_no_flash(version, device_type, dtype_name, features)
     fallback = _NAMES["blocked" if features.capped else "torch"]
-    return Finding(package, version, not reason, reason, fallback)
+    return Finding("flash-attn", version, not reason, reason, fallback)
+
+
+def _why_no_flash(
+    version: str | None, device_type: str, dtype_name: str, features: AttentionFeatures
+) -> str:
+    """Return why flash-attn cannot be used; "" if it can."""
+    if version is None:
+        return "not found"
+    if device_type != "cuda":
+        return f"does not run on {device_type}"
+    if dtype_name not in ("float16", "bfloat16"):
+        return f"does not compute in {dtype_name}"
+    reason = _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention()
+    # its window_size and softcap came with these versions
+    if not reason and features.windowed and _older(version, (2, 3)):
+        reason = "has no windows before version 2.3"
+    if not reason and features.capped:
+        reason = _why_no_softcap(version, features.drops)
+    triton = os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") == "TRUE"
+    if not reason and features.windowed and triton:
+        reason = "ignores windows in its Triton build for ROCm"
+    return reason or (_why_no_parts(version, features) if features.ring else "")
 
 
 def _why_no_parts(version: str, features: AttentionFeatures) -> str:
@@ -312,9 +315,8 @@ def _apex(
         reason = f"does not run on {device_type}"
     else:
         reason = _import_problem(module, name)
-    return Finding(
-        f"apex {part}", version, not reason, reason, f"what --{flag}-implementation auto takes"
-    )
+    fallback = f"what --{flag}-implementation auto takes"
+    return Finding(f"apex {part}", version, not reason, reason, fallback)
 
 
 def _version(module: str, distribution: str) -> str | None:
@@ -335,12 +337,11 @@ def _import_problem(module: str, name: str) -> str:
     try:
         found = importlib.import_module(module)
     except Exception as error:  # whatever a third-party package raises at import, it cannot be used
-        return (
-            f"cannot be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        )
-    return (
-        "" if hasattr(found, name) else f"has no {name}: another project of that name, or too old"
-    )
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"cannot be imported ({type(error).__name__}: {first_line})"
+    if hasattr(found, name):
+        return ""
+    return f"has no {name}: another project of that name, or too old"
 
 
 def _too_old_for_flash_attention() -> str:
@@ -350,11 +351,8 @@ def _too_old_for_flash_attention() -> str:
     """
     import torch
 
-    if (
-        torch.version.hip is None
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability() < (8, 0)
-    ):
+    cuda = torch.version.hip is None and torch.cuda.is_available()
+    if cuda and torch.cuda.get_device_capability() < (8, 0):
         return f"needs compute capability 8.0, {torch.cuda.get_device_name()} has less"
     return ""
 
@@ -400,7 +398,6 @@ NONE = Fusions()
 """Every operator through torch."""
 ALL = Fusions(**dict.fromkeys(OPERATORS, True))
 """Every operator through its kernel: for tests and measurements."""
-
 
 EVERY_TYPE = ("float32", "float16", "bfloat16")
 _NOT_FP16 = ("float32", "bfloat16")  # compilers make slow code of conversions from and to fp16
@@ -459,9 +456,8 @@ def assumed_fusions(
     """
     if not loaded:
         return NONE
-    return Fusions(
-        **{name: not _why_not(name, kernels, device_type, dtype_name) for name in OPERATORS}
-    )
+    reasons = {name: _why_not(name, kernels, device_type, dtype_name) for name in OPERATORS}
+    return Fusions(**{name: not reason for name, reason in reasons.items()})
 
 
 def report(config: Config, device: torch.device) -> list[str]:
@@ -501,11 +497,8 @@ def implementations(config: Config, device: torch.device) -> dict[str, str]:
     if attention == "blocked" and device.type == "cpu":
         keys = "copied" if copies_keys(dtype_name) else "in place"
         name += f" of {block_length(dtype_name, config.model.seq_length)} positions, keys {keys}"
-    fused = [
-        operator
-        for operator in OPERATORS
-        if _loaded(device.type) and not _reason(operator, config, device.type, attention)
-    ]
+    operators = OPERATORS if _loaded(device.type) else ()
+    fused = [each for each in operators if not _reason(each, config, device.type, attention)]
     return {"attention": name, "fused kernels": ", ".join(fused) or "none"}
 
 
@@ -563,12 +556,9 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return "an optimizer of your own"
     if name == "optimizer" and config.optimizer.optimizer != "adam":
         return f"--optimizer {config.optimizer.optimizer}"
-    weights_drop = (
-        model.attention_dropout > 0.0 and config.kernels.attention_backend in UNFUSED_BACKENDS
-    )
-    if name == "bias_dropout" and not (
-        model.add_bias_linear or model.hidden_dropout or weights_drop
-    ):
+    unfused = config.kernels.attention_backend in UNFUSED_BACKENDS
+    drops = model.hidden_dropout or (model.attention_dropout > 0.0 and unfused)
+    if name == "bias_dropout" and not model.add_bias_linear and not drops:
         return "neither bias nor dropout"
     reason = _why_not(name, config.kernels, device_type, dtype_name)
     wider = model.fp32_residual_connection and dtype_name != "float32"
@@ -605,6 +595,4 @@ def faster_on_host(name: str, dtype_name: str) -> bool:
 
 def bits(fusions: Fusions) -> int:
     """Encode the choice as a number, to compare it between ranks."""
-    return sum(
-        1 << i for i, f in enumerate(dataclasses.fields(fusions)) if getattr(fusions, f.name)
-    )
+    return sum(used << i for i, used in enumerate(vars(fusions).values()))

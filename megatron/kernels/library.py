@@ -1,16 +1,9 @@
-"""The compiled kernels: found, loaded, called, and registered with torch as operators.
+"""The compiled kernels: found, loaded and called.
 
 There is one library for each kind of device, loaded on first use. A C function is declared once,
 with the types of its arguments (`Function`), and called with the tensor whose device and stream it
-runs on.
-
-`operator` registers an operator under `torch.ops.megatron`. Each has an implementation for CPU and
-CUDA (ROCm) tensors, a rule for the shapes of its results, so that torch.compile can trace it, and,
-where it has a gradient, an autograd rule. The implementation calls the compiled kernel if there is
-one, and torch's own operators otherwise. Only tracers and profilers need torch's dispatcher,
-which costs the host more than the kernel's launch, so ordinary calls go past it. Those that a
-layer makes for each micro-batch are nodes of autograd's graph in C++ (csrc/nodes) where these are
-built for this torch: see `nodes_for`.
+runs on. What a layer calls for each micro-batch are nodes of autograd's graph in C++ (csrc/nodes)
+where these are built for this torch: see `nodes_for`.
 """
 
 from __future__ import annotations
@@ -22,14 +15,12 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from megatron.errors import KernelError
 from megatron.kernels.build import (
@@ -42,9 +33,7 @@ from megatron.kernels.build import (
     source_hash,
     without_kernels,
 )
-from megatron.kernels.work import Computation, Scope
-
-T = TypeVar("T")
+from megatron.kernels.work import Scope
 
 OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
 """Environment variable: a library to load for CPU tensors instead of the host's, e.g. the
@@ -133,7 +122,7 @@ def available(device: torch.device) -> bool:
     return find(device.type).handle is not None
 
 
-def _of(x: Tensor) -> Found:
+def library_of(x: Tensor) -> Found:
     """Return the library for the device of a tensor, without making an object of the device."""
     return find("cpu" if x.is_cpu else x.device.type)
 
@@ -396,7 +385,7 @@ class Function:
         The element type is that of `type_of` (or of `like`). Tensors are passed as their addresses.
         Raises KernelError if the launch fails.
         """
-        found = _of(like)
+        found = library_of(like)
         try:
             function = found.functions[self.name]
         except KeyError:
@@ -432,300 +421,3 @@ class Function:
         function.argtypes = [ctypes.c_int, *letters, ctypes.c_void_p]
         found.functions[self.name] = function
         return function
-
-
-_LIBRARY = torch.library.Library("megatron", "DEF")
-
-WORK: dict[str, str | Callable[..., Computation]] = {}
-"""The declared work of each operator, by name."""
-
-
-def operator(
-    schema: str,
-    kernel: Callable[..., Any],
-    reference: Callable[..., Any],
-    shapes: Callable[..., Any] | None = None,
-    *,
-    check: Callable[..., None] | None = None,
-    save: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
-    hidden: int = 0,
-    work: str | Callable[..., Computation] = "copy",
-) -> Any:
-    """Define `megatron::<schema>` and return it, ready to call.
-
-    kernel     computes it with the compiled library: (results of `shapes`, if there are any,
-               *inputs); called only if the first input is not an empty tensor
-    reference  computes it with torch's operators
-    shapes     makes empty results of the right shape, dtype and device; None for an operator
-               without results
-    check      (name, *inputs): raises KernelError if an input does not fit; None for the backward
-               passes, which get what autograd and the forward pass have checked
-    save       (ctx, inputs, output): keeps what the backward pass needs
-    backward   (ctx, *gradients): one gradient or None for each input; a second derivative is an
-               error, since torch would treat the gradients as constants
-    hidden     how many of the results, the last ones, are for the backward pass alone: a call does
-               not return them
-    work       the kind of a memory-bound kernel that reads its inputs and writes its results once
-               (work.Memory), or (inputs) -> its work if that is not enough
-    """
-    name = schema.partition("(")[0]
-
-    def run(*inputs: Any) -> Any:
-        if check is not None:
-            check(name, *inputs)
-        first = inputs[0]
-        if isinstance(first, Tensor):
-            compiled = _of(first).handle is not None and first.numel() > 0
-        else:
-            compiled = _of(first[0]).handle is not None
-        if not compiled:
-            return reference(*inputs)
-        if shapes is None:
-            return kernel(*inputs)
-        results = shapes(*inputs)
-        kernel(results, *inputs)
-        return results
-
-    def visible(results: Any) -> Any:
-        """Return the results of a call."""
-        if not hidden:
-            return results
-        return results[0] if len(results) == hidden + 1 else results[:-hidden]
-
-    WORK[name] = work
-    _LIBRARY.define(schema)
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, key)
-    torch.library.register_fake(f"megatron::{name}", shapes or (lambda *_: None), lib=_LIBRARY)
-    differentiable: Any = None
-    if backward is not None and save is not None:
-        keep, differentiate = save, backward
-
-        def once(ctx: Any, *gradients: Any) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
-                raise KernelError(
-                    f"{name} has no second derivative; use torch's own operators where one is "
-                    "needed"
-                )
-            return differentiate(ctx, *gradients)
-
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            results = run(*inputs)
-            keep(ctx, inputs, results)
-            return visible(results)
-
-        def keep_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            """Keep the same where torch's dispatcher differentiates, and returns all results."""
-            keep(ctx, inputs, output)
-            if hidden:
-                ctx.mark_non_differentiable(*output[-hidden:])
-
-        def backward_of_all(ctx: Any, *gradients: Any) -> Any:
-            return once(ctx, *(gradients[:-hidden] if hidden else gradients))
-
-        torch.library.register_autograd(
-            f"megatron::{name}", backward_of_all, setup_context=keep_all, lib=_LIBRARY
-        )
-        passes = {"forward": staticmethod(forward), "backward": staticmethod(once)}
-        function: Any = type(f"megatron::{name}", (torch.autograd.Function,), passes)
-        differentiable = function.apply
-    registered = getattr(torch.ops.megatron, name).default
-    writes = shapes is None  # to its inputs: autograd has to know, where it records
-
-    def call(*inputs: Any) -> Any:
-        records = torch.is_grad_enabled()
-        if (records and writes) or not _ordinary(*inputs):
-            _check_no_tangent(name, inputs)
-            return visible(registered(*inputs))
-        if records and differentiable is not None:
-            return differentiable(*inputs)
-        return visible(run(*inputs))
-
-    return call
-
-
-def takes(
-    record: Callable[..., Any], after: int = 0
-) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Make a function of a record one of an operator's inputs, of which `record` makes the record.
-
-    `after`: how many other arguments come first.
-    """
-
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(function)
-        def call(*inputs: Any) -> T:
-            return function(*inputs[:after], record(*inputs[after:]))
-
-        return call
-
-    return decorate
-
-
-_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple})
-
-
-def _ordinary(x: Any, *rest: Any) -> bool:
-    """Return whether nothing but the operator's kernel has to see a call.
-
-    There is no tracer, profiler, transform, derivative in forward mode or subclass of a tensor.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or (type(x) is not Tensor and type(x) is not torch.nn.Parameter)
-        or not (x.is_cpu or x.is_cuda)
-        or not _PLAIN.issuperset(map(type, rest))
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-        or torch.autograd._profiler_enabled()
-    )
-
-
-def _check_no_tangent(name: str, inputs: Iterable[Any]) -> None:
-    """Check that no input has a derivative in forward mode, which torch would leave out."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    for x in inputs:
-        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            raise KernelError(
-                f"{name} has no derivative in forward mode; use torch's own operators where one is "
-                "needed"
-            )
-
-
-def empty_like_first(first: Tensor, *_: Any) -> Tensor:
-    """Return an empty result like the first input: the shape function of many operators."""
-    return torch.empty_like(first)
-
-
-def narrow(parameter: Tensor, x: Tensor) -> Tensor:
-    """Convert a parameter in fp32, whose gradient is not to be rounded, to the type of x."""
-    return parameter.to(x.dtype) if parameter.dtype == torch.float32 else parameter
-
-
-# -- checks ----------------------------------------------------------------------------------------
-
-
-def check(operator: str, condition: bool, message: str) -> None:
-    """Raise a KernelError with the operator's name unless `condition` holds."""
-    if not condition:
-        raise KernelError(f"{operator}: {message}")
-
-
-def fits(x: Tensor, *columns: Tensor | None, residual: Tensor | None = None) -> bool:
-    """Return whether a call is as usual, so that the checks below would find nothing.
-
-    All tensors are contiguous, of one floating type, on one device; `columns` have the length of
-    the last dimension of x, the residual has its shape.
-    """
-    dtype, device, shape = x.dtype, x.device, x.shape
-    if dtype not in TYPES or not shape or not x.is_contiguous():
-        return False
-    if residual is not None and residual.shape != shape:
-        return False
-    rest = [tensor for tensor in (residual, *columns) if tensor is not None]
-    return all(t.dtype is dtype and t.device == device and t.is_contiguous() for t in rest) and all(
-        tensor is None or tensor.shape == shape[-1:] for tensor in columns
-    )
-
-
-def check_type(
-    operator: str, allowed: Iterable[torch.dtype] = TYPES, **tensors: Tensor | None
-) -> None:
-    """Check that the tensors have one type, one of `allowed`."""
-    types = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-    first = next(iter(types), "")
-    for name, dtype in types.items():
-        if dtype not in allowed:
-            names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
-            raise KernelError(f"{operator}: {name} is {dtype}; it must be {names}")
-        if dtype != types[first]:
-            raise KernelError(
-                f"{operator}: {name} is {dtype} but {first} is {types[first]}; they must be equal"
-            )
-
-
-def check_device(operator: str, **tensors: Tensor | None) -> None:
-    """Check that the tensors are on one device."""
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    first = next(iter(devices))
-    for name, device in devices.items():
-        if device != devices[first]:
-            raise KernelError(f"{operator}: {name} is on {device} but {first} on {devices[first]}")
-
-
-def check_contiguous(operator: str, **tensors: Tensor | None) -> None:
-    """Check that the tensors are contiguous."""
-    for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise KernelError(f"{operator}: {name} of strides {tensor.stride()} is not contiguous")
-
-
-def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -> None:
-    """Check that each of the tensors has this shape."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tuple(tensor.shape) != tuple(shape):
-            raise KernelError(
-                f"{operator}: {name} has shape {list(tensor.shape)}; it must be {list(shape)}"
-            )
-
-
-def check_all(operator: str, **tensors: Tensor | None) -> None:
-    """Check that the tensors have one floating type and device, are contiguous, and not scalars."""
-    check_type(operator, TYPES, **tensors)
-    check_device(operator, **tensors)
-    check_contiguous(operator, **tensors)
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.dim() == 0:
-            raise KernelError(f"{operator}: {name} has no dimension; [.., n] is needed")
-
-
-def check_beside(
-    operator: str, x: Tensor, allowed: Iterable[torch.dtype], **tensors: Tensor | None
-) -> None:
-    """Check that the tensors have one type of `allowed`, are on the device of x, and contiguous."""
-    check_type(operator, allowed, **tensors)
-    check_device(operator, x=x, **tensors)
-    check_contiguous(operator, **tensors)
-
-
-# -- sums over rows --------------------------------------------------------------------------------
-
-# The minimum rows of a part: its sums, 8 bytes a column, stay below 6 % of what it reads and writes
-PART_ROWS = 32
-# of 256 threads: more than two for each place that 110 (MI250X) or 132 (H100) compute units have
-_BLOCKS = 2048
-HOST_PARTS = 64  # more than threads
-
-
-def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor | None]:
-    """Return how many parts the rows of `like` are divided into, and memory for their sums.
-
-    The memory is fp32 [parts, sums, n]. Each part's sums are added up afterwards, as for the
-    gradient of a bias.
-
-    sums    how many sums each column has
-    wanted  if false, there is nothing to sum: (0, None)
-    """
-    if not wanted:
-        return 0, None
-    columns, count = like.shape[-1], like.numel()
-    parts = count_parts(count, columns, like.element_size(), like.is_cpu)
-    return parts, torch.empty(parts, sums, columns, dtype=torch.float32, device=like.device)
-
-
-@functools.lru_cache(1024)
-def count_parts(count: int, columns: int, element_size: int, on_cpu: bool) -> int:
-    """Return how many parts the rows of `count` elements are divided into for their sums.
-
-    It depends on the shape and the kind of device alone, not on threads or compute units, so that
-    results are reproducible.
-    """
-    # blocks of 64 lanes of 16 bytes side by side
-    across = -(-columns * element_size // (16 * 64))
-    most = HOST_PARTS if on_cpu else max(1, _BLOCKS // across)
-    return max(1, min(most, -(-count // columns // PART_ROWS)))

@@ -1,6 +1,6 @@
 """The work of operators in numbers, and marks for code whose work its operators do not show.
 
-An operator of ours declares its work where it is defined (library.operator). Code that consists
+An operator of ours declares its work where it is defined (operators.operator). Code that consists
 of many operators but is one computation is marked with `counts_as`, code that recomputes a value
 with `recomputed`. A recorder of operators (planner/trace.py) reads the marks, and in a run the
 recording of a step (training/report/timeline.py).

@@ -22,7 +22,7 @@ from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.engine.gradients import Terms, to_sink
 from megatron.engine.optimizer import build_optimizer, unique_parameters
-from megatron.kernels.library import WORK
+from megatron.kernels.operators import WORK
 from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
 from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
 from megatron.parallel.gradient_accumulator import GradientSink

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.parallel import TILE
-from megatron.kernels.library import (
-    Function,
+from megatron.kernels.library import Function
+from megatron.kernels.operators import (
+    Gradient,
     check,
     check_all,
     check_beside,
@@ -518,8 +519,7 @@ _softmax = operator(
     softmax_reference,
     empty_like_first,
     check=_check_softmax,
-    save=_save_softmax,
-    backward=_softmax_gradient,
+    gradient=Gradient(_save_softmax, _softmax_gradient),
     work=_moved,
 )
 

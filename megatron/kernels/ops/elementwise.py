@@ -6,7 +6,7 @@ squared ReLU; bias-dropout-add is residual + dropout(x + bias).
 Activations: bytes moved for results of N elements of e bytes, with a bias of n elements: forward N
 e in (gated 2 N e) and N e out; backward 2 N e in and N e out (gated 3 and 2). The bias is read
 once per row, from a cache; its gradient is summed in the pass that makes dx, which adds 8 bytes a
-column for each part of the rows, below 6 % (library.partial_sums).
+column for each part of the rows, below 6 % (operators.partial_sums).
 
 Dropout: the mask is computed from a seed wherever it is needed and never stored. Element i is kept
 where word i % 4 of Philox4x32-10 (Salmon et al., SC 2011), with key `seed` and counter i // 4, is
@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.errors import KernelError
-from megatron.kernels.library import (
-    TYPES,
-    Function,
+from megatron.kernels.library import TYPES, Function, nodes_for
+from megatron.kernels.operators import (
+    Gradient,
     check,
     check_all,
     check_beside,
@@ -38,7 +38,6 @@ from megatron.kernels.library import (
     empty_like_first,
     fits,
     narrow,
-    nodes_for,
     operator,
     partial_sums,
 )
@@ -214,8 +213,7 @@ _bias_activation = operator(
     reference,
     _like_result,
     check=_check,
-    save=_save,
-    backward=_gradients,
+    gradient=Gradient(_save, _gradients),
     work="activation",
 )
 
@@ -408,8 +406,7 @@ _bias_dropout_add = operator(
     _reference_sum,
     empty_like_first,
     check=_check_sum,
-    save=_save_sum,
-    backward=_sum_gradients,
+    gradient=Gradient(_save_sum, _sum_gradients),
     work="residual",
 )
 

@@ -17,14 +17,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megatron.errors import KernelError
-from megatron.kernels.library import (
-    Function,
+from megatron.kernels.library import Function, nodes_for
+from megatron.kernels.operators import (
+    Gradient,
     check,
     check_beside,
     check_contiguous,
     check_shape,
     check_type,
-    nodes_for,
     operator,
 )
 from megatron.kernels.ops.elementwise import wider
@@ -163,8 +163,7 @@ _unpermuted = operator(
     unpermute_reference,
     lambda y, places, weights, padded: y.new_empty(places.shape[0], y.shape[-1]),
     check=_check_unpermute,
-    save=_save_unpermute,
-    backward=_unpermute_gradients,
+    gradient=Gradient(_save_unpermute, _unpermute_gradients),
 )
 _permuted = operator(
     "permute(Tensor x, Tensor order, Tensor places) -> Tensor",
@@ -172,8 +171,7 @@ _permuted = operator(
     permute_reference,
     lambda x, order, places: x.new_empty(order.shape[0], x.shape[-1]),
     check=_check_permute,
-    save=_save_permute,
-    backward=_permute_gradients,
+    gradient=Gradient(_save_permute, _permute_gradients),
     # a token is read for each of its rows
     work=lambda x, order, places: Memory(2 * len(order) * x[:1].nbytes),
 )

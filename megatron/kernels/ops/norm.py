@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import (
+from megatron.kernels.library import Function, nodes_for
+from megatron.kernels.operators import (
     HOST_PARTS,
     PART_ROWS,
-    Function,
+    Gradient,
     check_all,
     check_beside,
     check_shape,
     fits,
     narrow,
-    nodes_for,
     operator,
     takes,
 )
@@ -303,9 +303,9 @@ _norm = operator(
     takes(_plain)(_reference),
     takes(_plain)(_like),
     check=takes(_plain, after=1)(_check),
-    save=lambda ctx, inputs, output: _save(ctx, _plain(*inputs), output),
-    backward=_gradient,
-    hidden=1,
+    gradient=Gradient(
+        lambda ctx, inputs, output: _save(ctx, _plain(*inputs), output), _gradient, hidden=1
+    ),
     work="norm",
 )
 _add_norm = operator(
@@ -315,9 +315,9 @@ _add_norm = operator(
     takes(_Inputs)(_reference),
     takes(_Inputs)(_like),
     check=takes(_Inputs, after=1)(_check),
-    save=lambda ctx, inputs, output: _save(ctx, _Inputs(*inputs), output),
-    backward=_gradient_added,
-    hidden=1,
+    gradient=Gradient(
+        lambda ctx, inputs, output: _save(ctx, _Inputs(*inputs), output), _gradient_added, hidden=1
+    ),
     work="norm",
 )
 

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import (
-    TYPES,
-    Function,
+from megatron.kernels.library import TYPES, Function
+from megatron.kernels.operators import (
     check,
     check_beside,
     check_shape,

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import (
-    Function,
+from megatron.kernels.library import Function
+from megatron.kernels.operators import (
+    Gradient,
     check,
     check_beside,
     check_shape,
@@ -79,8 +80,7 @@ _rotary = operator(
     reference,
     lambda x, cos, sin, back: x.new_empty(x.shape),
     check=_check,
-    save=_save,
-    backward=_gradient,
+    gradient=Gradient(_save, _gradient),
 )
 
 

@@ -21,16 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels.library import (
-    TYPES,
-    Function,
+from megatron.kernels.library import TYPES, Function, find
+from megatron.kernels.operators import (
     check,
     check_beside,
     check_contiguous,
     check_device,
     check_shape,
     check_type,
-    find,
     operator,
 )
 from megatron.kernels.ops.elementwise import soft_cap

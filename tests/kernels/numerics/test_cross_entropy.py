@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernel_cases import whole_cross_entropy as cross_entropy
-from megatron.kernels import library
+from megatron.kernels import library, operators
 from megatron.kernels.ops import vocabulary as module
 from megatron.kernels.ops.vocabulary import gradient_, local_pass
 from tests.kernels.numerics.reference import (
@@ -450,7 +450,7 @@ def test_no_second_array_of_the_logits_size(
     A dispatch mode does not see the inside by itself.
     """
     if not kernel:
-        monkeypatch.setattr(library, "_of", lambda x: library.Found())
+        monkeypatch.setattr(operators, "library_of", lambda x: library.Found())
         monkeypatch.setattr(module, "_AT_A_TIME", 1024)
     _, _, labels = problem(device, 64, 512)
     logits = random((64, 512), torch.float32, device, 0).requires_grad_() * 1.0
