@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.checkpoint.families import is_huggingface
+from megatron.checkpoint.huggingface_config import is_huggingface
 from megatron.config.command_line import flag_table, scan
 from megatron.config.option import Parser, real
 from megatron.config.settings import raise_problems

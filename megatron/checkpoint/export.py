@@ -6,7 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from megatron.checkpoint.families import FAMILIES, model_of, windows_of, write_fields
+from megatron.checkpoint.families import FAMILIES
+from megatron.checkpoint.family_rules import windows_of
+from megatron.checkpoint.huggingface_config import model_of, write_fields
 from megatron.checkpoint.settings import ARCHITECTURE
 from megatron.config.model import ModelConfig
 from megatron.config.pieces import Pieces

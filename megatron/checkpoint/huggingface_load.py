@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from megatron.checkpoint.families import CONFIG, FAMILIES, Family, read_model
+from megatron.checkpoint.families import FAMILIES, Family
+from megatron.checkpoint.huggingface_config import CONFIG, read_model
 from megatron.checkpoint.settings import check_architecture, plain
 from megatron.checkpoint.shards import named
 from megatron.checkpoint.tensors import KEPT, MASTER, Shards, clear_padding, tensors_to_load

@@ -26,18 +26,17 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.export import family_of, without_mup
-from megatron.checkpoint.families import (
+from megatron.checkpoint.families import FAMILIES, Family
+from megatron.checkpoint.files import to_json, write_text
+from megatron.checkpoint.folder import start_folder, sync_directory
+from megatron.checkpoint.huggingface_config import (
     CONFIG,
-    FAMILIES,
     GENERATION,
     TOKENIZER_CONFIG,
-    Family,
     is_huggingface,
     read_config,
     write_fields,
 )
-from megatron.checkpoint.files import to_json, write_text
-from megatron.checkpoint.folder import start_folder, sync_directory
 from megatron.checkpoint.huggingface_load import (
     DTYPES,
     INDEX,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint import families
+from megatron.checkpoint import huggingface_config
 from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import find_folder, read_tracker
 from megatron.checkpoint.folder import folder_name, tagged_name
@@ -121,8 +121,9 @@ def settings_to_take(
         place, stored = _stored(given["load"], given.get("load_tag"))
         model, tokenizer = stored.get("model"), stored.get("tokenizer", {})
     else:
-        place, tokenizer = source / families.CONFIG, families.tokenizer_settings(source)
-        model = plain(families.read_model(source)[1])
+        place = source / huggingface_config.CONFIG
+        tokenizer = huggingface_config.tokenizer_settings(source)
+        model = plain(huggingface_config.read_model(source)[1])
     if not (isinstance(model, dict) and isinstance(tokenizer, dict)):
         raise CheckpointError(f"{place} does not hold the settings of a run")
     fixed = {name: model[name] for name in ARCHITECTURE if name in model}

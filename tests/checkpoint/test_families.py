@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import megatron
-from megatron.checkpoint.families import FAMILIES, model_of
+from megatron.checkpoint.families import FAMILIES
+from megatron.checkpoint.huggingface_config import model_of
 from megatron.data.sampler import make_micro_batch
 from megatron.errors import CheckpointError
 from tests.checkpoint.hugging_face import CASES, LENGTH, SAMPLES

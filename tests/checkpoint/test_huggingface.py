@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.families import FAMILIES, read_model
+from megatron.checkpoint.families import FAMILIES
+from megatron.checkpoint.huggingface_config import read_model
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from tests.checkpoint.hugging_face import CASES, SAMPLES, computed, identical, make, tokens

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.checkpoint.families import CONFIG, FAMILIES, read_model, tokenizer_settings
+from megatron.checkpoint.families import FAMILIES
 from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.checkpoint.folder import folder_name, start_folder, sync_directory
+from megatron.checkpoint.huggingface_config import CONFIG, read_model, tokenizer_settings
 from megatron.checkpoint.huggingface_load import Places, Reader, find_tensors, matrix_of, tensors_of
 from megatron.checkpoint.huggingface_save import (
     TOKENIZER_FILES,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.families import end_tokens, is_huggingface
+from megatron.checkpoint.huggingface_config import end_tokens, is_huggingface
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.data.text_stream import TextStream

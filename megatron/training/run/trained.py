@@ -118,8 +118,8 @@ def _config(
     settings: dict[str, Any],
 ) -> Config:
     """Return the checkpoint's settings on the layout of a topology, in fp32 unless changed."""
-    from megatron.checkpoint.families import read_model, tokenizer_settings
     from megatron.checkpoint.find import find_folder, open_checkpoint
+    from megatron.checkpoint.huggingface_config import read_model, tokenizer_settings
     from megatron.checkpoint.settings import plain
 
     source = hugging_face_folder(str(folder))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from megatron.checkpoint.families import tokenizer_settings
+from megatron.checkpoint.huggingface_config import tokenizer_settings
 from megatron.checkpoint.huggingface_save import companions_of
 from megatron.config import Config
 from megatron.data.tokenizer import build_tokenizer

@@ -1,0 +1,355 @@
+"""Rules by which fields of a config.json of Hugging Face and our settings are each other.
+
+They are for what is not a single field of the same value. The tables of megatron.checkpoint.families
+name them. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from megatron.config.model import ModelConfig
+from megatron.config.option import MOST_POSITIONS
+
+# Far beyond any model: a small file must not ask for hours of work.
+_MOST_LAYERS = 1 << 12
+_MOST_EXPERTS = 1 << 18  # of all layers
+
+Fields = Mapping[str, Any]
+"""Fields of a config.json."""
+
+
+class Rule(NamedTuple):
+    """Settings that are not single fields with the same value.
+
+    `read` returns settings from fields and `write` fields of a model. `read` raises LookupError,
+    TypeError or ValueError for what is not supported here.
+    """
+
+    read: Callable[[Fields], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+def flag(fields: Fields, name: str) -> bool:
+    value = fields[name]
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r:.60}, expected true or false")
+    return value
+
+
+def unsupported(name: str, value: Any) -> ValueError:
+    return ValueError(f"{name} {value!r:.60} is not supported")
+
+
+def _number(fields: Fields, name: str, kind: type = float) -> Any:
+    """Return a field that has to be a number; of kind int: of something."""
+    value = fields[name]
+    kinds = int if kind is int else (int, float)
+    most = MOST_POSITIONS if kind is int else 1e30
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < most:
+        raise ValueError(f"{name} is {value!r:.60}, expected a number from 0 to below {most}")
+    return value
+
+
+def _layers(fields: Fields, name: str = "num_hidden_layers") -> range:
+    """Return the layers, before anything is done for each."""
+    layers: int = _number(fields, name, int)
+    if not 1 <= layers <= _MOST_LAYERS:
+        raise ValueError(f"{name} is {layers}, expected a number from 1 to {_MOST_LAYERS}")
+    return range(layers)
+
+
+def check_type(ours: str, theirs: str, fields: Fields) -> None:
+    """Raise ValueError where a field cannot be the value of a setting."""
+    kind = str(ModelConfig.__dataclass_fields__[ours].type)
+    if ours == "num_layers":
+        _layers(fields, theirs)
+    elif "bool" in kind:
+        flag(fields, theirs)
+    else:
+        _number(fields, theirs, float if "float" in kind else int)
+
+
+TIED = Rule(
+    lambda f: {"untie_embeddings_and_output_weights": not flag(f, "tie_word_embeddings")},
+    lambda m: {"tie_word_embeddings": not m.untie_embeddings_and_output_weights},
+)
+
+
+def gelu(name: str) -> Rule:
+    """Return the rule of a field that names a form of GELU."""
+    forms = {"gelu": True, "gelu_new": False, "gelu_fast": False, "gelu_pytorch_tanh": False}
+
+    def read(fields: Fields) -> dict[str, Any]:
+        if not isinstance(fields[name], str) or fields[name] not in forms:
+            raise unsupported(name, fields[name])
+        return {"exact_gelu": forms[fields[name]]}
+
+    return Rule(read, lambda m: {name: "gelu" if m.exact_gelu else "gelu_new"})
+
+
+def _biases(fields: Fields) -> dict[str, Any]:
+    attention, mlp = flag(fields, "attention_bias"), flag(fields, "mlp_bias")
+    if attention != mlp:
+        raise ValueError(f"attention_bias {attention} with mlp_bias {mlp} is not supported")
+    return {"add_bias_linear": attention}
+
+
+BIASES = Rule(_biases, lambda m: dict.fromkeys(("attention_bias", "mlp_bias"), m.add_bias_linear))
+
+# Fields of a kind of RoPE scaling, and the settings.
+_ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "rope_scaling_factor"},
+    "llama3": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "rope_original_positions",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+    },
+    "yarn": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "rope_original_positions",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+        "attention_factor": "yarn_attention_factor",
+    },
+}
+
+
+def rope(base: str = "rope_theta", share: str = "") -> Rule:
+    """Return the rule of the rotary embedding.
+
+    base, share   fields of the base and of the rotated part of a head; no share: heads are rotated
+                  as a whole
+
+    transformers 5 writes rope_parameters, which has all of it; older versions, which 5 reads too,
+    write single fields and rope_scaling. Of several places for a value, the one that counts is that
+    of transformers 5.23.
+    """
+
+    def read(fields: Fields) -> dict[str, Any]:
+        rope = fields["rope_scaling"] or fields["rope_parameters"] or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"rope_parameters is {rope!r:.60}, expected an object")
+        rope = dict(rope)
+        kind = rope.pop("rope_type", rope.get("type", "default"))
+        rope.pop("type", None)
+        rope = {base: fields[base], "partial_rotary_factor": fields.get(share, 1.0)} | {
+            base if name == "rope_theta" else name: value
+            for name, value in rope.items()
+            if value is not None
+        }
+        found: dict[str, Any] = {
+            "rotary_base": _number(rope, base),
+            "rotary_percent": _number(rope, "partial_rotary_factor"),
+        }
+        del rope[base], rope["partial_rotary_factor"]
+        if found["rotary_percent"] != 1.0 and not share:
+            raise unsupported("partial_rotary_factor", found["rotary_percent"])
+        if kind not in _ROPE_SCALING:
+            raise unsupported("rope_type", kind)
+        if kind in ("llama3", "yarn"):
+            positions = "original_max_position_embeddings"
+            rope.setdefault(positions, fields["max_position_embeddings"])
+            if fields[positions] is not None:
+                rope[positions] = fields[positions]
+        if kind == "yarn" and rope.pop("truncate", True) is not True:
+            raise unsupported("truncate", False)
+        if unknown := sorted(rope.keys() - _ROPE_SCALING[kind].keys()):
+            raise unsupported(f"{unknown[0]} of rope_type {kind}", rope[unknown[0]])
+        needed = ["factor"] if kind == "yarn" else _ROPE_SCALING[kind]
+        if missing := sorted(set(needed) - rope.keys()):
+            raise ValueError(f"{missing[0]} of rope_type {kind} is missing")
+        for name in rope:
+            _number(rope, name)
+        if kind == "default":
+            return found
+        settings = {_ROPE_SCALING[kind][name]: value for name, value in rope.items()}
+        return found | {"rope_scaling": kind} | settings
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        found: dict[str, Any] = {base: model.rotary_base}
+        if share:
+            found[share] = model.rotary_percent
+        if model.rope_scaling is not None:
+            named = {
+                name: getattr(model, setting)
+                for name, setting in _ROPE_SCALING[model.rope_scaling].items()
+            }
+            found["rope_scaling"] = {"rope_type": model.rope_scaling} | {
+                name: value for name, value in named.items() if value is not None
+            }
+        return found
+
+    return Rule(read, write)
+
+
+def windows_of(model: ModelConfig) -> list[int | None]:
+    """Return ModelConfig.window of all layers."""
+    return [model.window(layer) for layer in range(model.num_layers)]
+
+
+def _window(size: Any, windowed: list[bool]) -> dict[str, Any]:
+    """Return the settings of a window of `size` tokens, itself included, in some layers."""
+    if size is None or not any(windowed):
+        return {}
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"sliding_window is {size!r:.60}, expected a number of tokens")
+    if all(windowed):
+        return {"window_size": (size - 1, 0)}
+    first = windowed.index(False) + 1  # the number of the first layer without it
+    every = [number % first != 0 for number in range(1, len(windowed) + 1)]
+    skip = (first,) if windowed == every else tuple(int(one) for one in windowed)
+    return {"window_size": (size - 1, 0), "window_attn_skip_freq": skip}
+
+
+def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
+    """Return which layers have a window: by layer_types, or where config.json leaves it out."""
+    layers, types = _layers(fields), fields["layer_types"]
+    if types is None:
+        return [usual(layer) for layer in layers]
+    kinds = {"sliding_attention": True, "full_attention": False}
+    names = isinstance(types, list) and all(isinstance(t, str) and t in kinds for t in types)
+    if not names or len(types) != len(layers):
+        raise ValueError(
+            f"layer_types does not have one of {', '.join(kinds)} for each of num_hidden_layers "
+            f"{len(layers)}"
+        )
+    if "sliding_attention" in types and not fields["sliding_window"]:
+        raise ValueError(
+            "layer_types has windows, but sliding_window is null or use_sliding_window false"
+        )
+    return [kinds[one] for one in types]
+
+
+def _window_size(model: ModelConfig) -> dict[str, Any]:
+    """Return the field of the window, which counts the token itself, too."""
+    sizes = [size for size in windows_of(model) if size is not None]
+    return {"sliding_window": sizes[0] + 1 if sizes else None}
+
+
+def _windows_by_layer(model: ModelConfig) -> dict[str, Any]:
+    names = [
+        "full_attention" if size is None else "sliding_attention" for size in windows_of(model)
+    ]
+    return {**_window_size(model), "layer_types": names}
+
+
+WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_size)
+
+
+def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
+    """Return the rule of a window; `windowed`: (layer, max_window_layers) -> without layer_types."""
+
+    def read(fields: Fields) -> dict[str, Any]:
+        used = flag(fields, "use_sliding_window")
+        fields = fields if used else {**fields, "sliding_window": None}
+        most = _number(fields, "max_window_layers", int)
+        types = _layer_types(fields, lambda layer: used and windowed(layer, most))
+        return _window(fields["sliding_window"], types)
+
+    return Rule(read, _write_window_of_last)
+
+
+def _write_window_of_last(model: ModelConfig) -> dict[str, Any]:
+    without = [size is None for size in windows_of(model)]
+    return {
+        "use_sliding_window": not all(without),
+        "max_window_layers": [*without, False].index(False),
+        **_windows_by_layer(model),
+    }
+
+
+WINDOW_OF_LAST = _window_by_layer(lambda layer, most: layer >= most)
+WINDOW_OF_FIRST = _window_by_layer(lambda layer, most: layer % 2 == 0 and layer < most)
+WINDOW_OF_EVERY_OTHER = Rule(
+    lambda f: _window(f["sliding_window"], _layer_types(f, lambda layer: layer % 2 == 0)),
+    _windows_by_layer,
+)
+
+
+def experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
+    """Return the rule of experts and their router.
+
+    count        field of their number
+    normalised   field that says whether the weights of the chosen experts add up to one; None:
+                 they do. A softmax over all experts, divided by its sum over some of them, is a
+                 softmax over these
+    """
+
+    def read(fields: Fields) -> dict[str, Any]:
+        experts = _number(fields, count, int)
+        most = _MOST_EXPERTS // max(len(_layers(fields)), 1)
+        if not 2 <= experts <= most:
+            raise ValueError(f"{count} is {experts}, expected a number from 2 to {most}")
+        over_all = normalised is not None and not flag(fields, normalised)
+        return {
+            "num_experts": experts,
+            "moe_router_topk": _number(fields, "num_experts_per_tok", int),
+            "moe_router_pre_softmax": over_all,
+        }
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        found = {count: model.num_experts, "num_experts_per_tok": model.moe_router_topk}
+        return (
+            found if normalised is None else found | {normalised: not model.moe_router_pre_softmax}
+        )
+
+    return Rule(read, write)
+
+
+def _layers_with_experts(fields: Fields) -> dict[str, Any]:
+    dense = fields["mlp_only_layers"] or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise ValueError(f"mlp_only_layers is {dense!r:.60}, expected a list of layers")
+    step = _number(fields, "decoder_sparse_step", int)
+    if not step:
+        raise unsupported("decoder_sparse_step", step)
+    without = set(dense)
+    which = [int(layer not in without and (layer + 1) % step == 0) for layer in _layers(fields)]
+    return {"moe_layer_freq": (1,) if all(which) else tuple(which)}
+
+
+LAYERS_WITH_EXPERTS = Rule(
+    _layers_with_experts,
+    lambda m: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i in range(m.num_layers) if not m.has_experts(i)],
+    },
+)
+WINDOW_IF_USED = Rule(
+    lambda f: _window(f["sliding_window"], [True]) if flag(f, "use_sliding_window") else {},
+    lambda m: {"use_sliding_window": m.window_size is not None, **_window_size(m)},
+)
+
+
+def _scales(fields: Fields) -> dict[str, Any]:
+    scalar, width = _number(fields, "query_pre_attn_scalar"), _number(fields, "hidden_size", int)
+    if not scalar:
+        raise unsupported("query_pre_attn_scalar", scalar)
+    return {"softmax_scale": 1.0 / math.sqrt(scalar), "embedding_scale": math.sqrt(width)}
+
+
+SCALES = Rule(  # Gemma's: of the scores by a number of its own, of the embeddings by the width
+    _scales,
+    lambda m: {
+        "query_pre_attn_scalar": m.kv_channels
+        if m.softmax_scale is None
+        else round(m.softmax_scale**-2)
+    },
+)
+LENGTH = Rule(  # without positions to learn or to scale; old files have it for information
+    lambda f: {"seq_length": _number(f, "seq_length", int)},
+    lambda m: {"seq_length": m.seq_length},
+)
+
+
+def dropout_of_embedding(fields: Fields) -> dict[str, Any]:
+    if fields["embd_pdrop"] != fields["resid_pdrop"]:
+        raise ValueError(
+            f"embd_pdrop {fields['embd_pdrop']!r:.60} other than resid_pdrop is not supported"
+        )
+    return {}

@@ -1,0 +1,206 @@
+"""Files of a Hugging Face model that are not its weights: config.json in both directions, tokenizer.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.families import FAMILIES, ONLY
+from megatron.checkpoint.family_rules import Fields, check_type, unsupported
+from megatron.config import Config
+from megatron.config.model import ModelConfig
+from megatron.errors import CheckpointError, ConfigError
+from megatron.untrusted import read_json
+
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
+_CONFIG_LIMIT_BYTES = 1 << 24
+
+_WITHOUT_EFFECT = frozenset(
+    # names, versions and formats; ids of tokens, which are read with the tokenizer
+    """
+    _name_or_path name_or_path architectures model_type auto_map transformers_version torch_dtype
+    dtype quantization_config tokenizer_class bos_token_id eos_token_id pad_token_id unk_token_id
+    sep_token_id decoder_start_token_id prefix is_llama_config transformers.js_config
+    unsloth_fixed unsloth_version
+    """
+    # how a model is computed or trained there, or what it returns
+    """
+    _attn_implementation _attn_implementation_autoset attn_implementation attention_probs_dropout_prob
+    attention_softmax_in_fp32 bias_dropout_fusion cache_implementation chunk_size_feed_forward
+    classifier_dropout gradient_checkpointing hidden_dropout_prob initializer_range is_decoder
+    masked_softmax_fusion offset_alibi output_attentions output_hidden_states output_router_logits
+    pretraining_tp reorder_and_upcast_attn return_dict router_aux_loss_coef skip_bias_add
+    skip_bias_add_qkv slow_but_exact tie_encoder_decoder tie_last_hidden_states torchscript
+    use_bfloat16 use_cache
+    """
+    # other tasks
+    """
+    _num_labels finetuning_task id2label label2id num_labels predict_special_tokens problem_type
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params
+    """
+    # other names of the longest sequence
+    """
+    max_sequence_length n_ctx
+    """
+    # generation of text
+    """
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty max_length max_new_tokens min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+    """.split()
+)
+"""Fields that no family reads, and that do not change what the model computes."""
+
+
+def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
+    """Return (model_type, our settings of the model) from the fields of a config.json.
+
+    Raises CheckpointError, naming the file `where`, for models that are not supported here.
+    """
+    kind, settings = _settings_of(fields, where)
+    names = {
+        **FAMILIES[kind].fields,
+        "window_size": "sliding_window",
+        "moe_router_topk": "num_experts_per_tok",
+    }
+    try:
+        return kind, Config.create(**{n: v for n, v in settings.items() if v is not None}).model
+    except ConfigError as error:
+        text = str(error)
+        for ours in sorted(names, key=len, reverse=True):
+            text = text.replace(f"--{ours.replace('_', '-')}", names[ours])
+        raise CheckpointError(f"{where}: {text}") from error
+
+
+def _settings_of(fields: Fields, where: str) -> tuple[str, dict[str, Any]]:
+    kind = fields.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise CheckpointError(
+            f"{where} has model_type {kind!r:.60}; supported are {', '.join(FAMILIES)}"
+        )
+    classes = fields.get("architectures")
+    if classes is not None and classes != [family.architecture]:
+        raise CheckpointError(
+            f"{where} is of {classes!r:.100}; of {kind} only {family.architecture} is supported"
+        )
+    if fields.get("quantization_config") is not None:
+        raise CheckpointError(f"{where} is of a quantized model: take the one it was made from")
+    older = {new: fields[old] for new, old in family.older.items() if old in fields}
+    known = {**ONLY, **family.only, **family.absent, **older, **fields}
+    settings = dict(family.settings)
+    try:
+        for new, old in family.older.items():
+            if old in fields and fields[old] is None and fields.get(new) is None:
+                raise ValueError(f"{old} is null")
+            if None not in (fields.get(new), fields.get(old)) and fields[new] != fields[old]:
+                raise ValueError(
+                    f"{old} {fields[old]!r:.60} and {new} {fields[new]!r:.60} are one field"
+                )
+        for name, value in {**ONLY, **family.only}.items():
+            if (known[name] or None) != (value or None):
+                raise unsupported(name, known[name])
+        unknown = fields.keys() - family.known - _WITHOUT_EFFECT
+        if unknown := {name for name in unknown if fields[name] is not None}:
+            raise ValueError(
+                f"{', '.join(sorted(unknown)[:8]):.200} of {kind} is not known here: if it does not "
+                "change the model, remove it from the file"
+            )
+        for ours, theirs in family.fields.items():
+            settings[ours] = known[theirs]
+            if known[theirs] is not None or not family.may_be_null(theirs):
+                check_type(ours, theirs, known)
+        for rule in family.rules:
+            settings |= rule.read(known)
+    except KeyError as error:
+        raise CheckpointError(f"{where} has no {error.args[0]}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        text = str(error)
+        for new, old in family.older.items():
+            if new not in fields and old in fields:
+                text = re.sub(rf"\b{new}\b", old, text)
+        raise CheckpointError(f"{where}: {text}") from error
+    settings.setdefault("seq_length", settings.get("max_position_embeddings"))
+    return str(kind), settings
+
+
+def write_fields(kind: str, model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a config.json for a model of this family."""
+    family = FAMILIES[kind]
+    fields: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
+    fields |= family.only
+    fields |= {theirs: getattr(model, ours) for ours, theirs in family.fields.items()}
+    for rule in family.rules:
+        fields |= rule.write(model)
+    return fields
+
+
+# ---- folders
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Return whether a folder has a config.json that is not of a checkpoint of ours."""
+    return (folder / CONFIG).is_file() and not (folder / "manifest.json").exists()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the fields of the config.json in a folder. Raises CheckpointError."""
+    found: dict[str, Any] = read_json(folder / CONFIG, _CONFIG_LIMIT_BYTES, error=CheckpointError)
+    return found
+
+
+def read_model(folder: Path) -> tuple[str, ModelConfig]:
+    """Return model_type and our settings of the model in a folder. Raises CheckpointError."""
+    return model_of(read_config(folder), str(folder / CONFIG))
+
+
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a text, as transformers reads them from a folder: none or several.
+
+    Raises CheckpointError for files or fields that are wrong.
+    """
+    for name in (GENERATION, CONFIG):
+        if not (folder / name).is_file():
+            continue
+        found = read_json(folder / name, _CONFIG_LIMIT_BYTES, error=CheckpointError)
+        ids = found.get("eos_token_id")
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if any(type(i) is not int or i < 0 for i in ids):
+            raise CheckpointError(f"{folder / name}: eos_token_id is {ids!r:.60}, expected ids")
+        return tuple(ids)
+    return ()
+
+
+def tokenizer_settings(folder: Path, at: Path | None = None) -> dict[str, Any]:
+    """Return our settings of the tokenizer in a folder of Hugging Face; empty without one.
+
+    at   where its files will be; by default where they are
+
+    Raises CheckpointError for a damaged file.
+    """
+    at = folder if at is None else at
+    if (folder / "tokenizer.json").is_file():
+        return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(at)}
+    if (folder / "tokenizer.model").is_file():
+        path, fields = folder / TOKENIZER_CONFIG, {}
+        if path.is_file():
+            limit = _CONFIG_LIMIT_BYTES
+            fields = read_json(path, limit, error=CheckpointError, bits=128)
+        begins, extra = fields.get("add_bos_token", True), {}
+        kind = "Llama2Tokenizer" if begins else "GPTSentencePieceTokenizer"
+        if fields.get("eos_token") == "<EOD>":  # with the tokens that Megatron appends
+            kind = "SentencePieceTokenizer"
+            extra["vocab_extra_ids"] = str(fields.get("added_tokens_decoder")).count("<extra_id_")
+        return {"tokenizer_type": kind, "tokenizer_model": str(at / "tokenizer.model"), **extra}
+    files = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    if all((folder / name).is_file() for name in files.values()):
+        return {"tokenizer_type": "GPT2BPETokenizer"} | {n: str(at / f) for n, f in files.items()}
+    return {}
