@@ -35,7 +35,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data import gpt_dataset, indexed_dataset
+from megatron.data import gpt_dataset, indexed_dataset, packed_dataset
 from tests.data import numpy_loops
 
 SEQ_LENGTH, SEED, BLOCK = 2048, 1234, 1 << 20
@@ -127,18 +127,18 @@ def pack(documents: int) -> dict[str, Any]:
     )
     seconds: dict[str, float] = {}
     before = reset_peak()
-    arrays = timed(seconds, "cut and pack", gpt_dataset.build_packing, request)
+    arrays = timed(seconds, "cut and pack", packed_dataset.build_packing, request)
     timed(
         seconds,
         "order of an epoch",
-        gpt_dataset.build_order,
+        packed_dataset.build_order,
         len(arrays["bin_starts"]) - 1,
         1,
         SEED,
     )
-    parts = [arrays[part] for part in gpt_dataset.BIN_PARTS]
+    parts = [arrays[part] for part in packed_dataset.BIN_PARTS]
     num_bins, num_pieces = len(arrays["bin_starts"]) - 1, len(arrays["pieces"])
-    waste = gpt_dataset.waste_of(num_bins, num_pieces, int(arrays["counts"][1]), SEQ_LENGTH + 1)
+    waste = packed_dataset.waste_of(num_bins, num_pieces, int(arrays["counts"][1]), SEQ_LENGTH + 1)
     return {
         "seconds": seconds,
         "peak": peak_bytes() - before,

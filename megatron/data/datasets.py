@@ -18,10 +18,10 @@ from megatron.data.gpt_dataset import (
     IndexRequest,
     MockDataset,
     OwnDataset,
-    PackedDataset,
     Source,
 )
 from megatron.data.indexed_dataset import IndexedDataset, data_files
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.tokenizer_record import check_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import read_text

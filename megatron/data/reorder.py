@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.data.gpt_dataset import BlendedDataset, Source, Spans
-from megatron.data.sampler import GOLDEN, SampleOrder, by_source, sources
+from megatron.data.sampler import SampleOrder, by_source, sources
+from megatron.parallel.keyed_random import GOLDEN
 
 _BLOCK = 1 << 20  # samples looked up at once
 _MOST = 1 << 24  # samples compared; of longer runs those that begin in a part of the text
@@ -87,8 +88,8 @@ def _take(data: Ordered, start: int, stop: int, share: float) -> dict[str, _Take
         for source, samples in by_source(data.dataset, indices):
             starts, lengths = source.spans(samples)
             if share < 1:
-                number = (starts >> _PART_BITS).astype(np.uint64) * GOLDEN >> np.uint64(32)
-                chosen = number < share * 2**32
+                number = (starts >> _PART_BITS).astype(np.uint64) * np.uint64(GOLDEN)
+                chosen = number >> np.uint64(32) < share * 2**32
                 starts, lengths = starts[chosen], lengths[chosen]
             taken = found.setdefault(source.name, _Taken())
             taken.spans.append((starts, lengths))

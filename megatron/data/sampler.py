@@ -20,54 +20,13 @@ import numpy.typing as npt
 import torch
 
 from megatron.data.gpt_dataset import BlendedDataset, Source, TokenDataset
+from megatron.data.permutation import permute
 from megatron.errors import DataError
 
 Indices = npt.NDArray[np.int64]
 Range = tuple[int, int]
-# 4 suffice for a large table; with a few entries, orders are equally likely only after 8
-_ROUNDS = 8
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 1 << 20  # samples that the ledger looks up at once
 _SHOWN = 6  # sources listed in a line
-
-
-def permute(positions: Indices, size: int, key: int) -> Indices:
-    """Return the values at `positions` of permutation number `key` of 0..size-1.
-
-    Each value is computed independently, so that 10^9 samples need neither memory nor time to
-    shuffle. `positions` and `key` are not negative. A Feistel network permutes the numbers r *
-    columns + c of the smallest table that holds `size`: each round adds a hash of one coordinate to
-    the other, which is invertible (Black and Rogaway, "Ciphers with arbitrary finite domains",
-    CT-RSA 2002, section 5); a number beyond `size` passes through the network again (section 4).
-    The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
-    """
-    assert size > 0 and (not len(positions) or 0 <= positions.min() <= positions.max() < size), (
-        "positions out of range"
-    )
-    width = math.isqrt(size - 1) + 1
-    columns, rows = np.uint64(width), np.uint64(-(-size // width))
-    # An array of one: numpy warns when scalars overflow, which a hash does on purpose.
-    number = _mix(np.array([key], np.uint64) + GOLDEN)
-    keys = _mix(number + GOLDEN * np.arange(_ROUNDS, dtype=np.uint64))
-    found = np.empty(len(positions), np.int64)
-    waiting = np.arange(len(positions))
-    values = positions.astype(np.uint64)
-    while len(waiting):
-        row, column = values // columns, values % columns
-        for i in range(0, _ROUNDS, 2):
-            column = (column + _mix(row + keys[i]) % columns) % columns
-            row = (row + _mix(column + keys[i + 1]) % rows) % rows
-        values = row * columns + column
-        found[waiting] = values
-        outside = values >= size
-        waiting, values = waiting[outside], values[outside]
-    return found
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:

@@ -14,24 +14,31 @@ import enum
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy.typing as npt
 import torch
 
+GOLDEN = 0x9E3779B97F4A7C15
+"""Increment of SplitMix64."""
 _MASK = (1 << 64) - 1
+
+_Bits = TypeVar("_Bits", int, npt.NDArray[Any])
+
+
+def scramble(bits: _Bits) -> _Bits:
+    """Return SplitMix64's finaliser of 64 bits, or of each of an array (Steele et al., OOPSLA 2014)."""
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK
+    bits ^= bits >> 31
+    return bits
 
 
 def mix(*values: int) -> int:
-    """Return a well-distributed 63-bit hash of the values.
-
-    SplitMix64 (Steele et al., OOPSLA 2014), chained over them.
-    """
+    """Return a well-distributed 63-bit hash of the values: SplitMix64, chained over them."""
     state = 0
     for value in values:
-        state = (state + 0x9E3779B97F4A7C15 + (value & _MASK)) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = scramble((state + GOLDEN + (value & _MASK)) & _MASK)
     return state >> 1
 
 

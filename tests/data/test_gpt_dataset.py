@@ -13,16 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.gpt_dataset import (
-    BlendedDataset,
-    GPTDataset,
-    IndexRequest,
-    MockDataset,
-    PackedDataset,
-)
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, IndexRequest, MockDataset
 from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.packed_dataset import PackedDataset
 from megatron.errors import DataError
 from tests.data.implementations import request_for
 from tests.data.struct_format import packed

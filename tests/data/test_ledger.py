@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import sampler
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, PackedDataset
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.sampler import Consumed, Ledger, SampleOrder, sample_order
 from tests.data.implementations import request_for
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import BlendedDataset, MockDataset
+from megatron.data.permutation import permute
 from megatron.data.sampler import (
     Consumed,
     Ledger,
@@ -19,7 +20,6 @@ from megatron.data.sampler import (
     around,
     is_consumed,
     merged,
-    permute,
     sample_order,
 )
 from megatron.errors import DataError

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import gpt_dataset
-from megatron.data.gpt_dataset import IndexRequest, PackedDataset, build_packing, waste_of
+from megatron.data import packed_dataset
+from megatron.data.gpt_dataset import IndexRequest
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.packed_dataset import PackedDataset, build_packing, waste_of
 from megatron.errors import DataError
 from tests.data.implementations import request_for
 from tests.helpers.examples import examples
@@ -85,7 +86,7 @@ def test_every_prediction_once_per_epoch(
     prefix = tmp_path_factory.mktemp("packed") / "x"
     write(prefix, sizes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt_dataset, "_BLOCK", block)
+        patch.setattr(packed_dataset, "BLOCK", block)
         once = dataset(prefix, 1, seq_length, seed=seed, mmap=mmap)
     data = dataset(prefix, len(once) * (epochs - 1) + 1, seq_length, seed=seed, mmap=mmap)
     assert len(data) == epochs * len(once) and data.num_bins == len(once)

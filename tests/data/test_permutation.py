@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.sampler import permute
+from megatron.data.permutation import permute
 
 
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**40))

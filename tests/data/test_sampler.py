@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import MockDataset
-from megatron.data.sampler import MicroBatch, MicroBatchStream, permute
+from megatron.data.permutation import permute
+from megatron.data.sampler import MicroBatch, MicroBatchStream
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 

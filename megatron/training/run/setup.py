@@ -31,14 +31,9 @@ from megatron.data.datasets import (
     describe_epochs,
 )
 from megatron.data.file_lock import FolderClaim
-from megatron.data.gpt_dataset import (
-    BlendedDataset,
-    FileDataset,
-    PackedDataset,
-    Source,
-    TokenDataset,
-)
+from megatron.data.gpt_dataset import BlendedDataset, FileDataset, Source, TokenDataset
 from megatron.data.limited_tokenizer import LimitedTokenizer
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.sampler import Ledger, MicroBatchStream, sample_order, sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor

@@ -1,0 +1,47 @@
+"""Permutations of any length, of which each value is computed by itself."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.parallel.keyed_random import GOLDEN, scramble
+
+# 4 suffice for a large table; with a few entries, orders are equally likely only after 8
+_ROUNDS = 8
+
+
+def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
+    """Return the values at `positions` of permutation number `key` of 0..size-1.
+
+    Each value is computed independently, so that 10^9 samples need neither memory nor time to
+    shuffle. `positions` and `key` are not negative. A Feistel network permutes the numbers r *
+    columns + c of the smallest table that holds `size`: each round adds a hash of one coordinate to
+    the other, which is invertible (Black and Rogaway, "Ciphers with arbitrary finite domains",
+    CT-RSA 2002, section 5); a number beyond `size` passes through the network again (section 4).
+    The hash is the finaliser of SplitMix64 (megatron.parallel.keyed_random.scramble).
+    """
+    assert size > 0 and (not len(positions) or 0 <= positions.min() <= positions.max() < size), (
+        "positions out of range"
+    )
+    width = math.isqrt(size - 1) + 1
+    columns, rows = np.uint64(width), np.uint64(-(-size // width))
+    golden = np.uint64(GOLDEN)
+    # An array of one: numpy warns when scalars overflow, which a hash does on purpose.
+    number = scramble(np.array([key], np.uint64) + golden)
+    keys = scramble(number + golden * np.arange(_ROUNDS, dtype=np.uint64))
+    found = np.empty(len(positions), np.int64)
+    waiting = np.arange(len(positions))
+    values = positions.astype(np.uint64)
+    while len(waiting):
+        row, column = values // columns, values % columns
+        for i in range(0, _ROUNDS, 2):
+            column = (column + scramble(row + keys[i]) % columns) % columns
+            row = (row + scramble(column + keys[i + 1]) % rows) % rows
+        values = row * columns + column
+        found[waiting] = values
+        outside = values >= size
+        waiting, values = waiting[outside], values[outside]
+    return found
