@@ -50,7 +50,9 @@ def together(
     if not worst:
         return
     ranks: dict[str, list[int]] = {}  # a problem that several ranks have is listed once
-    for rank, reason in enumerate(gather_objects(caught and describe(caught), world)):
+    for rank, reason in enumerate(
+        gather_objects(None if caught is None else describe(caught), world)
+    ):
         if reason is not None:
             ranks.setdefault(reason, []).append(rank)
     listed = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron.errors import LaunchError
 from megatron.parallel.topology import Group, Topology, compress_ranks, neighbours
+
+T = TypeVar("T")
 
 # torch 2.13 renamed these two calls and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,12 +31,16 @@ class Started:
     """
 
     def __init__(
-        self, work: Any = None, group: Group | None = None, sequence: int = 0, *call: Any
+        self,
+        work: dist.Work | None = None,
+        group: Group | None = None,
+        sequence: int = 0,
+        *call: Any,
     ) -> None:
         self._work, self._group, self._sequence, self._call = work, group, sequence, call
 
     def wait(self) -> None:
-        if self._group is not None:
+        if self._group is not None and self._work is not None:
             self._group.flight.enter(*self._call, sequence=self._sequence)
             self._work.wait()
             self._group.flight.leave()
@@ -60,14 +66,18 @@ def start(
     return Started(work, group, sequence, *entry)
 
 
-def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Started:
+def all_reduce_async(
+    x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Started:
     """Sum `x` over the group in place; call wait() on the result before reading `x`."""
     if group.size == 1:
         return DONE
     return start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
 
 
-def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
     """Sum (or `op`) `x` over the group in place and return it."""
     if group.size > 1:
         group.flight.enter(b"all_reduce", group.kind, x.nbytes, x.is_cpu)
@@ -153,7 +163,7 @@ def split_first(x: torch.Tensor, group: Group) -> torch.Tensor:
 # -- Python objects, for rare messages -----------------------------------------------------------
 
 
-def gather_objects(value: Any, group: Group, *, everywhere: bool = True) -> list[Any]:
+def gather_objects(value: T, group: Group, *, everywhere: bool = True) -> list[T]:
     """Return the values of all ranks of the group in order.
 
     With `everywhere` False, [] on all ranks but the first.
@@ -170,7 +180,7 @@ def gather_objects(value: Any, group: Group, *, everywhere: bool = True) -> list
     return found
 
 
-def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
+def broadcast_object(value: T, group: Group, source: int = 0) -> T:
     """Return the value of one rank of the group, by default its first."""
     if group.size == 1:
         return value
@@ -184,7 +194,7 @@ def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
 # -- messages ------------------------------------------------------------------------------------
 
 
-def post(call: bytes, x: torch.Tensor, group: Group, peer: int) -> Any:
+def post(call: bytes, x: torch.Tensor, group: Group, peer: int) -> dist.Work:
     """Post a message of x, b"send" to the global rank `peer` or b"receive" from it.
 
     Returns torch's work handle. The caller records it, and posts the messages of a pair in the same
@@ -193,7 +203,9 @@ def post(call: bytes, x: torch.Tensor, group: Group, peer: int) -> Any:
     operation = dist.isend if call == b"send" else dist.irecv
     handle = group.pairs.get(peer, group).handle
     if not x.is_cuda:
-        return operation(x, peer, group=handle)
+        posted = operation(x, peer, group=handle)
+        assert posted is not None, "this rank is in the group"
+        return posted
     # A batch uses the communicator of the pair's group. Without one torch would make a communicator
     # of its own in the middle of a step, and warn.
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, peer, handle)])

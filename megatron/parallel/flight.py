@@ -25,11 +25,14 @@ from collections.abc import Callable, Iterator
 from ctypes import Structure, c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron.parallel import layout
 from megatron.parallel.launch import Launch
 from megatron.parallel.processes import DEAD, GONE, STOPPED, process_state
+
+if TYPE_CHECKING:
+    import torch
 
 KINDS = (*layout.KINDS, "other")
 RECORD_BYTES = 4096
@@ -432,6 +435,18 @@ class HostEvent:
         return 1000 * (later._at - self._at)
 
 
+class Event(Protocol):
+    """An event of a device, such as torch.cuda.Event."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, later: Any, /) -> float: ...
+
+
 MOST_MARKS = 1 << 17
 """Number of marks of a step that are kept; a step of a large pipeline has about 10,000."""
 
@@ -450,16 +465,16 @@ class DeviceCalls:
                 the events before and after each; events without times cost the device less
     """
 
-    def __init__(self, new_event: Callable[[], Any], on_host: bool = False) -> None:
+    def __init__(self, new_event: Callable[[], Event], on_host: bool = False) -> None:
         self._new_event, self.on_host = new_event, on_host
         # not known to be over: call, event before, event after
-        self._calls: deque[tuple[CallRecord, Any, Any]] = deque()
-        self._entered: tuple[CallRecord, Any] | None = None
-        self._begun: tuple[Any, Any] | None = None
-        self.marks: list[tuple[Any, Any, Any]] | None = None
+        self._calls: deque[tuple[CallRecord, Event, Event]] = deque()
+        self._entered: tuple[CallRecord, Event] | None = None
+        self._begun: tuple[object, Event] | None = None
+        self.marks: list[tuple[object, Event, Event]] | None = None
 
     @classmethod
-    def of(cls, device: Any) -> DeviceCalls:
+    def of(cls, device: torch.device) -> DeviceCalls:
         """Return the meter of a torch.device, with events in its current stream."""
         if device.type == "cpu":
             return cls(HostEvent, on_host=True)
@@ -468,13 +483,13 @@ class DeviceCalls:
         meter = cls(lambda: torch.cuda.Event(enable_timing=meter.marks is not None))
         return meter
 
-    def mark(self) -> Any:
+    def mark(self) -> Event:
         """Record an event into the stream and return it."""
         event = self._new_event()
         event.record()
         return event
 
-    def add(self, what: Any, begun: Any, ended: Any = None) -> None:
+    def add(self, what: object, begun: Event, ended: Event | None = None) -> None:
         """Add what ran between two events to the marks, if they are kept; without `ended`, to now."""
         if self.marks is not None and len(self.marks) < MOST_MARKS:
             self.marks.append((what, begun, ended or self.mark()))
@@ -494,7 +509,7 @@ class DeviceCalls:
         while self._calls and self._calls[0][2].query():
             self._calls.popleft()
 
-    def begin(self, *instruction: Any) -> None:
+    def begin(self, *instruction: object) -> None:
         """Begin an instruction; it is a computation if `end` is called before the next begins."""
         self._begun = None if self.marks is None else (instruction, self.mark())
 

@@ -12,9 +12,12 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from megatron.errors import LaunchError
+
+T = TypeVar("T")
 
 GONE, DEAD, STOPPED = "gone", "dead", "stopped"
 _STATES = {
@@ -34,11 +37,11 @@ _OWN_THREADS = ("bounded", "rendezvous", "watchdog")  # left out of stacks
 
 
 def bounded(
-    function: Callable[[], Any],
+    function: Callable[[], T],
     seconds: float,
     failure: str = "the store gave no answer",
     failed: Future[None] | None = None,
-) -> Any:
+) -> T:
     """Return the function's result; raise LaunchError when it takes too long.
 
     Also raises when `failed` is done first: another rank has failed.
@@ -47,7 +50,7 @@ def bounded(
     and gloo waits five times its time limit for a peer that died before it connected. After an
     error the call continues in its own thread.
     """
-    outcome: Future[Any] = Future()
+    outcome: Future[T] = Future()
 
     def body() -> None:
         try:
@@ -56,7 +59,8 @@ def bounded(
             outcome.set_exception(error)
 
     threading.Thread(target=body, name="bounded", daemon=True).start()
-    wait({outcome, failed or outcome}, seconds, FIRST_COMPLETED)
+    waited: set[Future[Any]] = {outcome, failed or outcome}
+    wait(waited, seconds, FIRST_COMPLETED)
     if not outcome.done():
         if failed is not None and failed.done():
             raise LaunchError(f"{failure}: another rank failed")
@@ -72,7 +76,7 @@ def python_stacks(limit: int) -> str:
     outer frames.
     """
 
-    def shown(frame: Any, line: int) -> str:
+    def shown(frame: FrameType, line: int) -> str:
         path = os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])
         return f"{path}:{line} {frame.f_code.co_name}"
 

@@ -51,6 +51,7 @@ from megatron.parallel.processes import bounded, process_start
 from megatron.parallel.store import (
     ANSWER_S,
     StoreConnection,
+    T,
     batches,
     host_name_is_local,
     raise_file_limit,
@@ -123,7 +124,7 @@ class Rendezvous(StoreConnection):
         self._places: list[str] | None = None
         self._deaf = threading.Event()  # no more calls are answered
         self._pause = self._deaf.wait if sleep is time.sleep else sleep
-        self._torch_store: Any = None  # torch's own connection to the store
+        self._torch_store: dist.Store  # torch's own connection to the store
         self._answer_s = ANSWER_S + self.pause_s  # for a rank to receive a call and to answer it
         self._listener: threading.Thread | None = None
         self._variables = contextlib.ExitStack()  # set until the end
@@ -296,7 +297,7 @@ class Rendezvous(StoreConnection):
         self.store.set("places", json.dumps(self._places))
         self.store.set("tasks", json.dumps(of_rank))
         for some in batches(range(len(ranks))):
-            self.store.multi_set(
+            self.store.multi_set(  # type: ignore[attr-defined]
                 [f"rank/{task}" for task in some], [str(ranks[task]) for task in some]
             )
         per_node = ranks_per_node([tasks[task].node for task in of_rank])
@@ -337,11 +338,11 @@ class Rendezvous(StoreConnection):
         seconds = self.timeout.total_seconds() + ANSWER_S
         self.unless_failed(start, seconds, "torch.distributed did not start")
 
-    def unless_failed(self, function: Callable[[], Any], seconds: float, failure: str) -> Any:
+    def unless_failed(self, function: Callable[[], T], seconds: float, failure: str) -> T:
         """Call `bounded`, which ends immediately when another rank fails."""
         return bounded(function, seconds, failure, self._alarm)
 
-    def _try(self, function: Callable[[], Any], seconds: float) -> Any:
+    def _try(self, function: Callable[[], T], seconds: float) -> T | None:
         """Return the function's result, or None where the store is gone or does not answer."""
         if not self._store_lost:
             try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -49,7 +49,7 @@ class StoreConnection:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.launch, self.timeout, self.clock, self.sleep = launch, timeout, clock, sleep
-        self.store: Any = None
+        self.store: dist.Store
         """A host that lost power never answers: call its methods through `bounded`."""
 
     @property
@@ -75,7 +75,7 @@ class StoreConnection:
         else:
             self.store = self._of_job(self._serve() if self.serves_store else self._client())
 
-    def another(self) -> Any:
+    def another(self) -> dist.Store:
         """Return another connection to the store.
 
         While a thread waits for a key in one, other threads get no answer there.
@@ -84,10 +84,10 @@ class StoreConnection:
             return self.store
         return self._of_job(self._client())
 
-    def _of_job(self, store: Any) -> Any:
+    def _of_job(self, store: dist.Store) -> dist.Store:
         return dist.PrefixStore(self.launch.store_prefix(), store)
 
-    def _serve(self) -> Any:
+    def _serve(self) -> dist.Store:
         """Serve the store of all ranks, only to this host if all of them are on it."""
         raise_file_limit()
         port, inside = self.launch.master_port, None
@@ -111,7 +111,7 @@ class StoreConnection:
                 f"port, and give every process a rank of its own ({str(error).splitlines()[0]})"
             ) from error
 
-    def _client(self) -> Any:
+    def _client(self) -> dist.Store:
         """Connect to the store's server, which may start within `timeout`."""
         # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
         address = (
@@ -121,7 +121,7 @@ class StoreConnection:
         seconds = self.timeout.total_seconds()
         deadline = self.clock() + seconds
 
-        def connect() -> Any:
+        def connect() -> dist.Store:
             # torch retries after ever longer pauses, and its own time limit ends in stack traces.
             return dist.TCPStore(
                 *address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False

@@ -5,11 +5,17 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.layout import Layout, Sizes
 from megatron.parallel.processes import bounded
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    GroupFactory = Callable[[Sequence[int]], ProcessGroup]
 
 _LATE_S = 5.0  # torch's own, more detailed message may come this late
 
@@ -53,7 +59,7 @@ class Group:
 
     ranks: Sequence[int]
     rank: int
-    handle: Any = None
+    handle: ProcessGroup | None = None
     kind: str = "other"
     flight: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
     pairs: dict[int, Group] = field(default_factory=dict, compare=False, repr=False)
@@ -69,9 +75,6 @@ class Group:
     @property
     def is_last(self) -> bool:
         return self.rank == self.size - 1
-
-
-GroupFactory = Callable[[Sequence[int]], Any]
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class Topology:
     pipeline: Group
     model: Group
     embedding: Group | None
-    device: Any
+    device: torch.device
     context: Group
     expert: Group
     expert_data: Group
@@ -177,7 +180,7 @@ class Topology:
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
         *,
-        device: Any = None,
+        device: torch.device | str | None = None,
         timeout: datetime.timedelta | None = None,
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
@@ -205,13 +208,16 @@ class Topology:
         # interrupted.
         seconds = (timeout or dist.default_pg_timeout).total_seconds() + _LATE_S
 
-        def new_group(ranks: Sequence[int]) -> Any:
-            def form() -> Any:
+        def new_group(ranks: Sequence[int]) -> ProcessGroup:
+            def form() -> ProcessGroup:
                 if device.type == "cuda" and device.index is not None:
                     torch.cuda.set_device(device)  # the current device is per thread
                 # Only the members take part: at thousands of ranks a call of the world per group
                 # takes minutes.
-                return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+                made: ProcessGroup = dist.new_group(
+                    list(ranks), timeout=timeout, use_local_synchronization=True
+                )
+                return made
 
             return bounded(form, seconds, f"ranks {compress_ranks(ranks)} did not form a group")
 
@@ -231,9 +237,9 @@ class Topology:
         layout: Layout,
         rank: int,
         *,
-        device: Any = None,
+        device: torch.device | None = None,
         new_group: GroupFactory | None = None,
-        all_ranks: Any = None,
+        all_ranks: ProcessGroup | None = None,
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
     ) -> Topology:
@@ -242,6 +248,8 @@ class Topology:
         Without `new_group` nothing communicates: for planning and tests. `all_ranks` is the handle
         of the world where there is one; `new_group` makes the others.
         """
+        import torch
+
         p = layout.coordinates(rank)[2]
         recorder = flight or FlightRecorder()
 
@@ -309,7 +317,7 @@ class Topology:
             pipeline=pipeline,
             model=model,
             embedding=embedding,
-            device=device,
+            device=device or torch.device("cpu"),
             context=context,
             expert=expert,
             expert_data=expert_data,

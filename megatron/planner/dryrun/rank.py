@@ -372,7 +372,7 @@ def run_rank(
     optimizer_state(config)  # a user's optimizer is measured by a step with data
     follower = Follower(device)
     with member(config, rank, device, follower.flight) as topology, followed(follower):
-        if topology.context.size > 1:
+        if topology.context.handle is not None:
             follower.context = topology.context.handle.group_name
         follower.category = "weights"
         late = config.engine.zero_stage == 3

@@ -269,7 +269,7 @@ class Timeline:
         self._step = gathered, recording.iteration
         if self._clock() - self._written >= _EVERY_S:
             self.write()
-        return {phase: [1000 * of[phase] for of in of_ranks] for phase in PHASES}, {
+        return {phase: [1000 * of[phase] for of in of_ranks if of] for phase in PHASES}, {
             "iteration": recording.iteration,
             "bubble": measured,
             "predicted_bubble": predicted,

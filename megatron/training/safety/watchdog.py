@@ -374,7 +374,8 @@ def nccl_error(topology: Topology) -> str:
     for group in (*topology.groups, *topology.pipeline.pairs.values()):
         error = "SUCCESS"
         with contextlib.suppress(AttributeError, RuntimeError):
-            error = group.handle._get_backend(topology.device).get_error().name
+            if group.handle is not None:
+                error = group.handle._get_backend(topology.device).get_error().name
         if error != "SUCCESS":
             return f"NCCL reports {error} in the {group.kind} group of {len(group.ranks)} ranks"
     return ""
