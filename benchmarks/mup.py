@@ -31,12 +31,13 @@ from megatron.config import Config  # noqa: E402
 from megatron.data.sampler import MicroBatch  # noqa: E402
 from megatron.engine.optimizer import (  # noqa: E402
     build_optimizer,
-    mup_scales,
     parameter_groups,
     unique_parameters,
 )
+from megatron.engine.zero_plan import bucket_rule  # noqa: E402
 from megatron.model.gpt import GPTChunk, build_chunks  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402
+from megatron.parallel.sharding import sharding_of  # noqa: E402
 from megatron.parallel.topology import Topology  # noqa: E402
 
 BASE = 64
@@ -98,9 +99,8 @@ class Training:
         assert isinstance(chunk, GPTChunk)
         self.model, self.config = chunk.train(), config
         parameters = unique_parameters(chunk)
-        groups = parameter_groups(
-            parameters, config.optimizer.weight_decay, scales=mup_scales(config)
-        )
+        buckets = bucket_rule(config, 1).plan([sharding_of(p) for p in parameters])
+        groups = parameter_groups(parameters, config.optimizer.weight_decay, buckets)
         self.optimizer = build_optimizer(groups, config, topology.device)
         self.batches = batches(text, config.training.seed, samples, config.model.seq_length)
 

@@ -43,7 +43,7 @@ from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import FusedAdamW, scale_and_norm_
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.environment import changed
-from megatron.parallel.sharding import kind_of, sharding_of
+from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 
 if TYPE_CHECKING:
@@ -496,7 +496,7 @@ class ZeroStep:
         # This rank's gradients, first those of kinds without a limit: those that count in the norm,
         # and those that another rank counts.
         def limited(p: torch.nn.Parameter) -> str | None:
-            kind = kind_of(sharding_of(p).name, sharding_of(p).global_shape)
+            kind = sharding_of(p).kind
             return kind if kind in limits else None
 
         def lists(parameters: Iterable[torch.nn.Parameter]) -> Parts:

@@ -37,7 +37,6 @@ from megatron.engine.optimizer import (
     get_step,
     is_copy,
     kept_tensors,
-    mup_scales,
     parameter_groups,
     set_step,
     unique_parameters,
@@ -46,14 +45,17 @@ from megatron.engine.optimizer_state import (
     AVERAGE,
     MASTER,
     StepValues,
-    bucket_elements,
-    has_16_bit_moments,
     optimizer_state,
-    stage_in_effect,
-    wants_whole,
 )
 from megatron.engine.qk_clip import Part, QKClip
 from megatron.engine.whole import WholeParameters
+from megatron.engine.zero_plan import (
+    BucketPlan,
+    BucketRule,
+    bucket_rule,
+    stage_in_effect,
+    unit_of,
+)
 from megatron.errors import ConfigError
 from megatron.kernels.choose import Fusions
 from megatron.kernels.host_copy import HostCopy
@@ -203,25 +205,16 @@ class Engine:
             assert p.dtype == torch.float32, (
                 f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
             )
-        limit = math.inf
-        # 16-bit moments are widened bucket by bucket, offloaded state arrives in buckets
-        in_buckets = has_16_bit_moments(config) or config.engine.cpu_offload
-        if topology.data.size > 1 or in_buckets:
-            limit = bucket_elements(config.engine.zero_reduce_bucket_size, topology.data.size)
-        cut: dict[str, Any] = {}
-        if stage > 1:
-            from megatron.engine.sharded import units  # no part of other stages
+        rule = bucket_rule(config, topology.data.size)
+        self._stage_of = _stages_of(chunks) if stage > 1 else {}
 
-            cut["unit"] = units(dict(chunks.named_children()), stage)
+        def plan(some: list[torch.nn.Parameter], rule: BucketRule) -> list[BucketPlan]:
+            units = [unit_of(sharding_of(p), stage, self._stage_of.get(p, 0)) for p in some]
+            return rule.plan([sharding_of(p) for p in some], units)
+
         own = config.pieces.optimizer
-        groups = parameter_groups(
-            [p for p in parameters if p.requires_grad],
-            config.optimizer.weight_decay,
-            limit,
-            wants_whole(config),
-            mup_scales(config),
-            **cut,
-        )
+        trained = [p for p in parameters if p.requires_grad]
+        groups = parameter_groups(trained, config.optimizer.weight_decay, plan(trained, rule))
         ensure_process_group(topology.device)
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
 
@@ -278,7 +271,7 @@ class Engine:
         # frozen parameters, with this rank's exact part of them
         self._frozen: list[tuple[Bucket, torch.Tensor]] = []
         if frozen := [p for p in parameters if not p.requires_grad]:
-            for group in parameter_groups(frozen, 0.0, limit, **cut):
+            for group in parameter_groups(frozen, 0.0, plan(frozen, BucketRule(rule.limit))):
                 bucket, part = divided(group, True)
                 in_fp32 = bucket.own_weights.dtype == torch.float32
                 self._frozen.append((bucket, bucket.own_weights if in_fp32 else part))
@@ -367,8 +360,7 @@ class Engine:
             return
         from megatron.engine.sharded import ShardedGradients, ShardedWeights
 
-        chunks = reversed(list(self.chunks.named_children()))
-        stage_of = {p: int(stage) for stage, chunk in chunks for p in chunk.parameters()}
+        stage_of = self._stage_of
         any_stage = next(iter(stage_of.values()))  # of a bucket without parameters
         stages = {b: stage_of[b.parameters[0]] if b.parameters else any_stage for b in buckets}
         self._gradients = ShardedGradients(buckets, self.topology, terms, overlap, direct, stages)
@@ -699,6 +691,15 @@ class Engine:
             for bucket, part in self._frozen:
                 bucket.own_weights.copy_(part)
         self._weights.start(frozen=True)
+
+
+def _stages_of(chunks: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
+    """Return the pipeline stage of each parameter; of one that several have, the first."""
+    found: dict[torch.nn.Parameter, int] = {}
+    for stage, chunk in chunks.named_children():
+        for p in chunk.parameters():
+            found.setdefault(p, int(stage))
+    return found
 
 
 def _check_masks(config: Config, fusions: Fusions) -> None:

@@ -28,7 +28,7 @@ from megatron.parallel.collectives import (
     start,
 )
 from megatron.parallel.gradient_accumulator import GradientSink
-from megatron.parallel.sharding import kind_of, sharding_of
+from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 
 
@@ -505,7 +505,7 @@ def divide(
     own_sums = held = None
     if stage > 1 and not frozen:
         own_sums = torch.zeros(n // inner.size, dtype=sums, device=device)
-    kinds = {kind_of(sharding_of(p).name, sharding_of(p).global_shape) for p in parameters}
+    kinds = {sharding_of(p).kind for p in parameters}
     # those of vectors are few, and messages for each layer would be small
     if stage == 3 and kinds - {"vector"} and inner.size > 1:
         held = weights.chunk(inner.size)[inner.rank].clone()

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.engine.optimizer_state import OptimizerState, WantsWhole, has_16_bit_moments
-from megatron.engine.optimizers import SGD, AdamW, Lion, Muon, update_scale
+from megatron.engine.optimizer_state import OptimizerState, has_16_bit_moments
+from megatron.engine.optimizers import SGD, AdamW, Lion, Muon
+from megatron.engine.zero_plan import BucketPlan
 from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions, fused_adam
 from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.parallel.collectives import gather_objects
-from megatron.parallel.sharding import Sharding, kind_of, sharding_of
+from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
 
 if TYPE_CHECKING:
@@ -65,92 +66,28 @@ def freeze_copies(parameters: Sequence[torch.nn.Parameter], topology: Topology) 
 
 
 def parameter_groups(
-    parameters: Sequence[torch.nn.Parameter],
-    weight_decay: float,
-    bucket_elements: float = math.inf,
-    whole: WantsWhole | None = None,
-    scales: Callable[[Sharding], tuple[float, float]] = lambda sharding: (1.0, 1.0),
-    unit: Callable[[torch.nn.Parameter], int] = lambda p: 0,
+    parameters: Sequence[torch.nn.Parameter], weight_decay: float, buckets: Sequence[BucketPlan]
 ) -> list[dict[str, Any]]:
-    """Return parameter groups: first those with weight decay, then those without, cut into buckets.
-
-    Each kind is in the reverse of the order given, which is about the order in which a backward
-    pass produces gradients. A group has at most `bucket_elements` unless one parameter has more.
-    The tied embedding is a separate group, so that the first and the last stage divide it alike
-    over their data-parallel ranks. So are parameters that the optimizer wants `whole`, by global
-    name and shape, those with other `scales` of learning rate and epsilon (mup_scales), experts
-    (key `experts`), those that stay in fp32 beside 16-bit weights (key `fp32`), and those of
-    another `unit`. Without parameters there is one empty group: the optimizer needs one.
+    """Return an optimizer's parameter groups, one for each bucket of `parameters`.
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
     whether it consists of whole parameters. Its learning rate is that of the schedule times its key
     `lr_scale`; its weight decay is divided by it, so that their product, which AdamW subtracts, is
     the same for all. Its key `eps_scale` is the factor of AdamW's epsilon.
     """
-    kinds: dict[tuple[Any, ...], list[list[torch.nn.Parameter]]] = {}
-    for p in reversed(parameters):
-        s = sharding_of(p)
-        wanted = whole is not None and bool(whole(s.name, s.global_shape))
-        kind = not s.decay, wanted, s.tied, scales(s), s.experts, s.fp32, unit(p)
-        buckets = kinds.setdefault(kind, [[]])
-        elements = sum(q.numel() for q in buckets[-1])
-        if elements and elements + p.numel() > bucket_elements and not s.tied:
-            buckets.append([])
-        buckets[-1].append(p)
-    kinds = kinds or {(True, False, False, (1.0, 1.0), False, False, 0): [[]]}
     return [
         {
-            "params": bucket,
-            "weight_decay": 0.0 if spared else weight_decay / scale,
-            "decays": not spared,
-            "whole": wanted,
-            "lr_scale": scale,
-            "eps_scale": eps_scale,
-            "experts": experts,
-            "fp32": fp32,
+            "params": [parameters[number] for number in bucket.members],
+            "weight_decay": 0.0 if bucket.kind.spared else weight_decay / bucket.kind.lr_scale,
+            "decays": not bucket.kind.spared,
+            "whole": bucket.kind.whole,
+            "lr_scale": bucket.kind.lr_scale,
+            "eps_scale": bucket.kind.eps_scale,
+            "experts": bucket.kind.experts,
+            "fp32": bucket.kind.fp32,
         }
-        for key, buckets in sorted(kinds.items())
-        for spared, wanted, _, (scale, eps_scale), experts, fp32, _ in [key]
         for bucket in buckets
     ]
-
-
-def mup_scales(config: Config) -> Callable[[Sharding], tuple[float, float]]:
-    """Return the function from a parameter to muP's factors of its learning rate and of epsilon.
-
-    By width: Yang et al., arXiv 2203.03466, table 8 and appendix B.3. By depth: Dey et al., arXiv
-    2505.01618, table 1 with alpha = 1; with it, Adam's rate does not depend on depth. SGD's is
-    proportional to it, because gradients in the layers have the factor of the residual branches.
-    Norms through which the residual stream passes have rates in proportion to 1 / depth: all of
-    them change it, and none has that factor.
-    Muon's updates are to have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
-    section 3); they have that of --muon-scale-mode. All other optimizers, also the user's own, are
-    taken to be like Adam: the size of an update does not depend on that of the gradient.
-    """
-    model = config.model
-    if not model.use_mup:
-        return lambda sharding: (1.0, 1.0)
-    on_stream = model.layer_norms
-    kind = None if config.pieces.optimizer is not None else config.optimizer.optimizer
-    sgd, mode = kind == "sgd", config.optimizer.muon_scale_mode
-
-    def scales(s: Sharding) -> tuple[float, float]:
-        hidden = kind_of(s.name, s.global_shape) == "hidden"
-        outputs, inputs = s.growth
-        branch = model.residual_scale if s.name.startswith("layers.") else 1.0
-        eps = branch * model.mup_base_hidden_size / model.hidden_size
-        if model.apply_residual_connection_post_layernorm and s.name.split(".")[-2] in on_stream:
-            return outputs * branch if sgd else branch, eps
-        if sgd:
-            return outputs * (1.0 / inputs if hidden else inputs) / branch, eps
-        if hidden and kind == "muon":
-            own, base = (
-                update_scale(mode, x) for x in (s.global_shape, s.base_shape or s.global_shape)
-            )
-            return math.sqrt(outputs / inputs) * base / own, eps
-        return 1.0 / inputs if hidden else 1.0, eps
-
-    return scales
 
 
 def build_optimizer(

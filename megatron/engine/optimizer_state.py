@@ -1,4 +1,4 @@
-"""State that an optimizer keeps for each weight, and the size of a bucket.
+"""State that an optimizer keeps for each weight.
 
 Needs torch only for a user's own optimizer.
 """
@@ -194,26 +194,3 @@ bf16, worth their latency, and at most one matrix more in memory."""
 
 IN_FLIGHT = 2
 """Most buckets whose gradients ZeRO stages 2 and 3 have under way (sharded.py)."""
-
-_SMALLEST = 4_000_000
-_PER_RANK = 1_000_000
-
-
-def stage_in_effect(stage: int, ranks: int) -> int:
-    """Return what ZeRO does where `ranks` ranks divide gradients.
-
-    Alone, a rank would hold those of a pass beside its sums, all of them: stages 2 and 3 then do
-    what stage 1 does.
-    """
-    return stage if ranks > 1 else min(stage, 1)
-
-
-def bucket_elements(most: int, ranks: int) -> int:
-    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed.
-
-    At most `most` unless 0. A million for each rank, so that each gets a message worth its latency
-    (4 MB in fp32) and a checkpoint has few pieces; at least 4 million, where the ranks are few and
-    many buckets can be in flight during a backward pass.
-    """
-    size = max(_SMALLEST, ranks * _PER_RANK)
-    return min(most, size) if most else size

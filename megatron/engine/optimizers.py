@@ -6,7 +6,6 @@ AdamW with our kernel, or with bf16 moments, is in megatron/kernels/ops/optimize
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, cycle, islice, repeat
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.engine.optimizer_state import MASTER
+from megatron.engine.zero_plan import muon_scale
 from megatron.kernels.ops.optimizer import Untraced
 
 if TYPE_CHECKING:
@@ -148,23 +148,10 @@ def newton_schulz(x: torch.Tensor, steps: Sequence[Coefficients]) -> torch.Tenso
     return x.T if tall else x
 
 
-def update_scale(mode: str, shape: Sequence[int]) -> float:
-    """Return the factor of an orthogonal update of a matrix [.., rows, columns]."""
-    rows, columns = shape[-2:]
-    scale = {
-        "spectral": max(rows, columns),
-        "shape_scaling": max(1.0, rows / columns),
-        "unit_rms_norm": rows / columns,
-    }[mode]
-    return math.sqrt(scale)
-
-
 class Muon(SkipsOnDevice, AdamW):
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for groups of whole matrices.
 
-    Other groups have torch's fused AdamW. The scales are those of Liu et al., arXiv 2502.16982,
-    section 2.2 (spectral), of Jordan (shape_scaling) and of Pethick et al., arXiv 2502.07529
-    (unit_rms_norm).
+    Other groups have torch's fused AdamW.
 
     near  see HostState
     """
@@ -219,6 +206,6 @@ class Muon(SkipsOnDevice, AdamW):
         return torch.stack([self._update(each) for each in x.flatten(0, -3)]).view_as(x)
 
     def _update(self, x: torch.Tensor) -> torch.Tensor:
-        scale = update_scale(self._settings.muon_scale_mode, x.shape)
+        scale = muon_scale(self._settings.muon_scale_mode, x.shape)
         factor = self._settings.muon_extra_scale_factor * scale
         return newton_schulz(x, self._steps) * factor

@@ -13,7 +13,7 @@ are gathered from the inner ranks, while the module before them computes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,27 +39,8 @@ from megatron.engine.gradients import (
 from megatron.engine.optimizer_state import IN_FLIGHT
 from megatron.errors import ConfigError
 from megatron.parallel.gradient_accumulator import within_backward
-from megatron.parallel.sharding import kind_of, sharding_of
+from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
-
-
-def units(chunks: Mapping[str, torch.nn.Module], stage: int) -> Callable[[torch.nn.Parameter], int]:
-    """Return the function from a parameter to the number of what its bucket may not go beyond.
-
-    A bucket is of one pipeline stage, so that it is complete after a backward pass. With ZeRO stage
-    3 a matrix of a layer is in a bucket with others of that layer.
-    """
-    number: dict[tuple[str, str], int] = {}
-    found: dict[torch.nn.Parameter, int] = {}
-    for of_stage, chunk in chunks.items():
-        for p in chunk.parameters():
-            s = sharding_of(p)
-            layer = ""
-            if stage == 3 and kind_of(s.name, s.global_shape) != "vector":
-                layer = ".".join(s.name.split(".")[:2])
-            found.setdefault(p, number.setdefault((of_stage, layer), len(number)))
-    return found.__getitem__
-
 
 # -- gradients -------------------------------------------------------------------------------------
 
@@ -298,9 +279,7 @@ class ShardedWeights(WeightGather):
             return
         own = set(module.parameters())
         use = _Use(needed, last=any(p not in own for p in parameters))
-        tables = all(
-            kind_of(sharding_of(p).name, sharding_of(p).global_shape) == "embedding" for p in own
-        )
+        tables = all(sharding_of(p).kind == "embedding" for p in own)
 
         def before(_: Any, args: Any) -> None:
             self._need(use)

@@ -42,21 +42,22 @@ class _Shards:
     of: tuple[Sharding, ...] = field(repr=False)
 
 
-def _matrices(p: torch.nn.Parameter) -> Iterator[tuple[int, tuple[int, ...], Sharding]]:
-    """Yield first element, local shape and sharding of a parameter, or of each of its experts."""
+def _matrices(p: torch.nn.Parameter) -> Iterator[tuple[int, Sharding]]:
+    """Yield the first element and the record of a parameter, or of each of its experts."""
     s = sharding_of(p)
     if not s.experts:
-        yield 0, tuple(p.shape), s
+        yield 0, s
         return
     for i in range(len(p)):
         one = replace(
             s,
             name=f"{s.name}.{s.offset[0] + i}",
             global_shape=s.global_shape[1:],
+            shape=s.shape[1:],
             offset=s.offset[1:],
             extent=s.extent[1:],
         )
-        yield i * p[0].numel(), tuple(p.shape[1:]), one
+        yield i * one.elements, one
 
 
 class _Place(NamedTuple):
@@ -99,19 +100,18 @@ class WholeParameters:
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
         self._buckets, self._tensor = buckets, topology.tensor
-        found, places = list[tuple[tuple[int, ...], Sharding]](), dict[str, list[_Place]]()
+        found, places = list[Sharding](), dict[str, list[_Place]]()
         groups: dict[tuple[int, ...], tuple[Shards, dict[str, tuple[int, ...]]]] = {}
         for b, bucket in enumerate(buckets):
             shared = bucket.shards
             _, shapes = groups.setdefault(tuple(shared.states.ranks), (shared, {}))
             for p, first in bucket.starts.items():
-                for at, shape, s in _matrices(p):
-                    elements = slice(first + at, first + at + math.prod(shape))
+                for at, s in _matrices(p):
+                    elements = slice(first + at, first + at + s.elements)
                     places.setdefault(s.name, []).append(_Place(b, elements, len(found)))
                     shapes[s.name] = s.global_shape
-                    found.append((shape, s))
-        self._shapes = [shape for shape, _ in found]
-        mine = _Shards(tuple(s for _, s in found))
+                    found.append(s)
+        mine = _Shards(tuple(found))
         self._shards = [shards.of for shards in gather_objects(mine, self._tensor)]
         self._rounds = [
             (shared, some)
@@ -174,7 +174,7 @@ class WholeParameters:
         row = [[m for m in column if m.owner[0] == rank] for rank in range(self._tensor.size)]
         none = torch.empty(0, dtype=dtype, device=flats[0].device)
         shards = {
-            place.number: none.new_empty(math.prod(self._shapes[place.number]))
+            place.number: none.new_empty(self._shards[t][place.number].elements)
             for m in column
             for place in m.places
         }
@@ -191,8 +191,8 @@ class WholeParameters:
             return shards[place.number][part.start - first : part.stop - first]
 
         def real(place: _Place) -> torch.Tensor:
-            shape, sharding = self._shapes[place.number], self._shards[t][place.number]
-            return shards[place.number].view(shape)[tuple(slice(n) for n in sharding.extent)]
+            s = self._shards[t][place.number]
+            return shards[place.number].view(s.shape)[tuple(slice(n) for n in s.extent)]
 
         def in_whole(m: _Matrix, place: _Place, rank: int) -> torch.Tensor:
             s = self._shards[rank][place.number]

@@ -70,13 +70,7 @@ def constant(value: float) -> Fill:
     return lambda block, generator, shape: block.fill_(value)
 
 
-def draw(
-    sharding: Sharding,
-    local_shape: Sequence[int],
-    fill: Fill,
-    seed: int,
-    device: torch.device | None = None,
-) -> Tensor:
+def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None = None) -> Tensor:
     """Draw the values of one shard, fp32 on `device` or on the CPU; padding is zero.
 
     In muP a hidden matrix has the variance of its base model's, divided by the growth of its inputs
@@ -89,7 +83,7 @@ def draw(
     device = device or torch.device("cpu")
     rest = [n for d, n in enumerate(sharding.global_shape) if d != dim]
     total, start, extent = sharding.global_shape[dim], sharding.offset[dim], sharding.extent[dim]
-    out = torch.zeros(tuple(local_shape), device=device)
+    out = torch.zeros(sharding.shape, device=device)
     target = out.movedim(dim, 0)
     rows = BLOCK * max(1, _PIECE // (BLOCK * max(1, math.prod(rest))))  # of a piece
     shape, shrink = sharding.base_shape or sharding.global_shape, 1.0
@@ -170,40 +164,25 @@ class ParameterFactory:
 
         `rows` are this rank's entries of dimension 0 where they are not an even part.
         """
-        local_shape = list(global_shape)
         if rows is not None:
-            offset, local_shape[0] = (rows.first, *[0] * (len(local_shape) - 1)), rows.count
-            sharding = Sharding(
-                name,
-                tuple(global_shape),
-                offset,
-                tuple(local_shape),
-                dim,
-                copies=rows.copies,
-                **properties,
-            )
+            offset = rows.first, *[0] * (len(global_shape) - 1)
+            shape = rows.count, *global_shape[1:]
+            properties |= {"copies": rows.copies}
+            sharding = Sharding(name, tuple(global_shape), shape, offset, shape, dim, **properties)
         else:
             sharding = shard(
                 name, global_shape, dim, self.rank, self.size, padded=padded, **properties
             )
-            if dim is not None:
-                local_shape[dim] = (padded or global_shape[dim]) // self.size
         sharding = replace(sharding, base_shape=self.base_shapes.get(name))
-        return self.make(
-            sharding,
-            local_shape,
-            lambda: draw(sharding, local_shape, fill, self.seed, self.device),
-        )
+        return self.make(sharding, lambda: draw(sharding, fill, self.seed, self.device))
 
-    def make(
-        self, sharding: Sharding, local_shape: Sequence[int], values: Callable[[], Tensor]
-    ) -> torch.nn.Parameter:
+    def make(self, sharding: Sharding, values: Callable[[], Tensor]) -> torch.nn.Parameter:
         """Create a parameter of this rank with these values, or with zeros."""
         if self.device.type == "meta" or not self.perform_initialization:
-            values = partial(torch.zeros, local_shape, device=self.device)
+            values = partial(torch.zeros, sharding.shape, device=self.device)
         if not self.late:
             return attach(torch.nn.Parameter(values()), sharding, self.size)
-        empty = torch.empty(local_shape, device=self.device)
+        empty = torch.empty(sharding.shape, device=self.device)
         empty.untyped_storage().resize_(0)
         p = attach(torch.nn.Parameter(empty), sharding, self.size)
         p.late = values  # type: ignore[attr-defined]

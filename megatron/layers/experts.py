@@ -122,6 +122,7 @@ class _Grouped(torch.nn.Module):
         first, base = group.rank * local[0], factory.base_shapes.get(name)
         sharding = replace(
             sharding,
+            shape=local,
             offset=(first, *sharding.offset[1:]),
             extent=local,
             experts=True,
@@ -140,7 +141,6 @@ class _Grouped(torch.nn.Module):
                             factory.size,
                             base_shape=base and base[1:],
                         ),
-                        local[1:],
                         fill,
                         factory.seed,
                         factory.device,
@@ -149,7 +149,7 @@ class _Grouped(torch.nn.Module):
                 ]
             )
 
-        return factory.make(sharding, local, values)
+        return factory.make(sharding, values)
 
     def forward(self, rows: Tensor, counts: RowCounts) -> Tensor:
         """Return each expert's rows [n, in], `counts` of them, times its matrix: [n, out]."""

@@ -47,6 +47,7 @@ class Sharding:
 
     name             unique name in the whole model, the same on any layout
     global_shape     shape without padding
+    shape            of the local tensor, with padding
     offset           global index of the local tensor's first element
     extent           how much of the local tensor, from its first element, is real; the rest is
                      padding
@@ -65,6 +66,7 @@ class Sharding:
 
     name: str
     global_shape: tuple[int, ...]
+    shape: tuple[int, ...]
     offset: tuple[int, ...]
     extent: tuple[int, ...]
     dim: int | None = None
@@ -77,13 +79,22 @@ class Sharding:
     experts: bool = False
 
     @property
+    def elements(self) -> int:
+        """Return the elements of the local tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.name, self.global_shape)
+
+    @property
     def growth(self) -> tuple[float, float]:
         """Return by how much outputs and inputs are more than in the base model of muP.
 
         A vector has outputs only. The features of a table are its inputs.
         """
         shape, base = self.global_shape, self.base_shape or self.global_shape
-        if kind_of(self.name, shape) == "vector":
+        if self.kind == "vector":
             return math.prod(shape) / math.prod(base), 1.0
         return math.prod(shape[:-1]) / math.prod(base[:-1]), shape[-1] / base[-1]
 
@@ -121,6 +132,7 @@ def shard(
     (2, 4)
     """
     offset, extent = [0] * len(global_shape), list(global_shape)
+    shape = list(global_shape)
     if dim is not None:
         total = padded or global_shape[dim]
         assert total % size == 0, (
@@ -129,7 +141,9 @@ def shard(
         each = total // size
         offset[dim] = min(rank * each, global_shape[dim])
         extent[dim] = max(0, min(each, global_shape[dim] - rank * each))
-    return Sharding(name, tuple(global_shape), tuple(offset), tuple(extent), dim, **properties)
+        shape[dim] = each
+    sizes = tuple(global_shape), tuple(shape), tuple(offset), tuple(extent)
+    return Sharding(name, *sizes, dim, **properties)
 
 
 def attach(

@@ -14,6 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from megatron.kernels.work import Attention, Computation, Memory, Product
+from megatron.parallel.sharding import Sharding
 
 
 class Again(NamedTuple):
@@ -109,29 +110,6 @@ class Pass:
         return sum(o.flops for o in self.computations(again=again) if not isinstance(o, Memory))
 
 
-class Parameter(NamedTuple):
-    """Parameter on one tensor rank.
-
-    shape    on this rank, with padding; whole: of the model's parameter, without padding
-    dim      dimension that tensor ranks divide; None if all hold the same values
-    partial  whether the gradients of the tensor ranks have to be summed
-    experts  whether it has experts, of which the ranks of an expert group hold different ones
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    dim: int | None
-    decays: bool
-    tied: bool
-    partial: bool
-    experts: bool = False
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """Part of the model with its passes.
@@ -140,11 +118,12 @@ class Part:
     Numbers of tensors and messages are shared by all four: what `forward` takes and does not give
     is kept for `backward`, or for `inputs`, which keeps the rest for `weights`.
 
-    hands_on  bytes of the output, which the next part keeps
-    tables    bytes that the first pass of a run allocates and all later ones use
+    parameters  records in the order of their use, with partial_gradient as a forward pass shows it
+    hands_on    bytes of the output, which the next part keeps
+    tables      bytes that the first pass of a run allocates and all later ones use
     """
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[Sharding, ...]
     hands_on: int
     tables: int
     forward: Pass
@@ -164,7 +143,7 @@ class Part:
 
     def padding(self, ranks: int) -> float:
         """Return the share of padding in the matrices that this many tensor ranks divide."""
-        whole = sum(prod(p.whole) for p in self.parameters if p.dim is not None)
+        whole = sum(prod(p.global_shape) for p in self.parameters if p.dim is not None)
         return 1.0 - whole / (ranks * sum(p.elements for p in self.parameters if p.dim is not None))
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.optimizer_state import IN_FLIGHT, wants_whole
-from megatron.planner.events import Parameter, Part, Sum, Trace
-from megatron.planner.stage import Stage
+from megatron.engine.optimizer_state import IN_FLIGHT
+from megatron.engine.zero_plan import BucketRule, bucket_rule, send_order, unit_of
+from megatron.planner.events import Sum, Trace
+from megatron.planner.stage import Stage, parameters_in_order, parts_of
 from megatron.planner.zero import Zero, zero_of
 
 
@@ -23,23 +24,22 @@ class Shared(NamedTuple):
     """Weights and gradients that ZeRO stages 2 and 3 divide.
 
     ahead, early  whether weights are gathered, and gradients sent, while passes run
-    whole         names of the parameters that the optimizer takes whole
+    rule          how parameters are divided into buckets
     """
 
     zero: Zero
     ahead: bool
     early: bool
-    whole: frozenset[str]
+    rule: BucketRule
 
 
-def shared_of(config: Config, traced: Trace) -> Shared | None:
+def shared_of(config: Config) -> Shared | None:
     """Return what ZeRO stages 2 and 3 divide; None for other stages."""
-    engine, zero, wants = config.engine, zero_of(config), wants_whole(config)
+    engine, zero = config.engine, zero_of(config)
     if zero.stage < 2:
         return None
-    parts = traced.embedding, *(layer for layer, _ in traced.kinds), traced.head
-    whole = (p.name for part in parts for p in part.parameters if wants and wants(p.name, p.whole))
-    return Shared(zero, engine.overlap_param_gather, engine.overlap_grad_reduce, frozenset(whole))
+    rule = bucket_rule(config, zero.line)
+    return Shared(zero, engine.overlap_param_gather, engine.overlap_grad_reduce, rule)
 
 
 Gradients = tuple[tuple[tuple[int, int], ...], ...]
@@ -52,15 +52,13 @@ class Bucket:
     """Gradients that are sent together.
 
     number  place among those of a rank
-    first   place of its first parameter in the stage's module
     due     contributions of a backward pass
     alone   whether no other rank has a part
     """
 
     number: int
     alone: bool
-    elements: int = 0
-    first: int = 0
+    elements: int
     due: int = 0
 
 
@@ -92,40 +90,37 @@ def plan_of(
     ahead: int,
     begin: int,
 ) -> Plan:
-    """Put the parameters of a stage into buckets, as engine/optimizer.py does.
+    """Follow the parameters of a stage into the buckets of engine/zero_plan.py.
 
     sums   of each part from the last one on, by half
     rows   as in Plan
     ahead  first halves of backward passes that come before the first second half, that included
     begin  number of the first bucket
     """
-    zero, twice = shared.zero, stage.first and stage.last
-    parts = parts_of(traced, stage)
-    open_ones, order = dict[object, Bucket](), list[Bucket]()
-    of: list[dict[int, Bucket]] = [{} for _ in parts]
-    for place, (at, p) in reversed(list(enumerate(in_order(parts)))):
-        again = p.tied and twice
-        unit = unit_of(at, p) if zero.stage == 3 and not again else None
-        kind = p.decays, p.name in shared.whole, p.tied, p.experts, unit
-        bucket = open_ones.get(kind)
-        if bucket is None or (not p.tied and bucket.elements + p.elements > zero.limit):
-            alone = zero.gradient_ranks(p.experts) == 1
-            bucket = open_ones[kind] = Bucket(begin + len(order), alone)
-            order.append(bucket)
-        # two uses of one tied weight
-        bucket.elements = p.elements if again else bucket.elements + p.elements
-        bucket.first = place
-        of[at][parts[at].parameters.index(p)] = bucket
+    zero, parts = shared.zero, parts_of(traced, stage)
+    once = parameters_in_order(traced, stage)
+    units = [unit_of(one.record, zero.stage, 0, one.part) for one in once]
+    order = list[Bucket]()
+    of: list[dict[str, Bucket]] = [{} for _ in parts]
+    for plan in send_order(shared.rule.plan([one.record for one in once], units)):
+        alone = zero.gradient_ranks(plan.kind.experts) == 1
+        order.append(Bucket(begin + len(order), alone, plan.elements))
+        for member in plan.members:
+            of[once[member].part][once[member].record.name] = order[-1]
+    if stage.first and stage.last:  # two uses of one tied weight
+        of[-1] |= {p.name: of[0][p.name] for p in traced.head.parameters if p.tied}
     uses = dict[str, list[list[tuple[int, Bucket, bool]]]]()
     for half, of_parts in sums.items():
         uses[half] = [
-            [(row, in_part[step.place], step.complete) for row, step in part]
-            for part, in_part in zip(of_parts, reversed(of), strict=True)
+            [(row, in_part[parameters[step.place].name], step.complete) for row, step in of_part]
+            for of_part, in_part, parameters in zip(
+                of_parts, reversed(of), [part.parameters for part in reversed(parts)], strict=True
+            )
         ]
         for part in uses[half]:
             for _, bucket, complete in part:
                 bucket.due += complete * (ahead if half == "inputs" else 1)
-    return Plan(sorted(order, key=lambda bucket: -bucket.first), uses, rows)
+    return Plan(order, uses, rows)
 
 
 @dataclass
@@ -221,22 +216,3 @@ class Traffic:
 def halves_of(stage: Stage) -> tuple[str, ...]:
     """Return the names of a backward pass, or of its two halves (events.Part)."""
     return ("inputs", "weights") if stage.split else ("backward",)
-
-
-def parts_of(traced: Trace, stage: Stage) -> list[Part]:
-    """List a stage's parts in the order of a forward pass."""
-    layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
-    return [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
-
-
-def in_order(parts: Sequence[Part]) -> list[tuple[int, Parameter]]:
-    """List parameters in the order of their use, each with the number of its part."""
-    return [(at, p) for at, part in enumerate(parts) for p in part.parameters]
-
-
-def unit_of(at: int, p: Parameter) -> object:
-    """Return what a bucket of ZeRO stage 3 may not go beyond (engine/sharded.py's units).
-
-    at  number of the part
-    """
-    return (at, *p.name.split(".", 2)[:2]) if p.decays else None

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config import Config, ModelConfig
-from megatron.engine.optimizer_state import optimizer_state, wants_whole
+from megatron.engine.optimizer_state import optimizer_state
+from megatron.parallel.sharding import Sharding
 from megatron.pipeline.orders import Op
 from megatron.pipeline.schedule import moments_of_rank
-from megatron.planner.events import Give, Parameter, Part, Pass, Step, Sum, Take, Trace
+from megatron.planner.events import Give, Part, Pass, Step, Sum, Take, Trace
 from megatron.planner.gradients import (
     Gradients,
     Plan,
@@ -28,17 +29,16 @@ from megatron.planner.gradients import (
     Sums,
     Traffic,
     halves_of,
-    in_order,
-    parts_of,
     plan_of,
     shared_of,
-    unit_of,
 )
 from megatron.planner.stage import (
     Stage,
+    buckets_of_rank,
     experts_of,
     owned_elements,
     parameters_of,
+    parts_of,
     stages_of,
     vectors_of,
     whole_parameters,
@@ -350,11 +350,11 @@ class _Around:
             return
         zero = shared.zero
 
-        def gathered(parameters: Iterable[Parameter]) -> list[float]:
+        def gathered(parameters: Iterable[Sharding]) -> list[float]:
             return [
                 float(zero.weight_bytes * p.elements)
                 for p in parameters
-                if p.decays and zero.weight_ranks(p.experts) > 1
+                if p.kind != "vector" and zero.weight_ranks(p.experts) > 1
             ]
 
         tables = (gathered(traced.embedding.parameters) or [0.0]) * stage.first
@@ -473,40 +473,13 @@ def working_bytes(config: Config, rank: int, device: str) -> dict[str, float]:
     """
     state, in_fp32 = optimizer_state(config), config.precision.dtype_name == "float32"
     most: dict[str, float] = {}
-    for elements, whole in _parts_of_buckets(config, rank, device):
-        tensors = {**state.of(whole).tensors, **({} if in_fp32 else {"master": 4})}
+    for plan, _ in buckets_of_rank(config, trace(config, device), rank):
+        elements = plan.elements / zero_of(config).sizes(plan.kind.experts)[1]
+        tensors = {**state.of(plan.kind.whole).tensors, **({} if in_fp32 else {"master": 4})}
         for name, n_bytes in tensors.items():
             most[name] = max(most.get(name, 0.0), n_bytes * elements)
     master = most.pop("master", 0.0)
     return {"master": 2 * master, "moments": 2 * sum(most.values())}
-
-
-def _parts_of_buckets(config: Config, rank: int, device: str) -> Iterator[tuple[float, bool]]:
-    """Yield the elements of a rank's part of each bucket, and whether the optimizer takes it whole.
-
-    Buckets are those of engine/optimizer.py's parameter_groups and engine/sharded.py's units.
-    """
-    traced, stages, zero = trace(config, device), stages_of(config), zero_of(config)
-    wants = wants_whole(config)
-    filled: dict[tuple[Any, ...], int] = {}
-    for number in range(rank, len(stages), config.parallel.pipeline_model_parallel_size)[::-1]:
-        stage = stages[number]
-        places = [
-            (at, p)
-            for at, p in in_order(parts_of(traced, stage))
-            if not (at and p.tied and stage.first)
-        ]
-        for at, p in reversed(places):
-            whole = bool(wants and wants(p.name, p.whole))
-            unit = (number, unit_of(at, p))[: max(0, zero.stage - 1)]
-            kind = whole, p.experts, p.tied, p.decays, unit
-            elements = filled.get(kind, 0)
-            if elements and elements + p.elements > zero.limit:
-                yield elements / zero.sizes(p.experts)[1], whole
-                elements = 0
-            filled[kind] = elements + p.elements
-    for (whole, experts, *_), elements in filled.items():
-        yield elements / zero.sizes(experts)[1], whole
 
 
 def sized_model(config: Config) -> ModelConfig:
@@ -590,7 +563,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     p = parallel.pipeline_model_parallel_size
     group = config.recompute.recompute_num_layers
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
-    shared = shared_of(config, traced)
+    shared = shared_of(config)
     stages = stages_of(config)[rank::p]
     mine = [chunk_memory(traced, stage, group, block, shared) for stage in stages]
     op, chunk, held, waiting, messages = moments_of_rank(

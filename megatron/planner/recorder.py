@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import functools
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,13 +28,12 @@ from megatron.kernels.work import Attention, Computation, Memory, Product, Scope
 from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
 from megatron.parallel.gradient_accumulator import GradientSink
 from megatron.parallel.layout import Layout, Sizes
-from megatron.parallel.sharding import sharding_of
+from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 from megatron.planner.events import (
     Again,
     Give,
     Message,
-    Parameter,
     Part,
     Pass,
     Post,
@@ -381,8 +381,8 @@ class _Piece:
                 waiting.pop()()
         return inputs, weights[0]
 
-    def parameters(self) -> tuple[Parameter, ...]:
-        """List the parameters in the order of their use.
+    def parameters(self) -> tuple[Sharding, ...]:
+        """List the records of the parameters in the order of their use.
 
         A forward pass must have found out which gradients are partial.
         """
@@ -391,12 +391,7 @@ class _Piece:
             s = sharding_of(p)
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
             partial = s.copies > 1 or (partial and self.terms.partial(p, p.requires_grad))
-            found.append(
-                Parameter(
-                    *(s.name, tuple(p.shape), s.global_shape, s.dim),
-                    *(s.decay, s.tied, partial, s.experts),
-                )
-            )
+            found.append(dataclasses.replace(s, partial_gradient=partial))
         return tuple(found)
 
 

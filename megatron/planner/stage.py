@@ -13,15 +13,16 @@ from typing import NamedTuple
 from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
 from megatron.engine.optimizer_state import wants_whole
+from megatron.engine.zero_plan import BucketPlan, bucket_rule, send_order, unit_of
 from megatron.kernels.work import Attention, Computation, Product
 from megatron.model.stages import assign_layers, recomputed_layers
+from megatron.parallel.sharding import Sharding
 from megatron.pipeline.schedule import splits_backward
 from megatron.planner.cluster import Cluster
 from megatron.planner.events import (
     Again,
     Give,
     Message,
-    Parameter,
     Part,
     Pass,
     Post,
@@ -95,6 +96,44 @@ def _stages(
         )
         for i, part in enumerate(parts)
     )
+
+
+def parts_of(traced: Trace, stage: Stage) -> list[Part]:
+    """List a stage's parts in the order of a forward pass."""
+    layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
+    return [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
+
+
+class Located(NamedTuple):
+    """Parameter of a rank, with the numbers of its stage and of its part in the stage."""
+
+    record: Sharding
+    stage: int
+    part: int
+
+
+def parameters_in_order(traced: Trace, stage: Stage, number: int = 0) -> list[Located]:
+    """List a stage's parameters in the order of their first use, a tied weight once."""
+    return [
+        Located(p, number, at)
+        for at, part in enumerate(parts_of(traced, stage))
+        for p in part.parameters
+        if not (p.tied and stage.first and at)
+    ]
+
+
+def buckets_of_rank(
+    config: Config, traced: Trace, rank: int
+) -> list[tuple[BucketPlan, list[Located]]]:
+    """List the buckets of a pipeline rank in the order in which they are sent."""
+    stages, zero = stages_of(config), zero_of(config)
+    numbers = range(rank, len(stages), config.parallel.pipeline_model_parallel_size)
+    located = [one for n in numbers for one in parameters_in_order(traced, stages[n], n)]
+    if stages[numbers[0]].first:  # the last of several stages has the same tied embedding
+        located = [one for one in located if not (one.record.tied and one.stage != numbers[0])]
+    units = [unit_of(one.record, zero.stage, one.stage, one.part) for one in located]
+    plans = bucket_rule(config, zero.line).plan([one.record for one in located], units)
+    return [(plan, [located[member] for member in plan.members]) for plan in send_order(plans)]
 
 
 class Run(NamedTuple):
@@ -219,19 +258,24 @@ def experts_of(trace: Trace, stage: Stage) -> int:
     return sum(trace.kinds[kind][0].of_experts for kind in stage.layer_kinds)
 
 
-def whole_parameters(config: Config, trace: Trace, stage: Stage) -> list[Parameter]:
+def whole_parameters(config: Config, trace: Trace, stage: Stage) -> list[Sharding]:
     """List the parameters of a stage that the optimizer takes whole, as one tensor rank has them."""
     wants = wants_whole(config)
     parts = [trace.embedding] * stage.first + [trace.head] * stage.last
     found = [*(trace.kinds[kind][0] for kind in stage.layer_kinds), *parts]
-    return [p for part in found for p in part.parameters if wants and wants(p.name, p.whole)]
+    return [p for part in found for p in part.parameters if wants and wants(p.name, p.global_shape)]
 
 
 def vectors_of(trace: Trace, stage: Stage) -> int:
     """Count the parameters of a stage's norms and biases."""
     parts = [trace.embedding] * stage.first + [trace.head] * stage.last
     parts += [trace.kinds[kind][0] for kind in stage.layer_kinds]
-    return sum(p.elements for part in parts for p in part.parameters if not p.decays | p.experts)
+    return sum(
+        p.elements
+        for part in parts
+        for p in part.parameters
+        if p.kind == "vector" and not p.experts
+    )
 
 
 def owners(config: Config) -> int:

@@ -26,7 +26,8 @@ from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
 from megatron.errors import ConfigError
-from megatron.planner.events import Message, Parameter, Part, Pass, Step, Trace
+from megatron.parallel.sharding import Sharding
+from megatron.planner.events import Message, Part, Pass, Step, Trace
 
 FOLDER = "MEGATRON_TRACE_CACHE"
 
@@ -261,13 +262,13 @@ def _write(path: Path | None, part: Part) -> None:
 
 
 _TYPES: dict[str, Any] = {
-    kind.__name__: kind for kind in (Part, Pass, Parameter, Message, *get_args(Step))
+    kind.__name__: kind for kind in (Part, Pass, Sharding, Message, *get_args(Step))
 }
 
 
 def _plain(value: Any) -> Any:
     """Convert a value to JSON: objects and tuples as lists of type name and contents."""
-    if isinstance(value, Part | Pass):
+    if isinstance(value, Part | Pass | Sharding):
         return [type(value).__name__, *map(_plain, vars(value).values())]
     if isinstance(value, tuple):
         return [type(value).__name__, *map(_plain, value)]

@@ -6,12 +6,13 @@ divided over `inner` neighbours of a data-parallel line, the optimizer's state o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.optimizer_state import bucket_elements, stage_in_effect
-from megatron.planner.events import Message, Parameter
+from megatron.engine.zero_plan import BucketRule, bucket_rule, stage_in_effect
+from megatron.parallel.sharding import Sharding
+from megatron.planner.events import Message
 
 Hop = tuple[str, str, int]
 """Kind and group of a message, and over how many ranks its tensor was divided before."""
@@ -32,7 +33,7 @@ class Zero(NamedTuple):
     experts: int
     weight_bytes: int
     gradient_bytes: int
-    limit: int
+    limit: float
 
     def sizes(self, experts: bool = False) -> tuple[int, int, int]:
         """Return `inner`, `states` and `line` of experts or of other parameters."""
@@ -91,32 +92,19 @@ class Zero(NamedTuple):
         size, hops = self.weight_bytes * elements, self.gathers(experts, vectors)
         return [Message(kind, size / before, group) for kind, group, before in hops]
 
-    def buckets(self, parameters: Iterable[Parameter]) -> Iterator[tuple[int, bool]]:
-        """Yield elements of the matrices' buckets, and whether they are experts'."""
-        for experts in (False, True):
-            elements = 0
-            for p in parameters:
-                if not p.decays or p.experts != experts:
-                    continue
-                if elements and elements + p.elements > self.limit:
-                    yield elements, experts
-                    elements = 0
-                elements += p.elements
-            if elements:
-                yield elements, experts
-
-    def of_pass(self, parameters: tuple[Parameter, ...], backward: bool) -> list[Message]:
+    def of_pass(self, parameters: Iterable[Sharding], backward: bool) -> list[Message]:
         """List the messages of matrices in each pass through the part that has them.
 
         Weights are gathered; gradients are summed after a backward pass.
         """
         found = list[Message]()
-        for elements, experts in self.buckets(parameters):
-            for kind, group, _ in self.in_passes(experts):
+        matrices = [p for p in parameters if p.kind != "vector"]
+        for bucket in BucketRule(self.limit).plan(matrices):
+            for kind, group, _ in self.in_passes(bucket.kind.experts):
                 if backward:
-                    found.append(Message(kind, elements * self.gradient_bytes, group))
+                    found.append(Message(kind, bucket.elements * self.gradient_bytes, group))
                 elif self.stage == 3:
-                    found.append(Message("all_gather", elements * self.weight_bytes, group))
+                    found.append(Message("all_gather", bucket.elements * self.weight_bytes, group))
         return found
 
 
@@ -135,5 +123,5 @@ def zero_of(config: Config) -> Zero:
         parallel.expert_model_parallel_size,
         precision.weight_bytes,
         precision.gradient_bytes,
-        bucket_elements(engine.zero_reduce_bucket_size, line),
+        bucket_rule(config, line).limit,
     )

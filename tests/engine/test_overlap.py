@@ -16,7 +16,8 @@ from megatron.engine.gradients import (
     sum_of_squares,
 )
 from megatron.engine.optimizer import parameter_groups, unique_parameters
-from megatron.parallel.sharding import Sharding
+from megatron.engine.zero_plan import BucketRule
+from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 from tests.helpers.training import BASE
 
@@ -124,7 +125,7 @@ def test_squares_by_torch(sizes: list[int]) -> None:
 
 def parameter(name: str, *shape: int, decay: bool = True, tied: bool = False) -> torch.nn.Parameter:
     p = torch.nn.Parameter(torch.zeros(shape))
-    p.sharding = Sharding(name, shape, (0,) * len(shape), shape, decay=decay, tied=tied)  # type: ignore[attr-defined]
+    p.sharding = Sharding(name, shape, shape, (0,) * len(shape), shape, decay=decay, tied=tied)  # type: ignore[attr-defined]
     return p
 
 
@@ -133,7 +134,7 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
     ps += [parameter(f"w{i}", size) for i, size in enumerate((4, 4, 30, 4, 5))]
 
     def names(elements: float) -> list[list[str]]:
-        groups = parameter_groups(ps, 0.1, elements)
+        groups = parameter_groups(ps, 0.1, BucketRule(elements).plan(list(map(sharding_of, ps))))
         assert [g["weight_decay"] for g in groups] == [0.1] * (len(groups) - 1) + [0.0]
         return [[p.sharding.name for p in g["params"]] for g in groups]
 
@@ -144,9 +145,8 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
 
 def test_groups_of_learning_rates() -> None:
     ps = [parameter("w0", 4), parameter("w1", 4), parameter("n", 3, decay=False)]
-    groups = parameter_groups(
-        ps, 0.1, scales=lambda s: (0.25, 1.0) if s.name == "w1" else (1.0, 1.0)
-    )
+    rule = BucketRule(scales=lambda s: (0.25, 1.0) if s.name == "w1" else (1.0, 1.0))
+    groups = parameter_groups(ps, 0.1, rule.plan(list(map(sharding_of, ps))))
     found = [
         ([p.sharding.name for p in g["params"]], g["lr_scale"], g["weight_decay"]) for g in groups
     ]

@@ -208,10 +208,7 @@ def build(topology: Topology) -> torch.nn.ModuleDict:
             tied=spec.tied,
             decay=spec.decay,
         )
-        shape = list(spec.shape)
-        if spec.dim is not None:
-            shape[spec.dim] = (spec.padded or shape[spec.dim]) // topology.tensor.size
-        p = attach(torch.nn.Parameter(torch.empty(shape)), sharding, topology.tensor.size)
+        p = attach(torch.nn.Parameter(torch.empty(sharding.shape)), sharding, topology.tensor.size)
         p.data = local(full(spec.name), p)
         chunk.register_parameter(spec.name.replace(".", "_"), p)
     return torch.nn.ModuleDict({str(topology.pipeline.rank): chunk})

@@ -74,7 +74,7 @@ def test_distribution():
     n = x.numel()
     assert abs(x.mean()) < 5 * 0.5 / n**0.5  # five standard errors
     assert abs(x.std() - 0.5) < 5 * 0.5 / (2 * n) ** 0.5
-    u = draw(shard("u", (300, 200), 0, 0, 1), (300, 200), xavier_uniform(), 1)
+    u = draw(shard("u", (300, 200), 0, 0, 1), xavier_uniform(), 1)
     bound = (6 / 500) ** 0.5
     assert u.abs().max() <= bound
     assert u.abs().max() > 0.999 * bound
@@ -118,7 +118,7 @@ def test_few_pieces_exist_at_a_time_and_errors_come_back(threads):
         if len(shape) == 3:
             raise ZeroDivisionError
 
-    draw(shard("w", (100 * BLOCK, 24), 0, 0, 1), (100 * BLOCK, 24), fill, 1)
+    draw(shard("w", (100 * BLOCK, 24), 0, 0, 1), fill, 1)
     assert 0 < most <= 2 * 3 + 1  # of 50
     with pytest.raises(ZeroDivisionError):
-        draw(shard("w", (100 * BLOCK, 24, 1), 0, 0, 1), (100 * BLOCK, 24, 1), fill, 1)
+        draw(shard("w", (100 * BLOCK, 24, 1), 0, 0, 1), fill, 1)

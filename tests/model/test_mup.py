@@ -11,7 +11,7 @@ import torch
 from benchmarks.mup import BASE, LIMIT, MUP, configured, mean_coordinates, synthetic_text
 from megatron.checkpoint.huggingface_save import take_up, without_mup
 from megatron.config import Config
-from megatron.engine.optimizer import mup_scales
+from megatron.engine.zero_plan import mup_scales
 from megatron.model.gpt import build_chunks
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import Sharding, sharding_of
@@ -130,7 +130,7 @@ def test_initial_weights_and_scales() -> None:
 def test_updates_of_muon_have_the_norm_of_mup(mode: str, factor: float) -> None:
     """Four times as many outputs and inputs, for which the scales of updates are 1, 1 and 2."""
     config = Config.create(**{**WIDE, "optimizer": "muon", "muon_scale_mode": mode})
-    s = Sharding("layers.0.x.weight", (96, 64), (0, 0), (96, 64), base_shape=(24, 16))
+    s = Sharding("layers.0.x.weight", (96, 64), (96, 64), (0, 0), (96, 64), base_shape=(24, 16))
     assert mup_scales(config)(s)[0] == pytest.approx(factor)
 
 
@@ -142,7 +142,7 @@ def test_norms_through_which_the_stream_passes() -> None:
         ("layers.5.self_attention.dense.bias", 1, 4 * 3),
         ("final_layernorm.weight", 1, 4),
     ):
-        s = Sharding(name, (256,), (0,), (256,), base_shape=(64,))
+        s = Sharding(name, (256,), (256,), (0,), (256,), base_shape=(64,))
         assert mup_scales(config)(s)[0] == pytest.approx(adam), name
         assert mup_scales(config.replace(optimizer="sgd"))(s)[0] == pytest.approx(sgd), name
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
 from megatron.config import Config
 from megatron.config.command_line import command_line_of
-from megatron.engine.optimizer import parameter_groups, unique_parameters
-from megatron.engine.optimizer_state import bucket_elements, optimizer_state, wants_whole
-from megatron.engine.sharded import units
 from megatron.errors import ConfigError
-from megatron.model.gpt import build_chunks
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.planner.cluster import load_cluster
 from megatron.planner.layout import candidate_of, parse_layout
-from megatron.planner.memory import memory_of_ranks, parameters_of_rank, working_bytes
+from megatron.planner.memory import memory_of_ranks, parameters_of_rank
 from megatron.planner.search.find import GIB, Search, search
 from megatron.planner.search.space import Space, make_config
 from megatron.planner.timing import estimate
@@ -58,30 +51,6 @@ def test_a_device_has_two_sets_and_a_cpu_the_state_as_well(fields, n_bytes):
     assert dataclasses.replace(gpu, master=0, moments=0) == dataclasses.replace(
         memory_of_ranks(elsewhere)[0], master=0, moments=0
     )
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sets_are_as_large_as_the_largest_of_the_engines_buckets(stage, optimizer):
-    for size in (0, 300_000):
-        config = on_host(
-            zero_stage=stage, zero_reduce_bucket_size=size, optimizer=optimizer, swiglu=True
-        )
-        topology = Topology.from_layout(Layout(1, 1), 0, device=torch.device("cpu"))
-        chunks = build_chunks(config, topology)
-        cut = {"unit": units(dict(chunks.named_children()), stage)} if stage > 1 else {}
-        groups = parameter_groups(
-            unique_parameters(chunks), 0.1, bucket_elements(size, 8), wants_whole(config), **cut
-        )
-        most: dict[str, float] = {}
-        for group in groups:
-            elements = sum(p.numel() for p in group["params"]) / 8
-            names = {"master": 4, **optimizer_state(config).of(group["whole"]).tensors}
-            for name, n_bytes in names.items():
-                most[name] = max(most.get(name, 0), n_bytes * elements)
-        found = working_bytes(config, 0, "cuda")
-        assert found["master"] == 2 * most.pop("master")
-        assert found["moments"] == 2 * sum(most.values())
 
 
 # -- time ------------------------------------------------------------------------------------------

@@ -21,18 +21,21 @@ from megatron.engine.optimizer_state import IN_FLIGHT, ROUND, has_kernel, optimi
 from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
+from megatron.parallel.sharding import Sharding
 from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
 from megatron.pipeline.schedule import check_clock
 from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, PUBLISHED, Confidence, Used
-from megatron.planner.events import Message, Parameter, Pass, Trace
+from megatron.planner.events import Message, Pass, Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement, over_nodes
 from megatron.planner.rates import Rates
 from megatron.planner.stage import (
+    Located,
     Stage,
     StageSeconds,
+    buckets_of_rank,
     crowding,
     experts_of,
     owned_elements,
@@ -287,22 +290,19 @@ class Exchange(NamedTuple):
     gathered: float
 
 
-class Weight(NamedTuple):
-    """Weight, or bucket of weights.
+class TimedBucket(NamedTuple):
+    """Bucket with its moments in a step.
 
     needed   time at which a rank's first forward passes reach it
     ready    time at which the last backward passes have computed its gradient
-    experts  whether it has experts, which fewer ranks share
-    vectors  whether it has norms and biases
-    unit     stage, and part of it
+    vectors  whether it has norms and biases alone
     """
 
     elements: int
+    experts: bool
+    vectors: bool
     needed: float
     ready: float
-    experts: bool = False
-    vectors: bool = False
-    unit: tuple[int, int] = (0, 0)
 
 
 def exchange(
@@ -325,8 +325,9 @@ def exchange(
     late = engine.overlap_param_gather and hides
     reduced, gathered = run.makespan, 0.0
     for rank in range(size):
-        buckets = buckets_of_rank(config, traced, run, rank)
-        first, end = buckets[-1].needed, buckets[-1].ready
+        buckets = timed_buckets(config, traced, run, rank)
+        first = min(bucket.needed for bucket in buckets)
+        end = max(bucket.ready for bucket in buckets)
         begins = [*(bucket.ready for bucket in buckets[behind:]), *[end] * behind]
         free = arrived = 0.0
         for bucket, begin in zip(buckets, begins, strict=False):
@@ -340,74 +341,28 @@ def exchange(
     return Exchange(reduced - run.makespan, gathered)
 
 
-def buckets_of_rank(config: Config, traced: Trace, run: PipelineRun, rank: int) -> list[Weight]:
-    """List a rank's buckets in the order in which they are sent; the last one has the vectors."""
+def timed_buckets(config: Config, traced: Trace, run: PipelineRun, rank: int) -> list[TimedBucket]:
+    """List a rank's buckets in the order in which they are sent.
+
+    Layers are spread evenly over a pass, with embedding and head at its ends.
+    """
     stages = stages_of(config)
-    own = range(rank, len(stages), config.parallel.pipeline_model_parallel_size)
-    weights = [weight for stage in own for weight in weights_of(traced, stages[stage], run, stage)]
-    first = min(run.first_forward_start[i] for i in own)
-    end = max(run.last_backward_end[i] for i in own)
-    others = sum(parameters_of(traced, stages[i]) for i in own)
-    others -= sum(weight.elements for weight in weights)
-    in_order = [w for kind in (False, True) for w in weights[::-1] if w.experts == kind]
-    buckets = sorted(buckets_of(in_order, zero_of(config)), key=lambda bucket: -bucket.needed)
-    return [*buckets, Weight(others, first, end, vectors=True)]
 
+    def moments(one: Located) -> tuple[float, float]:
+        stage, number = stages[one.stage], one.stage
+        layer = one.part - stage.first
+        share = min(1.0, max(0, layer) / stage.layers) if stage.layers else float(layer >= 0)
+        begin, end = run.last_backward_start[number], run.last_backward_end[number]
+        needed = run.first_forward_start[number] + share * run.pipeline.times.forward[number]
+        return needed, end - share * (end - begin)
 
-def weights_of(traced: Trace, stage: Stage, run: PipelineRun, number: int) -> list[Weight]:
-    """List the weights of stage `number` in the model's order.
-
-    Layers are spread evenly over a pass, with embedding and head at its ends. Norms and biases have
-    a separate bucket, and are left out.
-    """
-    head = [p for p in traced.head.parameters if not (p.tied and stage.first)]
-    places = [
-        *[(0.0, traced.embedding.parameters)] * stage.first,
-        *(
-            (i / stage.layers, traced.kinds[kind][0].parameters)
-            for i, kind in enumerate(stage.layer_kinds)
-        ),
-        *[(1.0, head)] * stage.last,
-    ]
-    start = run.first_forward_start[number]
-    forward = run.pipeline.times.forward[number]
-    end = run.last_backward_end[number]
-    backward = run.last_backward_end[number] - run.last_backward_start[number]
-    return [
-        Weight(
-            p.elements,
-            start + place * forward,
-            end - place * backward,
-            p.experts,
-            unit=(number, part),
+    found = []
+    for plan, located in buckets_of_rank(config, traced, rank):
+        needed, ready = zip(*map(moments, located), strict=True)
+        vectors = all(one.record.kind == "vector" for one in located)
+        found.append(
+            TimedBucket(plan.elements, plan.kind.experts, vectors, min(needed), max(ready))
         )
-        for part, (place, parameters) in enumerate(places)
-        for p in parameters
-        if p.decays
-    ]
-
-
-def buckets_of(weights: Iterable[Weight], zero: Zero) -> list[Weight]:
-    """Group weights into buckets, each of one kind and at most `zero.limit` elements or one weight.
-
-    Those of ZeRO stage 2 are of one pipeline stage, those of stage 3 of one part of it.
-    """
-    alike = max(0, zero.stage - 1)
-    found: list[Weight] = []
-    for weight in weights:
-        last = found[-1] if found else None
-        if (
-            last
-            and (last.experts, last.unit[:alike]) == (weight.experts, weight.unit[:alike])
-            and last.elements + weight.elements <= zero.limit
-        ):
-            found.pop()
-            weight = weight._replace(
-                elements=last.elements + weight.elements,
-                needed=min(last.needed, weight.needed),
-                ready=max(last.ready, weight.ready),
-            )
-        found.append(weight)
     return found
 
 
@@ -500,7 +455,7 @@ def updated_elements(config: Config, device: str) -> tuple[float, float]:
     return elements, owned_elements(config, whole, of_experts)
 
 
-def _elements(parameters: Sequence[Parameter]) -> tuple[int, int]:
+def _elements(parameters: Sequence[Sharding]) -> tuple[int, int]:
     """Count elements, and those of experts."""
     experts = sum(p.elements for p in parameters if p.experts)
     return sum(p.elements for p in parameters), experts
@@ -523,7 +478,7 @@ def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float
     parameters = max(of_ranks, key=lambda found: sum(p.elements for p in found))
     if not parameters:
         return 0.0
-    shapes = {p.name: p.whole[p.experts :] for p in parameters}  # of one expert
+    shapes = {p.name: p.global_shape[p.experts :] for p in parameters}  # of one expert
     key = config.optimizer, config.pieces, config.model, device, *shapes.items()
     if key not in _updates:
         from megatron.planner.recorder import record_update
@@ -539,7 +494,7 @@ def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float
     # without ZeRO, too, the ranks of an expert group have different experts
     ranks = owners(config), max(owners(config), config.parallel.expert_model_parallel_size)
     shares = (
-        s * (p.whole[0] / ranks[1] if p.experts else 1 / ranks[0])
+        s * (p.global_shape[0] / ranks[1] if p.experts else 1 / ranks[0])
         for s, p in zip(seconds, parameters, strict=True)
     )
     work = max(sum(shares) / config.parallel.tensor_model_parallel_size, *seconds)

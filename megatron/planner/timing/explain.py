@@ -13,7 +13,7 @@ from megatron.planner.memory import host_bytes
 from megatron.planner.rates import BACKWARD_OPERATIONS, causal_pairs
 from megatron.planner.stage import messages_of_part, rates_of, seconds_of, stages_of
 from megatron.planner.table import Table
-from megatron.planner.timing.estimate import Estimate, buckets_of_rank, busiest_rank
+from megatron.planner.timing.estimate import Estimate, busiest_rank, timed_buckets
 from megatron.planner.trace import LayerKind, kinds_of_layers, trace
 from megatron.planner.zero import Zero, zero_of
 
@@ -244,7 +244,7 @@ def _end_of_step(found: Estimate, rank: int) -> Table:
     zero, engine = zero_of(found.config), found.config.engine
     hides = found.cluster.device_type != "cpu"
     traced = trace(found.config, found.cluster.device_type)
-    buckets = buckets_of_rank(found.config, traced, found.run, rank)
+    buckets = timed_buckets(found.config, traced, found.run, rank)
     sums = (m for b in buckets for m in zero.sums(b.elements, b.experts))
     news = (m for b in buckets for m in zero.returns(b.elements, b.experts, b.vectors))
     rows = [

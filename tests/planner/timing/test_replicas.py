@@ -6,53 +6,17 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.engine.optimizer import parameter_groups, unique_parameters
-from megatron.engine.optimizer_state import bucket_elements
-from megatron.model.gpt import build_chunks
-from megatron.parallel.layout import Layout
-from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Topology
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.planner.cluster import load_cluster
 from megatron.planner.stage import parameters_of, stages_of, tied_elements
-from megatron.planner.timing.estimate import buckets_of, exchange, weights_of
+from megatron.planner.timing.estimate import exchange
 from megatron.planner.trace import trace
-from megatron.planner.zero import zero_of
 from tests.planner.timing.configs import run
 
 FRONTIER = load_cluster("frontier")
-LAYOUTS = [
-    dict(),
-    dict(untie_embeddings_and_output_weights=True, add_bias_linear=False, normalization="rmsnorm"),
-    dict(tensor_model_parallel_size=2, swiglu=True, num_key_value_heads=4),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_buckets_are_those_of_the_engine(layout):
-    """Buckets equal the engine's, except a tied embedding's.
-
-    The engine puts it into a bucket of its own, last as here.
-    """
-    config = run(**layout)
-    where = Layout(tensor=config.parallel.tensor_model_parallel_size, pipeline=1)
-    built = build_chunks(config, Topology.from_layout(where, 0, device=torch.device("cpu")))
-    parameters = [p for p in unique_parameters(built) if sharding_of(p).decay]
-    place = {p: i for i, p in enumerate(parameters)}
-    for limit in (bucket_elements(0, 4), 300_000, 10_000):
-        groups = [group["params"] for group in parameter_groups(parameters, 0.1, limit)]
-        # in the order of Engine._connect
-        groups.sort(key=lambda group: -min(place[p] for p in group))
-        zero = zero_of(config)._replace(limit=limit)
-        weights = weights_of(of(config), *stages_of(config), passes(config), 0)
-        found = [bucket.elements for bucket in buckets_of(weights[::-1], zero)]
-        expected = [sum(p.numel() for p in group) for group in groups]
-        assert sum(found) == sum(expected) and len(found) == pytest.approx(len(expected), abs=1)
 
 
 def of(config):
