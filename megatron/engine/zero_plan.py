@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.engine.optimizer_state import has_16_bit_moments, wants_whole
@@ -62,14 +62,16 @@ class BucketPlan:
 class BucketRule:
     """What the settings of a run say about buckets.
 
-    limit   elements at which a bucket is closed
-    whole   whether the optimizer takes a parameter whole
-    scales  muP's factors
+    limit     elements at which a bucket is closed
+    whole     whether the optimizer takes a parameter whole
+    scales    muP's factors
+    settings  that decide about `whole` and `scales`: rules of equal ones are equal
     """
 
     limit: float = math.inf
-    whole: Callable[[Sharding], bool] = lambda record: False
-    scales: Scales = lambda record: (1.0, 1.0)
+    whole: Callable[[Sharding], bool] = field(default=lambda record: False, compare=False)
+    scales: Scales = field(default=lambda record: (1.0, 1.0), compare=False)
+    settings: Hashable = None
 
     def plan(
         self, records: Sequence[Sharding], units: Sequence[Hashable] | None = None
@@ -109,27 +111,26 @@ class BucketRule:
         return plans or [BucketPlan(BucketKind(), [])]
 
 
-_rules: dict[Hashable, BucketRule] = {}
+def bucket_limit(config: Config, ranks: int) -> float:
+    """Return the elements at which buckets are closed that `ranks` data-parallel ranks share.
+
+    A single rank needs buckets only where 16-bit moments are widened, or offloaded state arrives,
+    one bucket after another.
+    """
+    if ranks == 1 and not (has_16_bit_moments(config) or config.engine.cpu_offload):
+        return math.inf
+    return bucket_elements(config.engine.zero_reduce_bucket_size, ranks)
 
 
 def bucket_rule(config: Config, ranks: int) -> BucketRule:
-    """Return the rule of a configuration whose `ranks` data-parallel ranks share a parameter.
+    """Return the rule of a configuration whose `ranks` data-parallel ranks share a parameter."""
+    wants = wants_whole(config)
 
-    There is one object for equal settings, by which results of the planner are cached.
-    """
-    limit = math.inf
-    # 16-bit moments are widened, and offloaded state arrives, one bucket after another
-    if ranks > 1 or has_16_bit_moments(config) or config.engine.cpu_offload:
-        limit = bucket_elements(config.engine.zero_reduce_bucket_size, ranks)
-    key = limit, config.model, config.optimizer, config.pieces
-    if key not in _rules:
-        wants = wants_whole(config)
+    def whole(record: Sharding) -> bool:
+        return wants is not None and bool(wants(record.name, record.global_shape))
 
-        def whole(record: Sharding) -> bool:
-            return wants is not None and bool(wants(record.name, record.global_shape))
-
-        _rules[key] = BucketRule(limit, whole, mup_scales(config))
-    return _rules[key]
+    key = repr((config.model, config.optimizer)), config.pieces
+    return BucketRule(bucket_limit(config, ranks), whole, mup_scales(config), key)
 
 
 def send_order(plans: Sequence[BucketPlan]) -> list[BucketPlan]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
 from megatron.engine.optimizer_state import wants_whole
-from megatron.engine.zero_plan import BucketPlan, bucket_rule, send_order, unit_of
+from megatron.engine.zero_plan import BucketPlan, BucketRule, bucket_rule, send_order, unit_of
 from megatron.kernels.work import Attention, Computation, Product
 from megatron.model.stages import assign_layers, recomputed_layers
 from megatron.parallel.sharding import Sharding
@@ -112,6 +112,18 @@ class Located(NamedTuple):
     part: int
 
 
+class LocatedBucket(NamedTuple):
+    """Bucket with its parameters."""
+
+    plan: BucketPlan
+    members: tuple[Located, ...]
+
+    @property
+    def vectors(self) -> bool:
+        """Whether it has norms and biases alone, which ZeRO-3 does not divide."""
+        return all(one.record.kind == "vector" for one in self.members)
+
+
 def parameters_in_order(traced: Trace, stage: Stage, number: int = 0) -> list[Located]:
     """List a stage's parameters in the order of their first use, a tied weight once."""
     return [
@@ -122,18 +134,27 @@ def parameters_in_order(traced: Trace, stage: Stage, number: int = 0) -> list[Lo
     ]
 
 
-def buckets_of_rank(
-    config: Config, traced: Trace, rank: int
-) -> list[tuple[BucketPlan, list[Located]]]:
+def buckets_of_rank(config: Config, traced: Trace, rank: int) -> tuple[LocatedBucket, ...]:
     """List the buckets of a pipeline rank in the order in which they are sent."""
-    stages, zero = stages_of(config), zero_of(config)
-    numbers = range(rank, len(stages), config.parallel.pipeline_model_parallel_size)
-    located = [one for n in numbers for one in parameters_in_order(traced, stages[n], n)]
-    if stages[numbers[0]].first:  # the last of several stages has the same tied embedding
-        located = [one for one in located if not (one.record.tied and one.stage != numbers[0])]
-    units = [unit_of(one.record, zero.stage, one.stage, one.part) for one in located]
-    plans = bucket_rule(config, zero.line).plan([one.record for one in located], units)
-    return [(plan, [located[member] for member in plan.members]) for plan in send_order(plans)]
+    size, zero = config.parallel.pipeline_model_parallel_size, zero_of(config)
+    of_rank = tuple(enumerate(stages_of(config)))[rank::size]
+    return _buckets(traced, of_rank, bucket_rule(config, zero.line), zero.stage)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _buckets(
+    traced: Trace, stages: tuple[tuple[int, Stage], ...], rule: BucketRule, zero_stage: int
+) -> tuple[LocatedBucket, ...]:
+    located = [one for n, stage in stages for one in parameters_in_order(traced, stage, n)]
+    first = stages[0][0]
+    if stages[0][1].first:  # the last of several stages has the same tied embedding
+        located = [one for one in located if not (one.record.tied and one.stage != first)]
+    units = [unit_of(one.record, zero_stage, one.stage, one.part) for one in located]
+    plans = rule.plan([one.record for one in located], units)
+    return tuple(
+        LocatedBucket(plan, tuple(located[member] for member in plan.members))
+        for plan in send_order(plans)
+    )
 
 
 class Run(NamedTuple):

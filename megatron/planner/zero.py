@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.zero_plan import BucketRule, bucket_rule, stage_in_effect
+from megatron.engine.zero_plan import BucketRule, bucket_limit, stage_in_effect
 from megatron.parallel.sharding import Sharding
 from megatron.planner.events import Message
 
@@ -123,5 +123,5 @@ def zero_of(config: Config) -> Zero:
         parallel.expert_model_parallel_size,
         precision.weight_bytes,
         precision.gradient_bytes,
-        bucket_rule(config, line).limit,
+        bucket_limit(config, line),
     )

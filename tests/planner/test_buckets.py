@@ -62,8 +62,8 @@ def test_the_planner_has_the_buckets_of_the_engine(case: str, stage: int) -> Non
     traced = trace(config, "cpu")
     for rank in range(config.parallel.pipeline_model_parallel_size):
         expected = [
-            (plan.elements, plan.kind[1:-1], [described(one.record) for one in located])
-            for plan, located in buckets_of_rank(config, traced, rank)
+            (plan.elements, plan.kind[1:-1], [described(one.record) for one in members])
+            for plan, members in buckets_of_rank(config, traced, rank)
         ]
         first = rank * config.parallel.world_size // config.parallel.pipeline_model_parallel_size
         with member(config, first, "cpu") as topology:

@@ -357,12 +357,10 @@ def timed_buckets(config: Config, traced: Trace, run: PipelineRun, rank: int) ->
         return needed, end - share * (end - begin)
 
     found = []
-    for plan, located in buckets_of_rank(config, traced, rank):
-        needed, ready = zip(*map(moments, located), strict=True)
-        vectors = all(one.record.kind == "vector" for one in located)
-        found.append(
-            TimedBucket(plan.elements, plan.kind.experts, vectors, min(needed), max(ready))
-        )
+    for bucket in buckets_of_rank(config, traced, rank):
+        needed, ready = zip(*map(moments, bucket.members), strict=True)
+        size = bucket.plan.elements, bucket.plan.kind.experts, bucket.vectors
+        found.append(TimedBucket(*size, min(needed), max(ready)))
     return found
 
 
@@ -605,8 +603,6 @@ def _exchanged(
     if zero.line == 1:
         return 0.0
     own = stages_of(config)[::size]
-    experts = sum(experts_of(traced, stage) for stage in own)
-    others = sum(parameters_of(traced, stage) for stage in own) - experts
     layers = max(1, sum(stage.layers for stage in own))
 
     def left(whole: float, beside: float, overlaps: bool) -> float:
@@ -616,9 +612,11 @@ def _exchanged(
             whole / chunks - beside, whole - (1 + (chunks - 1) * size) * beside, whole / layers
         )
 
-    counts = [(count, of) for count, of in ((others, False), (experts, True)) if count]
-    up = seconds_of_all(channels, (m for count in counts for m in zero.sums(*count)))
-    down = seconds_of_all(channels, (m for count in counts for m in zero.returns(*count)))
+    up = down = 0.0
+    for bucket in buckets_of_rank(config, traced, 0):
+        size, experts = bucket.plan.elements, bucket.plan.kind.experts
+        up += seconds_of_all(channels, zero.sums(size, experts))
+        down += seconds_of_all(channels, zero.returns(size, experts, bucket.vectors))
     forward, backward, weight = seconds[0]
     return left(up, backward + weight, engine.overlap_grad_reduce) + left(
         down, forward, engine.overlap_param_gather
