@@ -190,4 +190,4 @@ POINT: Kinds = {
     is_count: ("warm_up",),
     _number: ("value",),
 }
-RESULT: Kinds = {is_text: ("status", "reason")}
+RESULT: Kinds = {is_text: ("status", "kind", "reason")}

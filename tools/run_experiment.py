@@ -31,6 +31,7 @@ from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.jobs import experiment
 from megatron.jobs.experiment import KINDS, Experiment, Point, Request, plan, priced, state_of
+from megatron.jobs.result import DONE, FAILED
 from megatron.jobs.runner import Place, Runner, slurm_time_left_s, time_left
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.table import print_table
@@ -244,7 +245,7 @@ def run(args: argparse.Namespace, points: list[Point], root: Path) -> int:
     summary(found, root)
     if found.out_of_time:
         return 3 if found.resumable else 4
-    return 1 if found.failed or found.waiting else 0
+    return 1 if found.reasons(FAILED) or found.waiting else 0
 
 
 def _say(line: str) -> None:
@@ -253,12 +254,12 @@ def _say(line: str) -> None:
 
 def summary(outcome: Experiment, root: Path) -> None:
     """Print the outcome of the points, and the command for the report."""
-    there = len(outcome.done) + len(outcome.skipped)
+    failed, waiting = outcome.reasons(FAILED), outcome.waiting
     _say(
-        f"{there} point(s) done, {len(outcome.failed)} failed, {len(outcome.waiting)} not run; "
-        f"{root}"
+        f"{len(outcome.reasons(DONE))} point(s) done, {len(failed)} failed, {len(waiting)} not "
+        f"run; {root}"
     )
-    for name, why in {**outcome.failed, **outcome.waiting}.items():
+    for name, why in {**failed, **waiting}.items():
         _say(f"  {name}: {why}")
     folder = shlex.quote(str(root))
     _say(f"report: python tools/report.py {folder} --output {folder}/report.html")

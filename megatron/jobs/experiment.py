@@ -8,7 +8,7 @@ need torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ from megatron.config import Config, parse_args
 from megatron.config.duration import show_duration
 from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
-from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, is_complete
-from megatron.jobs.scaling import METRICS, POINT, RESULT
+from megatron.jobs.result import DONE, FAILED, REFUSED, Result
+from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, Source, earlier
+from megatron.jobs.scaling import METRICS, POINT
 from megatron.metrics_file import read_beside
 from megatron.model.formulas import paper_flops
 from megatron.planner.cluster import Cluster
@@ -298,45 +299,46 @@ def priced(
 # -- running points --------------------------------------------------------------------------------
 
 
-@dataclass
-class Experiment:
-    """Source of a runner's jobs: the points that are not done, the longest first.
+class Experiment(Source):
+    """The points of an experiment that are not done, the longest first.
 
     A failed point is recorded, and the others continue.
 
-    limit_s  longest time of a point, None: by its cost
-    done, skipped, failed, waiting  names of the points by outcome, with reasons;
-                                    skipped ones were done
-             before, waiting ones were not started or were interrupted
+    limit_s      longest time of a point, None: by its cost
+    waiting      points that were not started or were interrupted, with the reasons
     out_of_time  whether points wait for lack of time
 
     Raises ConfigError for a folder with other content.
     """
 
-    root: Path
-    points: Sequence[Point]
-    limit_s: float | None = None
-    retry_failed: bool = False
-    say: Callable[[str], object] = print
-    done: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    waiting: dict[str, str] = field(default_factory=dict)
-    out_of_time: bool = False
-
-    def __post_init__(self) -> None:
-        self._claims = dict[str, FolderClaim]()
+    def __init__(
+        self,
+        root: Path,
+        points: Sequence[Point],
+        limit_s: float | None = None,
+        retry_failed: bool = False,
+        say: Callable[[str], object] = print,
+    ) -> None:
+        super().__init__(say)
+        self._root, self._limit_s = root, limit_s
+        self.waiting = dict[str, str]()
+        self.out_of_time = False
+        self._claims = dict[str, tuple[Point, FolderClaim]]()
         self._to_do = list[Point]()
-        for point in sorted(self.points, key=lambda p: (-(p.total_s or 0.0), -p.nodes)):
-            state, reason = state_of(self.root / point.name, point)
-            if state == "done":
-                self.skipped.append(point.name)
-                self.say(f"{point.name}: done already")
-            elif state == "refused" or (state == "failed" and not self.retry_failed):
-                self.failed[point.name] = f"{state}: {reason}"
-                self.say(f"{point.name}: {state}: {reason}")
+        for point in sorted(points, key=lambda p: (-(p.total_s or 0.0), -p.nodes)):
+            state, reason = state_of(root / point.name, point)
+            if state == DONE:
+                self.results[point.name] = Result(DONE)
+                say(f"{point.name}: done already")
+            elif state == REFUSED or (state == FAILED and not retry_failed):
+                self.results[point.name] = Result(FAILED, reason=f"{state}: {reason}")
+                say(f"{point.name}: {state}: {reason}")
             else:
                 self._to_do.append(point)
+
+    def reasons(self, status: str) -> dict[str, str | None]:
+        """Return the points with this status, and the reasons."""
+        return {name: one.reason for name, one in self.results.items() if one.status == status}
 
     @property
     def resumable(self) -> bool:
@@ -344,7 +346,7 @@ class Experiment:
 
         Without the first condition, a resumed job might never finish.
         """
-        return self.out_of_time and bool(self.done)
+        return self.out_of_time and bool({*self.finished} & {*self.reasons(DONE)})
 
     def run(self, runner: Runner) -> None:
         """Run all points that are not done."""
@@ -383,7 +385,7 @@ class Experiment:
 
     def _claimed(self, point: Point) -> Job | None:
         """Return the job of a point, unless another process is running it."""
-        folder = self.root / point.name
+        folder = self._root / point.name
         claim = FolderClaim(folder, f"point {folder}")
         try:
             claim.take(self.say)
@@ -391,8 +393,8 @@ class Experiment:
             self._postpone(point, str(error))
             return None
         self._to_do.remove(point)
-        self._claims[point.name] = claim
-        limit = self.limit_s or (
+        self._claims[point.name] = point, claim
+        limit = self._limit_s or (
             _LIMIT_S if point.total_s is None else SLACK * point.total_s + START_UP_S
         )
         return Job(
@@ -413,22 +415,16 @@ class Experiment:
         self.waiting[point.name] = why
         self.say(f"{point.name}: not run: {why}")
 
-    def ended(self, end: Attempt) -> None:
-        """Record the outcome of a point; an interrupted one runs again."""
-        name = end.job.name
-        took = show_duration(end.ended - end.started)
-        if end.interrupted:
-            self.say(f"{name}: {end.interrupted}")
-            self._to_do += [point for point in self.points if point.name == name]
-        elif end.complete or end.why is None:
-            end.note({"status": "done", "reason": None})
-            self.done.append(name)
-            self.say(f"{name}: done after {took}")
+    def report(self, end: Attempt, result: Result) -> None:
+        point, claim = self._claims.pop(end.job.name)
+        said = end.interrupted
+        if result.status:
+            said = f"{result.status} after {show_duration(end.ended - end.started)}"
+            said += f": {result.reason}; {end.job.folder}" if result.reason else ""
         else:
-            end.note({"status": "failed", "kind": end.why.kind, "reason": end.why.reason})
-            self.failed[name] = end.why.reason
-            self.say(f"{name}: failed after {took}: {end.why.reason}; {end.job.folder}")
-        self._claims.pop(name).release()
+            self._to_do.append(point)
+        self.say(f"{point.name}: {said}")
+        claim.release()
 
 
 def state_of(folder: Path, point: Point) -> tuple[str, str]:
@@ -437,7 +433,7 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
     '' is a point that was not started. Raises ConfigError if the folder has other settings.
     """
     if point.problem:
-        return "refused", point.problem
+        return REFUSED, point.problem
     there = read_beside(folder / POINT, metrics_file.POINT)
     mine = point.description()
     for name in mine if there else ():
@@ -446,11 +442,8 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
                 f"{folder} holds a point with another '{name}' ({there.get(name)}, now "
                 f"{mine[name]}): remove it, or give another --out"
             )
-    if is_complete(folder, point.steps):
-        return "done", ""
-    result = read_beside(folder / RESULT, metrics_file.RESULT)
-    if result.get("status") == "failed":
-        return "failed", str(result.get("reason"))
+    if (before := earlier(folder, point.steps)).status:
+        return before.status, before.reason or ""
     return "interrupted" if (folder / METRICS).exists() or there else "", ""
 
 

@@ -41,6 +41,11 @@ class Trial:
     by: str
     result: Result = RUNNING
 
+    @property
+    def name(self) -> str:
+        """Return the name of its folder."""
+        return f"{self.number:04}"
+
 
 @dataclass(frozen=True)
 class Measured:

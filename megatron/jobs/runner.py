@@ -21,8 +21,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from megatron import metrics_file
 from megatron.config.duration import duration_s, show_duration
 from megatron.data.file_lock import LOCK_NAME, renamed_into
 from megatron.errors import ConfigError, DataError
@@ -38,18 +39,22 @@ from megatron.jobs.processes import (
 )
 from megatron.jobs.result import (
     CRASH,
+    DONE,
+    FAILED,
     HANG,
     LOST_RANK,
     OUT_OF_MEMORY,
+    RUNNING,
     STOPPED,
     TIME_OUT,
     Ending,
+    Result,
     cause,
     ending,
     valid_losses,
 )
 from megatron.jobs.scaling import METRICS, POINT, RESULT
-from megatron.metrics_file import read_records
+from megatron.metrics_file import read_beside, read_records
 from megatron.parallel.environment import ask_slurm, job_name
 
 SLACK, START_UP_S = 3.0, 300.0
@@ -99,16 +104,6 @@ class Job:
     stops: Callable[[Sequence[float]], bool] | None = None
 
 
-class Source(Protocol):
-    """Source of a runner's jobs."""
-
-    def next(self, runner: Runner) -> Job | None:
-        """Return a job to start now, which fits on the free nodes; None for none."""
-
-    def ended(self, attempt: Attempt) -> None:
-        """Handle the end of a job."""
-
-
 @dataclass
 class Attempt:
     """Started job with its outcome.
@@ -133,10 +128,7 @@ class Attempt:
     inquiry: Inquiry | None = None
 
     def note(self, record: Mapping[str, Any]) -> None:
-        """Write result.json: these figures, and the circumstances of the run.
-
-        Raises ConfigError.
-        """
+        """Write result.json: these figures and the circumstances. Raises ConfigError."""
         more = {
             "exit_code": cause(self.run.exit_codes),
             "started": self.started,
@@ -145,6 +137,49 @@ class Attempt:
         }
         with _disk(self.job):
             write_json(self.job.folder / RESULT, {**record, **more})
+
+
+class Source:
+    """Source of a runner's jobs, with the books of what each has given.
+
+    results   by the names of the jobs' folders; RUNNING for one that is to run again
+    finished  those that ended since the start, not interrupted
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self.say = say
+        self.results = dict[str, Result]()
+        self.finished = list[str]()
+
+    def next(self, runner: Runner) -> Job | None:
+        """Return a job to start now, which fits on the free nodes; None for none."""
+        raise NotImplementedError
+
+    def figures(self, job: Job) -> Result:
+        """Return the result of a job that took all its steps."""
+        return Result(DONE)
+
+    def report(self, end: Attempt, result: Result) -> None:
+        """Tell how a job ended; without a status it was interrupted, and is to run again."""
+
+    def ended(self, end: Attempt) -> None:
+        """Record the end of a job. Raises ConfigError if it cannot be written."""
+        result, name = RUNNING, end.job.folder.name
+        if not end.interrupted:
+            failed = end.why and Result(FAILED, end.why.kind, end.why.reason)
+            result = self.figures(end.job) if end.complete or not failed else failed
+            end.note(vars(result))
+            self.finished.append(name)
+        self.results[name] = result
+        self.report(end, result)
+
+
+def earlier(folder: Path, steps: int) -> Result:
+    """Return the outcome of an earlier start, without figures. Raises DataError."""
+    there = read_beside(folder / RESULT, metrics_file.RESULT)
+    if there.get("status") == FAILED:
+        return Result(FAILED, there.get("kind"), there.get("reason"))
+    return Result(DONE) if is_complete(folder, steps) else RUNNING
 
 
 class Runner:

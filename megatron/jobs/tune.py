@@ -37,9 +37,7 @@ from megatron.jobs.measured import (
     written,
 )
 from megatron.jobs.result import (
-    CRASH,
     DONE,
-    FAILED,
     INVALID,
     RUNNING,
     STOPPED,
@@ -52,12 +50,13 @@ from megatron.jobs.runner import (
     Attempt,
     Job,
     Runner,
-    is_complete,
+    Source,
+    earlier,
     slurm_time_left_s,
     time_left,
     write_json,
 )
-from megatron.jobs.scaling import METRICS, POINT, RESULT
+from megatron.jobs.scaling import METRICS, POINT
 from megatron.jobs.search import Halving, History, propose
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces
@@ -73,7 +72,7 @@ _IDENTITY = "search.json"
 _MOST_BYTES = 1 << 24  # of a file of the folder
 _RESERVE_S = 120.0  # of an allocation, to stop what runs and to write the report
 _SHOWN = 10
-_KINDS: Kinds = {is_text: ("key", "by", "status", "kind", "reason")}
+_KINDS: Kinds = {is_text: ("key", "by")}
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -121,12 +120,12 @@ def _search(setup: Setup, found: Enumeration) -> int:
     why = runner.run(search) or search.why
     goes_on = why not in (EXHAUSTED, BUDGET)
     _say(
-        f"{'interrupted by ' if runner.signal else ''}{why}: {search.done} trial(s) finished since "
+        f"{'interrupted by ' if runner.signal else ''}{why}: {len(search.finished)} trial(s) finished since "
         "the start" + (f"; the same command resumes from {setup.out}" if goes_on else "")
     )
     has_best = _report(search)
     if goes_on:
-        return 4 if why == TIME and not search.done else 3
+        return 4 if why == TIME and not search.finished else 3
     return 0 if has_best else 1
 
 
@@ -142,13 +141,12 @@ def _report(search: Search) -> bool:
 # -- a search --------------------------------------------------------------------------------------
 
 
-class Search:
-    """Source of a runner's jobs: proposes trials and learns from them, until the budget is used.
+class Search(Source):
+    """A search: proposes trials and learns from them, until the budget is used.
 
     At the end of the search the layouts that may be the best are measured again.
 
-    trials  all of them, by number; found: the list that is searched; done: number of trials that
-            finished since the start; why: reason for the end, once no more trials can be started
+    found  the list that is searched; why: reason for the end, once no more trials can be started
 
     Raises ConfigError if the folder has trials of another search.
     """
@@ -156,15 +154,13 @@ class Search:
     def __init__(
         self, setup: Setup, found: Enumeration, say: Callable[[str], object] = lambda text: None
     ) -> None:
+        super().__init__(say)
         self.setup = setup
         self.found = found
-        self._say = say
         self._objective = setup.args.objective
         self._took_s = list[float]()
-        self._running = set[int]()
         self._held: Trial | None = None
-        self.trials = dict[int, Trial]()
-        self.done = 0
+        self._trials = list[Trial]()
         self.why = EXHAUSTED
         space = setup.space
         searches = space.tokens and space.halving and not setup.args.report_only
@@ -180,6 +176,14 @@ class Search:
             ended = sum(bool(trial.result.status) for trial in self.trials.values())
             say(f"resuming: {ended} of {len(self.trials)} trials are finished")
         self._waiting = [trial for trial in self.trials.values() if not trial.result.status]
+
+    @property
+    def trials(self) -> dict[int, Trial]:
+        """Return all trials with their results, by number."""
+        return {
+            trial.number: dataclasses.replace(trial, result=self.results.get(trial.name, RUNNING))
+            for trial in self._trials
+        }
 
     @property
     def layouts(self) -> list[Measured]:
@@ -199,22 +203,21 @@ class Search:
         """Load a trial of an earlier start. Raises ConfigError for a file not of the tuner."""
         try:
             point = read_beside(folder / POINT, _KINDS)
-            result = read_beside(folder / RESULT, _KINDS)
             candidate = by_key.get(point.get("key", ""))
             # killed before it was written, or not a candidate here, for example with fewer nodes
             if candidate is None:
                 return
-            complete = is_complete(folder, self.setup.steps(candidate))
-            if self._halving is not None and result.get("kind") == STOPPED:
+            before = earlier(folder, self.setup.steps(candidate))
+            if self._halving is not None and before.kind == STOPPED:
                 self._halving.stops(int(folder.name), valid_losses(read_records(folder / METRICS)))
         except DataError as error:
             raise ConfigError(f"{folder}: {error}: repair it, or give another --out") from error
         trial = Trial(int(folder.name), candidate, point.get("by", ""))
-        found = self._figures(self._job(trial)) if complete else RUNNING
-        if result.get("status") == FAILED:
-            found = Result(FAILED, result.get("kind"), result.get("reason"))
-        again = self.setup.args.retry_failed and found.status != DONE and found.kind != STOPPED
-        self.trials[trial.number] = dataclasses.replace(trial, result=RUNNING if again else found)
+        if before.status == DONE:
+            before = self.figures(self._job(trial))
+        again = self.setup.args.retry_failed and before.status != DONE and before.kind != STOPPED
+        self._trials.append(trial)
+        self.results[trial.name] = RUNNING if again else before
 
     # -- what is next ------------------------------------------------------------------------------
 
@@ -234,15 +237,15 @@ class Search:
         if not runner.room(trial.candidate.nodes):
             return None
         self._held = None
-        self.trials[trial.number] = trial
+        if trial.number not in self.trials:
+            self._trials.append(trial)
         self._waiting = [other for other in self._waiting if other.number != trial.number]
-        self._running.add(trial.number)
         candidate = trial.candidate
         expected = (
             "" if candidate.step_s is None else f", predicted {candidate.step_s:.3g} s per step"
         )
         how = "confirms a leading layout" if trial.by == CONFIRM else f"chosen by {trial.by}"
-        self._say(
+        self.say(
             f"trial {trial.number} {candidate.key}: {candidate.processes} process(es), "
             f"{how}{expected}"
         )
@@ -253,11 +256,7 @@ class Search:
         args = self.setup.args
         trials = list(self.trials.values())
         number = max([self._last, *self.trials]) + 1
-        searched = [
-            t.number
-            for t in trials
-            if t.by != CONFIRM and (t.result.status or t.number in self._running)
-        ]
+        searched = [t for t in trials if t.by != CONFIRM and t not in self._waiting]
         over = args.max_trials is not None and len(searched) >= args.max_trials
         self.why = BUDGET if over else EXHAUSTED
         lacking = False
@@ -277,10 +276,10 @@ class Search:
                     self.setup.search, args.seed, dataclasses.replace(history, open=able), count
                 )
                 return Trial(number, self.found.candidates[index], by)
-        confirmed = sum(
-            trial.by == CONFIRM and trial.number > max(searched, default=0) for trial in trials
-        )
-        if not (waiting or lacking or self._running & set(searched)) and confirmed < args.confirm:
+        last = max((t.number for t in searched), default=0)
+        confirmed = sum(trial.by == CONFIRM and trial.number > last for trial in trials)
+        runs = any(not t.result.status for t in searched)
+        if not (waiting or lacking or runs) and confirmed < args.confirm:
             # After nodes died, the first in turn may have too few. Do not skip it: other layouts,
             # measured more often instead, would win on more evidence.
             turn = in_turn(trials, self._objective)
@@ -301,9 +300,8 @@ class Search:
             for one in self.layouts
             if one.failures or one.cost < math.inf
         }
-        pending = {
-            self.trials[n].candidate.index for n in self._running if self.trials[n].by != CONFIRM
-        }
+        running = [t for t in trials if not t.result.status and t not in self._waiting]
+        pending = {t.candidate.index for t in running if t.by != CONFIRM}
         out = {trial.candidate.index for trial in trials} | ruled_out(candidates, trials)
         prior = [math.log(c.cost(c.step_s, self._objective)) for c in candidates if c.step_s]
         open_ = [index for index in range(len(candidates)) if index not in out]
@@ -335,7 +333,7 @@ class Search:
         }
         return Job(
             f"trial-{trial.number}",
-            setup.out / f"trials/{trial.number:04}",
+            setup.out / "trials" / trial.name,
             point,
             flags,
             candidate.processes,
@@ -347,7 +345,7 @@ class Search:
             None if self._halving is None else partial(self._halving.stops, trial.number),
         )
 
-    def _figures(self, job: Job) -> Result:
+    def figures(self, job: Job) -> Result:
         metrics = job.folder / METRICS
         result = read_result(metrics, parse_args(job.flags, job.processes), self.setup.warm_up)
         if not self.setup.space.tokens or result.status != DONE:
@@ -361,26 +359,14 @@ class Search:
             )
         return dataclasses.replace(result, loss=losses[-1])
 
-    def ended(self, end: Attempt) -> None:
-        """Record the end of a trial, and log its result."""
+    def report(self, end: Attempt, result: Result) -> None:
         trial = self.trials[int(end.job.folder.name)]
         head = f"trial {trial.number} {trial.candidate.key}"
-        self._running.discard(trial.number)
-        if end.interrupted:
-            self._say(f"{head}: {end.interrupted}: it will run again")
+        if not result.status:
+            self.say(f"{head}: {end.interrupted}: it will run again")
             self._waiting.insert(0, trial)
             return
-        result = (
-            self._figures(end.job)
-            if end.complete
-            else Result(
-                FAILED, end.why.kind if end.why else CRASH, end.why.reason if end.why else None
-            )
-        )
-        end.note(dataclasses.asdict(result))
-        self.trials[trial.number] = trial = dataclasses.replace(trial, result=result)
         self._took_s.append(end.ended - end.started)
-        self.done += 1
         said = f"{result.said}: {result.reason}; {end.job.folder}"
         best = self.ranked
         if result.figure:
@@ -390,10 +376,8 @@ class Search:
                 f", {one.numbers} within the noise" for one in rivals(best, noise_of(self.layouts))
             )
             said += f"; best so far: {best[0].numbers} ({best[0].spread}){near}"
-        self._say(
-            f"{head}: {said}; {sum(bool(t.result.status) for t in self.trials.values())} trials "
-            "finished"
-        )
+        finished = sum(bool(one.status) for one in self.results.values())
+        self.say(f"{head}: {said}; {finished} trials finished")
 
 
 def _check_identity(setup: Setup) -> None:

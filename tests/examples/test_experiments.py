@@ -291,22 +291,28 @@ def test_a_point_that_fails_is_recorded_and_the_next_one_runs(
     )
     points = tiny(1, 2, 3, 4)
     outcome = runs.run(tmp_path, points, limit_s=120.0)
-    assert outcome.done == ["p4"] and [name for name, *_ in runs.steps] == ["p4", "p3", "p2", "p1"]
+    assert [*outcome.reasons("done")] == ["p4"] and [name for name, *_ in runs.steps] == [
+        "p4",
+        "p3",
+        "p2",
+        "p1",
+    ]
     for name, words in (("p3", "--lr"), ("p2", "2:00"), ("p1", "HIP-OOM")):
-        assert words in outcome.failed[name]
+        assert words in str(outcome.reasons("failed")[name])
     (took,) = (end - begun for name, begun, end, _ in runs.steps if name == "p2")
     assert took == pytest.approx(120, abs=1)
     recorded = json.loads((tmp_path / "p1/result.json").read_text())
     assert (recorded["status"], recorded["reason"], recorded["exit_code"]) == (
         "failed",
-        outcome.failed["p1"],
+        outcome.reasons("failed")["p1"],
         1,
     )
     assert json.loads((tmp_path / "p2/point.json").read_text())["value"] == 2
     again = runs.run(tmp_path, points)
-    assert (runs.calls, again.skipped, set(again.failed)) == ([], ["p4"], {"p1", "p2", "p3"})
+    assert (runs.calls, [*again.reasons("done")]) == ([], ["p4"])
+    assert set(again.reasons("failed")) == {"p1", "p2", "p3"}
     again = Runs(monkeypatch).run(tmp_path, points, retry_failed=True)
-    assert sorted(again.done) == ["p1", "p2", "p3"]
+    assert sorted(again.finished) == ["p1", "p2", "p3"]
     assert "HIP-OOM" in (tmp_path / "p1/attempt-1/train.log").read_text()
 
 
@@ -318,10 +324,10 @@ def test_an_interrupted_point_runs_again_and_a_complete_one_does_not(
     before = signal.getsignal(signal.SIGUSR1)
     runs.clock.at(30, lambda: os.kill(os.getpid(), signal.SIGUSR1))
     outcome = runs.run(tmp_path, points)
-    assert outcome.done == ["p3"] and set(outcome.waiting) == {"p1", "p2"} and outcome.resumable
+    assert outcome.finished == ["p3"] and set(outcome.waiting) == {"p1", "p2"} and outcome.resumable
     assert not (tmp_path / "p2/result.json").exists() and signal.getsignal(signal.SIGUSR1) is before
     runs = Runs(monkeypatch)
-    assert runs.run(tmp_path, points).skipped == ["p3"] and runs.calls == ["p2", "p1"]
+    assert runs.run(tmp_path, points).finished == ["p2", "p1"] and runs.calls == ["p2", "p1"]
     assert (tmp_path / "p2/attempt-1/train.log").exists()
 
 
@@ -332,10 +338,10 @@ def test_a_point_that_another_experiment_measures_is_left_to_it(
     claim = FolderClaim(tmp_path / "p1", "the point")
     claim.take(print)
     outcome = runs.run(tmp_path, tiny(1, 2))
-    assert (outcome.done, set(outcome.waiting), outcome.resumable) == (["p2"], {"p1"}, False)
+    assert (outcome.finished, set(outcome.waiting), outcome.resumable) == (["p2"], {"p1"}, False)
     claim.release()
     outcome = runs.run(tmp_path, tiny(1, 2))
-    assert outcome.done == ["p1"] and outcome.skipped == ["p2"]
+    assert outcome.finished == ["p1"] and set(outcome.reasons("done")) == {"p1", "p2"}
     assert not list(tmp_path.glob("*/.in_use*"))
 
 
@@ -348,7 +354,7 @@ def test_points_share_an_allocation_on_nodes_of_their_own(
         tmp_path, tiny(1, 2, 3, 5), Place("slurm", tuple(hosts), len(hosts) if side_by_side else 1)
     )
     assert (
-        sorted(outcome.done) == ["p1", "p2", "p3"]
+        sorted(outcome.finished) == ["p1", "p2", "p3"]
         and set(outcome.waiting) == {"p5"}
         and not outcome.resumable
     )

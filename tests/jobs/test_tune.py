@@ -75,7 +75,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("prior", [True, False])
 def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path, prior: bool) -> None:
     found, why = search(setup(tmp_path, prior=prior))
-    assert why == EXHAUSTED and found.done == 12 == len(found.trials)
+    assert why == EXHAUSTED and len(found.finished) == 12 == len(found.trials)
     assert Counter(t.candidate.key for t in found.trials.values()).most_common(1)[0][1] == 1
     assert found.ranked[0].candidate.key == "mbs=4,seed=1" and len(found.ranked) == 11
 
@@ -129,10 +129,12 @@ def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
         first, _ = search(own, Made(noisy, stop=lambda now, turn=turn: now == turn))
         second, ended = search(own, again := Made(noisy))
         assert told(second) == told(undisturbed) and ended == why, turn
-        assert first.done + second.done == len(told(undisturbed)) == undisturbed.done, (
-            "nothing is run again"
-        )
-        assert sum(what == "start" for what, _ in again.log) == second.done
+        assert (
+            len(first.finished + second.finished)
+            == len(told(undisturbed))
+            == len(undisturbed.finished)
+        ), "nothing is run again"
+        assert sum(what == "start" for what, _ in again.log) == len(second.finished)
 
 
 @pytest.mark.usefixtures("made")
@@ -163,7 +165,7 @@ def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(
 @pytest.mark.usefixtures("made")
 def test_nothing_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
     found, why = search(setup(tmp_path), runner := Made(turns=10, left_s=lambda turn: 35.5 - turn))
-    assert why == TIME and found.done == 3 and runner.turn == 30
+    assert why == TIME and len(found.finished) == 3 and runner.turn == 30
 
 
 @pytest.mark.usefixtures("made")
@@ -208,7 +210,7 @@ def test_leading_layouts_are_measured_again_and_how_many_may_change(tmp_path: Pa
         found, why = search(
             setup(tmp_path, "--max-trials", str(most), "--confirm", str(confirm)), Made(flat)
         )
-        assert found.done == ended and why == BUDGET, (most, confirm)
+        assert len(found.finished) == ended and why == BUDGET, (most, confirm)
     assert again(found) == [5, 6, 9, 10, 11]
     assert len({t.candidate.key for t in found.trials.values() if t.by != CONFIRM}) == 6, (
         "none is proposed again"
@@ -226,11 +228,11 @@ def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s
 
     runner = Made(hosts=("n1", "n2", "n3"), die=((1, "n2"),))
     found, why = search(setup(tmp_path / "one"), runner, larger)
-    assert why == EXHAUSTED and found.done == 12 and ("lost", 2) in runner.log
+    assert why == EXHAUSTED and len(found.finished) == 12 and ("lost", 2) in runner.log
     assert [number for what, number in runner.log if what == "start"].count(2) == 2
     runner = Made(hosts=("n1", "n2", "n3"), die=((5, "n1"), (5, "n2")))
     found, why = search(setup(tmp_path / "few", "--confirm", "2"), runner, larger)
-    assert why == NODES and 3 <= found.done < 12
+    assert why == NODES and 3 <= len(found.finished) < 12
     found, why = search(
         setup(tmp_path / "few", "--confirm", "2"), Made(hosts=("n1", "n2", "n3")), larger
     )
@@ -255,7 +257,7 @@ def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="0001"):
             search(setup(tmp_path))
         (tmp_path / "out/trials/0001" / name).write_text(kept)
-    assert search(setup(tmp_path))[0].done == 10
+    assert len(search(setup(tmp_path))[0].finished) == 10
 
 
 @pytest.mark.usefixtures("made")
@@ -439,7 +441,7 @@ class Ends:
         pass
 
     def run(self, source: Search) -> str:
-        source.done, source.why = Ends.done, BUDGET
+        source.finished, source.why = ["0001"] * Ends.done, BUDGET
         return Ends.why
 
 
