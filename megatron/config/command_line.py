@@ -29,7 +29,9 @@ from megatron.errors import CheckpointError, ConfigError
 # Returns where a checkpoint's settings are, those that must hold, and those that are taken where
 # none is given. Its argument are the settings given so far, among them `load`. Raises
 # CheckpointError.
-ReadCheckpoint = Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any], Mapping[str, Any]]]
+ReadCheckpoint = Callable[
+    [Mapping[str, object]], tuple[str, Mapping[str, object], Mapping[str, object]]
+]
 
 OWN_FLAGS: Mapping[str, str] = {
     "--help": "0",
@@ -57,16 +59,16 @@ class Flag:
     kind: str
     settings: tuple[str, ...] = ()
     option: Option | None = None
-    value: Any = None
+    value: object = None
     foreign: Foreign | None = None
-    read: Callable[[list[str]], dict[str, Any]] | None = None
+    read: Callable[[list[str]], dict[str, object]] | None = None
 
 
 class Chosen(NamedTuple):
     """A chosen value, the flag as written, and where that is."""
 
     written: str
-    value: Any
+    value: object
     origin: str
 
 
@@ -419,7 +421,7 @@ def _names_code(spelling: str) -> bool:
     return spelling == "--pieces" or (option is not None and option.names_code)
 
 
-def _values_of(chosen: Mapping[str, Chosen]) -> dict[str, Any]:
+def _values_of(chosen: Mapping[str, Chosen]) -> dict[str, object]:
     return {name: one.value for name, one in chosen.items()}
 
 
@@ -502,7 +504,7 @@ def _last_source(settings: Settings, chosen: Mapping[str, Chosen]) -> dict[str, 
 
 def _values(
     settings: Settings, spelling: str, flag: Flag, words: list[str], origin: str
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the settings that one flag sets. Invalid words are recorded as problems."""
     option, written = flag.option, " ".join([spelling, *words])
     found: dict[str, Any] = {}

@@ -131,7 +131,7 @@ class Config(Sections):
             )
         return size // per_round
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all settings by name, JSON-serializable, for checkpoints and logs."""
         return {name: _plain(self.get(name)) for name in all_options()}
 
@@ -247,7 +247,7 @@ def _check_export(settings: Settings, export: Callable[[ModelConfig, Pieces], st
 # For library users and tests: a training run must give the value; see run_requirements.
 _STAND_IN_ORIGIN = "default; a training run must give it"
 # Setting -> value and origin, where it is unset.
-_FALLBACKS: Mapping[str, tuple[Any, str]] = {
+_FALLBACKS: Mapping[str, tuple[object, str]] = {
     "micro_batch_size": (1, _STAND_IN_ORIGIN),
     "lr": (1e-4, _STAND_IN_ORIGIN),
     "recompute_modules": (("core_attn",), "default"),
@@ -357,7 +357,7 @@ def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:
     """Derive the sizes of muP's base model, and the factors of attention and output scores."""
     v = s.values
 
-    def derive(name: str, value: Any) -> None:
+    def derive(name: str, value: object) -> None:
         if s.is_unset(name):
             s.derive(name, value, "derived from use-mup")
 

@@ -50,7 +50,7 @@ def merge_deepspeed_json(settings: Settings) -> None:
     _Merge(settings, path, content, key_lines(text)).run()
 
 
-def _object(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]], path: str) -> dict[str, object]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -63,7 +63,7 @@ class _Merge:
     """One merge. Handled entries are removed from `content`; those that remain are unknown."""
 
     def __init__(
-        self, settings: Settings, path: str, content: dict[str, Any], lines: Mapping[str, int]
+        self, settings: Settings, path: str, content: dict[str, object], lines: Mapping[str, int]
     ) -> None:
         self.settings, self.path, self.content, self.lines = settings, path, content, lines
         tables = _tables()
@@ -134,7 +134,7 @@ class _Merge:
             problem = f"{key} expected a list of {len(names)} numbers, got {value!r}"
             self.settings.mark_bad(names[0], problem, self._at(key))
 
-    def _set_one(self, key: str, name: str, value: Any, written: Any = None) -> None:
+    def _set_one(self, key: str, name: str, value: object, written: object = None) -> None:
         """Set one setting.
 
         `written` is the value in the file, if it differs from the setting's own value.
@@ -192,7 +192,7 @@ class _Merge:
         )
         self.settings.mark_bad("bf16", problem, "argument")
 
-    def _accumulation(self, steps: Any) -> None:
+    def _accumulation(self, steps: object) -> None:
         """Derive the missing batch size from the accumulation steps, or check the given sizes.
 
         The global batch is gradient_accumulation_steps x micro-batch x replicas.

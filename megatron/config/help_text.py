@@ -187,7 +187,7 @@ def render_config(config: Config) -> str:
     return "\n".join(lines)
 
 
-def differences(config: Config) -> dict[str, Any]:
+def differences(config: Config) -> dict[str, object]:
     """Return the settings that were chosen and differ from their defaults, JSON-serializable."""
     return {
         name: value

@@ -62,18 +62,18 @@ class Option:
     many: bool = False
     flags: tuple[str, ...] = ()
     off_flags: tuple[str, ...] = ()
-    shortcuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    weak_shortcuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    choices: tuple[Any, ...] | None = None
-    value_names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    implies: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    shortcuts: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    weak_shortcuts: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    choices: tuple[object, ...] | None = None
+    value_names: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    implies: Mapping[str, Mapping[str, object]] = dataclasses.field(default_factory=dict)
     inert: str = ""  # why the setting has no effect; it is accepted for existing scripts
     # what to do about an invalid choice, or why another word is read as a number
     hint: str = ""
     metavar: str | None = None
     shown_off: bool = False  # a bool that is on unless turned off: --help shows the flag that does
     # the value meant by the flag without a value, for the few flags that allow it
-    implied: Any = None
+    implied: object = None
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None

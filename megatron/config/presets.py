@@ -14,18 +14,18 @@ from megatron.config.settings import Settings, did_you_mean
 from megatron.config.validate import EXCLUSIVE
 
 
-def _read() -> dict[str, dict[str, Any]]:
+def _read() -> dict[str, dict[str, object]]:
     content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     presets = {}
     for name, own in content["presets"].items():
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for part in own.pop("parts", ()):
             values |= content["parts"][part]
         presets[name] = values | own
     return presets
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = _read()
+PRESETS: Mapping[str, Mapping[str, object]] = _read()
 
 # A setting chosen in addition to a preset or a file -> its settings that become meaningless.
 _YIELDS: Mapping[str, tuple[str, ...]] = {
@@ -46,7 +46,7 @@ _ALTERNATIVES = (
 _EVALUATED = ("valid_data_path", "test_data_path")  # which do not replace what is trained on
 
 
-def give_preset(settings: Settings, name: str, chosen: Mapping[str, Any]) -> None:
+def give_preset(settings: Settings, name: str, chosen: Mapping[str, object]) -> None:
     """Set a preset's values, except those that `chosen` settings replace or make meaningless."""
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS) or f": choose one of {', '.join(PRESETS)}"
@@ -58,7 +58,7 @@ def give_preset(settings: Settings, name: str, chosen: Mapping[str, Any]) -> Non
             settings.give(setting, value, f"preset {name}")
 
 
-def yielding(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, str]:
+def yielding(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, str]:
     """Return the settings of `values` that yield to `chosen` ones, each with the one that wins."""
     per_chunk, pipeline = "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size"
     winners = {

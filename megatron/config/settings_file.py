@@ -40,7 +40,7 @@ def read_settings_file(path: str) -> tuple[Iterator[tuple[str, list[str], str, b
     text = read_text(path, _MOST_BYTES, error=ConfigError)
     of_a_run = text.startswith(_FIRST_LINE)
 
-    def entries(table: dict[str, Any]) -> Iterator[tuple[str, list[str], str, bool]]:
+    def entries(table: dict[str, object]) -> Iterator[tuple[str, list[str], str, bool]]:
         for key, value in table.items():
             if key in (*SECTIONS, _START) and isinstance(value, dict):
                 yield from entries(value)
@@ -55,7 +55,7 @@ def read_settings_file(path: str) -> tuple[Iterator[tuple[str, list[str], str, b
     return entries(content), of_a_run
 
 
-def words_of(value: Any) -> list[str]:
+def words_of(value: object) -> list[str]:
     """Return a value as the words of a flag.
 
     >>> words_of(True), words_of([0.3, "a"]), words_of(False)

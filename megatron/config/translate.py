@@ -55,7 +55,7 @@ class Direct:
     """
 
     settings: tuple[str, ...]
-    read: Callable[[list[str]], dict[str, Any]]
+    read: Callable[[list[str]], dict[str, object]]
 
 
 def is_off(words: Sequence[str]) -> bool:
@@ -79,24 +79,24 @@ _TEXT = Option()
 _COUNT = Option(kind=int, at_least=1, at_most=MOST)
 
 
-def _head_type(words: list[str]) -> dict[str, Any]:
+def _head_type(words: list[str]) -> dict[str, object]:
     kinds = Option(choices=("multihead", "multiquery"), hint="use --num-query-groups")
     return {"num_key_value_heads": 1} if kinds.parse(words) == "multiquery" else {}
 
 
-def _gated_activation(words: list[str]) -> dict[str, Any]:
+def _gated_activation(words: list[str]) -> dict[str, object]:
     kinds = Option(choices=("swiglu", "geglu"), hint="they are the only gated activations")
     # BigScience's GeGLU has the exact GELU.
     swiglu = kinds.parse(words) == "swiglu"
     return {"swiglu": True} if swiglu else {"geglu": True, "exact_gelu": True}
 
 
-def _interpolation(words: list[str]) -> dict[str, Any]:
+def _interpolation(words: list[str]) -> dict[str, object]:
     factor = Option(kind=float, at_least=1, at_most=1e6).parse(words)
     return {} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": factor}
 
 
-def _profiled_steps(words: list[str]) -> dict[str, Any]:
+def _profiled_steps(words: list[str]) -> dict[str, object]:
     """Return the profiled steps of FIRST,LAST, counted from 1.
 
     --profile-step-end is the iteration at which profiling stops.
@@ -110,23 +110,23 @@ def _profiled_steps(words: list[str]) -> dict[str, Any]:
     }
 
 
-def _sharding(words: list[str]) -> dict[str, Any]:
+def _sharding(words: list[str]) -> dict[str, object]:
     strategies = "no_shard", "optim", "optim_grads", "optim_grads_params"
     kinds = Option(choices=strategies, hint="use --zero-stage")
     return {"zero_stage": strategies.index(kinds.parse(words))}
 
 
-def _step(words: list[str]) -> dict[str, Any]:
+def _step(words: list[str]) -> dict[str, object]:
     number = Option(kind=int, at_least=0, at_most=MOST).parse(words)
     return {"load_tag": str(number)} if number else {}  # Megatron-LM takes 0 as none
 
 
-def _timeout(words: list[str]) -> dict[str, Any]:
+def _timeout(words: list[str]) -> dict[str, object]:
     minutes = "distributed_timeout_minutes"
     return {minutes: all_options()[minutes].parse(words) / 60}
 
 
-def _recomputed_experts(words: list[str]) -> dict[str, Any]:
+def _recomputed_experts(words: list[str]) -> dict[str, object]:
     on = Option(kind=bool).parse(words or ["true"])
     return {"recompute_granularity": "selective", "recompute_modules": ("moe",)} if on else {}
 
@@ -136,7 +136,7 @@ def _recomputed_experts(words: list[str]) -> dict[str, Any]:
 _WEIGHTED = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX'"
 
 
-def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
+def _blend(setting: str, groups: Sequence[str]) -> dict[str, object]:
     """Return the WEIGHT PREFIX pairs of BigScience's weighted paths.
 
     The paths also have a name and a part of each file.
@@ -161,7 +161,7 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
     return {setting: pairs if len(pairs) > 2 else pairs[1:]}
 
 
-def _blend_of_file(setting: str, words: list[str]) -> dict[str, Any]:
+def _blend_of_file(setting: str, words: list[str]) -> dict[str, object]:
     groups = re.findall(r'"([^"]*)"', _text(words))
     if not groups:
         raise ValueError(f'{words[0]} does not hold "{_WEIGHTED[1:-1]}" in double quotes')
@@ -172,11 +172,11 @@ def _text(words: list[str]) -> str:
     return read_text(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
 
 
-def _words_of_file(words: list[str]) -> dict[str, Any]:
+def _words_of_file(words: list[str]) -> dict[str, object]:
     return {"data_path": _text(words).split()}
 
 
-def _splits_of_file(words: list[str]) -> dict[str, Any]:
+def _splits_of_file(words: list[str]) -> dict[str, object]:
     content = read_json(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
     found: dict[str, Any] = {}
     for split in ("train", "valid", "test"):
@@ -454,7 +454,7 @@ class _Stages:
     def _written(self, flags: Sequence[str]) -> str:
         return " ".join(" ".join([flag, *self.flags[flag]]) for flag in flags if flag in self.flags)
 
-    def _say(self, said: str, values: dict[str, Any]) -> None:
+    def _say(self, said: str, values: dict[str, object]) -> None:
         for name, value in values.items():
             chosen, written = self.settings.given.get(name, value), all_options()[name].written
             if chosen != value and not self._is_preset(name):

@@ -6,7 +6,6 @@ All problems are collected; no check needs a process group or a file.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from megatron.config import files_checks, model_checks, parallel_checks, training_checks
 from megatron.config.check import Check
@@ -52,7 +51,7 @@ _MUON = (
 )
 # A setting that must be given (None) or have this value, and the settings that need it when they
 # do not have their default value.
-NEEDED: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+NEEDED: tuple[tuple[str, object, tuple[str, ...]], ...] = (
     ("save_hf", None, ("save_hf_ema",)),
     ("save", None, ("save_interval_minutes", "async_save", "keep_last", "requeue")),
     ("load", None, ("finetune", "reset_iteration", "load_tag")),
