@@ -20,7 +20,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron.config.parallel import TILE
 from megatron.errors import KernelError
@@ -179,7 +178,7 @@ def read(file: Path) -> list[Measured]:
     return [_checked(entry, file) for entry in entries]
 
 
-def _checked(entry: Any, file: Path) -> Measured:
+def _checked(entry: object, file: Path) -> Measured:
     """Return a measurement of a file, each field of which has its type."""
     problem = KernelError(f"{file} has a damaged measurement")
     if not isinstance(entry, dict):

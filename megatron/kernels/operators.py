@@ -40,7 +40,7 @@ class Gradient(NamedTuple):
     """
 
     save: Callable[..., None]
-    backward: Callable[..., Any]
+    backward: Callable[..., object]
     hidden: int = 0
 
     def visible(self, results: Any) -> Any:
@@ -52,9 +52,9 @@ class Gradient(NamedTuple):
 
 def operator(
     schema: str,
-    kernel: Callable[..., Any],
-    reference: Callable[..., Any],
-    shapes: Callable[..., Any] | None = None,
+    kernel: Callable[..., object],
+    reference: Callable[..., object],
+    shapes: Callable[..., object] | None = None,
     *,
     check: Callable[..., None] | None = None,
     gradient: Gradient | None = None,
@@ -157,7 +157,7 @@ def takes(
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(function)
-        def call(*inputs: Any) -> T:
+        def call(*inputs: object) -> T:
             return function(*inputs[:after], record(*inputs[after:]))
 
         return call
@@ -187,7 +187,7 @@ def _ordinary(x: Any, *rest: Any) -> bool:
     )
 
 
-def _check_no_tangent(name: str, inputs: Iterable[Any]) -> None:
+def _check_no_tangent(name: str, inputs: Iterable[object]) -> None:
     """Check that no input has a derivative in forward mode, which torch would leave out."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return

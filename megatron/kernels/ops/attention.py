@@ -502,7 +502,7 @@ def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, N
     return dx, None, None, None
 
 
-def _moved(scores: Tensor, mask: Tensor | None, *_: Any) -> Memory:
+def _moved(scores: Tensor, mask: Tensor | None, *_: object) -> Memory:
     """Return the bytes of the forward pass, which reads only the visible part of a causal row."""
     return Memory(3 * scores.nbytes // 2 if mask is None else 2 * scores.nbytes + mask.nbytes)
 

@@ -303,7 +303,7 @@ def _in_c(probability: float, seed: int, place: Sequence[Any]) -> tuple[float, .
 
 def _in_kernel(
     probability: float, seed: int, place: Sequence[int], samples: Tensor | None
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """Return the arguments that determine a mask as the kernels take them."""
     return *_in_c(probability, seed, place), samples, place[5]
 
