@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.settings import all_options
 from megatron.data.added_tokens import files_beside
 from megatron.data.limited_tokenizer import LimitedTokenizer
 from megatron.data.tiktoken_files import TikTokenSettings, tik_token
@@ -42,15 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "with_vocabulary"]
 
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HFTokenizer",
-    "TikTokenizer",
-    "NullTokenizer",
-)
+TOKENIZER_TYPES: tuple[str, ...] = all_options()["tokenizer_type"].choices or ()
 MOST_IDS = 2**22  # four times as many as the largest vocabulary in use
 OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
     name.lower(): name for name in TOKENIZER_TYPES

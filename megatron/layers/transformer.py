@@ -131,6 +131,14 @@ class Norm(torch.nn.Module):
         return normed
 
 
+def norm_of(
+    context: LayerContext, model: ModelConfig, name: str, width: int, part: Rows | None = None
+) -> Norm:
+    """Make a norm of the model's kind."""
+    kind, epsilon, one_plus = model.normalization, model.layernorm_epsilon, model.apply_layernorm_1p
+    return Norm(context, name, width, kind, epsilon, one_plus, part)
+
+
 class _NormOverRanks(torch.autograd.Function):
     """The norm of x [.., h/tp], a part of each row, in x's dtype; without bias an RMS norm."""
 
@@ -281,16 +289,7 @@ class TransformerLayer(torch.nn.Module):
         again = config.recompute.recompute_modules if selective else ()
         fill, output_fill = weight_fills(model)
 
-        def make_norm(full_name: str, width: int, part: Rows | None = None) -> Norm:
-            return Norm(
-                context,
-                full_name,
-                width,
-                model.normalization,
-                model.layernorm_epsilon,
-                model.apply_layernorm_1p,
-                part,
-            )
+        make_norm = partial(norm_of, context, model)
 
         def norm_if_any(part: str) -> Norm | None:
             has = part in model.layer_norms

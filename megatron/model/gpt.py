@@ -19,7 +19,7 @@ from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.context import CallContext, Experts, LayerContext, ParameterFactory
 from megatron.layers.positions import Documents
-from megatron.layers.transformer import Norm, TransformerLayer, weight_fills
+from megatron.layers.transformer import TransformerLayer, norm_of, weight_fills
 from megatron.layers.vocabulary import (
     WORD_EMBEDDINGS,
     PositionEmbedding,
@@ -69,15 +69,7 @@ class GPTChunk(torch.nn.Module):
         self.is_first, self.is_last = stage == 0, last
         fill, _ = weight_fills(model)
 
-        def norm(name: str) -> Norm:
-            return Norm(
-                context,
-                name,
-                model.hidden_size,
-                model.normalization,
-                model.layernorm_epsilon,
-                model.apply_layernorm_1p,
-            )
+        norm = partial(norm_of, context, model, width=model.hidden_size)
 
         def vocabulary(name: str = WORD_EMBEDDINGS, tied: bool = False) -> torch.nn.Parameter:
             assert model.vocab_size is not None, (

@@ -118,6 +118,48 @@ class Shards:
         return sum(group.size > 1 for group in (self.inner, self.outer, self.copies))
 
 
+@dataclass
+class _Groups:
+    """Makes the groups of a rank, see Topology.from_layout."""
+
+    layout: Layout
+    rank: int
+    new_group: GroupFactory | None
+    all_ranks: Any
+    flight: FlightRecorder
+
+    def make(self, kind: str) -> Group:
+        ranks, handle = self.layout.ranks(kind, self.rank), None
+        if self.new_group is not None and len(ranks) == self.layout.world_size > 1:
+            handle = self.all_ranks = self.all_ranks or self.new_group(ranks)
+        elif self.new_group is not None and len(ranks) > 1:
+            handle = self.new_group(ranks)
+        return self._group(ranks, handle, kind)
+
+    def _group(self, ranks: Sequence[int], handle: Any, kind: str) -> Group:
+        return Group(ranks, ranks.index(self.rank), handle, kind, self.flight)
+
+    def pair(self, line: Group) -> None:
+        """Give the pairs of neighbours their groups, in which nothing but messages goes."""
+        if self.new_group is None:
+            return
+        for pairs in neighbours(line.size):
+            ends = next((each for each in pairs if line.rank in each), (line.rank,))
+            ranks = sorted(line.ranks[member] for member in ends)
+            handle = self.new_group(ranks)  # also where it is alone: see tied embeddings
+            for peer in set(ranks) - {self.rank}:
+                line.pairs[peer] = self._group(ranks, handle, line.kind)
+
+    def shards(self, line: Group) -> Shards:
+        """Divide a line; parts that are the same ranks are one group."""
+        known = [line]
+        for part in fields(Shards):
+            kind = f"{line.kind}.{part.name}"
+            same = [one for one in known if one.ranks == self.layout.ranks(kind, self.rank)]
+            known.append(same[0] if same else self.make(kind))
+        return Shards(*known[1:])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """This process's place, its groups and its device, passed to everything that communicates.
@@ -251,39 +293,8 @@ class Topology:
         import torch
 
         p = layout.coordinates(rank)[2]
-        recorder = flight or FlightRecorder()
-
-        def group(kind: str) -> Group:
-            nonlocal all_ranks
-            ranks = layout.ranks(kind, rank)
-            handle = None
-            if new_group is not None and len(ranks) == layout.world_size > 1:
-                handle = all_ranks = all_ranks or new_group(ranks)
-            elif new_group is not None and len(ranks) > 1:
-                handle = new_group(ranks)
-            return Group(ranks, ranks.index(rank), handle, kind, recorder)
-
-        def pair(line: Group) -> None:
-            """Give the pairs of neighbours their groups, in which nothing but messages goes."""
-            if new_group is None:
-                return
-            for pairs in neighbours(line.size):
-                ends = next((each for each in pairs if line.rank in each), (line.rank,))
-                ranks = sorted(line.ranks[member] for member in ends)
-                handle = new_group(ranks)  # also where it is alone: see tied embeddings
-                for peer in set(ranks) - {rank}:
-                    made = Group(ranks, ranks.index(rank), handle, line.kind, recorder)
-                    line.pairs[peer] = made
-
-        def shards(line: Group) -> Shards:
-            """Divide a line; parts that are the same ranks are one group."""
-            known = [line]
-            for part in fields(Shards):
-                kind = f"{line.kind}.{part.name}"
-                same = [one for one in known if one.ranks == layout.ranks(kind, rank)]
-                known.append(same[0] if same else group(kind))
-            return Shards(*known[1:])
-
+        groups = _Groups(layout, rank, new_group, all_ranks, flight or FlightRecorder())
+        group, shards = groups.make, groups.shards
         # All members create their groups in this order, so that overlapping groups form without
         # deadlock.
         world = group("world")
@@ -307,7 +318,7 @@ class Topology:
         of_experts = of_data if layout.expert == 1 else shards(expert_data)
         between = group("expert_between")
         within = group("expert_within")
-        pair(pipeline)
+        groups.pair(pipeline)
         return cls(
             layout=layout,
             rank=rank,

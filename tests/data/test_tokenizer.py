@@ -10,7 +10,7 @@ import pytest
 
 from megatron import limited
 from megatron.config.settings import all_options
-from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.data.tokenizer_adapters import PATTERNS, byte_letters
 from megatron.errors import ConfigError, DataError
 from tests.data.tokenizers.conftest import train_model
@@ -185,8 +185,6 @@ def test_refuses(arguments: dict, error: type[Exception], message: str) -> None:
         build_tokenizer(**arguments)
 
 
-def test_types_are_those_of_the_command_line() -> None:
-    choices = all_options()["tokenizer_type"].choices
-    assert choices is not None and sorted(choices) == sorted(TOKENIZER_TYPES)
+def test_patterns_are_those_of_the_command_line() -> None:
     patterns = all_options()["tiktoken_pattern"].choices
     assert patterns is not None and sorted(patterns) == sorted(PATTERNS)
