@@ -134,11 +134,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="windows or texts of one forward pass (default: 4)",
     )
-    precision = parser.add_mutually_exclusive_group()
-    precision.add_argument(
-        "--bf16", action="store_true", help="compute in bfloat16 (default: fp32)"
-    )
-    precision.add_argument("--fp16", action="store_true", help="compute in float16 (default: fp32)")
     parser.add_argument(
         "--format", choices=("text", "json"), default="text", help="of the result (default: text)"
     )

@@ -103,6 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="cut prompts from their left so that --tokens fit into the context (default: a "
         "prompt that leaves no place for a new token is an error)",
     )
+    _add_sampling(parser)
+    add_flags(parser)
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=real(least=0),
@@ -137,13 +143,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="seed of the first prompt's sampling; each further prompt has the next one (default: "
         "1234)",
     )
-    precision = parser.add_mutually_exclusive_group()
-    precision.add_argument(
-        "--bf16", action="store_true", help="compute in bfloat16 (default: fp32)"
-    )
-    precision.add_argument("--fp16", action="store_true", help="compute in float16 (default: fp32)")
-    add_flags(parser)
-    return parser
 
 
 @as_tool

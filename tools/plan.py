@@ -121,7 +121,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of processes for the search (default: number of cores, at most 8)",
     )
-    out = parser.add_argument_group("output")
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_output(out: argparse._ArgumentGroup) -> None:
     out.add_argument(
         "--top",
         type=whole(),
@@ -163,7 +167,6 @@ def build_parser() -> argparse.ArgumentParser:
         "another machine than Frontier and LUMI, or a part of a node)",
     )
     out.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
-    return parser
 
 
 # -- the search ------------------------------------------------------------------------------------

@@ -53,44 +53,7 @@ WITHOUT_EFFECT = {
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser: Megatron's flags."""
     parser = Parser(description=__doc__)
-    group = parser.add_argument_group("input")
-    group.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="JSON lines, .parquet, or plain text with one document per file (.txt); JSON "
-        "lines and text may be compressed (.gz, .zst). A quoted pattern such as "
-        "'shards/*.jsonl' selects the matching files, sorted by name",
-    )
-    group.add_argument(
-        "--input-format", choices=FORMATS, default="auto", help="auto: by file name (default)"
-    )
-    group.add_argument(
-        "--json-keys",
-        nargs="+",
-        metavar="KEY",
-        help="keys of a line, or parquet columns, to tokenize, each into its own files (default: "
-        "text)",
-    )
-    group.add_argument(
-        "--on-bad-input",
-        choices=ON_BAD_INPUT,
-        default="fail",
-        help="what to do with a line that is not JSON or UTF-8, or has no text under the "
-        "key: fail at the first one (default), or skip, count and list them in "
-        "PREFIX_bad_input.txt",
-    )
-    group.add_argument(
-        "--split-sentences",
-        action="store_true",
-        help="make each sentence a sequence; sentences end after . ! ? and at line ends",
-    )
-    group.add_argument(
-        "--keep-newlines",
-        action="store_true",
-        help="with --split-sentences: keep the white space between sentences",
-    )
+    _add_input(parser.add_argument_group("input"))
     group = parser.add_argument_group("conversations")
     group.add_argument(
         "--chat",
@@ -113,51 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--seq-length + 1 of the training (default: conversations are written whole, and cut as "
         "other documents are when samples are packed)",
     )
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument(
-        "--tokenizer-type",
-        required=True,
-        metavar="TYPE",
-        help=f"one of {', '.join(TOKENIZER_TYPES)}",
-    )
-    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument(
-        "--tokenizer-model",
-        metavar="FILE",
-        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file "
-        "for TikTokenizer",
-    )
-    group.add_argument(
-        "--vocab-size", type=whole(), metavar="N", help="vocabulary size of NullTokenizer"
-    )
-    group.add_argument(
-        "--vocab-extra-ids",
-        type=whole(0, MOST_WIDTH),
-        default=0,
-        metavar="N",
-        help="extra ids of SentencePieceTokenizer",
-    )
-    group.add_argument(
-        "--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text"
-    )
-    group.add_argument(
-        "--tiktoken-num-special-tokens",
-        type=whole(1, MOST_WIDTH),
-        metavar="N",
-        help="ids that TikTokenizer reserves for special tokens",
-    )
-    group.add_argument(
-        "--tiktoken-special-tokens",
-        nargs="+",
-        metavar="NAME",
-        help="special tokens of TikTokenizer",
-    )
-    group.add_argument(
-        "--append-eod",
-        action="store_true",
-        help="append the end-of-document token to every document that does not end with it",
-    )
+    _add_tokenizer(parser.add_argument_group("tokenizer"))
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output-prefix",
@@ -204,6 +123,93 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--workers-to-check", nargs="+", help=argparse.SUPPRESS)
     group.add_argument("--max-documents", help=argparse.SUPPRESS)
     return parser
+
+
+def _add_input(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines, .parquet, or plain text with one document per file (.txt); JSON "
+        "lines and text may be compressed (.gz, .zst). A quoted pattern such as "
+        "'shards/*.jsonl' selects the matching files, sorted by name",
+    )
+    group.add_argument(
+        "--input-format", choices=FORMATS, default="auto", help="auto: by file name (default)"
+    )
+    group.add_argument(
+        "--json-keys",
+        nargs="+",
+        metavar="KEY",
+        help="keys of a line, or parquet columns, to tokenize, each into its own files (default: "
+        "text)",
+    )
+    group.add_argument(
+        "--on-bad-input",
+        choices=ON_BAD_INPUT,
+        default="fail",
+        help="what to do with a line that is not JSON or UTF-8, or has no text under the "
+        "key: fail at the first one (default), or skip, count and list them in "
+        "PREFIX_bad_input.txt",
+    )
+    group.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="make each sentence a sequence; sentences end after . ! ? and at line ends",
+    )
+    group.add_argument(
+        "--keep-newlines",
+        action="store_true",
+        help="with --split-sentences: keep the white space between sentences",
+    )
+
+
+def _add_tokenizer(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tokenizer-type",
+        required=True,
+        metavar="TYPE",
+        help=f"one of {', '.join(TOKENIZER_TYPES)}",
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument(
+        "--tokenizer-model",
+        metavar="FILE",
+        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file "
+        "for TikTokenizer",
+    )
+    group.add_argument(
+        "--vocab-size", type=whole(), metavar="N", help="vocabulary size of NullTokenizer"
+    )
+    group.add_argument(
+        "--vocab-extra-ids",
+        type=whole(0, MOST_WIDTH),
+        default=0,
+        metavar="N",
+        help="extra ids of SentencePieceTokenizer",
+    )
+    group.add_argument(
+        "--tiktoken-pattern", metavar="NAME", help="pattern by which TikTokenizer splits text"
+    )
+    group.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=whole(1, MOST_WIDTH),
+        metavar="N",
+        help="ids that TikTokenizer reserves for special tokens",
+    )
+    group.add_argument(
+        "--tiktoken-special-tokens",
+        nargs="+",
+        metavar="NAME",
+        help="special tokens of TikTokenizer",
+    )
+    group.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="append the end-of-document token to every document that does not end with it",
+    )
 
 
 def options_of(

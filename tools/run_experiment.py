@@ -93,7 +93,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="run only these points",
     )
     parser.add_argument("--retry-failed", action="store_true", help="run failed points again")
-    place = parser.add_argument_group("nodes and limits")
+    _add_place(parser.add_argument_group("nodes and limits"))
+    return parser
+
+
+def _add_place(place: argparse._ArgumentGroup) -> None:
     place.add_argument(
         "--dry-run", action="store_true", help="show the points and their cost; run nothing"
     )
@@ -160,7 +164,6 @@ def build_parser() -> argparse.ArgumentParser:
     place.add_argument(
         "--tflops", type=real(), metavar="T", help="hardware TFLOP/s per device (MI250X: per GCD)"
     )
-    return parser
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -131,13 +131,60 @@ def run_example(size: Size, iterations: int, folder: Path) -> int:
     """Run the parts of the example; return the exit code. Raises Interrupted."""
     steps = Steps()
     folder.mkdir(parents=True, exist_ok=True)
-    corpus, vocabulary, prefix = (
-        folder / "corpus.jsonl",
-        folder / "vocabulary.model",
-        folder / "corpus",
-    )
-    data = Path(f"{prefix}_text_document")
+    vocabulary, data = prepare(steps, size, folder)
     run, picture = folder / "run", folder / "loss.png"
+    stamp = folder / UNFINISHED
+    job = {"size": asdict(size), "iterations": iterations}
+    machine = unfinished(stamp, job) if checkpoint_of(folder) else None
+    load = ["--load", str(run)] if machine else []
+    if machine is None:
+        machine = steps.run("machine", choose_machine)
+        if before := checkpoint_of(folder):
+            print(f" {before} is removed: it is of another size or other --iterations", flush=True)
+        shutil.rmtree(run, ignore_errors=True)
+        stamp.write_text(json.dumps(job | {"machine": asdict(machine)}))
+    else:
+        print(f"\n goes on from {checkpoint_of(folder)}, of a run that was interrupted")
+    print(f" {machine.reason}", flush=True)
+    arguments = training_arguments(size, machine, iterations, vocabulary, data, run)
+    steps.run(
+        f"training: {iterations} iterations on {machine.processes} process(es)",
+        lambda: train([*arguments, *load], machine),
+    )
+    steps.run(
+        "text from the trained model",
+        lambda: execute(
+            tool(
+                "generate_text.py",
+                "--load",
+                run,
+                "--tokens",
+                size.sample_tokens,
+                "--temperature",
+                0.7,
+                "--top-k",
+                40,
+                "--metrics-file",
+                run / "metrics.jsonl",
+                *[w for prompt in PROMPTS for w in ("--prompt", prompt)],
+            ),
+            environment(machine),
+        ),
+    )
+    steps.run(
+        "report",
+        lambda: execute(tool("report.py", run, "--picture", picture, "--title", "make train")),
+    )
+    stamp.unlink()
+    return summary(size, run, picture, steps)
+
+
+def prepare(steps: Steps, size: Size, folder: Path) -> tuple[Path, Path]:
+    """Make the vocabulary and the token files; return their paths."""
+    corpus = folder / "corpus.jsonl"
+    vocabulary = folder / "vocabulary.model"
+    prefix = folder / "corpus"
+    data = Path(f"{prefix}_text_document")
     steps.run(
         "corpus: the sources of Python's standard library",
         lambda: make(
@@ -183,50 +230,7 @@ def run_example(size: Size, iterations: int, folder: Path) -> int:
             ),
         ),
     )
-    stamp = folder / UNFINISHED
-    job = {"size": asdict(size), "iterations": iterations}
-    machine = unfinished(stamp, job) if checkpoint_of(folder) else None
-    load = ["--load", str(run)] if machine else []
-    if machine is None:
-        machine = steps.run("machine", choose_machine)
-        if before := checkpoint_of(folder):
-            print(f" {before} is removed: it is of another size or other --iterations", flush=True)
-        shutil.rmtree(run, ignore_errors=True)
-        stamp.write_text(json.dumps(job | {"machine": asdict(machine)}))
-    else:
-        print(f"\n goes on from {checkpoint_of(folder)}, of a run that was interrupted")
-    print(f" {machine.reason}", flush=True)
-    arguments = training_arguments(size, machine, iterations, vocabulary, data, run)
-    steps.run(
-        f"training: {iterations} iterations on {machine.processes} process(es)",
-        lambda: train([*arguments, *load], machine),
-    )
-    steps.run(
-        "text from the trained model",
-        lambda: execute(
-            tool(
-                "generate_text.py",
-                "--load",
-                run,
-                "--tokens",
-                size.sample_tokens,
-                "--temperature",
-                0.7,
-                "--top-k",
-                40,
-                "--metrics-file",
-                run / "metrics.jsonl",
-                *[w for prompt in PROMPTS for w in ("--prompt", prompt)],
-            ),
-            environment(machine),
-        ),
-    )
-    steps.run(
-        "report",
-        lambda: execute(tool("report.py", run, "--picture", picture, "--title", "make train")),
-    )
-    stamp.unlink()
-    return summary(size, run, picture, steps)
+    return vocabulary, data
 
 
 def unfinished(stamp: Path, job: Mapping[str, object]) -> Machine | None:

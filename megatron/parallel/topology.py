@@ -125,7 +125,7 @@ class _Groups:
     layout: Layout
     rank: int
     new_group: GroupFactory | None
-    all_ranks: Any
+    all_ranks: ProcessGroup | None
     flight: FlightRecorder
 
     def make(self, kind: str) -> Group:
@@ -136,7 +136,7 @@ class _Groups:
             handle = self.new_group(ranks)
         return self._group(ranks, handle, kind)
 
-    def _group(self, ranks: Sequence[int], handle: Any, kind: str) -> Group:
+    def _group(self, ranks: Sequence[int], handle: ProcessGroup | None, kind: str) -> Group:
         return Group(ranks, ranks.index(self.rank), handle, kind, self.flight)
 
     def pair(self, line: Group) -> None:

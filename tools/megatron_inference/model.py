@@ -63,6 +63,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--distributed-timeout-minutes", type=real(525600), default=10.0, metavar="MINUTES"
     )
+    precision = parser.add_mutually_exclusive_group()
+    precision.add_argument(
+        "--bf16", action="store_true", help="compute in bfloat16 (default: fp32)"
+    )
+    precision.add_argument("--fp16", action="store_true", help="compute in float16 (default: fp32)")
     parser.add_argument(
         "--metrics-file",
         metavar="FILE",
