@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "with_vocabulary"]
 
-TOKENIZER_TYPES: tuple[str, ...] = all_options()["tokenizer_type"].choices or ()
+TOKENIZER_TYPES = tuple(map(str, all_options()["tokenizer_type"].choices or ()))
 MOST_IDS = 2**22  # four times as many as the largest vocabulary in use
 OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
     name.lower(): name for name in TOKENIZER_TYPES
