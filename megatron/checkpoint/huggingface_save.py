@@ -48,7 +48,8 @@ from megatron.checkpoint.huggingface_load import (
 from megatron.checkpoint.together import decided_by_first, together
 from megatron.checkpoint.writer import Alive, SyncedFile, nothing
 from megatron.config import Config
-from megatron.config.model import ModelConfig, TokenizerConfig
+from megatron.config.files import TokenizerConfig
+from megatron.config.model import ModelConfig
 from megatron.config.settings import all_options
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.optimizer import unique_parameters

@@ -16,8 +16,8 @@ from megatron.checkpoint import huggingface_config
 from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import find_folder, read_tracker
 from megatron.checkpoint.folder import folder_name, tagged_name
-from megatron.config.files import hugging_face_folder
-from megatron.config.model import ModelConfig, TokenizerConfig
+from megatron.config.files import TokenizerConfig, hugging_face_folder
+from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.config.pieces import Pieces
 from megatron.engine.optimizer_state import optimizer_state, wants_whole

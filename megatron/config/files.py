@@ -1,4 +1,4 @@
-"""Settings of data, checkpoints and logging."""
+"""Settings of tokenizer, data, checkpoints and logging."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.config.option import MOST_PROCESSES, option
+from megatron.config.option import MOST_PROCESSES, MOST_WIDTH, option
 
 _NO_RANDOM_STATES = (
     "checkpoints need no generator states: data order and dropout masks follow from --seed and "
@@ -33,6 +33,79 @@ def hugging_face_folder(load: str | None) -> Path | None:
     prefix = "hf:"
     found = load is not None and load.startswith(prefix)
     return Path(str(load).removeprefix(prefix)) if found else None
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Tokenizer and its files."""
+
+    title: ClassVar[str] = "tokenizer"
+
+    tokenizer_type: str | None = option(
+        None,
+        "Tokenizer type.",
+        choices=(
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HFTokenizer",
+            "TikTokenizer",
+            "NullTokenizer",
+        ),
+        value_names={
+            **dict.fromkeys(
+                ("huggingfacetokenizer", "pretrainedfromhf", "qwen2tokenizer"), "HFTokenizer"
+            ),
+            "llama3tokenizer": "TikTokenizer",
+        },
+        implies={"llama3tokenizer": {"tiktoken_pattern": "llama3"}},
+        hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model "
+        "of Llama 3",
+        derived="GPT2BPETokenizer with --vocab-file and --merge-file",
+    )
+    tokenizer_model: str | None = option(
+        None,
+        "SentencePiece model, Hugging Face tokenizer.json or the folder that has it, or .tiktoken "
+        "file.",
+        metavar="PATH",
+        flags=(
+            "--tokenizer-model",
+            "--tokenizer-name-or-path",
+            "--tokenizer-file",
+            "--hf_tokenizer_path",
+        ),
+    )
+    vocab_file: str | None = option(None, "vocab.json of a GPT-2 tokenizer.", metavar="FILE")
+    merge_file: str | None = option(None, "merges.txt of a GPT-2 tokenizer.", metavar="FILE")
+    vocab_extra_ids: int = option(
+        0,
+        "Extra ids at the end of a SentencePieceTokenizer's vocabulary.",
+        at_least=0,
+        at_most=MOST_WIDTH,
+    )
+    tiktoken_pattern: str | None = option(
+        None,
+        "Pre-tokenization pattern of a TikTokenizer.",
+        choices=("v1", "v2", "gpt2", "cl100k", "llama3", "o200k"),
+        derived="v2 for a JSON vocabulary; that of the tokenizer for a published .tiktoken file",
+    )
+    tiktoken_num_special_tokens: int | None = option(
+        None,
+        "Number of ids that a TikTokenizer reserves for special tokens.",
+        at_least=1,
+        at_most=MOST_WIDTH,
+        derived="1000 for a JSON vocabulary; for a .tiktoken file the number of names in "
+        "--tiktoken-special-tokens, else that of the published tokenizer",
+    )
+    tiktoken_special_tokens: tuple[str, ...] | None = option(
+        None,
+        "Special tokens of a TikTokenizer, in id order.",
+        metavar="NAME",
+        flags=("--tiktoken-special-tokens", "--tokenizer-special-tokens"),
+        derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary; <|endoftext|> for "
+        "a .tiktoken file",
+    )
 
 
 @dataclass(frozen=True)

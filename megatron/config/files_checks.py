@@ -116,3 +116,22 @@ def _profile(config: Sections) -> Iterator[str]:
             f"--profile-step-end {logging.profile_step_end} is not after --profile-step-start "
             f"{logging.profile_step_start}"
         )
+
+
+_TOKENIZER_NEEDS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HFTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+
+
+@check("tokenizer")
+def _tokenizer(config: Sections) -> Iterator[str]:
+    kind = config.tokenizer.tokenizer_type
+    for name in _TOKENIZER_NEEDS.get(kind or "", ()):
+        if config.get(name) is None:
+            yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"

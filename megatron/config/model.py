@@ -1,4 +1,4 @@
-"""Settings of the model and of its tokenizer."""
+"""Settings of the model."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ class ModelConfig:
         at_most=MOST_WIDTH,
     )
     vocab_size: int | None = option(
-        None,
-        "Vocabulary size before padding. Needed only without a tokenizer.",
-        at_least=1,
+        None, "Vocabulary size before padding. Needed only without a tokenizer.", at_least=1
     )
     layernorm_epsilon: float = option(
         1e-5,
@@ -488,10 +486,7 @@ class ModelConfig:
 
     @property
     def activation(self) -> str:
-        """Return 'gelu', 'openai_gelu', 'squared_relu' or 'swiglu', or 'geglu'.
-
-        Also 'exact_gelu' or 'exact_geglu'.
-        """
+        """Return '[exact_]gelu', 'openai_gelu', 'squared_relu', 'swiglu' or '[exact_]geglu'."""
         if self.geglu:
             return "exact_geglu" if self.exact_gelu else "geglu"
         for name in ("swiglu", "squared_relu", "exact_gelu", "openai_gelu"):
@@ -552,10 +547,7 @@ class ModelConfig:
         return self.mup_base_hidden_size / self.hidden_size if self.use_mup else 1.0
 
     def mup_base(self) -> ModelConfig:
-        """Return the base model of muP, with as many layers as this one.
-
-        Its experts are smaller in the proportion of its MLPs.
-        """
+        """Return the base model of muP: of as many layers, with experts in proportion to MLPs."""
         moe, shared = (
             width and width * self.mup_base_ffn_hidden_size // (self.ffn_hidden_size or 1)
             for width in (self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)
@@ -600,85 +592,7 @@ class ModelConfig:
         return sum(map(self.has_experts, range(self.num_layers)))
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Return the padded vocabulary size.
-
-        It is a multiple of make_vocab_size_divisible_by x tensor_parallel_size.
-        """
-        assert self.vocab_size is not None, (
-            "vocab_size is unknown until the tokenizer has been read"
-        )
+        """Return the vocabulary, to a multiple of make_vocab_size_divisible_by x that size."""
+        assert self.vocab_size is not None, "unknown until the tokenizer has been read"
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """Tokenizer and its files."""
-
-    title: ClassVar[str] = "tokenizer"
-
-    tokenizer_type: str | None = option(
-        None,
-        "Tokenizer type.",
-        choices=(
-            "GPT2BPETokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "HFTokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ),
-        value_names={
-            **dict.fromkeys(
-                ("huggingfacetokenizer", "pretrainedfromhf", "qwen2tokenizer"), "HFTokenizer"
-            ),
-            "llama3tokenizer": "TikTokenizer",
-        },
-        implies={"llama3tokenizer": {"tiktoken_pattern": "llama3"}},
-        hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model "
-        "of Llama 3",
-        derived="GPT2BPETokenizer with --vocab-file and --merge-file",
-    )
-    tokenizer_model: str | None = option(
-        None,
-        "SentencePiece model, Hugging Face tokenizer.json or the folder that has it, or .tiktoken "
-        "file.",
-        metavar="PATH",
-        flags=(
-            "--tokenizer-model",
-            "--tokenizer-name-or-path",
-            "--tokenizer-file",
-            "--hf_tokenizer_path",
-        ),
-    )
-    vocab_file: str | None = option(None, "vocab.json of a GPT-2 tokenizer.", metavar="FILE")
-    merge_file: str | None = option(None, "merges.txt of a GPT-2 tokenizer.", metavar="FILE")
-    vocab_extra_ids: int = option(
-        0,
-        "Extra ids at the end of a SentencePieceTokenizer's vocabulary.",
-        at_least=0,
-        at_most=MOST_WIDTH,
-    )
-    tiktoken_pattern: str | None = option(
-        None,
-        "Pre-tokenization pattern of a TikTokenizer.",
-        choices=("v1", "v2", "gpt2", "cl100k", "llama3", "o200k"),
-        derived="v2 for a JSON vocabulary; that of the tokenizer for a published .tiktoken file",
-    )
-    tiktoken_num_special_tokens: int | None = option(
-        None,
-        "Number of ids that a TikTokenizer reserves for special tokens.",
-        at_least=1,
-        at_most=MOST_WIDTH,
-        derived="1000 for a JSON vocabulary; for a .tiktoken file the number of names in "
-        "--tiktoken-special-tokens, else that of the published tokenizer",
-    )
-    tiktoken_special_tokens: tuple[str, ...] | None = option(
-        None,
-        "Special tokens of a TikTokenizer, in id order.",
-        metavar="NAME",
-        flags=("--tiktoken-special-tokens", "--tokenizer-special-tokens"),
-        derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary; <|endoftext|> for "
-        "a .tiktoken file",
-    )

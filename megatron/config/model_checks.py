@@ -249,22 +249,3 @@ def _mup_groups(config: Sections) -> Iterator[str]:
             f"in {base_groups} in the base model: queries would need another learning rate than "
             "keys and values of the same matrix. Use Adam, or as many heads in each group"
         )
-
-
-_TOKENIZER_NEEDS = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "HFTokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-    "NullTokenizer": ("vocab_size",),
-}
-
-
-@check("tokenizer")
-def _tokenizer(config: Sections) -> Iterator[str]:
-    kind = config.tokenizer.tokenizer_type
-    for name in _TOKENIZER_NEEDS.get(kind or "", ()):
-        if config.get(name) is None:
-            yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"

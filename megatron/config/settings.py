@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
-from megatron.config.model import ModelConfig, TokenizerConfig
+from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig, TokenizerConfig
+from megatron.config.model import ModelConfig
 from megatron.config.option import Option, options_of
 from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces

@@ -63,7 +63,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class AttentionFeatures:
-    """What a layer asks of its attention.
+    """Features that a layer asks of its attention.
 
     drops     attention weights are dropped
     windowed  there is a sliding window

@@ -30,7 +30,7 @@ WORK: dict[str, str | Callable[..., Computation]] = {}
 
 
 class Gradient(NamedTuple):
-    """How an operator is differentiated.
+    """Functions that differentiate an operator.
 
     save      (ctx, inputs, output): keeps what the backward pass needs
     backward  (ctx, *gradients): one gradient or None for each input; a second derivative is an

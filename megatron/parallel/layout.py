@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a job chooses of its layout; the fields are named as the settings.
+    """Sizes that a job chooses for its layout; the fields are named as the settings.
 
     expert_ranks_per_node  None: as many as there are on nodes of `ranks_per_node` ranks, or 1 if
                            lines of experts divide them unevenly

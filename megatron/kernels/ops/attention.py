@@ -105,7 +105,7 @@ class _Block:
 
     @property
     def rows(self) -> tuple[slice, slice]:
-        """Where the rows of the block are among those of all samples."""
+        """The samples and rows of the block among all of them."""
         row = self.first * self.law.share
         samples, rows = self.scores.shape[:2]
         return slice(self.sample, self.sample + samples), slice(row, row + rows)
