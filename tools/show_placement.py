@@ -7,7 +7,7 @@
 Accepts all flags of pretrain_gpt.py; --rank-order and --device-order replace the chosen orders. The
 seconds assume that no message overlaps with computation: use them to compare placements, not to
 predict a step. Bandwidths are published ones or, where marked ~, estimates from the link table
-([sources] in the cluster file, megatron/planner/channels.py).
+([sources] in the cluster file, megatron/planner/node_links.py).
 """
 
 from __future__ import annotations

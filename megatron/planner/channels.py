@@ -17,41 +17,14 @@ one step of a ring. A message between stages occupies its link in proportion to 
 on the busiest link or card while all boundaries send in the same direction, and arrives one latency
 later. If a machine's file has measured seconds (`compute.collectives`, `compute.messages`), these
 are interpolated linearly between sizes instead.
-
-Bandwidths are GB/s (1e9 bytes) that one rank sends while all others of its kind send too, as in
-AxoNN's published table. A rate is *published* if that table has exactly these groups on these
-devices. Otherwise it is *estimated*: the link table times an efficiency, the ratio of published
-rates to link widths. The efficiencies for Frontier are:
-
-    link     pairs on links of 200 GB/s reach 129, on links of 50 GB/s 50. A link of 100 GB/s is
-             interpolated linearly to 76.3; a saturating curve would give more
-    cut      52/100 = 0.52 of the links across the narrowest cut of a group: {0, 1, 2, 3} has 52
-             over two links of 50
-    detour   36/50 = 0.72 of the narrowest link on a path through other devices: pairs 4 apart reach
-             36
-    card     40/100 = 0.40 of a node's network cards: groups over several nodes have 40, 20, 10, 5
-             for 1, 2, 4, 8 a node
-
-A collective of a group on direct links is estimated in two ways, and the larger result counts. One
-ring can run around a spanning tree, there and back, because links are full duplex; it is as fast as
-the narrowest link of the widest spanning tree. Several rings together carry no more than the
-narrowest cut: the split of the group into two parts with the least bandwidth in between. On
-published groups that were not used to fit the efficiencies, the rules give 130 against 135 (the
-whole node) and 52 against 72 (every other device): at worst a quarter too low.
-
-The rate of {0, 1, 6, 7} is not known. Its ring is 100 GB/s wide, where that of {0, 1, 2, 3} is 50.
-The estimate is therefore 76 GB/s, against the published 52 for {0, 1, 2, 3} and 72 for
-{0, 2, 4, 6}; the narrowest cut of all three is 100 GB/s. If RCCL gets no more out of that cut than
-in {0, 1, 2, 3}, the rate is 52. Switches between nodes are not modelled.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,29 +35,11 @@ from megatron.model.formulas import ring_bytes
 from megatron.parallel.layout import Layout, Line
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, Used
+from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_links, path_of
 
-ESTIMATED = "estimated"
-
-# Efficiencies published for Frontier, for machines without a published table.
-_LINK = 129 / 200
-_CUT = 52 / 100
-_DETOUR = 36 / 50
-_CARD = 40 / 100
-
-Step = tuple[int, int]
-"""A link in one direction, from one device to another; or a card, as (_OUT or _IN, card)."""
-_OUT, _IN = -1, -2
 _AT_ONCE = 8  # messages of an all-to-all
 _NOWHERE, _AWAY = -1, -2
 """Ends of a message other than a position on the same node: no message, or another node."""
-
-
-class Rate(NamedTuple):
-    """GB/s of one rank, whether published or estimated, and what limits it."""
-
-    gb_per_s: float
-    basis: str
-    limit: str
 
 
 class Group(NamedTuple):
@@ -237,9 +192,7 @@ class Channels:
             )
             if rate.basis == ESTIMATED:
                 basis = ASSUMED
-                text = (
-                    "estimated from the widths of links and cards by published ratios (channels.py)"
-                )
+                text = "estimated from the widths of links and cards by published ratios (node_links.py)"
             self._used[name] = Used(name, f"{rate.gb_per_s:.4g} GB/s, {rate.limit}", basis, text)
 
     @property
@@ -274,181 +227,6 @@ def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
         return float(np.interp(x, [size for size, _ in points], [seconds for _, seconds in points]))
     before, start = points[-2] if len(points) > 1 and end > points[-2][1] else (0.0, 0.0)
     return end + (end - start) * (x - last) / (last - before)
-
-
-# -- bandwidth of links and cards ------------------------------------------------------------------
-
-
-@functools.cache
-def ways(cluster: Cluster, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
-    """List the shortest paths from device a to b that have the widest bottleneck link.
-
-    If there are several, it is not known which one the hardware takes.
-    """
-    paths: list[tuple[int, ...]] = [(a,)]
-    while not (found := [tuple(itertools.pairwise(path)) for path in paths if path[-1] == b]):
-        paths = [
-            (*path, device)
-            for path in paths
-            for device in range(cluster.devices_per_node)
-            if device not in path and cluster.link_gb_per_s(path[-1], device)
-        ]
-    widest = max(_width(cluster, way) for way in found)
-    return tuple(way for way in found if _width(cluster, way) == widest)
-
-
-def _width(cluster: Cluster, way: tuple[Step, ...]) -> float:
-    return min(itertools.starmap(cluster.link_gb_per_s, way), default=float("inf"))
-
-
-class NodeLinks:
-    """Bandwidth of a node's links and cards.
-
-    card, detour, cut: efficiencies, as explained in the module's docstring
-    """
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        count = cluster.devices_per_node
-        self._rates: dict[frozenset[frozenset[int]], Mapping[frozenset[int], Rate]] = {}
-        self._published: dict[frozenset[frozenset[int]], float] = {}
-        # width of a link -> published rate of pairs that all have such a link
-        self._by_width: dict[float, float] = {}
-        across = list[float]()
-        cuts = list[float]()
-        detours = list[float]()
-        for (inner, size), rate in cluster.collective_gb_per_s.items():
-            if size == 0:
-                across.append(inner * rate)
-            if size <= 1:
-                continue
-            firsts = (first for first in range(count) if first // inner % size == 0)
-            groups = (frozenset(first + k * inner for k in range(size)) for first in firsts)
-            family = frozenset(group for group in groups if max(group) < count)
-            self._published[family] = rate
-            widths = {cluster.link_gb_per_s(*group) for group in family if size == 2}
-            if 0.0 in widths:  # the slowest pairs are those without a link
-                detours.append(
-                    rate / min(_width(cluster, ways(cluster, *sorted(pair))[0]) for pair in family)
-                )
-            elif len(widths) == 1:
-                self._by_width[widths.pop()] = rate
-            elif not widths and all(map(cluster.reached, family)):
-                cuts.append(rate / min(map(self.narrowest_cut, family)))
-        self.card = min(across, default=0.0) / (len(cluster.nics) * cluster.nic_gb_per_s) or _CARD
-        self.detour = min(detours, default=_DETOUR)
-        self.cut = min(cuts, default=_CUT)
-
-    def rate_of_link(self, width: float) -> float:
-        """Return the GB/s of one message, or of a ring, over direct links of this width.
-
-        The rate is interpolated between published widths; beyond them it is proportional to the
-        width.
-        """
-        if not self._by_width:
-            return _LINK * width
-        widths = sorted(self._by_width)
-        rates = [self._by_width[known] for known in widths]
-        nearest = min(max(width, widths[0]), widths[-1])
-        return float(np.interp(nearest, widths, rates)) * width / nearest
-
-    def widest_ring(self, group: Iterable[int], through: Iterable[int] = ()) -> float:
-        """Return the GB/s of one ring, there and back on a spanning tree; 0 if not connected."""
-        group = frozenset(group)
-        through = frozenset(through)
-        widths = sorted(set(self.cluster.links.values()), reverse=True)
-        return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
-
-    def narrowest_cut(self, group: Iterable[int]) -> float:
-        """Return the GB/s across the split of the group into two parts that has the least."""
-        first, *others = sorted(group)
-        return min(
-            sum(
-                self.cluster.link_gb_per_s(a, b)
-                for a in (first, *chosen)
-                for b in others
-                if b not in chosen
-            )
-            for count in range(len(others))
-            for chosen in itertools.combinations(others, count)
-        )
-
-    def collective(self, family: Iterable[Iterable[int]]) -> Mapping[frozenset[int], Rate]:
-        """Return the rate of each group of a node while all of them run collectives.
-
-        Groups are disjoint and have two members or more.
-        """
-        key = frozenset(map(frozenset[int], family))
-        if key not in self._rates:
-            known = next(
-                (rate for published, rate in self._published.items() if key <= published), None
-            )
-            self._rates[key] = {group: self._rate(group, len(key), known) for group in key}
-        return self._rates[key]
-
-    def _rate(self, group: frozenset[int], groups: int, published: float | None) -> Rate:
-        shown = ",".join(map(str, sorted(group)))
-        if published is not None:
-            return Rate(published, PUBLISHED, f"devices {shown}")
-        width = self.widest_ring(group)
-        if not width:
-            width = self.widest_ring(group, through=range(self.cluster.devices_per_node))
-            # It is not known which links the detours take: assume that all groups share the same.
-            return Rate(self.detour * width / groups, ESTIMATED, f"detours of {shown}")
-        ring = self.rate_of_link(width)
-        cut = self.cut * self.narrowest_cut(group)
-        return Rate(ring if len(group) == 2 else max(ring, cut), ESTIMATED, f"links of {shown}")
-
-    def card_shares(self, crossing: Sequence[Sequence[int]]) -> list[Rate]:
-        """Return the inter-node rate of each group of a node that spans nodes, all running at once.
-
-        A group uses the cards of all its devices here; groups that use the same card share it
-        evenly.
-        """
-        cluster = self.cluster
-        sizes = set(map(len, crossing))
-        cards = [{cluster.nic_of_device[device] for device in group} for group in crossing]
-        users = Counter(itertools.chain(*cards))
-        natural = len(sizes) == 1 and len(crossing) * min(sizes) == cluster.devices_per_node
-        basis = (
-            PUBLISHED
-            if natural and (len(crossing), 0) in cluster.collective_gb_per_s
-            else ESTIMATED
-        )
-        shares = (sum(cluster.nic_gb_per_s / users[card] for card in used) for used in cards)
-        return [
-            Rate(self.card * share, basis, f"network cards of {len(crossing)} groups")
-            for share in shares
-        ]
-
-    def exchange(self, groups: Iterable[Sequence[int]], size: int) -> Rate:
-        """Return the rate of all-to-alls of these groups of a node, all running at once.
-
-        size  members of each group, of which `groups` has those on this node
-        """
-        loads = Counter[Step]()  # of one byte from each rank to all others
-        for group in groups:
-            for a, b in itertools.permutations(group, 2):
-                found = ways(self.cluster, a, b)
-                part = (1 / self.detour if len(found[0]) > 1 else 1.0) / len(found)
-                for way in found:
-                    loads.update(dict.fromkeys(way, part))
-            for device in group if len(group) < size else ():
-                for ends in ((device, None), (None, device)):
-                    loads.update(dict.fromkeys(_path(self, *ends)[0], size - len(group)))
-        seconds = {step: load / (size - 1) / self.width_of(step) for step, load in loads.items()}
-        worst = max(seconds, key=seconds.__getitem__)
-        limit = "network cards" if worst[0] < 0 else f"link {worst[0]}-{worst[1]}"
-        return Rate(1 / seconds[worst], ESTIMATED, limit)
-
-    def width_of(self, step: Step) -> float:
-        """Return the GB/s of a link, or of a card."""
-        if step[0] < 0:
-            return self.card * self.cluster.nic_gb_per_s
-        return self.rate_of_link(self.cluster.link_gb_per_s(*step))
-
-
-node_links = functools.cache(NodeLinks)
 
 
 # -- groups and messages on nodes ------------------------------------------------------------------
@@ -584,7 +362,7 @@ def _boundaries(
         ends = [(a, b) for a, b in enumerate(targets) if b != _NOWHERE]
         ends += [(_AWAY, b) for b, a in enumerate(sources) if a == _AWAY]
         paths = [
-            _path(links, *(None if end == _AWAY else order[end] for end in pair)) for pair in ends
+            path_of(links, *(None if end == _AWAY else order[end] for end in pair)) for pair in ends
         ]
         users = Counter[Step]()
         weights = dict[Step, float]()
@@ -599,27 +377,3 @@ def _boundaries(
     for rank, a, b in messages:
         found[rank][b != _AWAY] = max(most[a, b], found[rank].get(b != _AWAY, 0.0))
     return found
-
-
-@functools.cache
-def _path(
-    links: NodeLinks, source: int | None, target: int | None
-) -> tuple[frozenset[Step], float]:
-    """Return the links and cards that a message takes, and its slowdown against their bandwidth.
-
-    A device of None is on another node. A message with several equal paths is counted on all of
-    them.
-    """
-    cluster, cards = links.cluster, list[Step]()
-    if source is None:
-        assert target is not None, "a message has an end on the node"
-        card = cluster.nic_of_device[target]
-        cards = [(_IN, card)]
-        source = cluster.nic_on_device[card]
-    elif target is None:
-        card = cluster.nic_of_device[source]
-        cards = [(_OUT, card)]
-        target = cluster.nic_on_device[card]
-    found = ways(cluster, source, target)
-    weight = 1 / links.detour if len(found[0]) > 1 and not cards else 1.0
-    return frozenset(cards).union(*found), weight

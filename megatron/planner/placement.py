@@ -20,11 +20,12 @@ from megatron.model.formulas import ring_bytes
 from megatron.parallel.launch import Launch
 from megatron.parallel.layout import DEFAULT_ORDER, Layout, Sizes
 from megatron.parallel.placing import Placing, RankPlan
-from megatron.planner.channels import ESTIMATED, OF_PASSES, Channels
+from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import PUBLISHED
 from megatron.planner.events import Message
+from megatron.planner.node_links import ESTIMATED
 from megatron.planner.stage import (
     experts_of,
     parameters_of,

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.parallel.layout import Layout
-from megatron.planner.channels import Channels, groups_on_nodes, node_links, ways
+from megatron.planner.channels import Channels, groups_on_nodes
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure
+from megatron.planner.node_links import node_links, ways
 from megatron.planner.placement import choose_placement, naive_placement, place_with
 from tests.planner.layouts import made
 

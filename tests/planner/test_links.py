@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planner.channels import NodeLinks, node_links
 from megatron.planner.cluster import CLUSTERS, load_cluster
+from megatron.planner.node_links import NodeLinks, node_links
 
 FRONTIER = load_cluster("frontier")
 LINKS = node_links(FRONTIER)

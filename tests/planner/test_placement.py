@@ -12,8 +12,8 @@ from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
-from megatron.planner.channels import node_links
 from megatron.planner.cluster import load_cluster
+from megatron.planner.node_links import node_links
 from megatron.planner.placement import (
     Placement,
     choose_placement,

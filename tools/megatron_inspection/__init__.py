@@ -1,1 +1,1 @@
-"""What checkpoints hold, whether they are whole, and how two differ."""
+"""What checkpoints and data sets hold, whether they are whole, and how two checkpoints differ."""

@@ -21,6 +21,7 @@ from megatron import limited
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
+from megatron_inspection.dataset import inspect
 from megatron_preparation import chat as chat_module
 from megatron_preparation import sources
 from megatron_preparation.chat import Chat, find_chat, rendered
@@ -403,10 +404,10 @@ def test_inspection_shows_and_checks_the_mask(
     assert any("6 tokens, 3 of them" in line for line in report)
     mask = Path(f"{prefix}_mask.bin")
     mask.write_bytes(bytes([0, 0, 1, 7, 0, 1]))
-    result = inspect_dataset.inspect(prefix, validate=True)
+    result = inspect(prefix, validate=True)
     assert not result.sound and any(f"{mask}: byte 3" in problem for problem in result.problems)
     write_mask(prefix, [[0, 0, 1], [1, 0, 1]])
-    assert not inspect_dataset.inspect(prefix).sound
+    assert not inspect(prefix).sound
     mask.unlink()
     assert inspect_dataset.main([prefix]) == 2 and str(mask) in capsys.readouterr().out
 

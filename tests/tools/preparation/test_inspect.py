@@ -19,10 +19,10 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_adapters import byte_letters
 from megatron.errors import DataError
+from megatron_inspection import dataset as library
+from megatron_inspection.dataset import count_lengths, decode_leniently, inspect
 from tests.data.struct_format import Documents, packed
 from tools import inspect_dataset
-from tools import inspect_dataset as library
-from tools.inspect_dataset import count_lengths, decode_leniently, inspect
 
 Damage = Callable[[bytes, bytes], tuple[bytes | None, bytes | None]]
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
