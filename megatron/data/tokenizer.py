@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron.config.files import TokenizerConfig
 from megatron.config.settings import all_options
 from megatron.data.added_tokens import files_beside
 from megatron.data.limited_tokenizer import LimitedTokenizer
@@ -53,22 +54,15 @@ OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
 def build_tokenizer(
     tokenizer_type: str,
     *,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    tokenizer_model: str | None = None,
     vocab_size: int | None = None,
-    vocab_extra_ids: int = 0,
-    tiktoken_pattern: str | None = None,
-    tiktoken_num_special_tokens: int | None = None,
-    tiktoken_special_tokens: Sequence[str] | None = None,
     num_threads: int | None = None,
+    **flags: Any,
 ) -> Tokenizer:
-    """Return the tokenizer of --tokenizer-type.
+    """Return the tokenizer of --tokenizer-type; `flags` are the other fields of TokenizerConfig.
 
-    The arguments up to num_threads are the flags of these names. `vocab_extra_ids` appends
-    <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for Hugging Face's library, the
-    others use one: it sets TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS for the whole process (the
-    second has no effect once the library has started its threads).
+    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for
+    Hugging Face's library, the others use one: it sets TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS
+    for the whole process (the second has no effect once the library has started its threads).
 
     Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the
     tokenizer's (of HFTokenizer it may be larger, as in many published models), and DataError, with
@@ -91,27 +85,18 @@ def build_tokenizer(
     if num_threads is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
         os.environ["RAYON_NUM_THREADS"] = str(num_threads)
-    build, files = adapter_of(
-        kind,
-        vocab_file=vocab_file,
-        merge_file=merge_file,
-        tokenizer_model=tokenizer_model,
-        vocab_size=vocab_size,
-        vocab_extra_ids=vocab_extra_ids,
-        tiktoken=TikTokenSettings(
-            tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens
-        ),
-    )
-    tokenizer = LimitedTokenizer(build, files)
+    settings = TokenizerConfig(kind, **flags)
+    path = settings.tokenizer_model or settings.vocab_file
+    tokenizer = LimitedTokenizer(*adapter_of(settings, vocab_size))
     if tokenizer.vocab_size > MOST_IDS:
         raise DataError(
-            f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but no "
+            f"{path}: its highest id is {tokenizer.vocab_size - 1}, but no "
             f"tokenizer in use has more than {MOST_IDS} ids: give an undamaged file"
         )
     padded = kind == "HFTokenizer" and (vocab_size or 0) > tokenizer.vocab_size
     if vocab_size not in (None, tokenizer.vocab_size) and not padded:
         raise ConfigError(
-            f"--vocab-size {vocab_size}, but {tokenizer_model or vocab_file} makes a vocabulary of "
+            f"--vocab-size {vocab_size}, but {path} makes a vocabulary of "
             f"{tokenizer.vocab_size} for {kind}: leave --vocab-size out, or give the right file; "
             "to make the model's larger, use --make-vocab-size-divisible-by"
         )
@@ -119,30 +104,31 @@ def build_tokenizer(
 
 
 def adapter_of(
-    kind: str,
-    *,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    tokenizer_model: str | None = None,
-    vocab_size: int | None = None,
-    vocab_extra_ids: int = 0,
-    tiktoken: TikTokenSettings | None = None,
+    settings: TokenizerConfig, vocab_size: int | None = None
 ) -> tuple[Callable[[], Tokenizer], list[Path]]:
     """Return what makes the tokenizer of a type in this process, and the files that it reads.
 
     Raises ConfigError for a missing flag, DataError for a missing file.
     """
+    kind = settings.tokenizer_type or ""
     if kind == "GPT2BPETokenizer":
-        files = [_file(kind, "--vocab-file", vocab_file), _file(kind, "--merge-file", merge_file)]
+        vocabulary = _file(kind, "--vocab-file", settings.vocab_file)
+        files = [vocabulary, _file(kind, "--merge-file", settings.merge_file)]
         return partial(gpt2, *files), files
-    path = _file(kind, "--tokenizer-model", tokenizer_model, or_folder=kind == "HFTokenizer")
+    folder = kind == "HFTokenizer"
+    path = _file(kind, "--tokenizer-model", settings.tokenizer_model, or_folder=folder)
     if kind == "HFTokenizer":
         file = path / "tokenizer.json" if path.is_dir() else path
         return partial(hugging_face, path), [file, *files_beside(file)]
     if kind == "TikTokenizer":
-        settings = tiktoken or TikTokenSettings()
-        return partial(tik_token, path, settings, vocab_size=vocab_size), [path]
-    return partial(sentence_piece, kind, path, vocab_extra_ids=vocab_extra_ids), [path]
+        tiktoken = TikTokenSettings(
+            settings.tiktoken_pattern,
+            settings.tiktoken_num_special_tokens,
+            settings.tiktoken_special_tokens,
+        )
+        return partial(tik_token, path, tiktoken, vocab_size=vocab_size), [path]
+    extra = settings.vocab_extra_ids
+    return partial(sentence_piece, kind, path, vocab_extra_ids=extra), [path]
 
 
 def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
