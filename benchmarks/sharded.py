@@ -43,7 +43,7 @@ import torch.multiprocessing  # noqa: E402
 
 from megatron.config import Config  # noqa: E402
 from megatron.data.sampler import MicroBatch  # noqa: E402
-from megatron.engine.deepspeed_internals import import_deepspeed  # noqa: E402
+from megatron.engine.deepspeed_engine import import_deepspeed  # noqa: E402
 from megatron.engine.engine import Engine, build_executor  # noqa: E402
 from megatron.model.gpt import GPTChunk, build_chunks, layer_context  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402

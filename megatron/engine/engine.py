@@ -19,13 +19,12 @@ import torch
 
 from megatron.config.phases import norm_limits
 from megatron.engine.copies import check_copies
-from megatron.engine.deepspeed_internals import (
+from megatron.engine.deepspeed_engine import (
+    Model,
     ModelParallelUnit,
-    ZeroStep,
     deepspeed_json,
     ensure_process_group,
     import_deepspeed,
-    moves,
     start_engine,
 )
 from megatron.engine.gradients import ALIGNMENT, Bucket, Gradients, Terms, WeightGather, divide
@@ -48,6 +47,7 @@ from megatron.engine.optimizer_state import (
     optimizer_state,
 )
 from megatron.engine.qk_clip import Part, QKClip
+from megatron.engine.update import Update, moves
 from megatron.engine.whole import WholeParameters
 from megatron.engine.zero_plan import (
     BucketPlan,
@@ -162,6 +162,8 @@ class Engine:
     divided by the number of micro-batches of all ranks and multiplied by `loss_scale`. So fp16
     overflows at the same values on every layout.
 
+    deepspeed  the DeepSpeedEngine whose step runs the optimizer
+
     Attributes for checkpoints:
 
     copies                the data-parallel ranks that hold the same fragments as this one, and
@@ -238,18 +240,17 @@ class Engine:
             if own is None
             else own(groups, config.optimizer)
         )
-        engine = start_engine(
+        self.deepspeed = start_engine(
             deepspeed,
             topology,
-            sums=sums,
             from_file=bool(config.engine.extra),
-            model=torch.nn.ParameterList(p for group in groups for p in group["params"]),
+            model=Model(chunks),
             optimizer=self._basic,
             config=deepspeed_json(config),
             mpu=ModelParallelUnit(topology),
         )
-        self._zero = ZeroStep(
-            engine,
+        self._update = Update(
+            self.deepspeed,
             self._basic,
             topology,
             self._dtype,
@@ -257,14 +258,15 @@ class Engine:
             exact,
             self._shards[0],
             kernels=config.kernels.optimizer_implementation != "torch",
+            clip=config.optimizer.clip_grad,
             limits=norm_limits(config.optimizer.clip_grad_by_kind),
         )
         models: dict[torch.Tensor, torch.Tensor] = {}
         if config.engine.cpu_offload:  # in fp32 the masters are on the device
-            models.update(zip(self._zero.masters, exact, strict=True))
+            models.update(zip(self._update.masters, exact, strict=True))
         del exact
         wanted = [bool(group.get("whole")) for group in self._basic.param_groups]
-        of_wholes = [b for b, whole in zip(self._zero.buckets, wanted, strict=True) if whole]
+        of_wholes = [b for b, whole in zip(self._update.buckets, wanted, strict=True) if whole]
         wholes = WholeParameters(of_wholes, topology) if of_wholes else None
         for group, whole in zip(self._basic.param_groups, wanted, strict=True):
             group["whole"] = wholes if whole else None
@@ -280,15 +282,15 @@ class Engine:
         release_free_memory()
         create_state(self._basic, state, topology.device, models)
         models.clear()
-        self.host_state = self._zero.offload() if config.engine.cpu_offload else None
+        self.host_state = self._update.offload() if config.engine.cpu_offload else None
         self._scale = LossScale(config.precision)
         # a step whose results have not been read yet
         self._under_way: tuple[float, float, HostCopy] | None = None
         self._result: StepResult | None = None
-        held = [self._zero.state_of(master) for master in self._zero.masters]
+        held = [self._update.state_of(master) for master in self._update.masters]
         owned = [
             (p, first, place, bucket, tensors)
-            for bucket, tensors in zip(self._zero.buckets, held, strict=True)
+            for bucket, tensors in zip(self._update.buckets, held, strict=True)
             for p, first, place in bucket.owned()
         ]
         self._own_gradients = {p: b.own_gradients[place] for p, _, place, b, _ in owned}
@@ -343,7 +345,7 @@ class Engine:
         def position(bucket: Bucket) -> int:
             return -min((place[p] for p in bucket.parameters), default=0)
 
-        buckets = sorted(self._zero.buckets, key=position)
+        buckets = sorted(self._update.buckets, key=position)
         by_use = sorted((*buckets, *(bucket for bucket, _ in self._frozen)), key=position)
         watched = self.chunks.children() if self.topology.tensor.size > 1 else ()
         terms = Terms(watched, config.parallel.sequence_parallel)
@@ -381,7 +383,7 @@ class Engine:
     @property
     def buckets(self) -> Sequence[Bucket]:
         """Return the parameter groups as flat tensors, frozen parameters included."""
-        return *self._zero.buckets, *(bucket for bucket, _ in self._frozen)
+        return *self._update.buckets, *(bucket for bucket, _ in self._frozen)
 
     @property
     def has_moved(self) -> bool:
@@ -473,7 +475,7 @@ class Engine:
         if self._averaging is not None:
             self._averaging.new_in_average, new = new, 0.0
         zeros = [self._count_zeros()] if self._logging.log_num_zeros_in_grad else []
-        norm = self._zero.step(scale)
+        norm = self._update.step(scale)
         if self._qk_clip is not None:
             self._state_rests()
             self._qk_clip.apply(moves(norm))
@@ -501,7 +503,7 @@ class Engine:
         norm, *others = figures.read()
         skipped = not math.isfinite(norm)
         if skipped or norm == 0:
-            self._zero.not_taken()
+            self._update.not_taken()
         else:
             self._gradients.counts()
             if new and self._averages:
@@ -597,7 +599,7 @@ class Engine:
         self._settle()
         self._state_rests()
         self._weights.settle()
-        weights = [bucket.own_weights for bucket in self._zero.buckets]
+        weights = [bucket.own_weights for bucket in self._update.buckets]
         kept = [part.clone() for part in weights]
         self._use(weights, self._averages)
         yield
@@ -686,7 +688,7 @@ class Engine:
         """
         self._state_rests()
         self._weights.settle()
-        self._zero.update_working_weights()
+        self._update.update_working_weights()
         with torch.no_grad():
             for bucket, part in self._frozen:
                 bucket.own_weights.copy_(part)

@@ -42,8 +42,8 @@ def test_every_part_begins_on_16_bytes(precision: str) -> None:
             member(config, ranks - 1, "cpu") as topology,
         ):
             engine = Engine(toy.config(precision), topology, toy.build(topology))
-            assert len(engine._zero.buckets) > 2
-            for bucket, master in zip(engine._zero.buckets, engine._zero.masters, strict=True):
+            assert len(engine._update.buckets) > 2
+            for bucket, master in zip(engine._update.buckets, engine._update.masters, strict=True):
                 used = sum(p.numel() for p in bucket.parameters)
                 odd += used % (8 * ranks) != 0
                 assert used <= len(bucket.weights) < used + 8 * ranks and bucket.ranks == ranks

@@ -68,7 +68,7 @@ def train(rank: int, cases: list[tuple[str, str, int]]) -> list[list[Any]]:
             both.append((results, toy.state_pieces(engine), toy.weight_pieces(engine)))
             on_device = [
                 x.untyped_storage().nbytes()
-                for m in engine._zero.masters
+                for m in engine._update.masters
                 for x in (m, *tensors_of(engine._basic, m).values())
                 if not (precision == "fp32" and x is m)
             ]

@@ -55,7 +55,7 @@ def train(rank: int, stage: int, again: bool) -> dict[str, Any]:
         for handle in handles:
             handle.remove()
         engine.step(1e-3)
-    left = sum(b.gradients.untyped_storage().nbytes() for b in engine._zero.buckets)
+    left = sum(b.gradients.untyped_storage().nbytes() for b in engine._update.buckets)
     return {"before": before, "left": left, **{name: max(some) for name, some in seen.items()}}
 
 

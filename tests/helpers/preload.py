@@ -13,7 +13,7 @@ import torch.distributed
 
 torch.set_num_threads(1)
 
-from megatron.engine.deepspeed_internals import import_deepspeed  # noqa: E402
+from megatron.engine.deepspeed_engine import import_deepspeed  # noqa: E402
 
 import_deepspeed("cpu")  # a second that every process of every case would spend
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.checkpoint.tensors import snapshot_bytes, tensors_to_save
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
-from megatron.engine.deepspeed_internals import import_deepspeed
+from megatron.engine.deepspeed_engine import import_deepspeed
 from megatron.engine.engine import Engine, build_executor
 from megatron.engine.optimizer_state import MASTER, optimizer_state
 from megatron.errors import ConfigError

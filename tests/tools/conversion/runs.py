@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.engine.deepspeed_internals import (
+from megatron.engine.deepspeed_engine import (
     ModelParallelUnit,
     ensure_process_group,
     import_deepspeed,

@@ -350,7 +350,7 @@ def test_no_tracker_is_imported_unless_it_is_asked_for() -> None:
     code = """
 import sys
 import megatron.training.run.setup
-from megatron.engine.deepspeed_internals import import_deepspeed
+from megatron.engine.deepspeed_engine import import_deepspeed
 import_deepspeed()
 print(sorted({"mlflow", "wandb", "tensorboard"} & sys.modules.keys()))
 import mlflow

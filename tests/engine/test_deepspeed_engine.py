@@ -15,14 +15,14 @@ from typing import Any
 
 import pydantic
 import pytest
-
-from megatron.engine import deepspeed_internals
 from megatron.engine.deepspeed_internals import (
     OF_MODULES,
     OF_OBJECTS,
     deepspeed_json,
     import_deepspeed,
 )
+
+from megatron.engine import deepspeed_internals
 from megatron.engine.engine import Engine
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Topology

@@ -1,0 +1,298 @@
+"""DeepSpeed by what it documents: its import, its configuration, and the start of its engine.
+
+The engine gets our optimizer as the client's, without ZeRO and without a precision of its own: for
+DeepSpeed the run is one rank's fp32 training. Its `step` calls that optimizer; reduction, clipping
+and the return of weights are ours. Of private names one is replaced (_COMMUNICATION).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import metadata
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+from megatron.errors import ConfigError
+from megatron.parallel.environment import changed
+from megatron.parallel.topology import Group, Topology
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+OLDEST_TESTED, NEWEST_TESTED = "0.19.5", "0.19.8"
+OLDEST_PYDANTIC = "2.3"  # earlier ones refuse sys.maxsize, a default of DeepSpeed's
+
+_COMMUNICATION = "deepspeed.comm.torch"
+"""Module whose `build_shm_op` does nothing on a CPU: it would compile an extension, which is not used,
+for two minutes."""
+_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+"""Imported without torch.compile where there is one: otherwise every start costs 2 to 4 s more."""
+
+
+class Model(torch.nn.Module):
+    """Module of DeepSpeed's engine: this rank's `chunks`, by global stage number.
+
+    To DeepSpeed it has no parameters, which it would move, cast and broadcast.
+    """
+
+    def __init__(self, chunks: torch.nn.Module) -> None:
+        super().__init__()
+        self.__dict__["chunks"] = chunks  # not a submodule
+
+
+class ModelParallelUnit:
+    """DeepSpeed's `mpu`: it describes the model parallelism of a Topology to DeepSpeed.
+
+    "Model parallel" is tensor times pipeline. DeepSpeed is to partition nothing, since its
+    parameters are this rank's parts already: its data group is this rank alone.
+
+    There are no methods with DeepSpeed's names of sequence parallelism (get_sequence_parallel_...,
+    initialize_sequence_parallel): they mean another technique, and change its groups.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._alone: Any = None
+        for kind, group in (
+            ("model_parallel", topology.model),
+            ("tensor_model_parallel", topology.tensor),
+            ("pipeline_model_parallel", topology.pipeline),
+            ("data_parallel", Group((topology.rank,), 0)),
+        ):
+            setattr(self, f"get_{kind}_group", partial(self._handle, group))
+            setattr(self, f"get_{kind}_world_size", partial(getattr, group, "size"))
+            setattr(self, f"get_{kind}_rank", partial(getattr, group, "rank"))
+
+    def _handle(self, group: Group) -> Any:
+        """Return the group's torch process group; all groups of one share a single object."""
+        if group.size > 1:
+            return group.handle
+        if self._topology.world.size == 1:
+            return dist.group.WORLD
+        if self._alone is None:
+            self._alone = dist.new_group([self._topology.rank], use_local_synchronization=True)
+        return self._alone
+
+
+# -- start -----------------------------------------------------------------------------------------
+
+
+def ensure_process_group(device: Any = "cpu") -> None:
+    """Initialise torch.distributed where it is not initialised.
+
+    A single process gets a world of one, without any port. Raises ConfigError in a process that a
+    launcher started as one of several: it must have joined the others before.
+    """
+    if dist.is_initialized():
+        return
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size} but torch.distributed is not initialised: connect the "
+            "processes before an Engine is made"
+        )
+    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def import_deepspeed(device: Any = "cpu") -> Any:
+    """Import deepspeed without its messages and its slow start, and return the module.
+
+    Raises ConfigError when it or pydantic is missing or too old, when it cannot be imported, or
+    when it lacks the name that is replaced.
+    """
+    # meta tensors can be made on any machine
+    on_cpu = torch.device(device).type in ("cpu", "meta")
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # The default is in the home directory, which all nodes share and where concurrent builds lock
+    # each other out.
+    private = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", private)
+    # Its autotuner, which is not used, would import MLflow where that is installed: seconds. Its
+    # kernels for inference, not used either, ask Triton for a device: without one Triton 3.2 fails.
+    # torch may have imported it before.
+    hidden = ["mlflow", "triton"] if on_cpu else ["mlflow"]
+    before = {name: sys.modules[name] for name in hidden if name in sys.modules}
+    try:
+        sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+        with _quiet():
+            _check_version("pydantic", importlib.import_module("pydantic").VERSION)
+            deepspeed = importlib.import_module("deepspeed")
+            _check_version("deepspeed", deepspeed.__version__)
+            with patch.object(torch, "compile", _uncompiled):
+                with contextlib.suppress(ModuleNotFoundError):  # before 0.17
+                    importlib.import_module(_MUON)
+                communication = importlib.import_module(_COMMUNICATION)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever an unsuited package raises while it is imported
+        raise ConfigError(
+            f"deepspeed cannot be imported ({type(error).__name__}: {error}), with "
+            f"{_installed()}: {_USE_A_TESTED_ONE}"
+        ) from error
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+        sys.modules.update(before)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # DeepSpeed calls collectives by names for which newer versions of torch print a warning in
+    # every process.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if on_cpu:
+        if not hasattr(communication, "build_shm_op"):
+            raise ConfigError(
+                f"deepspeed {deepspeed.__version__} has no {_COMMUNICATION}.build_shm_op, which "
+                f"would compile an extension at every start: {_USE_A_TESTED_ONE}"
+            )
+        vars(communication)["build_shm_op"] = _nothing
+    return deepspeed
+
+
+def deepspeed_json(config: Config) -> dict[str, Any]:
+    """Return the configuration for DeepSpeed.
+
+    Settings of the Engine override entries that the user passes through. Batch sizes, precision and
+    ZeRO's stage are placeholders: the Engine has its own.
+    """
+    extra: Mapping[str, Any] = config.engine.extra or {}
+    return {
+        **extra,
+        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+        "zero_optimization": {**extra.get("zero_optimization", {}), "stage": 0},
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+
+
+def start_engine(
+    deepspeed: Any, topology: Topology, from_file: bool = False, **arguments: Any
+) -> Any:
+    """Run deepspeed.initialize(**arguments) and return the DeepSpeedEngine.
+
+    It uses the running process group.
+
+    from_file  whether the user gave a --deepspeed_config
+
+    Raises ConfigError for settings that DeepSpeed refuses.
+    """
+    device = topology.device
+    index = device.index
+    if index is None:
+        index = torch.cuda.current_device() if device.type == "cuda" else 0
+    with (
+        _quiet(),
+        _rank_variables(topology),
+        _no_collections(),
+    ):
+        # The device is the one the topology chose: LOCAL_RANK is not its number where each task
+        # sees one device.
+        args = SimpleNamespace(device_rank=index)
+        try:
+            engine, *_ = deepspeed.initialize(args=args, **arguments)
+        except importlib.import_module("pydantic").ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            where, remedy = "", f": {_USE_A_TESTED_ONE}"
+            if from_file:
+                where, remedy = "--deepspeed_config: ", ""
+            raise ConfigError(
+                f"{where}DeepSpeed rejects this {error.title}: {wrong}, with {_installed()}{remedy}"
+            ) from error
+    return engine
+
+
+_USE_A_TESTED_ONE = (
+    f"install DeepSpeed {OLDEST_TESTED} to {NEWEST_TESTED}, with which this was tested"
+)
+
+
+def _check_version(package: str, version: str) -> None:
+    oldest = {"deepspeed": OLDEST_TESTED, "pydantic": OLDEST_PYDANTIC}[package]
+    if TorchVersion(version) < oldest:
+        remedy = _USE_A_TESTED_ONE if package == "deepspeed" else f"install {oldest} or newer"
+        raise ConfigError(f"{package} {version} is too old for DeepSpeed: {remedy}")
+
+
+def _installed() -> str:
+    """Return the versions of DeepSpeed and of what it is built on."""
+    versions = []
+    for package in ("deepspeed", "torch", "pydantic", "numpy", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    return ", ".join(versions)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Suspend garbage collection.
+
+    Python before 3.12 loses its own lock on a module (a KeyError in importlib, CPython gh-91351)
+    when a collection within an import destroys an object whose destructor imports, such as an
+    earlier engine.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _rank_variables(topology: Topology) -> contextlib.AbstractContextManager[None]:
+    """Set the variables without which DeepSpeed looks for mpi4py.
+
+    Also hide mpirun's, which DeepSpeed compares with them although another launcher may be the one
+    that counts. All are restored.
+    """
+    values = {
+        "RANK": topology.rank,
+        "WORLD_SIZE": topology.world.size,
+        "LOCAL_RANK": topology.device.index or 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
+    missing = {name: str(value) for name, value in values.items() if name not in os.environ}
+    return changed(os.environ, {**missing, "OMPI_COMM_WORLD_LOCAL_RANK": None})
+
+
+def _uncompiled(function: Any = None, **_: Any) -> Any:
+    """Replacement for torch.compile while functions that are never called are defined."""
+    return (lambda f: f) if function is None else function
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress records below ERROR of every logger.
+
+    DeepSpeed logs dozens of lines per process while it starts.
+    """
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""

@@ -1,0 +1,249 @@
+"""The optimizer's step: norm and clipping of the reduced gradients, update, working weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.engine.gradients import Bucket, owned_gradients, sum_of_squares
+from megatron.engine.optimizer import is_copy, tensors_of
+from megatron.engine.optimizer_state import MASTER
+from megatron.kernels.library import available
+from megatron.kernels.ops.optimizer import FusedAdamW, scale_and_norm_
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Group, Shards, Topology
+
+if TYPE_CHECKING:
+    from megatron.engine.offload import HostState
+
+Parts = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""Gradients that count in the norm, and copies of others', for each kind with a limit of its own."""
+
+
+class Update:
+    """One optimizer step on reduced gradients, run by DeepSpeed's engine.
+
+    Norm, factor of clipping and the decision whether the step counts stay on the device, where
+    optimizers read them that can; with others the host waits for the norm.
+
+    engine     DeepSpeed's, whose step calls `inner`
+    inner      the optimizer; its parameters, one in each group, get this rank's part of a bucket
+    buckets    one for each parameter group, in their order
+    exact      this rank's part of the fp32 weights of each bucket  # [n / ranks]
+    dtype      of the passes
+    shards     the ranks that share parameters other than those of experts
+    kernels    whether our kernel may compute the norm, where it is loaded
+    clip       largest norm of all gradients; 0: any
+    limits     largest norm of the gradients of a kind of parameters (kind_of), by kind. These are
+               clipped first, and the limit of the global norm holds for the result
+
+    masters    the parameters of `inner`: `exact`, or the weights themselves in fp32
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        inner: torch.optim.Optimizer,
+        topology: Topology,
+        dtype: torch.dtype,
+        buckets: Sequence[Bucket],
+        exact: Sequence[torch.Tensor],
+        shards: Shards,
+        kernels: bool,
+        clip: float,
+        limits: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self._engine, self._inner, self._topology = engine, inner, topology
+        self._in_bf16 = dtype == torch.bfloat16
+        self._squares = (
+            scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
+        )
+        self._clip = clip or math.inf
+        # With apex's optimizers and most user optimizers the host decides: it reads the norm before
+        # their step.
+        self._on_device = isinstance(inner, FusedAdamW) or getattr(
+            inner, "_step_supports_amp_scaling", False
+        )
+        self.buckets = list(buckets)
+        in_fp32 = dtype == torch.float32
+        self._values = [b.own_weights for b in self.buckets] if in_fp32 else list(exact)
+        self.masters: list[torch.Tensor] = [p for g in inner.param_groups for p in g["params"]]
+        for master, values in zip(self.masters, self._values, strict=True):
+            master.data = values
+        # whose working weights the optimizer does not write
+        self._rounded: dict[torch.Tensor, Bucket] = {}
+        if not in_fp32:
+            self._rounded.update(zip(self.masters, self.buckets, strict=True))
+        self._host: HostState | None = None
+        self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        if isinstance(inner, FusedAdamW):
+            inner.gradients = {
+                master: bucket.own_gradients
+                for master, bucket in zip(self.masters, self.buckets, strict=True)
+            }
+            inner.copies = {
+                master: bucket.own_weights
+                for master, bucket in self._rounded.items()
+                if self._in_bf16 and bucket.weights.dtype != torch.float32
+            }
+            for master in inner.copies:
+                del self._rounded[master]
+
+        # This rank's gradients, first those of kinds without a limit: those that count in the norm,
+        # and those that another rank counts.
+        def limited(p: torch.nn.Parameter) -> str | None:
+            kind = sharding_of(p).kind
+            return kind if kind in limits else None
+
+        def lists(parameters: Iterable[torch.nn.Parameter]) -> Parts:
+            found = []
+            for kind in (None, *limits):
+                some = [p for p in parameters if limited(p) == kind]
+                copies = {p for p in some if is_copy(p, topology)}
+                counted = [p for p in some if p not in copies]
+                found.append(
+                    (owned_gradients(self.buckets, counted), owned_gradients(self.buckets, copies))
+                )
+            return found
+
+        self._parts = lists(self._parameters)
+        # with the ranks over which their squares are summed
+        self._summed: list[tuple[Parts, Group]]
+        experts_ranks = topology.expert
+        if shards.have_all(experts_ranks):
+            self._summed = [(self._parts, shards.states)]
+        else:
+            of_experts = [p for p in self._parameters if sharding_of(p).experts]
+            others = [p for p in self._parameters if not sharding_of(p).experts]
+            self._summed = [(lists(others), shards.states), (lists(of_experts), experts_ranks)]
+        self._limits = (
+            torch.tensor([math.inf, *limits.values()], device=topology.device).double()
+            if limits
+            else None
+        )
+
+    def offload(self) -> HostState:
+        """Keep the optimizer's state, which is in host memory now, there from now on."""
+        from megatron.engine.offload import HostState  # no part of other runs
+
+        in_fp32 = self._values[0] is self.buckets[0].own_weights
+        if not in_fp32:
+            self._values.clear()  # so that memory that is copied can be given up
+        self._host = HostState(self._inner, self._topology.device, not in_fp32, self._round)
+        self._values = self._values or [self._host.kept[m][MASTER] for m in self.masters]
+        return self._host
+
+    def state_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors of a master weight by name, where they are between steps: MASTER too."""
+        kept = tensors_of(self._inner, master) if self._host is None else self._host.kept[master]
+        return {MASTER: master.detach(), **kept}
+
+    def _round(self, master: torch.Tensor) -> None:
+        """Write the working weights of a master weight, unless the optimizer has done so."""
+        if (bucket := self._rounded.get(master)) is not None:
+            bucket.own_weights.copy_(master.detach())
+
+    def step(self, loss_scale: float) -> torch.Tensor:
+        """Take one step with the reduced gradients, which contain `loss_scale`.
+
+        No weights are gathered. Returns the global norm of the gradient, loss scale included, a
+        scalar on the device. Where `moves` is False for it nothing is changed, and the caller has to
+        call `not_taken` once it has read the norm.
+        """
+        squares = self._sum_of_squares()
+        if self._in_bf16:  # the root is rounded: runs of earlier versions continue bit for bit
+            squares = squares.sqrt().square()
+        squares = all_reduce(squares, self._topology.model)
+        norm = self._norm = squares.sum().sqrt() if self._limits is not None else squares.sqrt()
+        if self._limits is not None:
+            self._norm = self._clip_kinds(squares.double().sqrt(), self._limits, loss_scale)
+        if not self._on_device and not moves(norm):
+            return norm
+        self._pass_gradients(self._factor(loss_scale), loss_scale)
+        self._engine.step()
+        for master in self.masters:
+            master.grad = None
+        if self._host is None:
+            for master in self.masters:
+                self._round(master)
+        return norm
+
+    def not_taken(self) -> None:
+        """Remove the last step, which was skipped, from the bias correction.
+
+        torch's optimizers do so themselves, and others were not called.
+        """
+        if isinstance(self._inner, FusedAdamW):
+            self._inner.uncount()
+
+    def update_working_weights(self) -> None:
+        """Copy the master weights to this rank's part of the weights of forward and backward."""
+        with torch.no_grad():
+            for bucket, values in zip(self.buckets, self._values, strict=True):
+                bucket.own_weights.copy_(values)
+
+    def _sum_of_squares(self) -> torch.Tensor:
+        """Return the sum of squares of this replica group's gradients, for each of `_parts`.
+
+        A parameter that several model-parallel ranks hold counts on one of them. A bad value in
+        another's copy must not go unnoticed, or the copies would differ from then on: 0 times their
+        squares is 0, or NaN where anything is not finite.
+        """
+        zero, sums = torch.zeros((), device=self._topology.device), list[torch.Tensor]()
+        for parts, group in self._summed:
+            totals = []
+            for counted, copies in parts:
+                total = self._squares(counted) if counted else zero
+                if copies:
+                    total = total + 0.0 * self._squares(copies)
+                totals.append(total)
+            total = torch.stack(totals) if len(totals) > 1 else totals[0]
+            sums.append(all_reduce(total, group))
+        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+    def _clip_kinds(
+        self, norms: torch.Tensor, limits: torch.Tensor, loss_scale: float
+    ) -> torch.Tensor:
+        """Clip the gradients of each of `_parts` by its own norm; return the norm of the result."""
+        factors = (limits / (norms / loss_scale + 1e-6)).clamp(max=1.0)
+        for factor, (counted, copies) in zip(factors[1:].float(), self._parts[1:], strict=True):
+            if counted or copies:
+                torch._foreach_mul_([*counted, *copies], factor)
+        return (norms * factors).square().sum().sqrt().float()
+
+    def _factor(self, loss_scale: float) -> torch.Tensor:
+        """Return the factor of all gradients; NaN where the step does not count.
+
+        It is that of torch.nn.utils.clip_grad_norm_, divided by the loss scale, in fp64.
+        """
+        norm = (self._norm / loss_scale).double()
+        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        return torch.where(moves(norm), factor / loss_scale, torch.nan)
+
+    def _pass_gradients(self, factor: torch.Tensor, loss_scale: float) -> None:
+        """Give the optimizer its gradients, and their factor where it takes one."""
+        inner: Any = self._inner
+        if isinstance(inner, FusedAdamW):
+            inner.gradient_scale = factor.float()
+            return
+        gradients = [bucket.own_gradients.float() for bucket in self.buckets]
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        if self._on_device:  # torch's optimizers take the inverse, as GradScaler gives it
+            inner.grad_scale = (1.0 / factor).float()
+            inner.found_inf = factor.isnan().float()
+        elif loss_scale != 1.0 or math.isfinite(self._clip):
+            torch._foreach_mul_(gradients, factor.float())
+
+
+def moves(norm: torch.Tensor) -> torch.Tensor:
+    """Return whether a gradient of this norm moves the weights: it is finite, and not exactly 0.
+
+    Without a gradient, as where no token is in the loss, momentum and weight decay would go on.
+    """
+    return norm.isfinite() & (norm > 0)
