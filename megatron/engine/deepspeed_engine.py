@@ -33,7 +33,7 @@ from megatron.parallel.topology import Group, Topology
 if TYPE_CHECKING:
     from megatron.config import Config
 
-OLDEST_TESTED, NEWEST_TESTED = "0.19.5", "0.19.8"
+OLDEST_TESTED, NEWEST_TESTED = "0.15.0", "0.19.8"
 OLDEST_PYDANTIC = "2.3"  # earlier ones refuse sys.maxsize, a default of DeepSpeed's
 
 _COMMUNICATION = "deepspeed.comm.torch"

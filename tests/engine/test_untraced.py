@@ -1,6 +1,6 @@
 """The optimizers are torch's, bit for bit.
 
-The test that they import no compiler is in test_deepspeed_internals.py.
+The test that they import no compiler is in test_deepspeed_engine.py.
 """
 
 from __future__ import annotations

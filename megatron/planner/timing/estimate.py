@@ -378,7 +378,7 @@ into and out of a message, and into the next place, four times in bf16."""
 
 def bytes_per_element(config: Config, device: str, whole: bool = False) -> float:
     """Count bytes read and written per element of the master weights
-    (engine/deepspeed_internals.py).
+    (engine/update.py).
 
     whole  of parameters that the optimizer takes whole
     """
