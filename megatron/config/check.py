@@ -32,7 +32,8 @@ def nearest_multiples(value: int, step: int) -> str:
 
 def multiple(config: Sections, name: str, of: str, remedy: str = "") -> Iterator[str]:
     """Yield a problem where a setting is not a multiple of another one."""
-    size, divisor = config.get(name), config.get(of)
+    size = config.get(name)
+    divisor = config.get(of)
     if size % divisor:
         flags = all_options()
         yield (

@@ -274,12 +274,14 @@ def _give_flags(
         below = _chosen_values(settings, file, origins)
         winners = yielding(_values_of(below), _values_of(chosen))
         for name, winner in winners.items():
-            lost, won = below.pop(name), chosen[winner]
+            lost = below.pop(name)
+            won = chosen[winner]
             if winner != name or lost.value != won.value:
                 settings.notices.append(f"{won.written} overrides {lost.written} ({lost.origin})")
         for spelling in file.keys() & flags.keys() & OWN_FLAGS.keys():
             settings.notices.append(f"{spelling} overrides {origins[spelling]}")
-        flags, chosen = {**file, **flags}, below | chosen
+        flags = {**file, **flags}
+        chosen = below | chosen
     else:
         defaults = set()
     groups = chosen.get("num_key_value_heads")
@@ -332,7 +334,9 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
         place, fixed, others = read(settings.given) if "load" in settings.given else ("", {}, {})
     except CheckpointError as error:
         settings.problems.append(f"--load {settings.given['load']}: {error}")
-        place, fixed, others = "", {}, {}
+        place = ""
+        fixed = {}
+        others = {}
     if not place:  # their absence is no further problem
         settings.bad |= {
             "num_layers",
@@ -342,7 +346,8 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
             "vocab_size",
         }
     for name, value in {**others, **fixed}.items():
-        option, chosen = all_options()[name], settings.given.get(name)
+        option = all_options()[name]
+        chosen = settings.given.get(name)
         if value is None or name in settings.bad:
             continue
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -368,7 +373,8 @@ def _flags_of_file(
     """
     from megatron.config.settings_file import read_settings_file, words_of
 
-    words, trusted = given["--config"], "--trust-config" in given
+    words = given["--config"]
+    trusted = "--trust-config" in given
     flags: dict[str, list[str]] = {}
     origins: dict[str, str] = {}
     defaults: set[str] = set()
@@ -447,7 +453,8 @@ def _chosen_values(
     chosen: dict[str, Chosen] = {}
     weak: dict[str, Chosen] = {}
     for spelling, words in flags.items():
-        flag, written = flag_table()[spelling], " ".join([spelling, *words])
+        flag = flag_table()[spelling]
+        written = " ".join([spelling, *words])
         origin = (origins or {}).get(spelling, "command line")
         if flag.kind == "own" and OWN_FLAGS[spelling] == "0" and words:
             settings.problems.append(f"{written}: {spelling} takes no value")
@@ -506,7 +513,8 @@ def _values(
     settings: Settings, spelling: str, flag: Flag, words: list[str], origin: str
 ) -> dict[str, object]:
     """Return the settings that one flag sets. Invalid words are recorded as problems."""
-    option, written = flag.option, " ".join([spelling, *words])
+    option = flag.option
+    written = " ".join([spelling, *words])
     found: dict[str, Any] = {}
     try:
         if flag.read is not None and not is_off(words):

@@ -292,7 +292,9 @@ def resolve(settings: Settings) -> None:
 
 def _context(s: Settings) -> None:
     """Exchange heads where context parallelism is left to its default and a ring cannot do it."""
-    v, name, size = s.values, "cp_comm_type", s.values["context_parallel_size"]
+    v = s.values
+    name = "cp_comm_type"
+    size = s.values["context_parallel_size"]
     if name in s.given or not s.usable(name, *SIZES, "num_attention_heads") or size == 1:
         return
     limits = [limit for limit, _ in ring_limits(s.sections(), size)]
@@ -365,7 +367,9 @@ def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:
     derive("mup_base_num_layers", v["num_layers"])
     if not s.usable("mup_base_hidden_size"):
         return
-    base, hidden, head = v["mup_base_hidden_size"], v["hidden_size"], v["kv_channels"]
+    base = v["mup_base_hidden_size"]
+    hidden = v["hidden_size"]
+    head = v["kv_channels"]
     width = max(1, round(v["ffn_hidden_size"] * base / hidden))
     derive("mup_base_ffn_hidden_size", mlp_width(base) if mlp_width else width)
     heads, rest = divmod(
@@ -399,7 +403,8 @@ def _parallel(s: Settings) -> None:
                 v["world_size"] // replica,
                 "derived from world size, tensor, pipeline and context size",
             )
-    own, tensor = "expert_tensor_parallel_size", v["tensor_model_parallel_size"]
+    own = "expert_tensor_parallel_size"
+    tensor = v["tensor_model_parallel_size"]
     if v["num_experts"] is None and v[own] not in (None, tensor) and own not in s.bad:
         s.notices.append(f"--expert-tensor-parallel-size {v[own]} has no effect: no experts")
         s.derive(own, None, "derived: there are no experts")
@@ -407,7 +412,8 @@ def _parallel(s: Settings) -> None:
         size = v["tensor_model_parallel_size"]
         s.derive("expert_tensor_parallel_size", size, "derived from tensor-model-parallel-size")
     _chunks(s)
-    tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    tensor = "tensor_model_parallel_size"
+    pipeline = "pipeline_model_parallel_size"
     for name, size in (
         ("sequence_parallel", tensor),
         ("tp_comm_overlap", tensor),
@@ -424,10 +430,8 @@ def _parallel(s: Settings) -> None:
 
 def _chunks(s: Settings) -> None:
     v = s.values
-    pipeline, per_chunk = (
-        v["pipeline_model_parallel_size"],
-        v["num_layers_per_virtual_pipeline_stage"],
-    )
+    pipeline = v["pipeline_model_parallel_size"]
+    per_chunk = v["num_layers_per_virtual_pipeline_stage"]
     origin = "virtual_pipeline_model_parallel_size"
     if v["pipeline_layout"] is not None and s.usable(
         "pipeline_layout", "pipeline_model_parallel_size"

@@ -65,7 +65,10 @@ class _Merge:
     def __init__(
         self, settings: Settings, path: str, content: dict[str, object], lines: Mapping[str, int]
     ) -> None:
-        self.settings, self.path, self.content, self.lines = settings, path, content, lines
+        self.settings = settings
+        self.path = path
+        self.content = content
+        self.lines = lines
         tables = _tables()
         self.known = {key.split(".")[0] for table in tables.values() for key in table} | {_STEPS}
         self.used = tables["settings"].keys() | tables["fp16_settings"].keys()
@@ -139,12 +142,16 @@ class _Merge:
 
         `written` is the value in the file, if it differs from the setting's own value.
         """
-        settings, option, origin = self.settings, all_options()[name], f"{self._at(key)}: {key}"
+        settings = self.settings
+        option = all_options()[name]
+        origin = f"{self._at(key)}: {key}"
         try:
             if key == _POWER_OF_TWO:
-                written, value = value, _power_of_two(value)
+                written = value
+                value = _power_of_two(value)
             elif key == _OFFLOAD:
-                written, value = value, _on_the_host(value)
+                written = value
+                value = _on_the_host(value)
             value = option.accept(value)
         except ValueError as error:
             settings.mark_bad(name, f"{key} {error}", self._at(key))
@@ -154,7 +161,8 @@ class _Merge:
             if value != option.default or name not in ("fp16", "bf16"):
                 settings.give(name, value, origin)
             return
-        chosen, where = settings.given[name], settings.origins[name]
+        chosen = settings.given[name]
+        where = settings.origins[name]
         if name == "loss_scale" and value == 0 and chosen:
             # DeepSpeed reads the scale from its file only: scripts that set both have trained
             # with a dynamic scale.
@@ -164,9 +172,11 @@ class _Merge:
                 f"DeepSpeed takes it from its file ({origin} 0); for a fixed one, write it there"
             )
         elif chosen != value:
-            entry, right = key, f'{json.dumps(chosen)} or "auto"'
+            entry = key
+            right = f'{json.dumps(chosen)} or "auto"'
             if written is not None:
-                entry, right = f"{key} {json.dumps(written)}", '"auto"'
+                entry = f"{key} {json.dumps(written)}"
+                right = '"auto"'
             settings.problems.append(
                 f"{option.flag} is {chosen} ({where}), but {entry} means {value} "
                 f"({self._at(key)}): write {right} in {self._line(key)}, or give "
@@ -178,7 +188,8 @@ class _Merge:
 
         The file enables one precision, and the command line or another entry enables the other.
         """
-        given, origins = self.settings.given, self.settings.origins
+        given = self.settings.given
+        origins = self.settings.origins
         if not (given.get("fp16") and given.get("bf16")):
             return
         in_file = [name for name in ("fp16", "bf16") if origins[name].startswith(f"{self.path}:")]
@@ -275,10 +286,12 @@ def key_lines(text: str) -> dict[str, int]:
     # for each open object the key that is being read, for each open list None
     open_keys: list[str | None] = []
     awaits_key = False
-    line, counted = 1, 0
+    line = 1
+    counted = 0
     for match in _TOKEN.finditer(text):
         token = match.group()
-        line, counted = line + text.count("\n", counted, match.start()), match.start()
+        line = line + text.count("\n", counted, match.start())
+        counted = match.start()
         if token in "{[":
             open_keys.append("" if token == "{" else None)
             awaits_key = token == "{"

@@ -43,7 +43,10 @@ def show_duration(seconds: float) -> str:
     ('1-02:00:30', '0:05', '-0:05')
     """
     whole = round(abs(seconds))
-    days, hours, minutes, rest = whole // 86400, whole // 3600 % 24, whole // 60 % 60, whole % 60
+    days = whole // 86400
+    hours = whole // 3600 % 24
+    minutes = whole // 60 % 60
+    rest = whole % 60
     sign = "-" if seconds < 0 else ""
     if days:
         return f"{sign}{days}-{hours:02}:{minutes:02}:{rest:02}"

@@ -91,7 +91,9 @@ def _loss_mask(config: Sections) -> Iterator[str]:
 
 @check("checkpoint")
 def _checkpoints(config: Sections) -> Iterator[str]:
-    save, load, tag = config.checkpoint.save, config.checkpoint.load, config.checkpoint.load_tag
+    save = config.checkpoint.save
+    load = config.checkpoint.load
+    tag = config.checkpoint.load_tag
     if config.training.loss_spike_factor is not None and not (save and save == load):
         yield (
             "--loss-spike-factor rolls back to checkpoints of this run: give --save and --load the "

@@ -43,7 +43,8 @@ class Foreign:
 
     def judge(self, settings: Settings, spelling: str, words: list[str]) -> None:
         """Add a notice to `settings` where these words change nothing, else a problem."""
-        written, reason = " ".join([spelling, *words]), self.family.reason
+        written = " ".join([spelling, *words])
+        reason = self.family.reason
         miscounted = self._miscounted(words)
         if not self.family.refused and miscounted:
             settings.problems.append(f"{spelling} {miscounted}")
@@ -102,7 +103,8 @@ def foreign_flags() -> Mapping[str, Foreign]:
     """Return every such flag by its spelling, in the order of the file."""
     found: dict[str, Foreign] = {}
     for title, table in tomllib.loads(FILE.read_text(encoding="utf-8")).items():
-        refused, model = table["verdict"] == "refused", table.get("model", False)
+        refused = table["verdict"] == "refused"
+        model = table.get("model", False)
         family = Family(title, refused, table["reason"], model)
         for entry in table["flags"].split():
             head, equals, harmless = entry.partition("=")

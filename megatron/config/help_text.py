@@ -107,7 +107,8 @@ def _entry(heading: str, description: str) -> list[str]:
     wrapped = textwrap.wrap(description, WIDTH - _INDENT, break_on_hyphens=False)
     left = f"  {heading}"
     if len(left) <= _INDENT - 2:
-        first, wrapped = left.ljust(_INDENT) + wrapped[0], wrapped[1:]
+        first = left.ljust(_INDENT) + wrapped[0]
+        wrapped = wrapped[1:]
     else:
         first = left
     return [first, *(" " * _INDENT + line for line in wrapped)]
@@ -202,9 +203,11 @@ def render_differences(config: Config) -> list[str]:
     """Return the settings of `differences` in a line for the command line and each other source."""
     lines: dict[str, str] = {}
     for name in differences(config):
-        source, line = config.origin(name), ""
+        source = config.origin(name)
+        line = ""
         if of_file := re.fullmatch(r"(.+):(\d+): \S+", source):
-            source, line = of_file[1], f" (line {of_file[2]})"
+            source = of_file[1]
+            line = f" (line {of_file[2]})"
         title = "" if source in ("command line", "argument") else f"{source}: "
         before = f"{lines[title]}, " if title in lines else title
         lines[title] = f"{before}{name}={_text(config.get(name))}{line}"

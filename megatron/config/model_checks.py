@@ -49,7 +49,8 @@ def _rotary_width(config: Sections) -> Iterator[str]:
 @check("model", "rope_low_freq_factor", "rope_high_freq_factor")
 def _rope_ramp(config: Sections) -> Iterator[str]:
     model = config.model
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    low = model.rope_low_freq_factor
+    high = model.rope_high_freq_factor
     if model.rope_scaling == "llama3" and low >= high:
         yield (
             f"--rope-low-freq-factor {low:g} must be less than --rope-high-freq-factor {high:g}: "
@@ -59,7 +60,8 @@ def _rope_ramp(config: Sections) -> Iterator[str]:
 
 @check("model", "rope_scaling", "rope_original_positions")
 def _rope_original(config: Sections) -> Iterator[str]:
-    kind, positions = config.model.rope_scaling, config.model.rope_original_positions
+    kind = config.model.rope_scaling
+    positions = config.model.rope_original_positions
     if kind == "linear" and positions != all_options()["rope_original_positions"].default:
         yield (
             f"--rope-original-positions {positions} needs --rope-scaling llama3 or yarn: linear "
@@ -70,7 +72,8 @@ def _rope_original(config: Sections) -> Iterator[str]:
 @check("model", "norm_position")
 def _norms(config: Sections) -> Iterator[str]:
     model = config.model
-    position, parallel = model.norm_position, model.parallel_residual
+    position = model.norm_position
+    parallel = model.parallel_residual
     after = model.apply_residual_connection_post_layernorm
     if parallel and position != "pre":
         yield (
@@ -98,7 +101,8 @@ def _window(config: Sections) -> Iterator[str]:
 @check("model", "num_layers")
 def _layers_without_window(config: Sections) -> Iterator[str]:
     model = config.model
-    skip, layers = model.window_attn_skip_freq, model.num_layers
+    skip = model.window_attn_skip_freq
+    layers = model.num_layers
     if skip is None:
         return
     written = f"--window-attn-skip-freq {','.join(map(str, skip))}"
@@ -112,7 +116,8 @@ def _layers_without_window(config: Sections) -> Iterator[str]:
 
 @check("model", "num_experts", "num_layers", "moe_layer_freq")
 def _expert_layers(config: Sections) -> Iterator[str]:
-    freq, layers = config.model.moe_layer_freq, config.model.num_layers
+    freq = config.model.moe_layer_freq
+    layers = config.model.num_layers
     if freq == (0,) or (len(freq) > 1 and (len(freq) != layers or not set(freq) <= {0, 1})):
         yield (
             f"--moe-layer-freq {','.join(map(str, freq))} is neither a number of at least 1 nor a "
@@ -123,8 +128,10 @@ def _expert_layers(config: Sections) -> Iterator[str]:
 @check("model", "moe_router_topk")
 def _router(config: Sections) -> Iterator[str]:
     model = config.model
-    experts, topk = model.num_experts, model.moe_router_topk
-    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    experts = model.num_experts
+    topk = model.moe_router_topk
+    groups = model.moe_router_num_groups
+    chosen = model.moe_router_group_topk
     softmax = model.moe_router_score_function == "softmax"
     if experts is None:
         return
@@ -157,7 +164,8 @@ def _router(config: Sections) -> Iterator[str]:
 
 @check("model", "num_experts", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
 def _balancing(config: Sections) -> Iterator[str]:
-    kinds, factors = config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff
+    kinds = config.model.moe_router_load_balancing_type
+    factors = config.model.moe_aux_loss_coeff
     if len(kinds) != len(factors) or len(set(kinds)) != len(kinds):
         yield (
             f"--moe-router-load-balancing-type {' '.join(kinds)} and --moe-aux-loss-coeff "
@@ -184,7 +192,9 @@ def _experts_alone(config: Sections) -> Iterator[str]:
 @check("model", "ffn_hidden_size")
 def _upcycling(config: Sections) -> Iterator[str]:
     model = config.model
-    ffn, width, experts = model.ffn_hidden_size, model.moe_ffn_hidden_size, model.num_experts
+    ffn = model.ffn_hidden_size
+    width = model.moe_ffn_hidden_size
+    experts = model.num_experts
     if not model.moe_use_upcycling or experts is None or width is None:
         return
     parts, rest = divmod(ffn, width)
@@ -220,7 +230,8 @@ def _mup(config: Sections) -> Iterator[str]:
 @check("model", "use_mup", "num_experts", "ffn_hidden_size", "mup_base_ffn_hidden_size")
 def _mup_experts(config: Sections) -> Iterator[str]:
     model = config.model
-    ffn, base = model.ffn_hidden_size, model.mup_base_ffn_hidden_size
+    ffn = model.ffn_hidden_size
+    base = model.mup_base_ffn_hidden_size
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         width = config.get(name)
         if model.use_mup and width is not None and width * base % ffn:
@@ -236,8 +247,10 @@ def _mup_experts(config: Sections) -> Iterator[str]:
 )
 def _mup_groups(config: Sections) -> Iterator[str]:
     model = config.model
-    heads, groups = model.num_attention_heads, model.num_key_value_heads
-    base_heads, base_groups = model.mup_base_num_attention_heads, model.mup_base_num_key_value_heads
+    heads = model.num_attention_heads
+    groups = model.num_key_value_heads
+    base_heads = model.mup_base_num_attention_heads
+    base_groups = model.mup_base_num_key_value_heads
     if base_heads % base_groups:
         yield (
             f"--mup-base-num-attention-heads {base_heads} is not a multiple of "

@@ -202,7 +202,8 @@ def _unrolled(text: str) -> str:
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return value(left) + value(right)
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                a, b = value(left), value(right)
+                a = value(left)
+                b = value(right)
                 if isinstance(a, list) and isinstance(b, int) and len(a) * b <= MOST_LAYERS:
                     return a * b
         raise wrong
@@ -281,13 +282,15 @@ def _read(f: dataclasses.Field[Any]) -> Option:
     base = str(f.type).split("|")[0].strip()
     many = base.startswith("tuple[")
     kind = _KINDS[base.removeprefix("tuple[").split(",")[0].split("[")[0].rstrip("]")]
-    own, off = "--" + f.name.replace("_", "-"), "--no-" + f.name.replace("_", "-")
+    own = "--" + f.name.replace("_", "-")
+    off = "--no-" + f.name.replace("_", "-")
     if kind in (int, float) and "below" not in attributes:
         attributes.setdefault("at_most", MOST)
     flags = attributes.pop("flags")
     if flags is None:
         flags = () if attributes.get("internal") else (own,)
-    flags, off_flags = tuple(flags), tuple(attributes.pop("off_flags", ()))
+    flags = tuple(flags)
+    off_flags = tuple(attributes.pop("off_flags", ()))
     shown_off = kind is bool and not flags
     if kind is bool and not f.name.startswith("no_"):
         # Both directions always exist, so that a flag can undo what a preset or a DeepSpeed JSON

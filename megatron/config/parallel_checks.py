@@ -13,7 +13,8 @@ from megatron.config.settings import Sections, all_options
 @check("parallel", "tensor_model_parallel_size")
 def _tensor_parallel(config: Sections) -> Iterator[str]:
     names = ["num_attention_heads", "ffn_hidden_size"]
-    groups, size = config.model.num_key_value_heads, config.parallel.tensor_model_parallel_size
+    groups = config.model.num_key_value_heads
+    size = config.parallel.tensor_model_parallel_size
     # of fewer heads than ranks, each is on several ranks
     if groups and groups != config.model.num_attention_heads and size % groups:
         names.append("num_key_value_heads")
@@ -30,8 +31,10 @@ def _tensor_parallel(config: Sections) -> Iterator[str]:
 @check("parallel", "num_layers", "pipeline_model_parallel_size")
 def _pipeline(config: Sections) -> Iterator[str]:
     parallel = config.parallel
-    layers, pp = config.model.num_layers, parallel.pipeline_model_parallel_size
-    per_chunk, chunks = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_chunks
+    layers = config.model.num_layers
+    pp = parallel.pipeline_model_parallel_size
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    chunks = parallel.num_chunks
     if parallel.pipeline_layout is not None:
         yield from _layout(parallel.pipeline_layout, layers, pp, per_chunk)
     elif per_chunk is not None:
@@ -118,7 +121,8 @@ def _world(config: Sections) -> Iterator[str]:
 @check("parallel", "expert_model_parallel_size")
 def _expert_parallel(config: Sections) -> Iterator[str]:
     parallel = config.parallel
-    size, experts = parallel.expert_model_parallel_size, config.model.num_experts
+    size = parallel.expert_model_parallel_size
+    experts = config.model.num_experts
     if size % (each := parallel.expert_ranks_per_node or 1):
         yield f"--expert-ranks-per-node {each} does not divide --expert-model-parallel-size {size}"
     if experts is None:
@@ -129,7 +133,8 @@ def _expert_parallel(config: Sections) -> Iterator[str]:
             f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {size}: "
             f"use {nearest_multiples(experts, size)}"
         )
-    tensor, own = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    own = parallel.expert_tensor_parallel_size
     if own not in (None, tensor):
         yield (
             f"--expert-tensor-parallel-size {own}: experts are divided over all tensor-parallel "
@@ -139,8 +144,10 @@ def _expert_parallel(config: Sections) -> Iterator[str]:
 
 @check("parallel", "zero_stage", "data_parallel_size", "context_parallel_size")
 def _zero(config: Sections) -> Iterator[str]:
-    parallel, engine = config.parallel, config.engine
-    stage, line = engine.zero_stage, parallel.data_parallel_size * parallel.context_parallel_size
+    parallel = config.parallel
+    engine = config.engine
+    stage = engine.zero_stage
+    line = parallel.data_parallel_size * parallel.context_parallel_size
     if stage == 3 and (pp := parallel.pipeline_model_parallel_size) > 1:
         yield (
             f"--zero-stage 3 gathers weights for one stage, but --pipeline-model-parallel-size is "
@@ -152,14 +159,17 @@ def _zero(config: Sections) -> Iterator[str]:
             "leave them out, or use stage 1, 2 or 3"
         )
         return
-    of, each = "data-parallel ranks, context-parallel ones included", line
+    of = "data-parallel ranks, context-parallel ones included"
+    each = line
     for name in ("zero_state_shard_size", "zero_shard_size"):
         if (size := config.get(name)) > 0 and each % size:
             sizes = ", ".join(str(n) for n in range(1, each + 1) if each % n == 0)
             yield f"{all_options()[name].flag} {size} does not divide {of}: use one of {sizes}"
         elif size > 0:
-            of, each = f"--zero-state-shard-size {size}", size
-    size, experts = max(0, engine.zero_shard_size) or line, parallel.expert_model_parallel_size
+            of = f"--zero-state-shard-size {size}"
+            each = size
+    size = max(0, engine.zero_shard_size) or line
+    experts = parallel.expert_model_parallel_size
     if size % experts and experts % size:
         yield (
             f"--zero-shard-size {size} is neither a multiple nor a divisor of "
@@ -169,8 +179,10 @@ def _zero(config: Sections) -> Iterator[str]:
 
 @check("parallel", "context_parallel_size", "cp_comm_type")
 def _context_parallel(config: Sections) -> Iterator[str]:
-    model, parallel = config.model, config.parallel
-    size, kind = parallel.context_parallel_size, parallel.cp_comm_type
+    model = config.model
+    parallel = config.parallel
+    size = parallel.context_parallel_size
+    kind = parallel.cp_comm_type
     levels = parallel.hierarchical_context_parallel_sizes
     if kind == "a2a+p2p" and (len(levels) != 2 or math.prod(levels) != size):
         yield (
@@ -202,7 +214,8 @@ def _context_parallel(config: Sections) -> Iterator[str]:
 
 def ring_limits(config: Sections, places: int) -> Iterator[tuple[str, str]]:
     """Yield what ring attention cannot do and --cp-comm-type a2a can, and another remedy."""
-    length, dropout = config.model.seq_length, config.model.attention_dropout
+    length = config.model.seq_length
+    dropout = config.model.attention_dropout
     if config.kernels.attention_backend in ("unfused", "local"):
         yield f"--attention-backend {config.kernels.attention_backend} stores all scores", "auto"
     if config.optimizer.qk_clip:
@@ -246,8 +259,10 @@ def _recompute_modules(config: Sections) -> Iterator[str]:
 
 @check("recompute", "recompute_num_layers", "num_layers", "pipeline_model_parallel_size")
 def _recompute_layers(config: Sections) -> Iterator[str]:
-    parallel, recompute = config.parallel, config.recompute
-    number, layers = recompute.recompute_num_layers, config.model.num_layers
+    parallel = config.parallel
+    recompute = config.recompute
+    number = recompute.recompute_num_layers
+    layers = config.model.num_layers
     if recompute.recompute_granularity != "full":
         return
     if number > layers:

@@ -95,13 +95,15 @@ def _parse_phase(part: str) -> Phase:
     shape, *words = part.split()
     if shape not in SHAPES:
         raise ValueError(f"'{part}': '{shape}' is not one of {', '.join(SHAPES)}")
-    length, percent = None, False
+    length = None
+    percent = False
     try:
         if words and words[0] not in _NAMES:
             given = words.pop(0)
             percent = given.endswith("%")
             length = number(given.removesuffix("%"), 100 if percent else MOST_TOKENS)
-        names, values = words[::2], words[1::2]
+        names = words[::2]
+        values = words[1::2]
         unknown = [name for name in names if name not in _NAMES]
         if unknown or len(names) != len(values) or len(set(names)) < len(names):
             wrong = unknown[0] if unknown else words[-1]

@@ -60,7 +60,8 @@ def give_preset(settings: Settings, name: str, chosen: Mapping[str, object]) -> 
 
 def yielding(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, str]:
     """Return the settings of `values` that yield to `chosen` ones, each with the one that wins."""
-    per_chunk, pipeline = "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_size"
+    per_chunk = "num_layers_per_virtual_pipeline_stage"
+    pipeline = "pipeline_model_parallel_size"
     winners = {
         other: taker
         for taker, others in _YIELDS.items()

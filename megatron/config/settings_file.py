@@ -81,7 +81,8 @@ def render_settings(config: Config) -> str:
     for attribute, section in SECTIONS.items():
         lines += ["", f"[{attribute}]"]
         for option in options_of(section):
-            name, origin = option.name, config.origin(option.name)
+            name = option.name
+            origin = config.origin(option.name)
             used = getattr(getattr(config, attribute), name)
             value = config.given.get(name, used)
             if value != used:
@@ -121,7 +122,8 @@ def write_settings(path: Path, text: str, iteration: int) -> None:
         before = read_toml(path, _MOST_BYTES, error=ConfigError)
         lines = read_text(path, _MOST_BYTES, error=ConfigError).split("\n")
     except ConfigError:
-        before, lines = {}, []
+        before = {}
+        lines = []
 
     def first(found: re.Match[str]) -> str:
         earlier = lines[int(found[3]) - 1] if 0 < int(found[3]) <= len(lines) else ""
@@ -129,7 +131,8 @@ def write_settings(path: Path, text: str, iteration: int) -> None:
         return earlier if same and earlier.startswith(found[1]) else found[0]
 
     text = re.sub(r"^(.*  # )(.+):(\d+): .*$", first, text, flags=re.MULTILINE)
-    temporary, earlier = path.with_suffix(".tmp"), path.with_stem(f"{path.stem}-{iteration:07d}")
+    temporary = path.with_suffix(".tmp")
+    earlier = path.with_stem(f"{path.stem}-{iteration:07d}")
     temporary.write_text(text, encoding="utf-8")  # first: the disk may be full
     if before != tomllib.loads(text) and path.exists() and not earlier.exists():
         os.rename(path, earlier)

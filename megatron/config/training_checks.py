@@ -13,7 +13,8 @@ from megatron.config.settings import Sections, all_options
 
 @check("batch", "micro_batch_size", "global_batch_size", "data_parallel_size")
 def _batch(config: Sections) -> Iterator[str]:
-    mbs, gbs = config.batch.micro_batch_size, config.batch.global_batch_size
+    mbs = config.batch.micro_batch_size
+    gbs = config.batch.global_batch_size
     dp = config.parallel.data_parallel_size
     step = mbs * dp
     if gbs < step:
@@ -32,7 +33,8 @@ def _batch(config: Sections) -> Iterator[str]:
 @check("batch", "global_batch_size")
 def _rampup(config: Sections) -> Iterator[str]:
     batch = config.batch
-    ramp, gbs = batch.rampup_batch_size, batch.global_batch_size
+    ramp = batch.rampup_batch_size
+    gbs = batch.global_batch_size
     if ramp is None:
         return
     if len(ramp) != 3:
@@ -103,7 +105,8 @@ def _rate_units(config: Sections) -> Iterator[str]:
 @check("optimizer", "lr_decay_style")
 def _rate_lengths(config: Sections) -> Iterator[str]:
     for unit in ("iters", "samples", "tokens"):
-        warmup, decay = config.get(f"lr_warmup_{unit}"), config.get(f"lr_decay_{unit}")
+        warmup = config.get(f"lr_warmup_{unit}")
+        decay = config.get(f"lr_decay_{unit}")
         # constant and inverse-square-root never end, so a warm-up may be as long as the run
         ends = config.optimizer.lr_decay_style in ("linear", "cosine", "WSD")
         if ends and warmup and decay and warmup >= decay:
@@ -118,7 +121,8 @@ def _rate_lengths(config: Sections) -> Iterator[str]:
         unit = [*_units(config, "lr_decay"), "iters"][0]
         yield f"--lr-decay-style WSD needs the length of its last phase: give --lr-wsd-decay-{unit}"
     for unit in wsd:
-        length, decay = config.get(f"lr_wsd_decay_{unit}"), config.get(f"lr_decay_{unit}")
+        length = config.get(f"lr_wsd_decay_{unit}")
+        decay = config.get(f"lr_decay_{unit}")
         if decay and length + (config.get(f"lr_warmup_{unit}") or 0) > decay:
             yield (
                 f"--lr-wsd-decay-{unit} {length} and the warm-up are longer than --lr-decay-{unit} "
@@ -129,7 +133,8 @@ def _rate_lengths(config: Sections) -> Iterator[str]:
 @check("optimizer", "weight_decay", "start_weight_decay", "end_weight_decay")
 def _weight_decay(config: Sections) -> Iterator[str]:
     optimizer = config.optimizer
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    start = optimizer.start_weight_decay
+    end = optimizer.end_weight_decay
     style = optimizer.weight_decay_incr_style
     if style == "constant" and not start == end == optimizer.weight_decay:
         yield (
@@ -173,7 +178,8 @@ def _norm_limits(config: Sections) -> Iterator[str]:
 @check("optimizer", "muon_coefficient_type", "muon_num_ns_steps")
 def _newton_schulz(config: Sections) -> Iterator[str]:
     optimizer = config.optimizer
-    kind, steps = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
+    kind = optimizer.muon_coefficient_type
+    steps = optimizer.muon_num_ns_steps
     if optimizer.optimizer != "muon":
         return
     if kind == "quintic" and steps % 5:
@@ -226,7 +232,9 @@ def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Iterator[str]:
 
 @check("kernels", "zero_stage")
 def _captured_passes(config: Sections) -> Iterator[str]:
-    model, kernels, parallel = config.model, config.kernels, config.parallel
+    model = config.model
+    kernels = config.kernels
+    parallel = config.parallel
     if kernels.cuda_graph_impl is None:
         return
     options = all_options()

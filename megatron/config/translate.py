@@ -26,13 +26,13 @@ _MOST_LETTERS = 2**18  # of an expanded layout
 
 NO_PIPELINE = "--no-pipeline-parallel"
 PARTITION = "--pp-partition-method"
-FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-EMBEDDING, LOSS = (
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
+FIRST = "--decoder-first-pipeline-num-layers"
+LAST = "--decoder-last-pipeline-num-layers"
+EMBEDDING = "--account-for-embedding-in-pipeline-split"
+LOSS = "--account-for-loss-in-pipeline-split"
 LAYOUT = "--pipeline-model-parallel-layout"
-EXPERT_INTERVAL, NO_DROPS = "--expert-interval", "--disable-moe-token-dropping"
+EXPERT_INTERVAL = "--expert-interval"
+NO_DROPS = "--disable-moe-token-dropping"
 AXES = tuple(f"--{axis}-tensor-model-parallel-size" for axis in ("row", "column", "depth"))
 _PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size")
@@ -193,7 +193,8 @@ def _splits_of_file(words: list[str]) -> dict[str, object]:
 def _weighted_paths() -> dict[str, Direct]:
     found = {}
     for split in ("train", "valid", "test"):
-        setting, flag = f"{split}_data_path", f"--{split}-weighted-split-paths"
+        setting = f"{split}_data_path"
+        flag = f"--{split}-weighted-split-paths"
         found[flag] = Direct((setting,), functools.partial(_blend, setting))
         found[f"{flag}-path"] = Direct((setting,), functools.partial(_blend_of_file, setting))
     return found
@@ -258,7 +259,9 @@ def _no_pipeline(settings: Settings) -> None:
 
 def _give_axes(settings: Settings, flags: Flags) -> None:
     """Set the tensor-parallel size to the product of AxoNN's three. Raises ValueError."""
-    used, name, size = [flag for flag in AXES if flag in flags], "tensor_model_parallel_size", 1
+    used = [flag for flag in AXES if flag in flags]
+    name = "tensor_model_parallel_size"
+    size = 1
     for flag in used:
         try:
             size *= _COUNT.parse(flags[flag])
@@ -267,7 +270,8 @@ def _give_axes(settings: Settings, flags: Flags) -> None:
     if not used:
         return
     said = " ".join(" ".join([flag, *flags[flag]]) for flag in used)
-    chosen, written = settings.given.get(name, size), all_options()[name].written
+    chosen = settings.given.get(name, size)
+    written = all_options()[name].written
     if chosen != size and not settings.origins[name].startswith("preset "):
         raise ValueError(
             f"{said} means {written(size)}, but {written(chosen)} is given: use one of them"
@@ -283,7 +287,8 @@ class _Stages:
     """
 
     def __init__(self, settings: Settings, flags: Flags) -> None:
-        self.settings, self.flags = settings, flags
+        self.settings = settings
+        self.flags = flags
         self.pipeline: int = settings.given.get("pipeline_model_parallel_size", 1)
         self.layers: int | None = settings.given.get("num_layers")
         self.embedding, self.loss = self._is_on(EMBEDDING), self._is_on(LOSS)
@@ -320,7 +325,8 @@ class _Stages:
         )
         if not flags:
             return
-        said, chunks = self._written(flags), self._chunks()
+        said = self._written(flags)
+        chunks = self._chunks()
         if self.pipeline == 1:
             self.settings.notices.append(f"{said} has no effect: there is one stage")
         elif way is None:
@@ -387,7 +393,8 @@ class _Stages:
         first, last = (
             [number] if (number := self._read(flag, _COUNT)) else [] for flag in (FIRST, LAST)
         )
-        middle, left = self.pipeline - len(first) - len(last), layers - sum(first) - sum(last)
+        middle = self.pipeline - len(first) - len(last)
+        left = layers - sum(first) - sum(last)
         each, rest = divmod(left, middle) if middle else (0, left)
         ranks = [*first, *[each] * middle, *last]
         if rest or left < 0 or any(rank % chunks for rank in ranks):
@@ -456,7 +463,8 @@ class _Stages:
 
     def _say(self, said: str, values: dict[str, object]) -> None:
         for name, value in values.items():
-            chosen, written = self.settings.given.get(name, value), all_options()[name].written
+            chosen = self.settings.given.get(name, value)
+            written = all_options()[name].written
             if chosen != value and not self._is_preset(name):
                 raise ValueError(
                     f"{said} means {written(value)}, but {written(chosen)} is given: use one of "
@@ -475,7 +483,9 @@ def _without(counts: list[int], first: int, last: int) -> list[int]:
 
 def _unroll(pattern: str, text: str) -> str:
     """Return the text with each X*n expanded. Raises ValueError if it becomes too long."""
-    pieces, end, length = list[str](), 0, 0
+    pieces = list[str]()
+    end = 0
+    length = 0
     for match in re.finditer(pattern, text):
         length += len(match[1]) * int(match[2])
         if length > _MOST_LETTERS:

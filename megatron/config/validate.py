@@ -111,7 +111,9 @@ def validate(settings: Settings) -> None:
 
 
 def _problems_of_tables(settings: Settings) -> Iterator[str]:
-    values, options, bad = settings.values, all_options(), settings.bad
+    values = settings.values
+    options = all_options()
+    bad = settings.bad
 
     def written(name: str) -> str:
         option = options[name]
@@ -125,12 +127,15 @@ def _problems_of_tables(settings: Settings) -> Iterator[str]:
         if settings.usable(low, high) and values[low] > values[high]:
             yield f"{written(low)} is greater than {written(high)}"
     for needed, value, names in NEEDED:
-        option, found = options[needed], values[needed]
+        option = options[needed]
+        found = values[needed]
         if value is None:
             words = option.metavar or "|".join(map(str, option.choices or "N"))
-            is_met, remedy = found is not None, f"{option.flag} {words}"
+            is_met = found is not None
+            remedy = f"{option.flag} {words}"
         else:
-            is_met, remedy = found == value, option.written(value)
+            is_met = found == value
+            remedy = option.written(value)
             remedy += f", not {found}" if found else ""
         if is_met or needed in bad:
             continue
@@ -141,7 +146,8 @@ def _problems_of_tables(settings: Settings) -> Iterator[str]:
 
 def run_requirements(settings: Settings) -> None:
     """Add problems for missing settings that a training run needs, before defaults replace them."""
-    known, add = {*settings.given, *settings.bad}, settings.problems.append
+    known = {*settings.given, *settings.bad}
+    add = settings.problems.append
     _requeued(settings)
     skips_training = settings.given.get("skip_train")
     if not known & {"train_iters", "train_samples", "train_tokens"} and not skips_training:
@@ -163,7 +169,8 @@ def run_requirements(settings: Settings) -> None:
 
 def _requeued(settings: Settings) -> None:
     """Add a problem where a requeued job, which has the same command, would lose what it saved."""
-    given, names = settings.given, ("finetune", "reset_iteration", "load_tag", "no_load_optim")
+    given = settings.given
+    names = ("finetune", "reset_iteration", "load_tag", "no_load_optim")
     if not given.get("requeue") or "save" not in given:
         return
     others = [all_options()[name].written(given[name]) for name in names if given.get(name)]

@@ -133,7 +133,8 @@ def default_archs(target: str) -> list[str]:
         return ["wave64"]
     if target == "host":
         return host_archs()[:1]
-    archs, tool = list(DEFAULT_ARCHS[target]), compiler(target)
+    archs = list(DEFAULT_ARCHS[target])
+    tool = compiler(target)
     return (known_archs(tool, archs) if target == "hip" and tool else []) or archs
 
 

@@ -350,7 +350,8 @@ def _try_on_gpu(handle: Any) -> str:
     One reason is a driver older than the compiler.
     """
     x = torch.zeros(1, device="cuda")
-    address, one = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(1)
+    address = ctypes.c_void_p(x.data_ptr())
+    one = ctypes.c_int64(1)
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     try:
         code = handle.mk_causal_softmax(
@@ -375,7 +376,8 @@ class Function:
     """
 
     def __init__(self, name: str, arguments: str) -> None:
-        self.name, self.arguments = name, arguments
+        self.name = name
+        self.arguments = arguments
         # All pointers are among these; the others need no look.
         self._first, self._end = arguments.index("p"), arguments.rindex("p") + 1
 
@@ -390,7 +392,8 @@ class Function:
             function = found.functions[self.name]
         except KeyError:
             function = self._load(found)
-        first, end = self._first, self._end
+        first = self._first
+        end = self._end
         values = (
             TYPES[(like if type_of is None else type_of).dtype],
             *arguments[:first],

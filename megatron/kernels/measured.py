@@ -183,7 +183,8 @@ def _checked(entry: object, file: Path) -> Measured:
     problem = KernelError(f"{file} has a damaged measurement")
     if not isinstance(entry, dict):
         raise problem
-    seconds, threads = entry.get("seconds"), entry.get("threads")
+    seconds = entry.get("seconds")
+    threads = entry.get("threads")
     texts = [entry.get(name) for name in ("date", "torch", "kernels")]
     if not isinstance(seconds, dict) or type(threads) is not int or not 0 < threads < 1 << 16:
         raise problem

@@ -224,7 +224,9 @@ def fits(x: Tensor, *columns: Tensor | None, residual: Tensor | None = None) -> 
     All tensors are contiguous, of one floating type, on one device; `columns` have the length of
     the last dimension of x, the residual has its shape.
     """
-    dtype, device, shape = x.dtype, x.device, x.shape
+    dtype = x.dtype
+    device = x.device
+    shape = x.shape
     if dtype not in TYPES or not shape or not x.is_contiguous():
         return False
     if residual is not None and residual.shape != shape:
@@ -315,7 +317,8 @@ def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor
     """
     if not wanted:
         return 0, None
-    columns, count = like.shape[-1], like.numel()
+    columns = like.shape[-1]
+    count = like.numel()
     parts = count_parts(count, columns, like.element_size(), like.is_cpu)
     return parts, torch.empty(parts, sums, columns, dtype=torch.float32, device=like.device)
 

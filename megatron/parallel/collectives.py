@@ -37,7 +37,10 @@ class Started:
         sequence: int = 0,
         *call: Any,
     ) -> None:
-        self._work, self._group, self._sequence, self._call = work, group, sequence, call
+        self._work = work
+        self._group = group
+        self._sequence = sequence
+        self._call = call
 
     def wait(self) -> None:
         if self._group is not None and self._work is not None:
@@ -226,7 +229,9 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
     no rank continues before all groups work. All ranks call this. With `ring`, the last pipeline
     rank also has messages for the first. Raises LaunchError where a result is wrong.
     """
-    device, world, line = topology.device, topology.world, topology.pipeline
+    device = topology.device
+    world = topology.world
+    line = topology.pipeline
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the current device is per thread
     groups = [group for group in topology.groups if group.handle is not world.handle]

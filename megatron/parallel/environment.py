@@ -17,7 +17,8 @@ from megatron.errors import LaunchError
 if TYPE_CHECKING:
     from megatron.config import Config
 
-_CUDA, _ROCM = ("cuda",), ("rocm",)
+_CUDA = ("cuda",)
+_ROCM = ("rocm",)
 TRACE_FILE = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
 """The prefix of the files of torch's flight recorder: its name in older versions of torch, and in
 newer ones.
@@ -180,11 +181,14 @@ def job_environment(
     """
     environ = os.environ if environ is None else environ
     build = torch_build() if build is None else build
-    variables, chosen, notes = Variables(environ), dict[str, str](), list[str]()
+    variables = Variables(environ)
+    chosen = dict[str, str]()
+    notes = list[str]()
     for setting in SETTINGS:
         if build not in setting.builds or config.parallel.distributed_backend == "gloo":
             continue
-        value, given = setting.value(config), variables.first((setting.name, *setting.others))
+        value = setting.value(config)
+        given = variables.first((setting.name, *setting.others))
         if value is None:
             continue
         if given is None:
@@ -234,7 +238,8 @@ def job_name(environ: Mapping[str, str]) -> str | None:
 
     In a job array it consists of array and task: the array's number alone names all of its tasks.
     """
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    task = environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
 
 

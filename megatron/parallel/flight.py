@@ -100,7 +100,9 @@ class FlightRecorder:
         """Collectives posted so far, by kind of group."""
 
     def _attach(self, record: _Record) -> None:
-        self._record, self._call, self._counts = record, record.call, record.posted
+        self._record = record
+        self._call = record.call
+        self._counts = record.posted
 
     def detach(self) -> None:
         """Release the memory: what is written from now on is lost."""
@@ -109,7 +111,9 @@ class FlightRecorder:
     def describe(self, rank: int, pid: int, place: str, process_start: int = 0) -> None:
         """Write the rank and process of this record."""
         record = self._record
-        record.rank, record.pid, record.process_start = rank, pid, process_start
+        record.rank = rank
+        record.pid = pid
+        record.process_start = process_start
         record.place = place.encode(errors="backslashreplace")[:96]
         record.phase = record.phase or b"set-up"
         record.magic = _MAGIC
@@ -134,7 +138,8 @@ class FlightRecorder:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Set the name of the phase inside the block, in at most 24 ASCII characters: "saving"."""
-        before, self._record.phase = self._record.phase, name.encode()
+        before = self._record.phase
+        self._record.phase = name.encode()
         self.alive()
         try:
             yield
@@ -145,7 +150,9 @@ class FlightRecorder:
     def instruction(self, operation: bytes, stage: int, micro_batch: int) -> None:
         """Begin an instruction of the schedule."""
         record = self._record
-        record.operation, record.stage, record.micro_batch = operation, stage, micro_batch
+        record.operation = operation
+        record.stage = stage
+        record.micro_batch = micro_batch
         self.alive()
         if self.meter is not None:
             self.meter.begin(operation, stage, micro_batch)
@@ -183,11 +190,15 @@ class FlightRecorder:
         Returns a collective's number among those of its kind of group, the same on all ranks of the
         group.
         """
-        call, number = self._call, _NUMBER_OF[kind]
+        call = self._call
+        number = _NUMBER_OF[kind]
         if peer < 0 and not sequence:
             self._counts[number] = self.posted[number] = sequence = self.posted[number] + 1
-        call.name, call.kind, call.peer = name, number, peer
-        call.size_bytes, call.sequence = size_bytes, sequence
+        call.name = name
+        call.kind = number
+        call.peer = peer
+        call.size_bytes = size_bytes
+        call.sequence = sequence
         self._record.in_call = True
         self.alive()
         if self.meter is not None and (self.meter.on_host or not by_host):
@@ -204,7 +215,8 @@ class FlightRecorder:
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
         """Count and time no call inside the block: of a recorded pass, whose replays make none."""
-        meter, posted = self.meter, list(self.posted)
+        meter = self.meter
+        posted = list(self.posted)
         self.meter = None
         try:
             yield
@@ -312,7 +324,8 @@ class FlightState:
         def text(name: str, of: Structure = record) -> str:
             return bytes(getattr(of, name)).decode(errors="replace")
 
-        of, instruction = record.call if record.in_call else record.device_call, ""
+        of = record.call if record.in_call else record.device_call
+        instruction = ""
         call = None
         if of.name:
             call = Call(text("name", of), KINDS[of.kind], of.peer, of.size_bytes, of.sequence)
@@ -366,7 +379,8 @@ class FlightFile:
         if folder is None:
             shared = Path("/dev/shm")
             folder = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-        self._path, start = folder / file_name(launch), launch.local_rank * _PAGE
+        self._path = folder / file_name(launch)
+        start = launch.local_rank * _PAGE
         try:
             self._fd = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
@@ -466,7 +480,8 @@ class DeviceCalls:
     """
 
     def __init__(self, new_event: Callable[[], Event], on_host: bool = False) -> None:
-        self._new_event, self.on_host = new_event, on_host
+        self._new_event = new_event
+        self.on_host = on_host
         # not known to be over: call, event before, event after
         self._calls: deque[tuple[CallRecord, Event, Event]] = deque()
         self._entered: tuple[CallRecord, Event] | None = None
@@ -526,7 +541,8 @@ class DeviceCalls:
         posted  the numbers that its host has posted. For another thread, while the recording thread
                 is blocked.
         """
-        reached, current = list(posted), None
+        reached = list(posted)
+        current = None
         calls = [*self._calls, *([(*self._entered, None)] if self._entered else [])]
         for call, entered, left in calls:
             if not entered.query():

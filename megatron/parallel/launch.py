@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 # Ports below the range from which Linux takes those of outgoing connections (32768 and up).
-_FIRST_PORT, _PORTS = 20000, 12000
+_FIRST_PORT = 20000
+_PORTS = 12000
 # Slurm numbers its own steps (batch script, interactive shell) from here; tasks of srun are below.
 _FIRST_SPECIAL_STEP = 4294967280
 _ONE_VARIABLE = "HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES; set only the latter"
@@ -172,7 +173,8 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 def _find(env: Variables) -> Launch:
     """Return the launch described by the first launcher whose rank is set."""
-    srun, elastic = _is_srun_task(env), env.has("TORCHELASTIC_RUN_ID")
+    srun = _is_srun_task(env)
+    elastic = env.has("TORCHELASTIC_RUN_ID")
     node = env.text("SLURMD_NODENAME") or socket.gethostname()
     for launcher, rank_name, sizes, local_ranks, local_sizes in _LAUNCHERS:
         if not env.has(rank_name) or (launcher == "slurm" and not srun):
@@ -183,7 +185,8 @@ def _find(env: Variables) -> Launch:
                 f"{rank_name}={env.text(rank_name)} is set but {sizes[-1]} is not: set both, or "
                 f"unset {rank_name}"
             )
-        rank, world = env.number(rank_name), env.number(size_name)
+        rank = env.number(rank_name)
+        world = env.number(size_name)
         if launcher != "slurm" and srun and env.number(env.first(_TASKS) or "", 0) == world:
             same = env.number("SLURM_PROCID") == rank
             if launcher == "mpi" and same:
@@ -202,7 +205,8 @@ def _find(env: Variables) -> Launch:
             raise LaunchError(
                 f"{rank_name}={rank} is set but {names} is not: set it in every process"
             )
-        local_rank, known = env.number(local_name or "", 0), env.first(local_sizes)
+        local_rank = env.number(local_name or "", 0)
+        known = env.first(local_sizes)
         local_size = env.number(known) if known else None
         if launcher == "slurm":
             local_size = _slurm_local_size(env, world)
@@ -253,9 +257,12 @@ def _master(
     `local_world_size` is None where it is not known.
     """
     # `hostname -i` prints an address for each of a host's interfaces
-    given, nodes = env.text("MASTER_ADDR").split(), env.first(_NODE_VARIABLES)
+    given = env.text("MASTER_ADDR").split()
+    nodes = env.first(_NODE_VARIABLES)
     by_slurm = nodes is not None and _is_srun_task(env) and not env.has("TORCHELASTIC_RUN_ID")
-    several, first, wrong = world_size not in (1, local_world_size), "", ""
+    several = world_size not in (1, local_world_size)
+    first = ""
+    wrong = ""
     if by_slurm and several:
         assert nodes is not None, "the launch is Slurm's"
         arbitrary = "arbitrary" in env.text("SLURM_DISTRIBUTION")

@@ -136,8 +136,10 @@ class Layout:
 
         Raises ConfigError when the processes do not divide into whole replicas.
         """
-        tensor, pipeline = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
-        order, expert = sizes.rank_order or DEFAULT_ORDER, sizes.expert_model_parallel_size
+        tensor = sizes.tensor_model_parallel_size
+        pipeline = sizes.pipeline_model_parallel_size
+        order = sizes.rank_order or DEFAULT_ORDER
+        expert = sizes.expert_model_parallel_size
         data, rest = divmod(world_size, tensor * pipeline)
         if rest or not data:
             raise ConfigError(
@@ -199,7 +201,8 @@ class Layout:
     def strides(self) -> tuple[int, int, int]:
         """Distances between neighbours in the tensor, data and pipeline direction, in ranks."""
         sizes = {"tp": self.tensor, "dp": self.data, "pp": self.pipeline}
-        strides, stride = {}, 1
+        strides = {}
+        stride = 1
         for direction in self.order.split("-"):
             strides[direction] = stride
             stride *= sizes[direction]
@@ -218,7 +221,8 @@ class Layout:
     def lines(self) -> dict[str, Line]:
         """Lines of ranks that communicate, by name; the parts over which ZeRO divides: see Shards."""
         tensor, data, pipeline = self.strides
-        each, nodes = self.expert_node, self.expert // self.expert_node
+        each = self.expert_node
+        nodes = self.expert // self.expert_node
         of_experts = self.data // self.expert
         lines = {
             "world": Line("world", 1, self.world_size),

@@ -56,7 +56,8 @@ def device_identity(device: torch.device) -> str:
 
 def describe_process(launch: Launch, device: torch.device, backend: str, placing: Placing) -> Task:
     """Return this process's description for the others, without what must be alike."""
-    on_device, shown = device.type == "cuda", visible_devices(os.environ)
+    on_device = device.type == "cuda"
+    shown = visible_devices(os.environ)
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
     return Task(
         node=launch.node,
@@ -72,7 +73,8 @@ def describe_process(launch: Launch, device: torch.device, backend: str, placing
 
 def conflict(tasks: Sequence[Task]) -> str:
     """Return why these processes, by the launcher's numbers, cannot work together, or ""."""
-    first, users = tasks[0], dict[tuple[str, str], int]()
+    first = tasks[0]
+    users = dict[tuple[str, str], int]()
     for rank, own in enumerate(tasks):
         if own.backend != first.backend:
             return (

@@ -124,7 +124,8 @@ def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     launcher writes the same list into all of them, it means the devices of the node.
     """
     rocr, hip, cuda = (environ.get(name, "").strip() for name in VISIBLE)
-    outer, inner = _numbers(rocr), _numbers(hip or cuda)
+    outer = _numbers(rocr)
+    inner = _numbers(hip or cuda)
     if not rocr:
         return inner
     if outer is None or not (hip or cuda):
@@ -198,8 +199,10 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
     A node's ranks follow `device_order` if it has as many tasks as devices, with consecutive
     numbers, on different devices; otherwise they stay, as they do without a device order.
     """
-    ranks, found = list(range(len(tasks))), [task.number for task in tasks]
-    nodes, kept = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
+    ranks = list(range(len(tasks)))
+    found = [task.number for task in tasks]
+    nodes = defaultdict[str, list[int]](list)
+    kept = defaultdict[str, list[str]](list)
     for number, task in enumerate(tasks):
         nodes[task.node].append(number)
     for node, members in nodes.items() if device_order else ():
@@ -269,7 +272,8 @@ def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[
 
 def check_devices(placing: Placing) -> Placing:
     """Return `placing` if its device order names each device once. Raises LaunchError."""
-    order, count = placing.device_order, len(placing.device_order)
+    order = placing.device_order
+    count = len(placing.device_order)
     devices = len(placing.local_order) or count
     if order and (count != devices or sorted(order) != list(range(count))):
         raise LaunchError(

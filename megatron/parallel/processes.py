@@ -19,7 +19,9 @@ from megatron.errors import LaunchError
 
 T = TypeVar("T")
 
-GONE, DEAD, STOPPED = "gone", "dead", "stopped"
+GONE = "gone"
+DEAD = "dead"
+STOPPED = "stopped"
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -80,7 +82,8 @@ def python_stacks(limit: int) -> str:
         path = os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])
         return f"{path}:{line} {frame.f_code.co_name}"
 
-    main, frames = threading.main_thread(), sys._current_frames()
+    main = threading.main_thread()
+    frames = sys._current_frames()
     stack = traceback.walk_stack(frames[main.ident or 0])
     text = "\n".join(reversed([shown(frame, line) for frame, line in stack]))
     if len(text) > limit:

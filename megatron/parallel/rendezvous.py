@@ -112,7 +112,9 @@ class Rendezvous(StoreConnection):
         alike: Alike | None = None,
     ) -> None:
         super().__init__(launch, timeout, clock, sleep)
-        self.device, self.placing, self.alike = device, placing, alike or {}
+        self.device = device
+        self.placing = placing
+        self.alike = alike or {}
         self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self.notices: list[str] = []
         self.ranks_per_node = 1
@@ -178,7 +180,8 @@ class Rendezvous(StoreConnection):
                 self._store_lost = True
                 self._leave()
                 raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
-        where, pid = f"{self.launch.node}:{self.device}", os.getpid()
+        where = f"{self.launch.node}:{self.device}"
+        pid = os.getpid()
         self.flight.describe(self.launch.rank, pid, where, process_start(pid))
         self.flight_file.unlink()  # all ranks of the node have opened it
         sys.audit("megatron.parallel.met", self)
@@ -198,7 +201,8 @@ class Rendezvous(StoreConnection):
 
         Raises LaunchError.
         """
-        store, task = self.store, self.launch.task
+        store = self.store
+        task = self.launch.task
         own = describe_process(self.launch, self.device, self.backend, self.placing)
         told = json.dumps(own._replace(alike=self._digests())._asdict())
         verdict: dict[str, Any] = {}
@@ -256,15 +260,18 @@ class Rendezvous(StoreConnection):
 
     def _absent(self) -> str:
         """Return the error that names the missing ranks."""
-        size, missing = self.launch.world_size, self.ranks_without("participant", _SHOWN)
+        size = self.launch.world_size
+        missing = self.ranks_without("participant", _SHOWN)
         within = show_duration(self.timeout.total_seconds())
         self._absentees = len(missing)
         if not missing:
             first = self._participant(0)
             return f"all ranks arrived, but rank 0 ({first}) gave no verdict within {within}"
-        present, more = "not listed", " and perhaps more"
+        present = "not listed"
+        more = " and perhaps more"
         if len(missing) < _SHOWN:
-            came, more = sorted(set(range(size)).difference(missing))[:_SHOWN], ""
+            came = sorted(set(range(size)).difference(missing))[:_SHOWN]
+            more = ""
             present = _list_places(came, [self._participant(rank) for rank in came])
         return (
             f"rank {compress_ranks(missing)}{more} of {size} did not arrive within {within}. "
@@ -289,7 +296,8 @@ class Rendezvous(StoreConnection):
     def _give_ranks(self, tasks: Sequence[Task]) -> dict[str, Any]:
         """Write the rank of each process, and the place of each rank."""
         found = assign(tasks, self.placing.device_order)
-        ranks, notices = found.ranks, [*self.launch.notices, *found.notices]
+        ranks = found.ranks
+        notices = [*self.launch.notices, *found.notices]
         if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
             notices.append(_OPEN)
         of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
@@ -305,7 +313,9 @@ class Rendezvous(StoreConnection):
 
     def _initialise(self) -> None:
         """Start torch.distributed."""
-        launch, on_device, wanted = self.launch, self.device.type == "cuda", dict[str, str]()
+        launch = self.launch
+        on_device = self.device.type == "cuda"
+        wanted = dict[str, str]()
         if launch.on_one_node and not host_name_is_local():
             wanted["GLOO_SOCKET_IFNAME"] = "lo"
         raise_file_limit()  # gloo connects each rank with all others of a group
@@ -411,7 +421,8 @@ class Rendezvous(StoreConnection):
 
     def _call_roll(self, seen: str) -> str:
         """Ask every rank whether it is alive and what it is doing; return the findings."""
-        ranks, deadline = range(self.launch.world_size), self.clock() + self._answer_s
+        ranks = range(self.launch.world_size)
+        deadline = self.clock() + self._answer_s
         self._call_all(_ROLL)
         self.poll([f"answer/{rank}" for rank in ranks], deadline)
         dead = self.ranks_without("answer", _SHOWN)
@@ -479,7 +490,8 @@ class Rendezvous(StoreConnection):
 
         Every rank answers the calls in order.
         """
-        own, number = f"{call}/{self.launch.rank}", self._call
+        own = f"{call}/{self.launch.rank}"
+        number = self._call
         while self.store.compare_set(f"call/{number}", "", own).decode() != own:
             number += 1
         return number

@@ -48,7 +48,10 @@ class StoreConnection:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.launch, self.timeout, self.clock, self.sleep = launch, timeout, clock, sleep
+        self.launch = launch
+        self.timeout = timeout
+        self.clock = clock
+        self.sleep = sleep
         self.store: dist.Store
         """A host that lost power never answers: call its methods through `bounded`."""
 
@@ -90,7 +93,8 @@ class StoreConnection:
     def _serve(self) -> dist.Store:
         """Serve the store of all ranks, only to this host if all of them are on it."""
         raise_file_limit()
-        port, inside = self.launch.master_port, None
+        port = self.launch.master_port
+        inside = None
         try:
             if self.launch.on_one_node:
                 inside = socket.create_server(("127.0.0.1", port))
@@ -161,7 +165,8 @@ class StoreConnection:
 
     def poll(self, keys: Sequence[str], deadline: float, unless: str = "") -> bool:
         """Return whether all keys exist before the deadline, and before the key `unless` does."""
-        pause, longest = 0.005, 0.2 if self.launch.task == 0 else self.pause_s
+        pause = 0.005
+        longest = 0.2 if self.launch.task == 0 else self.pause_s
         for batch in batches(keys):
             while not self.store.check(batch):
                 left = deadline - self.clock()

@@ -129,7 +129,8 @@ class _Groups:
     flight: FlightRecorder
 
     def make(self, kind: str) -> Group:
-        ranks, handle = self.layout.ranks(kind, self.rank), None
+        ranks = self.layout.ranks(kind, self.rank)
+        handle = None
         if self.new_group is not None and len(ranks) == self.layout.world_size > 1:
             handle = self.all_ranks = self.all_ranks or self.new_group(ranks)
         elif self.new_group is not None and len(ranks) > 1:
@@ -294,7 +295,8 @@ class Topology:
 
         p = layout.coordinates(rank)[2]
         groups = _Groups(layout, rank, new_group, all_ranks, flight or FlightRecorder())
-        group, shards = groups.make, groups.shards
+        group = groups.make
+        shards = groups.shards
         # All members create their groups in this order, so that overlapping groups form without
         # deadlock.
         world = group("world")

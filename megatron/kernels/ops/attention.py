@@ -144,8 +144,11 @@ def _gradient_block(
 
 def _check(name: str, block: _Block, **rows: Tensor) -> None:
     """Check what both operators take; `rows`: the tensors [all samples, all rows] by name."""
-    scores, slopes, law = block.scores, block.slopes, block.law
-    share, origins = law.share, law.origins
+    scores = block.scores
+    slopes = block.slopes
+    law = block.law
+    share = law.share
+    origins = law.origins
     check_all(name, scores=scores)
     check_beside(name, scores, [torch.float32], slopes=slopes, **rows)
     check_beside(name, scores, [torch.int64], origins=origins)
@@ -199,8 +202,10 @@ def _check_weights(name: str, block: _Block) -> None:
     _check(name, block, logarithms=block.logarithms)
     if block.key is not None:
         return
-    keys, key = block.scores.shape[-1], block.start
-    seen, most = key + keys, first_key(block.first, block.law.window)
+    keys = block.scores.shape[-1]
+    key = block.start
+    seen = key + keys
+    most = first_key(block.first, block.law.window)
     fits = 0 <= key <= most and key % TILE == 0
     check(
         name,
@@ -211,7 +216,9 @@ def _check_weights(name: str, block: _Block) -> None:
 
 @takes(_gradient_block, after=1)
 def _check_gradient(name: str, block: _GradientBlock) -> None:
-    scores, gradients, logarithms = block.scores, block.gradients, block.logarithms
+    scores = block.scores
+    gradients = block.gradients
+    logarithms = block.logarithms
     _check(name, block, logarithms=logarithms, dots=block.dots)
     check_shape(name, scores.shape, gradients=gradients)
     check_all(name, scores=scores, gradients=gradients)
@@ -223,11 +230,14 @@ def _check_gradient(name: str, block: _GradientBlock) -> None:
 
 def _mask(block: _Block) -> Tensor:
     """Return factors 0 or 1 / (1 - p) from torch's generator, by tiles of TILE by TILE."""
-    scores, sample, law = block.scores, block.sample, block.law
+    scores = block.scores
+    sample = block.sample
+    law = block.law
     assert law.origins is not None, "a mask depends on which samples these are"
     count, rows, keys = scores.shape
     share = law.share
-    groups, queries = len(block.logarithms) // len(law.origins), rows // share
+    groups = len(block.logarithms) // len(law.origins)
+    queries = rows // share
     padded_queries, padded_keys = (-(-n // TILE) * TILE for n in (queries, keys))
     factors = torch.empty(count, padded_queries, share, padded_keys, device=scores.device)
     tile = torch.empty(TILE, TILE, device=scores.device)
@@ -250,7 +260,9 @@ def _logits(block: _Block) -> Tensor:
 
     They are -infinity where a key is later than the query or before its window.
     """
-    scores, slopes, law = block.scores, block.slopes, block.law
+    scores = block.scores
+    slopes = block.slopes
+    law = block.law
     samples, rows, keys = scores.shape
     wide = wider(scores) * law.scale
     if law.cap:
@@ -292,13 +304,15 @@ def gradient_reference(block: _GradientBlock) -> None:
 
     Its masks differ from the kernel's.
     """
-    scores, law = block.scores, block.law
+    scores = block.scores
+    law = block.law
     weights = _logits(block).sub_(block.logarithms[block.rows].unsqueeze(-1)).exp_()
     wide = block.gradients.to(weights.dtype)
     dropped = weights
     if law.probability:
         factors = _mask(block)
-        wide, dropped = wide * factors, weights * factors
+        wide = wide * factors
+        dropped = weights * factors
     wide = (wide - block.dots[block.rows].unsqueeze(-1)) * weights * law.scale
     if law.cap:
         wide *= 1.0 - (scores.to(wide.dtype) * (law.scale / law.cap)).tanh_().square_()
@@ -316,7 +330,8 @@ def dots_reference(a: Tensor, b: Tensor) -> Tensor:
 
 def _launch(function: Function, block: _Block, *tensors: Tensor) -> None:
     """Call a kernel for a block; the last of the tensors has all samples and rows."""
-    law, slopes = block.law, block.slopes
+    law = block.law
+    slopes = block.slopes
     samples, rows, keys = block.scores.shape
     all_samples, all_rows = tensors[-1].shape
     groups = 1 if slopes is None else len(slopes) // law.share  # of one sample
@@ -467,7 +482,8 @@ def softmax_reference(
 def _softmax_backward_reference(
     gradient: Tensor, probabilities: Tensor, scale: float, causal: bool
 ) -> Tensor:
-    g, y = gradient.float(), probabilities.float()
+    g = gradient.float()
+    y = probabilities.float()
     return (scale * y * (g - (g * y).sum(-1, keepdim=True))).to(gradient.dtype)
 
 

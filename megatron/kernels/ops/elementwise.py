@@ -141,14 +141,16 @@ def _reference_backward(
     dbias: Tensor | None,
     adds: bool,
 ) -> Tensor:
-    wide, g = x.float(), gradient.float()
+    wide = x.float()
+    g = gradient.float()
     if bias is not None:
         wide = wide + bias.float()
     if kind == "squared_relu":
         dx = 2.0 * g * F.relu(wide)
     else:
         gate, *value = wide.chunk(_inputs(kind), dim=-1)
-        silu, form = kind == "swiglu", _approximation(kind)
+        silu = kind == "swiglu"
+        form = _approximation(kind)
         up = g * value[0] if value else g
         dx = (
             torch.ops.aten.silu_backward(up, gate)
@@ -229,7 +231,8 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     other than fp32, fp16 and bf16.
     """
     if kind in KINDS and (nodes := nodes_for(x)) is not None:
-        inputs, columns = _inputs(kind), x.shape[-1]
+        inputs = _inputs(kind)
+        columns = x.shape[-1]
         if columns and columns % inputs == 0:
             rows = x.numel() // inputs, columns // inputs
             parts = count_parts(*rows, x.element_size(), x.is_cpu)
@@ -318,7 +321,8 @@ def _sum_backward(
     dx: Tensor | None, gradient: Tensor, dbias: Tensor | None, adds: bool, *law: Any
 ) -> None:
     n, (parts, partial) = gradient.shape[-1], partial_sums(gradient, dbias is not None)
-    rows, mask = gradient.numel() // n, _in_kernel(*law)
+    rows = gradient.numel() // n
+    mask = _in_kernel(*law)
     _SUM_BACKWARD(gradient, dx, dbias, partial, gradient, rows, n, parts, int(adds), *mask)
 
 

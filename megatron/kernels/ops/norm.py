@@ -74,7 +74,8 @@ def _check(name: str, norm: _Inputs) -> None:
 
 def _reference(norm: _Inputs) -> tuple[Tensor, ...]:
     """Compute the results with torch's operators, in fp32."""
-    x, bias = norm.x, norm.bias
+    x = norm.x
+    bias = norm.bias
     wide = x.float()
     if norm.residual is not None:
         wide = wide if norm.shift is None else wide + narrow(norm.shift, x).float()
@@ -107,7 +108,9 @@ def _like(norm: _Inputs) -> tuple[Tensor, ...]:
 
 
 def _forward(out: tuple[Tensor, ...], norm: _Inputs) -> None:
-    x, bias, shift = norm.x, norm.bias, norm.shift
+    x = norm.x
+    bias = norm.bias
+    shift = norm.shift
     y, *total, statistics = out
     _FORWARD(
         x,
@@ -155,7 +158,8 @@ def _count_parts(rows: int, row_bytes: int, element_size: int, device: int, sums
         held = 8 if row_bytes <= 2048 else 4 if row_bytes <= 4096 else 2 if row_bytes <= 8192 else 1
         share = 8
     else:
-        held, share = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1, 32
+        held = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1
+        share = 32
     # 8 bytes of sums, out and in, to 3 elements of each row
     cheap = rows * element_size // (share * sums * units)
     return min(units * max(1, min(held, cheap)), -(-rows // 4))
@@ -179,8 +183,10 @@ class _Gradient(NamedTuple):
 
 @takes(_Gradient, after=1)
 def _backward(dx: Tensor, of: _Gradient) -> None:
-    x, dbias = of.x, of.dbias
-    rows, n = of.statistics.shape[1], x.shape[-1]
+    x = of.x
+    dbias = of.dbias
+    rows = of.statistics.shape[1]
+    n = x.shape[-1]
     sums = (1 if of.rms else 2) + (of.dshift is not None)
     parts = _parts(x, rows, sums)
     partial = x.new_empty((parts, sums, n), dtype=torch.float32)
@@ -210,12 +216,16 @@ def _backward(dx: Tensor, of: _Gradient) -> None:
 
 @takes(_Gradient)
 def _reference_backward(of: _Gradient) -> Tensor:
-    x, statistics = of.x, of.statistics
-    rows, n = _rows(x), x.shape[-1]
-    g, h = of.dy.float().reshape(rows, n), x.float().reshape(rows, n)
+    x = of.x
+    statistics = of.statistics
+    rows = _rows(x)
+    n = x.shape[-1]
+    g = of.dy.float().reshape(rows, n)
+    h = x.float().reshape(rows, n)
     rstd = statistics[0].unsqueeze(1)
     h = h * rstd if of.rms else (h - statistics[1].unsqueeze(1)) * rstd
-    of_weight, of_bias = (g * h).sum(0), g.sum(0)
+    of_weight = (g * h).sum(0)
+    of_bias = g.sum(0)
     g = g * (narrow(of.weight, x).float() + float(of.one_plus))
     mean = 0.0 if of.rms else g.mean(1, keepdim=True)
     dx = rstd * (g - h * (g * h).mean(1, keepdim=True) - mean)
@@ -237,7 +247,8 @@ def _save(ctx: Any, norm: _Inputs, output: tuple[Tensor, ...]) -> None:
     # themselves: saved tensors may be copies, without sinks
     ctx.parameters = norm.weight, norm.bias, norm.shift
     ctx.save_for_backward(x, norm.weight, output[-1])
-    ctx.one_plus, ctx.rms = norm.one_plus, norm.rms
+    ctx.one_plus = norm.one_plus
+    ctx.rms = norm.rms
     ctx.set_materialize_grads(False)
 
 

@@ -35,14 +35,17 @@ _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
 # Each block has a chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h wants a
 # multiple of it), more where there would be too many blocks. The norm leaves one number for each,
 # which one block adds up.
-_SMALLEST, _MOST_UPDATES, _MOST_SUMS = 4096, 1 << 18, 1 << 14
+_SMALLEST = 4096
+_MOST_UPDATES = 1 << 18
+_MOST_SUMS = 1 << 14
 
 Tensors = Sequence[Tensor]
 
 
 def _chunk(sizes: Sequence[int], most: int) -> int:
     """Return the elements of a chunk, so that there are about `most` chunks or fewer."""
-    chunk, total = _SMALLEST, sum(sizes)
+    chunk = _SMALLEST
+    total = sum(sizes)
     while total > chunk * most:
         chunk *= 2
     return chunk
@@ -107,8 +110,10 @@ class AdamW(NamedTuple):
 
 @takes(AdamW, after=1)
 def _check_adamw(name: str, adamw: AdamW) -> None:
-    wide, moments = [torch.float32], [torch.float32, torch.bfloat16]
-    parameters, scale = adamw.parameters, adamw.gradient_scale
+    wide = [torch.float32]
+    moments = [torch.float32, torch.bfloat16]
+    parameters = adamw.parameters
+    scale = adamw.gradient_scale
     _check_list(name, "parameters", parameters, parameters, wide)
     _check_list(name, "gradients", adamw.gradients, parameters, TYPES)
     _check_list(name, "exp_avgs", adamw.exp_avgs, parameters, moments)
@@ -153,7 +158,8 @@ def round_(target: Tensor, x: Tensor, step: int) -> None:
 @takes(AdamW)
 def adamw_reference_(adamw: AdamW) -> None:
     """Compute adamw_ with torch's fused AdamW."""
-    parameters, scale = list(adamw.parameters), adamw.gradient_scale
+    parameters = list(adamw.parameters)
+    scale = adamw.gradient_scale
     assert isinstance(scale, Tensor), "adamw_ has made a tensor of it"
     wide = list(torch._foreach_mul([g.float() for g in adamw.gradients], scale))
     moments = adamw.exp_avgs, adamw.exp_avg_sqs
@@ -234,7 +240,8 @@ def adamw_(adamw: AdamW, kernel: bool = True) -> None:
     """
     if any(adamw[:5]):
         check("adamw_", bool(adamw.parameters), "there are no parameters for the other lists")
-        scale, averages = adamw.gradient_scale, adamw.averages
+        scale = adamw.gradient_scale
+        averages = adamw.averages
         if not isinstance(scale, Tensor):
             device = adamw.parameters[0].device
             scale = torch.full((), scale, dtype=torch.float32, device=device)

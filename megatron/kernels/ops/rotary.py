@@ -47,7 +47,8 @@ def reference(
     `neighbours`: the pairs are (x[.., 2c], x[.., 2c + 1]).
     """
     half = cos.shape[-1]
-    wide, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    wide = x[..., : 2 * half].float()
+    rest = x[..., 2 * half :]
     sin = -sin if back else sin
     if neighbours:
         low, high = wide.unflatten(-1, (half, 2)).unbind(-1)
@@ -60,7 +61,9 @@ def reference(
 
 
 def _rotate(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
-    sign, shared, half = -1.0 if back else 1.0, cos.shape[1] == 1, cos.shape[-1]
+    sign = -1.0 if back else 1.0
+    shared = cos.shape[1] == 1
+    half = cos.shape[-1]
     strides = *x.stride()[:3], *out.stride()[:3]
     _ROTARY(x, out, x, cos, sin, *x.shape, half, *strides, shared, sign)
 

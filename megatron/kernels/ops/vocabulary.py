@@ -98,9 +98,11 @@ def local_reference(
     logits: Tensor, labels: Tensor, first: int, real: int, cap: float = 0.0
 ) -> Three:
     """Compute `local_pass` with torch's operators on a few rows at a time; fp64 for fp64 logits."""
-    out, rows = _three(logits, labels), labels.numel()
+    out = _three(logits, labels)
+    rows = labels.numel()
     maxima, totals, targets = (whole.view(rows) for whole in out)
-    flat, labels = logits.view(rows, logits.shape[-1]), labels.reshape(rows)
+    flat = logits.view(rows, logits.shape[-1])
+    labels = labels.reshape(rows)
     if real == 0:
         maxima.fill_(float("-inf"))
         totals.zero_()
@@ -153,7 +155,8 @@ def gradient_reference(
     scaled = gradient / total
     for part in _pieces(flat):
         columns, here = _columns(labels[part], first, real)
-        wide, slope = flat[part, :real].to(gradient.dtype), None
+        wide = flat[part, :real].to(gradient.dtype)
+        slope = None
         if cap:
             wide = soft_cap(wide, cap)
             slope = 1.0 - (wide / cap).square()
@@ -228,11 +231,13 @@ def reference_(table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | No
     Each of the two ways to add has a fixed order on one kind of device only
     (torch.use_deterministic_algorithms).
     """
-    total, place = table, rows
+    total = table
+    place = rows
     # a row is summed at the position of its first value
     if table.dtype != torch.float32:
         ordered = rows.sort().values
-        total, place = table[ordered].float(), torch.searchsorted(ordered, rows)
+        total = table[ordered].float()
+        place = torch.searchsorted(ordered, rows)
     if table.device.type == "cpu":
         total.index_add_(0, place, values.float())
     else:
@@ -256,7 +261,9 @@ def _check_rows(
 def _run(table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | None) -> None:
     ordered, order = rows.to(torch.int32).sort(stable=True)  # half as many passes as over 64 bits
     if table.is_cpu and len(rows):
-        least, most, size = int(ordered[0]), int(ordered[-1]), len(table)
+        least = int(ordered[0])
+        most = int(ordered[-1])
+        size = len(table)
         check(
             "add_rows_",
             least >= 0 and most < size,
@@ -301,7 +308,8 @@ def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
     the device, so a GPU ignores rows outside of the table; on a CPU they are an error. Raises
     KernelError.
     """
-    found, partial = find(table.device.type), None
+    found = find(table.device.type)
+    partial = None
     if found.handle is not None and found.target != "host":
         partial = values.new_empty(-(-len(rows) // CHUNK), 2, values.shape[-1], dtype=torch.float32)
     _add_rows_(table, rows.contiguous(), values.contiguous(), partial)
