@@ -47,7 +47,9 @@ class LimitedProcess:
     """
 
     def __init__(self, target: str, argument: Any, what: str, size_bytes: int = 0) -> None:
-        self._target, self._argument, self._what = target, argument, what
+        self._target = target
+        self._argument = argument
+        self._what = what
         self._size_bytes = size_bytes  # of what it reads at its start
         self._child: subprocess.Popen[bytes] | None = None
         self._parent, self._lock = os.getpid(), threading.Lock()
@@ -154,10 +156,12 @@ def serve(target: str) -> None:
             _limit(seconds, memory)
             value = handler(request)
             if not built:
-                handler, value = value, None
+                handler = value
+                value = None
             is_bytes = isinstance(value, bytes)
             if is_bytes:
-                content, value = value, None
+                content = value
+                value = None
             reply = json.dumps({"value": value, "bytes": is_bytes})
         except BaseException as error:  # a panic of Rust is no Exception
             reply = json.dumps({"error": [type(error).__name__, f"{error!s:.2000}"]})

@@ -14,7 +14,8 @@ from typing import Any
 from megatron.errors import DataError
 from megatron.untrusted import check_depth, is_count, open_regular, read_json
 
-_MOST_BYTES, _LONGEST_LINE = 1 << 31, 1 << 20
+_MOST_BYTES = 1 << 31
+_LONGEST_LINE = 1 << 20
 _MOST_BESIDE = 1 << 24
 Kinds = Mapping[Callable[[Any], bool], Sequence[str]]
 """Names of values, by the check that each value passes if it is present and not null."""

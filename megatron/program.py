@@ -70,7 +70,8 @@ def pretrain(
 
 def run(arguments: list[str], **pieces: Any) -> int:
     """Run as `main` does, and return the exit code instead of ending the process."""
-    launch, problem = Launch(), None
+    launch = Launch()
+    problem = None
     try:
         launch = detect_launch(variables_with_flags(arguments))
     except MegatronError as error:

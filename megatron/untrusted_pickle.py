@@ -56,7 +56,9 @@ class _Effect(NamedTuple):
 
 
 def _effect(opcode: pickletools.OpcodeInfo) -> _Effect:
-    before, argument, lines = list(opcode.stack_before), opcode.arg, 0
+    before = list(opcode.stack_before)
+    argument = opcode.arg
+    lines = 0
     marked = pickletools.markobject in before
     operands = before.index(pickletools.markobject) if marked else len(before)
     if argument is not None and argument.n == pickletools.UP_TO_NEWLINE:
@@ -80,10 +82,12 @@ class _Value:
     __slots__ = ("hashed", "inside")
 
     def __init__(self, inside: list[_Value], hashed: int = 1) -> None:
-        self.inside, self.hashed = inside, hashed
+        self.inside = inside
+        self.hashed = hashed
 
 
-_PLAIN, _MARK = _Value([]), _Value([])
+_PLAIN = _Value([])
+_MARK = _Value([])
 
 
 def check_torch_file(file: BinaryIO, source: object, error: type[MegatronError]) -> None:
@@ -136,7 +140,8 @@ def check_pickle(
     count = copied = 0
     while True:
         kind, length, lines, operands, marked = _EFFECTS[content[at]]
-        count, at = count + 1, at + 1
+        count = count + 1
+        at = at + 1
         start = at
         if length > 0:
             at += length

@@ -80,13 +80,11 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
 
     `active`: of the experts only those that a token passes through.
     """
-    h, bias, heads, groups, d = (
-        model.hidden_size,
-        int(model.add_bias_linear),
-        model.num_attention_heads,
-        model.num_key_value_heads,
-        model.kv_channels,
-    )
+    h = model.hidden_size
+    bias = int(model.add_bias_linear)
+    heads = model.num_attention_heads
+    groups = model.num_key_value_heads
+    d = model.kv_channels
     width = 2 if model.normalization == "layernorm" else 1  # vectors of a norm
     layer = bias * h + len(model.layer_norms) * width * h
     layer += int(model.qkv_bias) * (heads + 2 * groups) * d
@@ -230,7 +228,8 @@ def paper_flops(
     The vocabulary's term is that of k = 4 for logits that are not recomputed (Narayanan et al.,
     arXiv 2104.04473, section 5.1); with k = 3 it is a quarter too small.
     """
-    k, h = (4 if checkpointing else 3), hidden_size
+    k = 4 if checkpointing else 3
+    h = hidden_size
     per_layer = 24.0 * k * global_batch_size * seq_length * num_layers * h * h
     return per_layer * (1.0 + seq_length / (6.0 * h) + vocab_size / (16.0 * num_layers * h))
 

@@ -65,8 +65,11 @@ class GPTChunk(torch.nn.Module):
     ) -> None:
         super().__init__()
         model = config.model
-        self.config, self.context, self.stage = config, context, stage
-        self.is_first, self.is_last = stage == 0, last
+        self.config = config
+        self.context = context
+        self.stage = stage
+        self.is_first = stage == 0
+        self.is_last = last
         fill, _ = weight_fills(model)
 
         norm = partial(norm_of, context, model, width=model.hidden_size)
@@ -113,11 +116,14 @@ class GPTChunk(torch.nn.Module):
             return hidden
         assert batch.labels is not None and batch.loss_mask is not None
         x = self._outputs(hidden)
-        labels, mask, count = batch.labels, batch.loss_mask, None
+        labels = batch.labels
+        mask = batch.loss_mask
+        count = None
         if (parts := self.context.parts) is not None:
             # So that the mean over the ranks is that over the tokens of the whole sequences.
             count = mask.sum().clamp(min=1.0) / parts.size
-            labels, mask = parts.cut(labels), parts.cut(mask)
+            labels = parts.cut(labels)
+            mask = parts.cut(mask)
         return vocabulary_loss(x, labels.t(), mask.t(), self._vocabulary(), late_loss, count)
 
     def token_losses(self, batch: MicroBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -180,12 +186,14 @@ class GPTChunk(torch.nn.Module):
         return self._run_layers(hidden, call)
 
     def _call_context(self, batch: MicroBatch, cache: KeyValueCache | None) -> CallContext:
-        dropout, documents = None, None
+        dropout = None
+        documents = None
         if self.training:
             first = batch.first_sample
             numbers = (0, first) if isinstance(first, Tensor) else (first, None)
             dropout = DropoutKey(self.config.training.seed, *numbers)
-        bounds, lengths = batch.cu_seqlens, batch.document_lengths
+        bounds = batch.cu_seqlens
+        lengths = batch.document_lengths
         if bounds is not None and lengths is not None and len(lengths) > len(batch.tokens):
             # otherwise each sample is one document
             documents = Documents(bounds, lengths, len(batch.tokens))
@@ -199,7 +207,9 @@ class GPTChunk(torch.nn.Module):
 
     def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
         assert batch.tokens is not None
-        model, tokens, ids = self.config.model, batch.tokens, call.position_ids
+        model = self.config.model
+        tokens = batch.tokens
+        ids = call.position_ids
         if (parts := self.context.parts) is not None:
             tokens = parts.cut(tokens)
             if ids is None:
@@ -222,7 +232,8 @@ class GPTChunk(torch.nn.Module):
 
     def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
         """Run all layers of the stage; some are recomputed in the backward pass."""
-        layers, groups = list(self.layers), list[int]()
+        layers = list(self.layers)
+        groups = list[int]()
         if torch.is_grad_enabled():
             groups = recomputed_groups(len(layers), self.config.recompute)
 
@@ -232,7 +243,8 @@ class GPTChunk(torch.nn.Module):
             return x
 
         for size in groups:
-            unit, layers = layers[:size], layers[size:]
+            unit = layers[:size]
+            layers = layers[size:]
             # Masks are functions of keys: there is no generator state to restore.
             hidden = checkpoint(
                 run,
@@ -246,7 +258,8 @@ class GPTChunk(torch.nn.Module):
 
     def _vocabulary(self) -> Vocabulary:
         own = sharding_of(self.output_weight)
-        model, tokens = self.config.model, self.config.kernels.cross_entropy_chunk_tokens
+        model = self.config.model
+        tokens = self.config.kernels.cross_entropy_chunk_tokens
         part = self.output_weight, self.context, own.offset[0], own.extent[0]
         return Vocabulary(*part, tokens, model.final_logit_softcapping or 0.0, model.logit_z_loss)
 
@@ -255,7 +268,8 @@ def layer_context(
     config: Config, topology: Topology, perform_initialization: bool = True, late: bool = False
 ) -> LayerContext:
     """Return how the layers of this rank are distributed, see ParameterFactory."""
-    model, base_shapes = config.model, dict[str, tuple[int, ...]]()
+    model = config.model
+    base_shapes = dict[str, tuple[int, ...]]()
     if model.use_mup:
         base_shapes = global_shapes(dataclasses.replace(config, model=model.mup_base()))
     parts = None
@@ -298,7 +312,8 @@ def build_chunks(
     be user-defined (Config.with_pieces).
     """
     context = context or layer_context(config, topology)
-    stages, pipeline = config.parallel.num_stages, topology.pipeline
+    stages = config.parallel.num_stages
+    pipeline = topology.pipeline
     layers = assign_layers(config.model.num_layers, stages, config.parallel.pipeline_layout)
     chunks: dict[str, torch.nn.Module] = {}
     make: Stage = config.pieces.model or GPTChunk
@@ -331,7 +346,8 @@ def stages_of(
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:
     """Return the shape of the messages between stages: [s(/tp), b, h], s being a rank's part."""
-    parallel, model = config.parallel, config.model
+    parallel = config.parallel
+    model = config.model
     s = model.seq_length // parallel.sequence_ranks
     return s, config.batch.micro_batch_size, model.hidden_size
 

@@ -85,7 +85,9 @@ class _Rules(TorchDispatchMode):
         self, what: str, names: Mapping[int, str], calls: list[Callable[[], object]] | None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._what, self._names, self._calls = what, names, calls
+        self._what = what
+        self._names = names
+        self._calls = calls
         self._made, self._sent = set[int](), set[int]()  # storages: of results, of messages
         self.outside = dict[int, torch.Tensor]()
 
@@ -97,7 +99,8 @@ class _Rules(TorchDispatchMode):
         kwargs = kwargs or {}
         self._check(func, args, kwargs)
         out = func(*args, **kwargs)
-        used, results = _tensors_of((args, kwargs)), _tensors_of(out)
+        used = _tensors_of((args, kwargs))
+        results = _tensors_of(out)
         if func.namespace == "c10d":
             self._sent.update(map(_storage, used))
         elif (
@@ -116,7 +119,8 @@ class _Rules(TorchDispatchMode):
         return out
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
-        packet, problem = func.overloadpacket, ""
+        packet = func.overloadpacket
+        problem = ""
         masks = (torch.bool, torch.uint8)
         if packet is _aten._local_scalar_dense or packet in DATA_DEPENDENT:
             problem = "gives the host a value, or a size that depends on values"
@@ -139,7 +143,8 @@ class _Rules(TorchDispatchMode):
 
     def _place(self) -> str:
         """Return the innermost module of the chunk whose code is running, else the code itself."""
-        frame, code = sys._getframe(1).f_back, ""
+        frame = sys._getframe(1).f_back
+        code = ""
         while frame is not None:
             here = frame.f_code
             if (name := self._names.get(id(frame.f_locals.get("self")))) is not None:
@@ -300,7 +305,8 @@ class Slot:
 
         eager  run it operator by operator, through the graph of the recorded forward pass
         """
-        stage, self._eager = self._stage, eager
+        stage = self._stage
+        self._eager = eager
         stage.gradient.copy_(gradient)
         if eager:
             self._backward()
@@ -374,8 +380,10 @@ class CapturedStage:
         pool: Pool,
         flight: FlightRecorder,
     ) -> None:
-        self.number, self.chunk = number, chunk
-        self.pool, self.flight = pool, flight
+        self.number = number
+        self.chunk = chunk
+        self.pool = pool
+        self.flight = flight
         self.names = {id(one): name for name, one in module.named_modules()}
         self.free: list[Slot] = []
         shape, dtype = message
@@ -414,9 +422,13 @@ class Captures:
         warmup: int,
         before: Callable[[], None],
     ) -> None:
-        self._stages, self._message = stages, message
-        self._pool, self._flight = Pool(device), flight
-        self._last_stage, self._steps, self._before = last_stage, warmup, before
+        self._stages = stages
+        self._message = message
+        self._pool = Pool(device)
+        self._flight = flight
+        self._last_stage = last_stage
+        self._steps = warmup
+        self._before = before
         self._captured: dict[int, CapturedStage] = {}
         self._last = -1
         self._inputs: dict[str, Any] | None = None

@@ -190,7 +190,8 @@ def simulate(schedule: Schedule, durations: Mapping[Op, float], latency: float =
         np.array([i for i in instructions if i.op <= Op.BACKWARD_WEIGHT], np.int32)
         for instructions in schedule
     ]
-    lists, stages = Lists.of(passes, schedule.micro_batches), schedule.num_stages
+    lists = Lists.of(passes, schedule.micro_batches)
+    stages = schedule.num_stages
     costs = Costs(
         np.outer([*(durations[op] for op in tuple(Op)[:4]), 0.0], np.ones(stages)),
         np.outer([0.0, latency] * 2, np.ones(stages)),
@@ -200,7 +201,8 @@ def simulate(schedule: Schedule, durations: Mapping[Op, float], latency: float =
 
 
 def _timeline(lists: Lists, starts: Numbers, ends: Numbers) -> Timeline:
-    ops, ranks = tuple(Op), []
+    ops = tuple(Op)
+    ranks = []
     for first, end in itertools.pairwise(lists.offsets.tolist()):
         rows = first + np.flatnonzero(lists.rows[first:end, 0] <= Op.BACKWARD_WEIGHT)
         passes = zip(
@@ -214,8 +216,11 @@ def _timeline(lists: Lists, starts: Numbers, ends: Numbers) -> Timeline:
 
 def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     """Return the step's lists, its times in ticks, and ticks per unit of time."""
-    p, v, m = pipeline.size, pipeline.chunks, pipeline.micro_batches
-    times, stages = pipeline.times, p * v
+    p = pipeline.size
+    v = pipeline.chunks
+    m = pipeline.micro_batches
+    times = pipeline.times
+    stages = p * v
     # Few large lists are kept: they take 12 bytes for each instruction.
     lists = (_small_lists if stages * m <= _SMALL else _large_lists)(pipeline.schedule, p, v, m)
     assert len(times.forward) == len(times.backward) == stages, (
@@ -228,7 +233,8 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     if not isinstance(pipeline.schedule, str) or ORDERS[pipeline.schedule].splits:
         # a whole pass, as on a pipeline of one rank, or where an order splits only some
         passes[Op.BACKWARD] += passes[Op.BACKWARD_WEIGHT]
-    messages, boundaries = np.zeros((4, stages)), pipeline.boundaries
+    messages = np.zeros((4, stages))
+    boundaries = pipeline.boundaries
     if boundaries is not None:
         assert len(boundaries.forward) == len(boundaries.backward) == p, (
             f"expected the boundaries of {p} ranks"

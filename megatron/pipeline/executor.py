@@ -72,7 +72,8 @@ class Executor:
         after_backward: Callable[[int], None] | None = None,
         captures: Captures | None = None,
     ) -> None:
-        size, rank = topology.pipeline.size, topology.pipeline.rank
+        size = topology.pipeline.size
+        rank = topology.pipeline.rank
         wanted = [chunk * size + rank for chunk in range(num_chunks)]
         if sorted(chunks) != wanted:
             raise ConfigError(
@@ -217,7 +218,8 @@ class _Pass:
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
         }
-        flight, ends = self._executor.topology.flight, self._executor.after_backward
+        flight = self._executor.topology.flight
+        ends = self._executor.after_backward
         for instruction in instructions:
             flight.instruction(_NAMES[instruction.op], instruction.stage, instruction.micro_batch)
             handlers[instruction.op](instruction)
@@ -277,7 +279,8 @@ class _Pass:
     def _check_output(
         self, instruction: Instruction, output: torch.Tensor, micro_batch: Any
     ) -> None:
-        shape, dtype = self._executor.expected_shape(micro_batch), self._executor.message_dtype
+        shape = self._executor.expected_shape(micro_batch)
+        dtype = self._executor.message_dtype
         if tuple(output.shape) != shape or output.dtype != dtype:
             raise ConfigError(
                 f"{instruction} returned shape {list(output.shape)} of {output.dtype}, but the "
@@ -415,7 +418,8 @@ class Exchange:
     @contextmanager
     def _recorded(self, instruction: Instruction, tensor: torch.Tensor) -> Iterator[None]:
         """Record a message that may block this rank; an error in it names the neighbour."""
-        flight, call = self._pipeline.flight, b"send" if instruction.op in SENDS else b"receive"
+        flight = self._pipeline.flight
+        call = b"send" if instruction.op in SENDS else b"receive"
         peer = self._peer(instruction)
         flight.enter(call, self._pipeline.kind, tensor.nbytes, peer=peer)
         with self._blame(instruction):
@@ -427,7 +431,8 @@ class Exchange:
         try:
             yield
         except RuntimeError as error:
-            own, peer = self._pipeline.ranks[self._pipeline.rank], self._peer(instruction)
+            own = self._pipeline.ranks[self._pipeline.rank]
+            peer = self._peer(instruction)
             raise LaunchError(
                 f"rank {own} lost its pipeline neighbour, rank {peer}, during {instruction}: "
                 f"{error}. Rank {peer} has died, hangs, or lost another neighbour: look for the "

@@ -156,7 +156,8 @@ def interleaved(pipeline_size: int, chunks: int, micro_batches: int, rank: int) 
 
 def one_rank(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
     """A pipeline of one rank: every micro-batch forward through all chunks, then back."""
-    op, chunk = np.repeat([Op.FORWARD, Op.BACKWARD], chunks), np.r_[:chunks, chunks - 1 : -1 : -1]
+    op = np.repeat([Op.FORWARD, Op.BACKWARD], chunks)
+    chunk = np.r_[:chunks, chunks - 1 : -1 : -1]
     return _rows(
         np.tile(op, micro_batches),
         np.tile(chunk, micro_batches),

@@ -128,7 +128,9 @@ def build_lists(
     name: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> Lists:
     """Return `build_schedule(...)` as arrays."""
-    p, v, m = pipeline_size, chunks, micro_batches
+    p = pipeline_size
+    v = chunks
+    m = micro_batches
     check_sizes(name, p, v, m)
     passes = [passes_of_rank(name, p, v, m, rank) for rank in range(p)]
     if forward_only:
@@ -322,7 +324,8 @@ def with_messages(passes: Lists) -> Lists:
     with more at most 3 plus the largest group of micro-batches (orders.py), usually a third of
     that.
     """
-    size, stages = len(passes), len(passes.owner)
+    size = len(passes)
+    stages = len(passes.owner)
     if size == 1:
         return passes
     unit = 4  # ticks of a forward pass
@@ -348,7 +351,8 @@ def with_messages(passes: Lists) -> Lists:
     # runs that are almost in order
     source = np.concatenate([np.arange(len(op)), sends, there, again])
     at = np.cumsum([0, len(op), len(sends), len(there), len(again)])
-    key, ranks = key[source], rank[source]
+    key = key[source]
+    ranks = rank[source]
     key[at[1] : at[2]] += 1
     ranks[at[2] :] = to[source[at[2] :]]
     order = np.argsort(ranks * (1 + key.max()) + key, kind="stable")
@@ -412,14 +416,16 @@ def moments_of_rank(
     chunk = stage // pipeline_size
     begins = (op == Op.BACKWARD) | (op == Op.BACKWARD_INPUT)
     own = chunk[:, None] == np.arange(chunks)
-    forward, backward = own & (op == Op.FORWARD)[:, None], own & begins[:, None]
+    forward = own & (op == Op.FORWARD)[:, None]
+    backward = own & begins[:, None]
     held = np.cumsum(forward, axis=0) - forward - np.cumsum(backward, axis=0)
     later = op == Op.BACKWARD_WEIGHT
     split = op == Op.BACKWARD_INPUT
     waiting = np.cumsum(split) - split - np.cumsum(later)
     sends = np.cumsum((op == Op.SEND_FORWARD) | (op == Op.SEND_BACKWARD))
     posted = np.cumsum((op == Op.RECV_FORWARD) | (op == Op.RECV_BACKWARD))
-    first, last = stage == 0, stage == len(lists.owner) - 1
+    first = stage == 0
+    last = stage == len(lists.owner) - 1
     used = np.cumsum(((op == Op.FORWARD) & ~first) | (begins & ~last)) * (pipeline_size > 1)
     messages = np.minimum(sends, SENDS_IN_FLIGHT) + posted - used
     rows = np.flatnonzero(op <= Op.BACKWARD_WEIGHT)
