@@ -208,6 +208,7 @@ def program(job: dict[str, Any]) -> list[dict[str, Any]]:
     from megatron.parallel.layout import DEFAULT_ORDER
     from megatron.parallel.rendezvous import connect
     from megatron.training.run.host import share_cores
+    from megatron.training.run.process import Signals
     from megatron.training.run.setup import assemble, connect_groups
     from megatron.training.run.step import train_step
 
@@ -217,7 +218,7 @@ def program(job: dict[str, Any]) -> list[dict[str, Any]]:
     rendezvous = connect(launch, timeout, config.parallel.distributed_backend)
     share_cores(rendezvous.device, launch.local_world_size)
     topology = connect_groups(config, rendezvous, timeout, DEFAULT_ORDER)
-    run = assemble(config, topology)
+    run = assemble(config, topology, Signals(enabled=False))
     with Paced(job["gflops_per_s"]) if job["gflops_per_s"] else nullcontext():
         for _ in range(2):
             train_step(run)

@@ -198,7 +198,7 @@ def trial_flags(flags: Sequence[str], steps: int, evaluation: str = "--eval-iter
 
 
 @functools.lru_cache(maxsize=256)
-def _settings(flags: tuple[str, ...]) -> dict[str, Any]:
+def _settings(flags: tuple[str, ...]) -> dict[str, object]:
     """Return all settings by short and by full name, from flags that may be incomplete."""
     settings = read_settings(flags)
     unknown = {} if settings.given.get("global_batch_size") else {"gbs": None}
@@ -235,7 +235,7 @@ class _Names(dict[str, Any]):
         for name in space.derived:
             self.pop(name, None)
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         if name in self._under_way:
             around = " -> ".join([*self._under_way, name])
             raise ConfigError(
@@ -248,7 +248,7 @@ class _Names(dict[str, Any]):
             self._under_way.pop()
         return found
 
-    def _worked_out(self, name: str) -> Any:
+    def _worked_out(self, name: str) -> object:
         each = self.machine.processes_per_node
         found = None
         if name in self.space.derived:
@@ -275,7 +275,7 @@ class _Names(dict[str, Any]):
             raise KeyError(f"{name} does not vary here")
         return found
 
-    def evaluate(self, where: str, expression: Expression) -> Any:
+    def evaluate(self, where: str, expression: Expression) -> object:
         try:
             return expression.value(self)
         except ValueError as error:
@@ -307,7 +307,8 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
 
     Raises Rejected and ConfigError.
     """
-    space, machine = names.space, names.machine
+    space = names.space
+    machine = names.machine
     for reason, rule in space.constraints.items():
         holds = names.evaluate(f"[constraints] '{reason}'", rule)
         if not isinstance(holds, bool):
@@ -380,7 +381,8 @@ def _fit(
             "more memory than a device has, by the planner",
             f"{memory / GIB:.1f} GiB of {capacity / GIB:.1f} usable",
         )
-    words, step_s = list[str](), None
+    words = list[str]()
+    step_s = None
     # Placement matters if a node's devices are not all alike, and all of them are used.
     ordered = len(cluster.device_orders) > 1 and layout.world % cluster.devices_per_node == 0
     if predict:

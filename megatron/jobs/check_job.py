@@ -219,14 +219,16 @@ def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Op
     found: Options = {}
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
-        word, at = words[at], at + 1
+        word = words[at]
+        at += 1
         if word == "--":
             break
         name, equals, value = (
             word.removeprefix("--").partition("=") if word[1] == "-" else (word[1], "", word[2:])
         )
         if name not in _NO_VALUE and not equals and not value and at < len(words):
-            value, at = words[at], at + 1
+            value = words[at]
+            at += 1
         found[_LETTERS.get(name, name)] = Given(value, where)
     return found, at
 
@@ -668,7 +670,8 @@ def check_cost(job: Job, config: Config) -> None:
     costs = run_costs(config, nodes, start, consumed).at(
         found.tokens_per_s, consumed * config.model.seq_length
     )
-    seconds, hours = costs.seconds or 0.0, costs.node_hours or 0.0
+    seconds = costs.seconds or 0.0
+    hours = costs.node_hours or 0.0
     job.known["the run"] = costs.size
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
     job.known["it costs"] = (

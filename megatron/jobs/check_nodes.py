@@ -103,7 +103,7 @@ class Process:
         if BETWEEN in self.figures:
             self.errors.pop(BETWEEN, None)
 
-    def exchange(self) -> dict[int, dict[str, Any]]:
+    def exchange(self) -> dict[int, dict[str, object]]:
         """Test the network between nodes whose devices work; return all figures on rank 0."""
         store = self._connection.store
         limit = timedelta(seconds=4 * self._seconds + _MARGIN_S)
@@ -121,7 +121,7 @@ class Process:
 
     def share(
         self, phase: str, ranks: Iterable[int], limit: timedelta
-    ) -> dict[int, dict[str, Any]]:
+    ) -> dict[int, dict[str, object]]:
         """Send this process's results to rank 0, which returns those in time and the good nodes."""
         launch = self.launch
         store = self._connection.store

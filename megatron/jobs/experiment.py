@@ -17,8 +17,8 @@ from megatron.config import Config, parse_args
 from megatron.config.duration import show_duration
 from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
-from megatron.jobs.result import DONE, FAILED, REFUSED, Result
-from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, Source, earlier
+from megatron.jobs.result import DONE, FAILED, REFUSED, Result, earlier
+from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, Source
 from megatron.jobs.scaling import METRICS, POINT
 from megatron.metrics_file import read_beside
 from megatron.model.formulas import paper_flops
@@ -231,7 +231,8 @@ def _point(request: Request, base: Config, value: int) -> Point:
     if request.of_the_paper and request.recipe == "paper":
         words += f" --make-vocab-size-divisible-by {max(1, _PAPER_VOCABULARY_MULTIPLE // tensor)}"
     flags = [*request.recipe_flags, *words.split(), *request.flags]
-    config, problem = None, None
+    config = None
+    problem = None
     if world % tasks:
         problem = (
             f"{world} processes do not fill nodes of {tasks}: choose TP x PP x replicas as a "
@@ -320,7 +321,8 @@ class Experiment(Source):
         say: Callable[[str], object] = print,
     ) -> None:
         super().__init__(say)
-        self._root, self._limit_s = root, limit_s
+        self._root = root
+        self._limit_s = limit_s
         self.waiting = dict[str, str]()
         self.out_of_time = False
         self._claims = dict[str, tuple[Point, FolderClaim]]()
@@ -455,7 +457,8 @@ def table(points: Sequence[Point], root: Path) -> Table:
     first = points[0].request
     rows = list[tuple[str, ...]]()
     for point in points:
-        sizes, times = [""] * 4, [""] * 4
+        sizes = [""] * 4
+        times = [""] * 4
         if point.config is not None:
             parallel = point.config.parallel
             batch = point.config.batch

@@ -23,7 +23,8 @@ CONFIRM = "confirm"
 # Prior standard deviation of log(cost) between trials of a layout, in addition to the scatter of
 # steps within a trial: machines and networks vary more from one trial to the next. The prior has
 # the weight of this many repetitions.
-_SCATTER, _WORTH = 0.02, 3.0
+_SCATTER = 0.02
+_WORTH = 3.0
 _LOSS_SCATTER = 0.003  # of log(validation loss) between seeds of a small model: an assumption
 _DEVIATIONS = 2.0  # standard deviations by which a rival may look worse than the best
 _FURTHEST = math.log(1.25)  # whatever the noise, a layout further behind is not a rival
@@ -133,7 +134,9 @@ def noise_of(layouts: Iterable[Measured]) -> float:
     The estimate uses repeated measurements of layouts, and the spread of steady steps.
     """
     errors = list[float]()
-    squares, free, scatter = 0.0, 0, _SCATTER
+    squares = 0.0
+    free = 0
+    scatter = _SCATTER
     for one in layouts:
         if any(t.result.loss is not None for t in one.trials):
             scatter = _LOSS_SCATTER

@@ -22,7 +22,8 @@ from megatron.parallel.environment import job_name
 from megatron.planner.processes import environment, reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
-LOG, TASKS = "train.log", "tasks"
+LOG = "train.log"
+TASKS = "tasks"
 GRACE_S = 15.0
 """Seconds from SIGTERM to SIGKILL; short, because these runs save nothing."""
 _ASK_AGAIN_S = 5.0

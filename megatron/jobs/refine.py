@@ -25,13 +25,15 @@ from megatron.planner.compute import is_time
 from megatron.planner.table import Table
 from megatron.planner.timing import Estimate, estimate
 
-WARM_UP, LEAST_STEPS = 3, 3
+WARM_UP = 3
+LEAST_STEPS = 3
 """Number of ignored steps (the first has no overlap, memory settles), and of those needed after."""
 _LEAST_RUNS = 4  # for two factors: some pair of factors fits any three runs
 _BETTER = 0.5  # two factors must reduce the error of one factor to less than this share
 # of the ratios of message to compute factors that are tried, 2.5 % apart
 _RATIOS = np.geomspace(0.1, 10.0, 187)
-_LEAST, _MOST = 0.02, 50.0  # of a factor
+_LEAST = 0.02  # of a factor
+_MOST = 50.0
 _OF_MESSAGES = ("collectives.", "messages", "collective_start_s", "hop_", "message_")
 
 
@@ -55,7 +57,8 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
     runs and lines that were left out. Raises DataError if no run can be used, and ConfigError for a
     run that does not fit on the machine.
     """
-    runs, left_out = list[Run](), list[str]()
+    runs = list[Run]()
+    left_out = list[str]()
     for path in paths:
         try:
             run = read_run(path)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron import metrics_file
 from megatron.config import Config
 from megatron.errors import DataError
-from megatron.jobs.scaling import Figures, figures, read_run
-from megatron.metrics_file import read_records
+from megatron.jobs.scaling import METRICS, RESULT, Figures, figures, read_run
+from megatron.metrics_file import read_beside, read_records
 from megatron.planner.layout import candidate_of
 from megatron.training.run.process import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
 
@@ -92,14 +93,17 @@ def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
         for found in filter(None, map(pattern.search, tails)):
             return Ending(kind, how + found.group().strip()[:_SHOWN])
     code = _cause(exit_codes, tails)
-    kind, how = CRASH, f"exit code {code}"
+    kind = CRASH
+    how = f"exit code {code}"
     if code in _KILLED:
         kind = OUT_OF_MEMORY
         how = "killed, probably by the kernel's out-of-memory killer"
     elif code == EXIT_USER_ERROR and not _NO_REFUSAL.match(line):
-        kind, how = REFUSED, "refused"
+        kind = REFUSED
+        how = "refused"
     elif code == EXIT_LOST_RANK:
-        kind, how = LOST_RANK, "a rank died or hung"
+        kind = LOST_RANK
+        how = "a rank died or hung"
     elif not code:
         how = "ended early" if code == 0 else "did not end"
     elif code < 0 or code > 128:
@@ -197,6 +201,24 @@ class Result:
 RUNNING = Result()
 
 
+def is_complete(folder: Path, steps: int) -> bool:
+    """Return whether the metrics file of a folder has all steps up to the end. Raises DataError."""
+    return (folder / METRICS).is_file() and all_done(read_records(folder / METRICS), steps)
+
+
+def all_done(records: Sequence[Mapping[str, object]], steps: int) -> bool:
+    ends = [r for r in records if r["event"] == "end"]
+    return bool(ends) and ends[-1].get("reason") == "done" and ends[-1].get("iteration") == steps
+
+
+def earlier(folder: Path, steps: int) -> Result:
+    """Return the outcome of an earlier start, without figures. Raises DataError."""
+    there = read_beside(folder / RESULT, metrics_file.RESULT)
+    if there.get("status") == FAILED:
+        return Result(FAILED, there.get("kind"), there.get("reason"))
+    return Result(DONE) if is_complete(folder, steps) else RUNNING
+
+
 def valid_losses(records: Iterable[Mapping[str, Any]]) -> list[float]:
     """Return the validation losses of a run, in order."""
     return [
@@ -236,7 +258,8 @@ def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
 
 def _contradictions(found: Figures, asked: Config) -> Iterator[str]:
     """Yield differences between a run and its request (self-contradictions: scaling.py)."""
-    run, layout = found.run, candidate_of(asked)
+    run = found.run
+    layout = candidate_of(asked)
     # Without paths, and settings that a run changes, as a tokenizer changes the vocabulary size.
     names = layout.settings(1).keys() - {"rank_order", "device_order"}
     for name in sorted(names | {"seq_length", "num_layers", "hidden_size", "fp16", "bf16"}):

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron import metrics_file
 from megatron.config.duration import duration_s, show_duration
 from megatron.data.file_lock import LOCK_NAME, renamed_into
 from megatron.errors import ConfigError, DataError
@@ -49,22 +48,26 @@ from megatron.jobs.result import (
     TIME_OUT,
     Ending,
     Result,
+    all_done,
     cause,
     ending,
+    is_complete,
     valid_losses,
 )
 from megatron.jobs.scaling import METRICS, POINT, RESULT
-from megatron.metrics_file import read_beside, read_records
+from megatron.metrics_file import read_records
 from megatron.parallel.environment import ask_slurm, job_name
 
-SLACK, START_UP_S = 3.0, 300.0
+SLACK = 3.0
+START_UP_S = 300.0
 """Time limit of a run: factor of its predicted steps, and seconds for start-up."""
 TIME = "time is up"
 ALLOCATION = "the allocation ends"
 """Reasons why `Runner.run` ended before its source was exhausted; or the name of a signal."""
 _POLL_S = 0.2
 # a step hangs after this many seconds, and this multiple of the longest step so far
-_LEAST_STALL_S, _SLOWER = 60.0, 10.0
+_LEAST_STALL_S = 60.0
+_SLOWER = 10.0
 _EXIT_S = 30.0  # from the last record to the end of the processes
 _MOST_LOST = 2  # nodes that may die under a run; after one more, the run is at fault
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -164,7 +167,8 @@ class Source:
 
     def ended(self, end: Attempt) -> None:
         """Record the end of a job. Raises ConfigError if it cannot be written."""
-        result, name = RUNNING, end.job.folder.name
+        result = RUNNING
+        name = end.job.folder.name
         if not end.interrupted:
             failed = end.why and Result(FAILED, end.why.kind, end.why.reason)
             result = self.figures(end.job) if end.complete or not failed else failed
@@ -172,14 +176,6 @@ class Source:
             self.finished.append(name)
         self.results[name] = result
         self.report(end, result)
-
-
-def earlier(folder: Path, steps: int) -> Result:
-    """Return the outcome of an earlier start, without figures. Raises DataError."""
-    there = read_beside(folder / RESULT, metrics_file.RESULT)
-    if there.get("status") == FAILED:
-        return Result(FAILED, there.get("kind"), there.get("reason"))
-    return Result(DONE) if is_complete(folder, steps) else RUNNING
 
 
 class Runner:
@@ -206,7 +202,8 @@ class Runner:
         self._nodes = Nodes(place.hosts, say)
         self._running: list[Attempt] = []
         self._lost = Counter[Path]()
-        self._turn, self._over = 0, False
+        self._turn = 0
+        self._over = False
         self.signal = ""
 
     def room(self, nodes: int) -> bool:
@@ -393,17 +390,19 @@ class Watch:
 
     def look(self, now: float) -> Ending | None:
         """Return why the run must be stopped, or None. now: seconds of the clock of its start."""
-        metrics, size = self.job.folder / METRICS, 0
+        metrics = self.job.folder / METRICS
+        size = 0
         with contextlib.suppress(OSError):
             size = metrics.stat().st_size
         if size != self._size:
-            self._size, self._changed = size, now
+            self._size = size
+            self._changed = now
             with contextlib.suppress(DataError):
                 records = read_records(metrics)
                 self._steps = [
                     float(r.get("step_time_s") or 0.0) for r in records if r["event"] == "iteration"
                 ]
-                self._complete = _all_done(records, self.job.steps)
+                self._complete = all_done(records, self.job.steps)
                 losses = valid_losses(records)
                 if self.job.stops is not None and not self._complete and self.job.stops(losses):
                     return Ending(STOPPED, f"its validation loss is {losses[-1]:.4g}")
@@ -430,16 +429,6 @@ class Watch:
 # -- folders ---------------------------------------------------------------------------------------
 
 
-def is_complete(folder: Path, steps: int) -> bool:
-    """Return whether the metrics file of a folder has all steps up to the end. Raises DataError."""
-    return (folder / METRICS).is_file() and _all_done(read_records(folder / METRICS), steps)
-
-
-def _all_done(records: Sequence[Mapping[str, Any]], steps: int) -> bool:
-    ends = [r for r in records if r["event"] == "end"]
-    return bool(ends) and ends[-1].get("reason") == "done" and ends[-1].get("iteration") == steps
-
-
 def _set_aside(folder: Path) -> None:
     """Move files of an earlier attempt into the subfolder attempt-1, attempt-2, ..."""
     old = [p for p in folder.iterdir() if not p.name.startswith(("attempt-", LOCK_NAME))]
@@ -452,7 +441,7 @@ def _set_aside(folder: Path) -> None:
             path.rename(aside / path.name)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Write a file atomically and durably, even if the node goes down."""
     with renamed_into(path) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
@@ -482,7 +471,8 @@ def time_left(
 
     It returns None if both are unknown.
     """
-    begun, left_s = clock(), allocation_s()
+    begun = clock()
+    left_s = allocation_s()
     known = [] if walltime_s is None else [walltime_s]
     known += [] if left_s is None else [left_s - reserve_s]
     return lambda: begun + min(known) - clock() if known else None
@@ -513,7 +503,8 @@ class Nodes:
     """Free nodes and left-out nodes; `say` is called with a line for each of the latter."""
 
     def __init__(self, hosts: Sequence[str], say: Callable[[str], object]) -> None:
-        self._hosts, self._say = tuple(hosts), say
+        self._hosts = tuple(hosts)
+        self._say = say
         self.free = list(hosts)
         self._out = set[str]()
 

@@ -241,16 +241,8 @@ def figures(
     )
     if not run.lines:
         return found
-    first = run.start_iteration + (run.point.get("warm_up", 1) if warm_up is None else warm_up)
     full = max(line.global_batch_size for line in run.lines)
-    steady = [
-        line
-        for line in run.lines
-        if line.iteration - line.steps >= first
-        and line.global_batch_size == full
-        and not line.skipped
-        and not line.nan
-    ]
+    steady = _steady(run, run.point.get("warm_up", 1) if warm_up is None else warm_up, full)
     if not steady:
         why = (
             f"no steady step: of {sum(line.steps for line in run.lines)} steps {found.skipped} "
@@ -311,6 +303,18 @@ def figures(
     )
 
 
+def _steady(run: MeasuredRun, warm_up: int, full: int) -> list[Line]:
+    """Return the lines after the warm-up whose steps have the full batch and a finite loss."""
+    return [
+        line
+        for line in run.lines
+        if line.iteration - line.steps >= run.start_iteration + warm_up
+        and line.global_batch_size == full
+        and not line.skipped
+        and not line.nan
+    ]
+
+
 def independent_values(values: Sequence[float]) -> float:
     """Return the number of independent values that would scatter as `values` do.
 
@@ -318,7 +322,8 @@ def independent_values(values: Sequence[float]) -> float:
     Atmospheric Sciences, section on the sampling distribution of a mean); r is the correlation of
     neighbours, from 10 values on and if above 0.
     """
-    mean, n = statistics.fmean(values), len(values)
+    mean = statistics.fmean(values)
+    n = len(values)
     variance = sum((value - mean) ** 2 for value in values)
     if n < 10 or not variance:
         return float(n)
@@ -334,7 +339,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     Statistics, section 3.2, in its normal approximation), for the independent ones of the values.
     Up to 8 values it is their range.
     """
-    ordered, n = sorted(values), independent_values(values)
+    ordered = sorted(values)
+    n = independent_values(values)
     outside = max(0.0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
     index = math.floor(outside * (len(ordered) - 1) / max(1.0, n - 1))
     return ordered[index], ordered[-1 - index]
@@ -500,7 +506,7 @@ _FIGURES = (
 ).split()
 
 
-def row(series: Series, m: Figures) -> dict[str, Any]:
+def row(series: Series, m: Figures) -> dict[str, object]:
     """Return a run's unrounded values by name; None for no figure.
 
     `noise` is half the interval of the median over the median.
@@ -508,7 +514,8 @@ def row(series: Series, m: Figures) -> dict[str, Any]:
     sizes = (m.run.get(f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     low, efficiency, high = series.efficiency(m) or (None, None, None)
     against = m is not series.base and efficiency is not None and low is not None and high
-    interval, step_s = m.median_s, m.step_s
+    interval = m.median_s
+    step_s = m.step_s
     return {
         "run": m.run.name,
         "verdict": _verdict(low or 0.0, efficiency or 0.0, high or 0.0) if against else None,

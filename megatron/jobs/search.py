@@ -30,7 +30,8 @@ _FIRST = 4  # initial trials of the planner's best, or at random
 _FAILURE = 0.405  # log(1.5): a failure counts as 1.5 times the expected cost
 _NEAR = 0.223  # log(1.25)
 _RIDGE = 0.1  # (16 % / 0.5)^2: costs scatter by 16 % around a prior with a slope of 1 +- 0.5
-_KAPPA, _TREES = 1.5, 100
+_KAPPA = 1.5
+_TREES = 100
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ class Halving:
 
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=factor)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._study, self._most = optuna.create_study(pruner=pruner), most
+        self._study = optuna.create_study(pruner=pruner)
+        self._most = most
         self._trials: dict[int, tuple[Any, int]] = {}  # and how many losses it was told
 
     def stops(self, number: int, losses: Sequence[float]) -> bool:

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron.config.command_line import read_settings
 from megatron.config.duration import duration_s
@@ -57,7 +56,8 @@ class Setup:
 
     def trial(self, candidate: Candidate) -> list[str]:
         """Return the flags of a trial."""
-        space, steps = self.space, self.steps(candidate)
+        space = self.space
+        steps = self.steps(candidate)
         if not space.tokens:
             return trial_flags(candidate.flags, steps)
         batches = -(-space.valid_samples // candidate.batch)
@@ -75,7 +75,7 @@ class Setup:
             return float(self.args.trial_limit or _LIMIT_S)
         return START_UP_S + SLACK * candidate.step_s * self.steps(candidate)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the settings that must not change when a search resumes."""
         names = ("tokens", "evaluations", "valid_samples", "halving") if self.space.tokens else ()
         return {

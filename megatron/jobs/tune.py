@@ -42,6 +42,7 @@ from megatron.jobs.result import (
     RUNNING,
     STOPPED,
     Result,
+    earlier,
     read_result,
     valid_losses,
 )
@@ -51,7 +52,6 @@ from megatron.jobs.runner import (
     Job,
     Runner,
     Source,
-    earlier,
     slurm_time_left_s,
     time_left,
     write_json,
@@ -227,7 +227,8 @@ class Search(Source):
         # nodes died meanwhile
         if self._held is None or not runner.ever(self._held.candidate.nodes):
             self._held = self._choose(runner)
-        trial, left_s = self._held, runner.left_s()
+        trial = self._held
+        left_s = runner.left_s()
         if trial is None:
             return None
         if left_s is not None and self._took_s and left_s <= statistics.median(self._took_s):
@@ -319,7 +320,8 @@ class Search(Source):
     def _job(self, trial: Trial) -> Job:
         setup = self.setup
         candidate = trial.candidate
-        flags, steps = setup.trial(candidate), setup.steps(candidate)
+        flags = setup.trial(candidate)
+        steps = setup.steps(candidate)
         point = {
             "name": f"{trial.number:04d} {candidate.key}",
             "by": trial.by,
@@ -493,7 +495,8 @@ def write_report(search: Search) -> list[Path]:
     It replaces an earlier report. Without matplotlib, trials.md says why there is no
     plot. Raises ConfigError if the folder is not writable.
     """
-    folder, parts = search.setup.out / FOLDER, [f"# {search.setup.space.title}"]
+    folder = search.setup.out / FOLDER
+    parts = [f"# {search.setup.space.title}"]
     parts.append("\n".join(f"- {line}" for line in summary(search)))
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.jobs import runner as running
+from megatron.jobs import result as results
 from megatron.jobs import search as searching
 from megatron.jobs import tune as module
 from megatron.jobs.candidates import Candidate, enumerate_candidates
@@ -158,7 +158,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(module, "read_result", read)
-    monkeypatch.setattr(running, "is_complete", lambda folder, steps: (folder / "figures").exists())
+    monkeypatch.setattr(results, "is_complete", lambda folder, steps: (folder / "figures").exists())
     monkeypatch.setattr(searching, "_FIRST", 1000)
     monkeypatch.setattr("os.fsync", lambda _: None)
 

@@ -29,7 +29,7 @@ from megatron.planner.calibration.tasks import kinds_of_groups, measure, message
 from megatron.planner.cluster import Cluster, Queue
 from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Figure
 from megatron.planner.processes import environment
-from megatron.training.run.setup import set_up_host
+from megatron.training.run.host import set_up_host
 
 FEW, MANY = 1, 5
 SEQUENCE = 16

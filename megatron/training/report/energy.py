@@ -73,7 +73,8 @@ class EnergyMeter:
 
     def used_j(self) -> float:
         """Return the energy since the last call, or since the beginning; NaN where unknown."""
-        before, self._before = self._before, self._read()
+        before = self._before
+        self._before = self._read()
         used = sum(
             now - then if now >= then else now - then + counter.range_j
             for now, then, counter in zip(self._before, before, self._counters, strict=True)

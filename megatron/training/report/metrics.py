@@ -20,12 +20,15 @@ from megatron.config.files import LoggingConfig
 from megatron.config.option import MOST
 from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
+from megatron.model import formulas
+from megatron.model.stages import assign_layers, recomputed_layers
 from megatron.parallel import collectives
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Group, Topology
 from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Iteration, StepRecord
 from megatron.training.report.timeline import Recording
+from megatron.training.run.host import device_name
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,29 @@ class Rates:
     peak_flops_per_s: float | None = None
 
 
+def rates(config: Config, topology: Topology) -> Rates:
+    """Return the FLOPs of one sample by the formulas, and the peak of this rank's device."""
+    model = config.model
+    recompute = config.recompute
+    parallel = config.parallel
+    stages = assign_layers(model.num_layers, parallel.num_stages, parallel.pipeline_layout)
+    counts = [recomputed_layers(len(layers), recompute) for layers in stages]
+    groups, layers = map(sum, zip(*counts, strict=True))
+    again = formulas.recompute_flops_per_token(
+        model, recompute.recompute_granularity, layers, groups, modules=recompute.recompute_modules
+    )
+    flops = formulas.flops_per_token_of(config)
+    # of a CPU: unknown
+    peak = formulas.peak_tflops(device_name(topology.device), config.precision.dtype_name)
+    return Rates(
+        world_size=topology.world.size,
+        seq_length=model.seq_length,
+        model_flops_per_sample=flops * model.seq_length,
+        hardware_flops_per_sample=(flops + again) * model.seq_length,
+        peak_flops_per_s=None if peak is None else 1e12 * peak,
+    )
+
+
 class Interval:
     """The steps since the last log line.
 
@@ -65,7 +91,8 @@ class Interval:
     """
 
     def __init__(self, topology: Topology, rates: Rates) -> None:
-        self._topology, self._rates = topology, rates
+        self._topology = topology
+        self._rates = rates
         self.steps: list[StepRecord] = []
         self.meter: EnergyMeter | None = None
         self.used_j = 0.0
@@ -84,7 +111,8 @@ class Interval:
         One collective call of the world: each rank has separate elements for its bytes, to which
         the sum adds zeros; exact in float64 up to 2**53. Waits for the device.
         """
-        own, world = [*self.steps, *unfinished], self._topology.world
+        own = [*self.steps, *unfinished]
+        world = self._topology.world
         parts = 3 * len(own)  # loss, and micro-batches that count, and all
         total = torch.zeros(
             parts + 2 * world.size + 1, dtype=torch.float64, device=self._topology.device
@@ -95,8 +123,10 @@ class Interval:
         total[parts + world.size + world.rank] = reserved_bytes or 0
         total[-1] = self.meter.used_j() if self.meter else math.nan
         *found, energy = collectives.all_reduce(total, world).tolist()
-        held, reserved = found[parts : parts + world.size], int(max(found[parts + world.size :]))
-        rank, layout = max(range(world.size), key=held.__getitem__), self._topology.layout
+        held = found[parts : parts + world.size]
+        reserved = int(max(found[parts + world.size :]))
+        rank = max(range(world.size), key=held.__getitem__)
+        layout = self._topology.layout
         self.used_j += energy
         of_stages = [0.0] * layout.pipeline
         for other, size in enumerate(held):
@@ -125,9 +155,11 @@ class Interval:
         `phases` has the milliseconds of each phase of a step on each rank; `measured` are further
         fields, from elsewhere.
         """
-        steps, self.steps = tuple(self.steps), []
+        steps = tuple(self.steps)
+        self.steps = []
         assert steps, "a log line needs at least one step"
-        last, rates = steps[-1], self._rates
+        last = steps[-1]
+        rates = self._rates
         both = zip(steps, losses, strict=True)
         advanced = [loss for step, loss in both if loss is not None and not step.skipped]
         samples_per_s = sum(s.global_batch_size for s in steps) / elapsed_s
@@ -272,7 +304,8 @@ class Timers:
     """
 
     def __init__(self, topology: Topology, logging: LoggingConfig, last: int) -> None:
-        self._topology, self._last = topology, last
+        self._topology = topology
+        self._last = last
         self.recording: Recording | None = None
         self._interval = logging.timeline_interval
         if logging.timing_log_level or logging.straggler_report:
@@ -306,7 +339,8 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._start = clock, clock()
+        self._clock = clock
+        self._start = clock()
         self.paused_s: Counter[str] = Counter()
 
     @contextmanager
@@ -321,7 +355,8 @@ class Stopwatch:
     def lap(self) -> float:
         """Return the seconds since the last lap, or since the beginning."""
         now = self._clock()
-        elapsed, self._start = now - self._start, now
+        elapsed = now - self._start
+        self._start = now
         return elapsed
 
 
@@ -346,8 +381,11 @@ class Profiler:
         steps: range = range(MOST),
         device: str = "cpu",
     ) -> None:
-        logging, chosen = config.logging, rank in config.logging.profile_ranks
-        self._on, self._say, self._missing = bool(logging.profile) and chosen, say, ""
+        logging = config.logging
+        chosen = rank in config.logging.profile_ranks
+        self._on = bool(logging.profile) and chosen
+        self._say = say
+        self._missing = ""
         self._steps = range(
             max(logging.profile_step_start, steps.start), min(logging.profile_step_end, steps.stop)
         )
@@ -397,7 +435,9 @@ class Profiler:
         """Write the profile, if one is being recorded."""
         if self._profile is None:
             return
-        profile, self._profile, self._on = self._profile, None, False
+        profile = self._profile
+        self._profile = None
+        self._on = False
         profile.stop()
         self._write(
             f"profile of iterations {self._steps[0] + 1} to {self._steps[-1] + 1}",

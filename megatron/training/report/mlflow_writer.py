@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 _NICENESS = 5
-_MOST_PARAMS, _MOST_METRICS = 100, 1000  # in one request
+_MOST_PARAMS = 100  # in one request
+_MOST_METRICS = 1000
 _MOST_TEXT = 500  # characters of a parameter
 
 
@@ -65,7 +66,9 @@ def write(lines: Iterator[str]) -> None:
     import mlflow
 
     id_ = begin(mlflow, json.loads(first))
-    client, metric, status = mlflow.MlflowClient(), mlflow.entities.Metric, "FAILED"
+    client = mlflow.MlflowClient()
+    metric = mlflow.entities.Metric
+    status = "FAILED"
     for message in map(json.loads, lines):
         if isinstance(message, str):
             status = message

@@ -121,7 +121,8 @@ class Console:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._enabled, self._clock = enabled, clock
+        self._enabled = enabled
+        self._clock = clock
         self._stream: IO[str] = stream if stream is not None else sys.stdout
         self._works: Any = None  # rich's Progress, for its rates; the innermost work is the last
         self._live: Any = None
@@ -159,7 +160,8 @@ class Console:
         if not self._enabled:
             yield
             return
-        outermost, self._moved = not (self._works and self._works.tasks), self._clock()
+        outermost = not (self._works and self._works.tasks)
+        self._moved = self._clock()
         if outermost:
             self._start()
         work = self._works.add_task(what, total=total or None, completed=done, where=where, note="")
@@ -178,7 +180,8 @@ class Console:
         """Note that a unit of the innermost work is done: the next one, or number `done`."""
         for work in self._works.tasks[-1:] if self._enabled else ():
             number = work.completed + 1 if done is None else done
-            seconds, self._moved = self._clock() - self._moved, self._clock()
+            seconds = self._clock() - self._moved
+            self._moved = self._clock()
             self._works.update(work.id, completed=number)
             recent = work.fields.get("unit_s")  # without other work, such as an evaluation
             if not tokens or recent is None:
@@ -260,7 +263,8 @@ class LogLines(Callback):
         logging = config.logging
         self._timing_option = logging.timing_log_option if logging.timing_log_level else None
         self._memory_reported = 0.0
-        self._console, self._say = console, console.say
+        self._console = console
+        self._say = console.say
 
     def on_event(self, event: Event) -> None:
         """Print the lines of an event, and show it in the progress line."""

@@ -81,7 +81,8 @@ class Recording:
 
     def __init__(self, topology: Topology, iteration: int) -> None:
         self.iteration = iteration
-        self._flight, self._before = topology.flight, topology.flight.meter
+        self._flight = topology.flight
+        self._before = topology.flight.meter
         self._meter = self._flight.meter = self._before or DeviceCalls.of(topology.device)
         self._marks = self._meter.marks = []
         self._first = self._meter.mark()
@@ -101,7 +102,8 @@ class Recording:
     def end(self) -> None:
         self._follows.__exit__(None, None, None)
         self._meter.add("step", self._first)
-        self._meter.marks, self._flight.meter = None, self._before
+        self._meter.marks = None
+        self._flight.meter = self._before
 
     def activities(self, clock: Callable[[], float]) -> list[Activity]:
         """Return what this rank did, in order, by its clock. Waits for the device.
@@ -109,7 +111,8 @@ class Recording:
         Nothing where the step had more calls than are kept.
         """
         self._meter.marks = []  # for an event with a time
-        now, self._meter.marks = self._meter.mark(), None
+        now = self._meter.mark()
+        self._meter.marks = None
         now.synchronize()
         zero = clock() - self._first.elapsed_time(now) / 1000
         if len(self._marks) == MOST_MARKS:
@@ -153,7 +156,8 @@ def phases_s(activities: Sequence[Activity]) -> dict[str, float]:
         while around[-1][0] <= activity.start:
             around.pop()
         limit, outer = around[-1]
-        phase, end = activity.phase or outer, min(activity.end, limit)
+        phase = activity.phase or outer
+        end = min(activity.end, limit)
         for of, sign in ((phase, 1), (outer, -1)):
             if of is not None:
                 spent[of] += sign * (end - activity.start)
@@ -195,7 +199,8 @@ def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[fl
     shortest of some round trips counts, in the middle of which the other clock is taken to be read
     (RFC 5905, section 8).
     """
-    word, best = torch.zeros(1, dtype=torch.float64), (math.inf, 0.0)
+    word = torch.zeros(1, dtype=torch.float64)
+    best = (math.inf, 0.0)
     other = group.ranks[0 if group.rank else peer]
     group.flight.enter(b"receive", group.kind, word.nbytes, True, peer=other)
     for _ in range(_ROUND_TRIPS):
@@ -233,8 +238,12 @@ class Timeline:
         clock: Callable[[], float] = time.monotonic,
         host: str = "",
     ) -> None:
-        self._topology, self._executor, self._path = topology, executor, path
-        self._say, self.places, self._clock = say, places, clock
+        self._topology = topology
+        self._executor = executor
+        self._path = path
+        self._say = say
+        self.places = places
+        self._clock = clock
         if topology.rank == 0 and (missing := clock_missing()):
             say(f" timeline: the bubble is measured and not predicted: {missing}")
         small = topology.world.size <= _ALL_RANKS
@@ -278,7 +287,8 @@ class Timeline:
 
     def _gather(self, activities: list[Activity]) -> dict[int, list[Activity]]:
         """Return the activities of each rank by the first one's clock, on the first one."""
-        group, ahead = self._group, dict[str, float]()
+        group = self._group
+        ahead = dict[str, float]()
         for peer, host in enumerate(self._hosts):
             if host not in ahead:
                 other = peer and group.rank in (0, peer)
@@ -305,7 +315,8 @@ class Timeline:
     def _events(self) -> list[dict[str, Any]]:
         """Return the step in the trace event format: data-parallel replicas, and ranks in them."""
         assert self._step is not None
-        (gathered, iteration), events = self._step, list[dict[str, Any]]()
+        (gathered, iteration) = self._step
+        events = list[dict[str, Any]]()
         zero = min(found[0].start for found in gathered.values())
         for rank, found in gathered.items():
             tensor, replica, stage = self._topology.layout.coordinates(rank)
@@ -334,7 +345,8 @@ class Timeline:
         """Write the newest step, if it is not written yet. A full disk ends nothing."""
         if self._path is None or self._step is None:
             return
-        new, self._written = self._path.with_suffix(".new"), self._clock()
+        new = self._path.with_suffix(".new")
+        self._written = self._clock()
         try:
             new.write_text(json.dumps({"traceEvents": self._events()}))
             os.replace(new, self._path)

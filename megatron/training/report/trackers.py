@@ -77,7 +77,8 @@ class JsonLines(Callback):
             self._torn = (self._file.write(line) or 0) < len(line)
             reason = "No space left on device" if self._torn else None
         except OSError as error:
-            self._torn, reason = True, error.strerror or str(error)
+            self._torn = True
+            reason = error.strerror or str(error)
         if reason and self._warn is not None:
             self._warn(f" warning: records are lost, {self.path} cannot be written: {reason}")
             self._warn = None
@@ -106,8 +107,12 @@ class Background(Callback):
         size: int = _WAITING,
         wait: Callable[[threading.Event], bool] = lambda ended: ended.wait(_CLOSE_S),
     ) -> None:
-        self._callback, self._name, self._remedy, self._say = callback, name, remedy, say
-        self._size, self._wait = size, wait
+        self._callback = callback
+        self._name = name
+        self._remedy = remedy
+        self._say = say
+        self._size = size
+        self._wait = wait
         self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._published = self._taken = 0
         self._noted = set[str]()
@@ -168,7 +173,8 @@ def trackers(config: Config, say: Say) -> list[Background]:
 
     Raises ConfigError where a package is missing, and where a folder cannot be created.
     """
-    logging, found = config.logging, list[Background]()
+    logging = config.logging
+    found = list[Background]()
     if logging.tensorboard_dir:
         remedy = f"make room in --tensorboard-dir {logging.tensorboard_dir}, or choose another"
         found.append(Background(TensorBoard(config), "TensorBoard", remedy, say))
@@ -191,7 +197,8 @@ class TensorBoard(Callback):
 
     def __init__(self, config: Config) -> None:
         flags = config.logging
-        self._every, self._queue = flags.tensorboard_log_interval, flags.tensorboard_queue_size
+        self._every = flags.tensorboard_log_interval
+        self._queue = flags.tensorboard_queue_size
         self._folder = flags.tensorboard_dir or "."
         self._writer: Any = None
         self._board = _package("torch.utils.tensorboard", "--tensorboard-dir", "tensorboard")
@@ -230,10 +237,12 @@ class WandB(Callback):
     """
 
     def __init__(self, config: Config) -> None:
-        self._wandb, self._flags = _package("wandb", "--wandb-project", "wandb"), config.logging
+        self._wandb = _package("wandb", "--wandb-project", "wandb")
+        self._flags = config.logging
         self._name = config.logging.wandb_exp_name or _name_of(config)
         self._id = _beside(config, "wandb_run_id")
-        self._step_file, self._step = _beside(config, "wandb_step"), 0
+        self._step_file = _beside(config, "wandb_step")
+        self._step = 0
         self._folder = config.logging.wandb_save_dir or config.checkpoint.save or "."
         self._exit_code = 1
 
@@ -281,7 +290,8 @@ class MLflow(Callback):
     def __init__(self, config: Config) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise _missing("mlflow", "--mlflow-experiment-name", _MLFLOW)
-        self._flags, self._name = config.logging, config.logging.mlflow_run_name or _name_of(config)
+        self._flags = config.logging
+        self._name = config.logging.mlflow_run_name or _name_of(config)
         self._id = _beside(config, "mlflow_run_id")
         self._writer: subprocess.Popen[str] | None = None
 

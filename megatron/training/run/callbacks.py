@@ -1,26 +1,29 @@
-"""What is optional in the training loop, as callbacks."""
+"""Callbacks for what is optional in the training loop."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.data.sampler import Ledger
+from megatron.data.sampler import Ledger, sample_order
 from megatron.errors import TrainingError
 from megatron.protocols import Callback
 from megatron.training.report import events
 from megatron.training.report.metrics import Profiler, summarise
 from megatron.training.report.timeline import Timeline
+from megatron.training.run.evaluation import Losses, Tasks
 from megatron.training.run.schedules import Costs
 from megatron.training.run.state import Run
 from megatron.training.run.step import finish_step
+from megatron.training.run.tasks import Task
 
 
 class Recorder(Callback):
     """Records what --profile asks for and, for the timeline, the parts of some steps."""
 
     def __init__(self, profiler: Profiler, timeline: Timeline) -> None:
-        self.profiler, self.timeline = profiler, timeline
+        self.profiler = profiler
+        self.timeline = timeline
         self._drawn: Mapping[str, Any] | None = None  # of the next log line
 
     def before_step(self, run: Run) -> None:
@@ -28,7 +31,8 @@ class Recorder(Callback):
         run.timers.begin(run.progress.iteration + 1)
 
     def figures(self, run: Run) -> Mapping[str, object]:
-        recording, run.timers.recording = run.timers.recording, None
+        recording = run.timers.recording
+        run.timers.recording = None
         save_s = run.watch.paused_s.pop("save", 0.0) / len(run.interval.steps)
         if recording is None:
             return {}
@@ -36,7 +40,8 @@ class Recorder(Callback):
         return {"phases": phases}
 
     def on_log(self, run: Run, figures: events.Iteration) -> None:
-        drawn, self._drawn = self._drawn, None
+        drawn = self._drawn
+        self._drawn = None
         if drawn is not None:
             run.reporter.publish(events.Timeline(**drawn))
 
@@ -85,7 +90,8 @@ class DataLedger(Callback):
     """Counts what is taken of each source of the training data, and reports it."""
 
     def __init__(self, ledger: Ledger, iteration: int) -> None:
-        self._ledger, self._iteration = ledger, iteration  # of the last report
+        self._ledger = ledger
+        self._iteration = iteration  # of the last report
 
     def on_advance(self, run: Run) -> None:
         for source, epoch in self._ledger.advance(run.progress.consumed_samples):
@@ -188,3 +194,33 @@ class SlowRanks(Callback):
         seconds = [sum(of_rank) / 1000 for of_rank in zip(*phases, strict=True)]
         compared = summarise(seconds, run.topology.layout, self._places)
         run.reporter.publish(events.ComputeTimes(iteration=run.progress.iteration, **compared))
+
+
+def build_callbacks(
+    run: Run, places: Sequence[str], tasks: Sequence[Task], costs: Costs
+) -> Iterator[Callback]:
+    """Yield the callbacks of a run, the project's around the user's, in the order of their calls."""
+    config = run.config
+    progress = run.progress
+    say = run.reporter.say
+    train = run.datasets.train
+    steps = range(progress.iteration, run.total_iterations)
+    path = None if config.metrics_path is None else config.metrics_path.with_name("timeline.json")
+    profiler = Profiler(config, run.topology.rank, say, steps, run.topology.device.type)
+    yield Recorder(profiler, Timeline(run.topology, run.executor, path, say, places))
+    if config.model.num_experts is not None:
+        yield Routers()
+    yield SameCopies()
+    if tasks:
+        yield Tasks(tasks)
+    if config.training.eval_iters:
+        yield Losses()
+    if train is not None and not config.training.skip_train:
+        order = sample_order(config.data.dataloader_type, len(train), progress.left_out)
+        ledger = Ledger(train, order, progress.consumed_samples, progress.sources)
+        yield DataLedger(ledger, progress.iteration)
+    yield TimeLeft(costs)
+    yield from config.pieces.callbacks
+    yield EmptySteps()
+    if config.logging.straggler_report:
+        yield SlowRanks(places)

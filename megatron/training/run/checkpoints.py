@@ -34,7 +34,8 @@ if TYPE_CHECKING:  # both import torch's checkpoints, which takes long
     from megatron.checkpoint.load import LoadedState
     from megatron.checkpoint.save import Saved, Saver
 
-_DUE, _WRITING = "save", "writing"
+_DUE = "save"
+_WRITING = "writing"
 # between a failed save and the next try: trying at every step would slow training and fill the log
 _RETRY_S = 60.0
 
@@ -69,9 +70,13 @@ class Saves:
         saved_iteration: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._saver, self._reporter = config.checkpoint, saver, reporter
-        self._engine, self._provenance = engine, provenance
-        self._clock, self._last_s = clock, clock()
+        self._settings = config.checkpoint
+        self._saver = saver
+        self._reporter = reporter
+        self._engine = engine
+        self._provenance = provenance
+        self._clock = clock
+        self._last_s = clock()
         self.after_save: list[Callable[[float], object]] = []
         self._started: int | None = None  # the iteration of a save in the background
         self.saved_iteration = saved_iteration
@@ -120,7 +125,8 @@ class Saves:
         self._reporter.say(
             f"saving checkpoint at iteration {iteration:7d} to {self._settings.save}"
         )
-        self._last_s, self._started = self._clock(), iteration
+        self._last_s = self._clock()
+        self._started = iteration
         try:
             saved = self._saver.start(
                 iteration, self._engine, state, self._provenance(iteration), background
@@ -189,7 +195,9 @@ class Saves:
         return True
 
     def _succeeded(self, saved: Saved, background: bool) -> None:
-        say, iteration, seconds = self._reporter.say, saved.iteration, max(saved.elapsed_s, 1e-9)
+        say = self._reporter.say
+        iteration = saved.iteration
+        seconds = max(saved.elapsed_s, 1e-9)
         say(f"  successfully saved checkpoint at iteration {iteration:7d} to {self._settings.save}")
         say(
             f"Checkpoint Save GB: {saved.bytes / 1e9:.3f}, GB/Sec: "
@@ -206,7 +214,9 @@ class Saves:
                 background=background,
             )
         )
-        self.failure, self.saved_iteration, self.elapsed_s = None, iteration, saved.elapsed_s
+        self.failure = None
+        self.saved_iteration = iteration
+        self.elapsed_s = saved.elapsed_s
         for call in self.after_save:
             call(saved.elapsed_s)
 
@@ -229,13 +239,15 @@ def check_save_folder(config: Config, topology: Topology, reporter: Reporter) ->
     Raises CheckpointError where only a settings file names the folder: continuing is meant, or
     another folder.
     """
-    save, load = config.checkpoint.save, config.checkpoint.load
+    save = config.checkpoint.save
+    load = config.checkpoint.load
     if not save or load == save:
         return
     from megatron.checkpoint.together import decided_by_first
 
     def look() -> int | None:
-        newest, origin = read_tracker(save).iteration, config.origin("save")
+        newest = read_tracker(save).iteration
+        origin = config.origin("save")
         if newest is not None and origin not in ("command line", "argument"):
             raise CheckpointError(
                 f"--save {save} ({origin}) has checkpoints up to iteration {newest}, which this "
@@ -292,7 +304,8 @@ def say_found(
         say(f" note: {note}")
     for one in found.rejected:
         say(f"WARNING: broken checkpoint {one}\nWARNING: {found.folder} is loaded instead")
-        folder, instead = str(one.folder), str(found.folder)
+        folder = str(one.folder)
+        instead = str(found.folder)
         publish(CheckpointRejected(folder=folder, reason=one.reason, instead=instead))
 
 
@@ -303,7 +316,8 @@ def load_checkpoint(
 
     Raises CheckpointError.
     """
-    settings, start = config.checkpoint, time.perf_counter()
+    settings = config.checkpoint
+    start = time.perf_counter()
     if (source := hugging_face_folder(settings.load)) is not None:
         from megatron.checkpoint.huggingface_load import load_engine
 
@@ -346,11 +360,9 @@ def progress_from(state: dict[str, Any], folder: Path) -> Progress:
             f"{folder} does not contain the progress of its run ({', '.join(missing)} missing or "
             "not a count): load it with --finetune"
         )
-    sources, left_out, losses = (
-        state.get("sources", {}),
-        state.get("left_out", []),
-        state.get("recent_losses", []),
-    )
+    sources = state.get("sources", {})
+    left_out = state.get("left_out", [])
+    losses = state.get("recent_losses", [])
     if not (
         isinstance(sources, dict)
         and all(is_consumed(record) for record in sources.values())

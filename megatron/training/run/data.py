@@ -40,12 +40,14 @@ class PlaceholderStream:
         self, micro_batch_size: int, data_rank: int, data_size: int, consumed_samples: int = 0
     ) -> None:
         self.consumed_samples = consumed_samples
-        self._chunk, self._offset = micro_batch_size * data_size, micro_batch_size * data_rank
+        self._chunk = micro_batch_size * data_size
+        self._offset = micro_batch_size * data_rank
         self._empty = torch.empty(0)
 
     def take(self, n: int) -> list[MicroBatch]:
         """Return the next n placeholders, with the first_sample of the real micro-batches."""
-        e, start = self._empty, self.consumed_samples + self._offset
+        e = self._empty
+        start = self.consumed_samples + self._offset
         self.consumed_samples += n * self._chunk
         return [MicroBatch(e, e, e, e, None, start + i * self._chunk) for i in range(n)]
 
@@ -82,8 +84,10 @@ def open_stream(
     Positions in `left_out` are skipped. `cyclic`: as with --dataloader-type cyclic. Returns
     placeholders where this rank reads no data. Close the stream when done.
     """
-    data, size = config.data, config.batch.micro_batch_size
-    replica, replicas = topology.replica, topology.layout.replicas
+    data = config.data
+    size = config.batch.micro_batch_size
+    replica = topology.replica
+    replicas = topology.layout.replicas
     if dataset is None or not reads_data(config, topology):
         return PlaceholderStream(size, replica, replicas, consumed_samples)
     return MicroBatchStream(
@@ -250,7 +254,8 @@ def job_store(topology: Topology) -> dist.Store:
 
 def _wait(store: dist.Store, key: str, topology: Topology) -> None:
     """Wait until `key` is set by some rank. Raises LaunchError after WAIT_S."""
-    deadline, pause_s = time.monotonic() + WAIT_S, max(0.05, topology.world.size / 4000)
+    deadline = time.monotonic() + WAIT_S
+    pause_s = max(0.05, topology.world.size / 4000)
     while not store.check([key]):  # in steps, so that a signal can end it
         if time.monotonic() > deadline:
             raise LaunchError(

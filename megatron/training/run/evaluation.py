@@ -7,9 +7,12 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
+from megatron.config import Config
+from megatron.data.datasets import Datasets
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.sampler import MicroBatch
 from megatron.parallel import collectives
@@ -17,6 +20,7 @@ from megatron.parallel.topology import Topology
 from megatron.protocols import Callback
 from megatron.training.report.events import TaskEvaluated, Validation
 from megatron.training.run.data import Stream, open_stream
+from megatron.training.run.schedules import BatchSchedule
 from megatron.training.run.state import Run
 from megatron.training.run.step import finish_step
 from megatron.training.run.tasks import Task, evaluate_task
@@ -53,7 +57,8 @@ class Tasks(Callback):
             if number and interrupted(run):
                 run.reporter.say(f" note: further tasks are left out, {_ASKED}")
                 return
-            start, size = time.perf_counter(), run.config.batch.micro_batch_size
+            start = time.perf_counter()
+            size = run.config.batch.micro_batch_size
             with run.reporter.console.doing(f"task {task.name}"):
                 figures = evaluate_task(run, task, micro_batch_size=size)
             run.no_first_time()  # on no rank, as the figures are of all
@@ -82,7 +87,9 @@ class Losses(Callback):
         if last:
             self._at_end(run)
             return
-        done, iteration, dataset = False, run.progress.iteration, run.datasets.valid
+        done = False
+        iteration = run.progress.iteration
+        dataset = run.datasets.valid
         prefix = f"iteration {iteration}"
         if run.datasets.corpora:
             done = evaluate_corpora(run, prefix)
@@ -114,7 +121,8 @@ def evaluate_corpora(run: Run, prefix: str) -> bool:
 
     Returns whether this was not interrupted.
     """
-    start, found = time.perf_counter(), list[list[float]]()
+    start = time.perf_counter()
+    found = list[list[float]]()
     for name, dataset in run.datasets.corpora.items():
         losses = evaluate(run, "valid", dataset, f"{prefix} on {name}", advance=False, corpus=name)
         if losses is None:
@@ -147,7 +155,8 @@ def evaluate(
     is the mean over tokens. Returns the loss, and with --eval-ema that of the averaged weights;
     nothing where no token is in the loss, None if a signal interrupted.
     """
-    progress, start = run.progress, time.perf_counter()
+    progress = run.progress
+    start = time.perf_counter()
     samples = run.eval_samples if corpus is None else min(run.eval_samples, len(dataset))
     position = progress.consumed_valid_samples if name == "valid" and corpus is None else 0
     interval = run.config.training.eval_interval
@@ -156,50 +165,19 @@ def evaluate(
         position = max(0, position - samples)
     if position + samples > len(dataset):
         position = 0  # a run longer than the data set was made for starts from its beginning
-
-    def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        losses = run.executor.evaluate(micro_batches)
-        # until all stages have done this once
-        if run.watchdog is not None and run.watchdog.patient:
-            collectives.all_reduce(
-                torch.zeros((), device=run.topology.device), run.topology.world
-            ).item()
-            run.no_first_time()
-        console.advance()
-        return losses
-
-    def measure() -> list[tuple[float, float]]:
-        """Return the loss and its weight; nothing if a signal interrupted."""
-        # cyclic, because the last micro-batches of a corpus may reach beyond its end
-        stream = open_stream(
-            run.config, run.topology, dataset, position, run.eod, cyclic=corpus is not None
-        )
-        run.chunks.eval()
-        try:
-            measured = mean_loss(
-                forward,
-                batches_of(run, stream, samples),
-                run.topology,
-                per_token=run.config.batch.calculate_per_token_loss or corpus is not None,
-                interrupted=lambda: interrupted(run),
-            )
-        finally:
-            stream.close()
-            run.chunks.train()
-        return [] if measured is None else [measured]
-
     run.first_time("evaluation")
     wanted = 1 + run.config.training.eval_ema
     batches = wanted * -(-samples // run.batches.global_batch_size_at_end)
-    console = run.reporter.console
-    progress_line = console.doing(f"evaluation on {corpus or name} data: batch", batches)
+    what = f"evaluation on {corpus or name} data: batch"
+    progress_line = run.reporter.console.doing(what, batches)
     with run.watch.paused(), run.topology.flight.phase("evaluation"), progress_line:
         if run.config.training.manual_gc:
             gc.collect()
-        measured = measure()
+        each = partial(measure, run, dataset, range(position, position + samples), corpus)
+        measured = each()
         if measured and wanted > 1:
             with run.engine.averaged_weights():
-                measured += measure()
+                measured += each()
         if len(measured) < wanted:
             run.reporter.say(f" note: the evaluation at {prefix} was interrupted, {_ASKED}")
             return None
@@ -217,6 +195,41 @@ def evaluate(
         if run.wall_time is not None and corpus is None:
             run.wall_time.after_evaluation(seconds)
     return losses
+
+
+def measure(
+    run: Run, dataset: TokenDataset, samples: range, corpus: str | None
+) -> list[tuple[float, float]]:
+    """Return the loss on these samples and its weight; nothing if a signal interrupted."""
+
+    def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        losses = run.executor.evaluate(micro_batches)
+        # until all stages have done this once
+        if run.watchdog is not None and run.watchdog.patient:
+            collectives.all_reduce(
+                torch.zeros((), device=run.topology.device), run.topology.world
+            ).item()
+            run.no_first_time()
+        run.reporter.console.advance()
+        return losses
+
+    # cyclic, because the last micro-batches of a corpus may reach beyond its end
+    stream = open_stream(
+        run.config, run.topology, dataset, samples.start, run.eod, cyclic=corpus is not None
+    )
+    run.chunks.eval()
+    try:
+        measured = mean_loss(
+            forward,
+            batches_of(run, stream, len(samples)),
+            run.topology,
+            per_token=run.config.batch.calculate_per_token_loss or corpus is not None,
+            interrupted=lambda: interrupted(run),
+        )
+    finally:
+        stream.close()
+        run.chunks.train()
+    return [] if measured is None else [measured]
 
 
 def report_validation(
@@ -251,7 +264,8 @@ def report_validation(
 
 def batches_of(run: Run, stream: Stream, samples: int) -> Iterator[list[MicroBatch]]:
     """Yield global batches of the next `samples` samples; the loss of others is masked."""
-    stop, batches = stream.consumed_samples + samples, run.batches
+    stop = stream.consumed_samples + samples
+    batches = run.batches
     while (left := stop - stream.consumed_samples) > 0:
         found = stream.take(
             -(-min(left, batches.global_batch_size_at_end) // batches.replica_batch_size)
@@ -311,3 +325,11 @@ def interrupted(run: Run) -> bool:
     answer = run.stop.must_leave(run.agreement.read())
     run.agreement.post()
     return answer
+
+
+def evaluation_iterations(config: Config, batches: BatchSchedule, datasets: Datasets) -> int:
+    """Return the global batches of an evaluation, over all corpora and with --eval-ema."""
+    size = batches.global_batch_size_at_end
+    iterations = config.training.eval_iters
+    corpora = [min(iterations, -(-len(one) // size)) for one in datasets.corpora.values()]
+    return (1 + config.training.eval_ema) * (sum(corpora) if corpora else iterations)

@@ -135,7 +135,8 @@ def generate(
     All ranks call this with the same arguments, and each gets the result. Raises ConfigError for
     prompts that are empty, too long or no text of this model, and if scores are not finite.
     """
-    config, tokenizer = model.config, model.tokenizer
+    config = model.config
+    tokenizer = model.tokenizer
     if isinstance(prompts, str):
         raise ConfigError("prompts are a list: put a single one into brackets")
     ready = prepare(model, prompts, max_new_tokens, context, cut)
@@ -176,7 +177,8 @@ def ends_of(model: Model) -> frozenset[int]:
     Those of generation_config.json in its folder of Hugging Face; of a trained model the
     tokenizer's end of a document, and those that are beside the tokenizer. Raises CheckpointError.
     """
-    tokenizer, files = model.tokenizer, model.config.tokenizer.tokenizer_model
+    tokenizer = model.tokenizer
+    files = model.config.tokenizer.tokenizer_model
     source = getattr(getattr(model, "loaded", None), "folder", None)
     if source is not None and is_huggingface(source) and (listed := end_tokens(source)):
         return frozenset(listed)
@@ -198,7 +200,8 @@ def prepare(
             f"text is not generated with --context-parallel-size {ranks}: use 1, on any other "
             "layout; the checkpoint is the same"
         )
-    settings, tokenizer = model.config.model, model.tokenizer
+    settings = model.config.model
+    tokenizer = model.tokenizer
     most = settings.max_position_embeddings
     learned = settings.position_embedding_type == "learned_absolute"
     if context is not None and (context < 2 or (learned and context > most)):
@@ -250,13 +253,19 @@ class _Sample:
         stream: TextStream | None,
         ends: frozenset[int],
     ) -> None:
-        self.number, self.seed, self.ids, self.finish = number, seed, list[int](), ""
-        self._prompt, self._stream, self._ends = prompt, stream, ends
+        self.number = number
+        self.seed = seed
+        self.ids = list[int]()
+        self.finish = ""
+        self._prompt = prompt
+        self._stream = stream
+        self._ends = ends
 
     def add(self, token: int) -> str:
         """Add a token, set `finish` if it is the last, and return the text that is now certain."""
         self.ids.append(token)
-        stream, text = self._stream, ""
+        stream = self._stream
+        text = ""
         if token in self._ends:
             self.finish = "end_token"
         elif stream is not None:
@@ -333,7 +342,9 @@ class _Decoder:
     """The whole model, seen from one rank: a pass runs through all pipeline stages."""
 
     def __init__(self, model: Model, prompts: Sequence[Prompt], cached: bool) -> None:
-        self._config, self._topology, self._chunks = model.config, model.topology, model.chunks
+        self._config = model.config
+        self._topology = model.topology
+        self._chunks = model.chunks
         self._last = self._config.parallel.num_stages - 1
         size = self._config.model.vocab_size
         assert size is not None, "the model was built with a vocabulary"
@@ -376,7 +387,8 @@ class _Decoder:
                 ).t()
             uniform = torch.tensor(numbers, dtype=torch.float64).mul_(0.5**48).to(device)
             chosen = choose(scores[:, : self._known], sampling, uniform)
-        group, layout = self._topology.model, self._topology.layout
+        group = self._topology.model
+        layout = self._topology.layout
         if group.size > 1:
             replica = layout.coordinates(self._topology.rank)[1]
             source = layout.rank(tensor=0, data=replica, pipeline=layout.pipeline - 1)
@@ -406,8 +418,10 @@ class _Decoder:
 
         Returns None on the other ranks.
         """
-        pipeline, model = self._topology.pipeline, self._config.model
-        here, previous = stage % pipeline.size, (stage - 1) % pipeline.size
+        pipeline = self._topology.pipeline
+        model = self._config.model
+        here = stage % pipeline.size
+        previous = (stage - 1) % pipeline.size
         if stage > 0 and pipeline.rank == previous != here:
             assert hidden is not None
             collectives.post(b"send", hidden.contiguous(), pipeline, pipeline.ranks[here]).wait()
@@ -436,10 +450,13 @@ class _Decoder:
 
         Texts are side by side, padded at the end, where no real token attends to the padding.
         """
-        device, cache, padding = self._topology.device, self._cache, None
+        device = self._topology.device
+        cache = self._cache
+        padding = None
         if cache is not None and cache.used:
             tokens = torch.tensor([text[-1:] for text in self._texts], device=device)
-            ends, positions = tokens.new_zeros(len(tokens)), cache.position_ids
+            ends = tokens.new_zeros(len(tokens))
+            positions = cache.position_ids
         else:
             texts = self._texts
             length = -(-max(map(len, texts)) // self._multiple) * self._multiple

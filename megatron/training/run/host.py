@@ -32,11 +32,14 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.kernels import choose, library, measured
 from megatron.parallel import collectives
+from megatron.parallel.launch import Launch
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.topology import Topology
 
 # The parameters of mallopt(3) as malloc.h numbers them.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 # Blocks up to this size come from the heap and stay in it: activations and the logits of a chunk of
 # tokens. Larger ones are flat buffers, allocated once; in the heap they would only leave gaps.
 # GPT-2 124M in bf16, sequence 512, has its peak at 3,067 MiB by glibc's own rules, at 3,069 with
@@ -174,7 +177,8 @@ def mapped_blocks() -> Iterator[None]:
 
 def _malloc() -> tuple[Any, str]:
     """Return the C library, and why its malloc must not be changed, "" where it may."""
-    libc, environ = ctypes.CDLL(None), os.environ
+    libc = ctypes.CDLL(None)
+    environ = os.environ
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
         return libc, "the C library is not glibc"
     if environ.get("LD_PRELOAD"):
@@ -190,6 +194,22 @@ def _set_first(libc: Any, parameter: int, values: tuple[int, ...]) -> int | None
     return next(
         (v for v in values if libc.mallopt(ctypes.c_int(parameter), ctypes.c_int(v)) == 1), None
     )
+
+
+# -- all of it -------------------------------------------------------------------------------------
+
+
+def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[str]:
+    """Set this process's threads, determinism and, on a CPU, malloc; return lines for the log."""
+    lines = []
+    if config.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+        # costs time, changes no result
+        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    if device.type == "cpu":
+        tuned = config.training.allocator_tuning
+        lines.append(tune_allocator() if tuned else "malloc: left as it is (--no-allocator-tuning)")
+    return [share_cores(device, launch.local_world_size), *lines]
 
 
 # -- fused kernels ---------------------------------------------------------------------------------
@@ -208,7 +228,8 @@ def check_kernels(config: Config, topology: Topology) -> None:
     Tensor-parallel ranks drop entries of their copies of a tensor. The mask differs with and
     without kernels, so one rank without the library would let the copies drift apart unnoticed.
     """
-    world, device = topology.world, topology.device
+    world = topology.world
+    device = topology.device
     if world.size == 1:
         return
     fusions = choose.choose_fusions(config.kernels, device, config.precision.dtype_name)
@@ -218,7 +239,8 @@ def check_kernels(config: Config, topology: Topology) -> None:
     if not len(different):
         return
     text = f"{'; '.join(choose.report(config, device))} [{mine[0] & 0xFFFFFFFF:08x}]"
-    texts, other = collectives.gather_objects(text, world), int(different[0])
+    texts = collectives.gather_objects(text, world)
+    other = int(different[0])
     raise ConfigError(
         "the ranks have different fused kernels, and with them different dropout masks: rank 0: "
         f"{texts[0]}; rank {other}: {texts[other]}. Build the library once, on a file system "

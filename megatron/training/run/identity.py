@@ -50,7 +50,9 @@ _PACKAGE = Path(__file__).parents[2]
 # Files of a tokenizer's folder.
 _TOKENIZER = (".json", ".model", ".txt", ".tiktoken", ".jinja")
 # Bytes that a process reads of all its files together, and of one: at least, and at most.
-_ALL_BYTES, _LEAST_BYTES, _MOST_BYTES = 32 << 20, 32 << 10, 4 << 20
+_ALL_BYTES = 32 << 20
+_LEAST_BYTES = 32 << 10
+_MOST_BYTES = 4 << 20
 _THREADS = 8  # reads at the same time: a parallel file system takes a millisecond for each
 _SAMPLES = 16  # of each data set
 
@@ -101,7 +103,8 @@ def inputs(config: Config) -> list[Path]:
     """
     model = hugging_face_folder(config.checkpoint.load)
     paths = [] if model is None else model_files(model)
-    tokenizer, data = config.tokenizer, config.data
+    tokenizer = config.tokenizer
+    data = config.data
     if (name := tokenizer.tokenizer_model) is not None:
         path = Path(name)
         beside = [path, *(path.with_name(one) for one in FILES_BESIDE)]

@@ -29,7 +29,8 @@ def train(run: Run) -> Stop | None:
     Measures, reports and saves on the way. Raises CheckpointError at the end when the last
     checkpoint could not be written.
     """
-    progress, stop = run.progress, None
+    progress = run.progress
+    stop = None
     if run.watchdog is not None:
         run.watchdog.start()
     if not run.config.training.skip_train:
@@ -77,7 +78,8 @@ def train(run: Run) -> Stop | None:
 
 def train_steps(run: Run) -> Stop | None:
     """Take steps up to the last iteration; return why to stop where training ends earlier."""
-    training, progress = run.config.training, run.progress
+    training = run.config.training
+    progress = run.progress
     for callback in run.callbacks:
         callback.on_start(run)
     stop = run.stop.check_at_start(progress.iteration, run.agreement.now())  # signals during set-up
@@ -113,7 +115,8 @@ def between_steps(run: Run) -> Stop | None:
 
     That is to complete a save in the background, to save, or to stop.
     """
-    iteration, agreed = run.progress.iteration, run.agreement.read()
+    iteration = run.progress.iteration
+    agreed = run.agreement.read()
     stop = run.stop.check(iteration, agreed)
     if run.saves is not None:
         if run.saves.under_way:
@@ -164,7 +167,8 @@ def watch_the_end(run: Run, seconds: float) -> None:
     """Note the seconds of a step, and what may follow before the end of the job stops the run."""
     if run.wall_time is None:
         return
-    iteration, ahead = run.progress.iteration, run.wall_time.steps_ahead
+    iteration = run.progress.iteration
+    ahead = run.wall_time.steps_ahead
     interval = run.config.training.eval_interval
     evaluations = sum((iteration + i) % interval == 0 for i in range(1, ahead + 1))
     saves = run.saves.ahead(iteration, ahead) if run.saves is not None else 0
@@ -177,7 +181,8 @@ def save(run: Run, *, last: bool = False) -> None:
 
     The `last` save of a run is complete when this returns; others may continue in the background.
     """
-    saves, iteration = run.saves, run.progress.iteration
+    saves = run.saves
+    iteration = run.progress.iteration
     if saves is not None:
         finish_step(run)
         if saves.saved_iteration != iteration:

@@ -57,8 +57,10 @@ class Signals:
         self.enabled = enabled
         self.received = 0  # number of the signal, 0 for none
         self.saving: Callable[[], bool] = lambda: False
-        self._speaks, self._clock = speaks, clock
-        self._presses, self._pressed_s = 0, float("-inf")
+        self._speaks = speaks
+        self._clock = clock
+        self._presses = 0
+        self._pressed_s = float("-inf")
         self._previous: dict[int, Any] = {}
         self._wake = -1
 
@@ -100,7 +102,8 @@ class Signals:
         now = self._clock()
         if now - self._pressed_s < _ONE_PRESS_S:
             return
-        self._pressed_s, self._presses = now, self._presses + 1
+        self._pressed_s = now
+        self._presses = self._presses + 1
         ends = self._presses > (2 if self.saving() else 1)
         if ends:
             text = "the run ends at once"
@@ -169,7 +172,8 @@ def guard_output() -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         output = _Output(number, "w", closefd=False)
         output.name = f"standard {'output' if number == 1 else 'error'}"
-        buffer, old = io.BufferedWriter(output), getattr(sys, name)
+        buffer = io.BufferedWriter(output)
+        old = getattr(sys, name)
         stream = io.TextIOWrapper(
             buffer, old and old.encoding, "backslashreplace", line_buffering=True
         )

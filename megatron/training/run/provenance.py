@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +63,8 @@ _WAIT_S = 60.0
 
 # Bytes read at each end of an .idx file, and of a .bin file. Offsets add up, so that a longer document
 # anywhere shows at the end of an .idx file.
-_INDEX_END, _BIN_SAMPLE = 16 << 20, 1 << 20
+_INDEX_END = 16 << 20
+_BIN_SAMPLE = 1 << 20
 
 
 class Provenance:
@@ -82,8 +82,8 @@ class Provenance:
         places: Sequence[str] = (),
         train_samples: int | None = None,
     ) -> None:
-        self._here: dict[str, Any] = {}
-        self._found: dict[str, Any] = {}
+        self._here: dict[str, object] = {}
+        self._found: dict[str, object] = {}
         self._thread: threading.Thread | None = None
         self._wait_s = _WAIT_S
         if not topology.world.is_first:
@@ -106,7 +106,7 @@ class Provenance:
         )
         self._thread.start()
 
-    def __call__(self, iteration: int) -> dict[str, Any]:
+    def __call__(self, iteration: int) -> dict[str, object]:
         """Return the provenance of a checkpoint of `iteration`."""
         if self._thread is None:
             return {}
@@ -127,7 +127,7 @@ class Provenance:
         self._found["data"] = [data_identity(prefix) for prefix in data_prefixes(config)]
 
 
-def layout_record(config: Config, topology: Topology) -> dict[str, Any]:
+def layout_record(config: Config, topology: Topology) -> dict[str, object]:
     """Return the layout of a run for its checkpoints and metrics."""
     layout = topology.layout
     return {
@@ -145,7 +145,7 @@ def layout_record(config: Config, topology: Topology) -> dict[str, Any]:
     }
 
 
-def order_record(config: Config, train_samples: int | None) -> dict[str, Any]:
+def order_record(config: Config, train_samples: int | None) -> dict[str, object]:
     """Return what determines the order of the training data besides the settings."""
     blend = None
     if config.data.data_file_list:
@@ -172,7 +172,7 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def git_revision(folder: Path) -> dict[str, Any]:
+def git_revision(folder: Path) -> dict[str, object]:
     """Return {"revision", "dirty"} of the work tree that holds `folder`.
 
     Without a work tree "revision" is None and "reason" says why. For a copy without .git the
@@ -203,7 +203,7 @@ def git_revision(folder: Path) -> dict[str, Any]:
         return {"revision": None, "dirty": None, "reason": str(reason).strip().partition("\n")[0]}
 
 
-def data_identity(prefix: str) -> dict[str, Any]:
+def data_identity(prefix: str) -> dict[str, object]:
     """Return what distinguishes a pair of data files from another pair of the same name.
 
     These are sizes in bytes, a digest of the .idx file, which holds the length of every document,

@@ -72,7 +72,7 @@ class Stored:
     folder: Path
     values: Mapping[str, Any]
     config: Config
-    provenance: Mapping[str, Any]
+    provenance: Mapping[str, object]
 
 
 def stored_settings(folder: Path, config: Config) -> Stored:
@@ -93,7 +93,9 @@ def stored_settings(folder: Path, config: Config) -> Stored:
     return Stored(folder, values, replace(config, **sections), provenance)
 
 
-def _accepted(section: type, values: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, Any]]:
+def _accepted(
+    section: type, values: Mapping[str, object], folder: Path
+) -> Iterator[tuple[str, object]]:
     """Yield the settings of a section that are among `values`. Raises CheckpointError."""
     optional = {f.name for f in dataclasses.fields(section) if "None" in str(f.type)}
     for option in options_of(section):
@@ -142,7 +144,8 @@ def describe_resume(
     It goes from `progress` to iteration `end`; `dataset` was made for `train_samples` samples.
     Raises CheckpointError.
     """
-    batches, say = BatchSchedule.from_config(config), reporter.console.say_wrapped
+    batches = BatchSchedule.from_config(config)
+    say = reporter.console.say_wrapped
     describe_changes(stored, config, progress, end, say)
     describe_implementations(stored, config, device, say)
     if dataset is not None:
@@ -192,7 +195,7 @@ def describe_implementations(
 
 
 def _other_settings(stored: Stored, config: Config) -> Iterator[str]:
-    ours: dict[str, Any] = {"pieces": plain(config.pieces)}
+    ours: dict[str, object] = {"pieces": plain(config.pieces)}
     for name, section in SECTIONS.items():
         if name not in ("checkpoint", "logging"):
             options = options_of(section)
@@ -216,7 +219,8 @@ def other_values(stored: Stored, config: Config, progress: Progress, end: int) -
     It is shown with its values at the first step where they differ.
     """
     with _checked(stored):
-        theirs, ours = _Course(stored.config, progress), _Course(config, progress)
+        theirs = _Course(stored.config, progress)
+        ours = _Course(config, progress)
         steps = sorted({*ours.steps(end), *theirs.steps(end)})
         pairs = [(step, theirs.at(step), ours.at(step)) for step in steps]
     for name in pairs[0][2] if pairs else ():
@@ -231,16 +235,16 @@ class _Course:
     """The values of a run's schedules after `progress`."""
 
     def __init__(self, config: Config, progress: Progress) -> None:
-        self._optimizer, self._length = config.optimizer, config.model.seq_length
-        self._schedules, self._batches = (
-            Schedules.from_config(config),
-            BatchSchedule.from_config(config),
-        )
+        self._optimizer = config.optimizer
+        self._length = config.model.seq_length
+        self._schedules = Schedules.from_config(config)
+        self._batches = BatchSchedule.from_config(config)
         self._progress = progress
 
     def steps(self, end: int) -> Iterator[int]:
         """Yield the steps to look at: some at equal distances, and those beside bounds of phases."""
-        p, left = self._progress, end - self._progress.iteration
+        p = self._progress
+        left = end - self._progress.iteration
         yield from range(0, left, max(1, left // _LOOKED_AT))
         bounds: set[tuple[float, str, int]]
         bounds = {(size[0], "samples", p.consumed_samples) for size in self._batches.sizes}
@@ -300,7 +304,8 @@ def describe_data(
     changes = former.changes(train_samples)
     if not changes:
         return
-    before, unknown = None, ""
+    before = None
+    unknown = ""
     try:
         data = former.build()
         kind = stored.config.data.dataloader_type
@@ -339,9 +344,10 @@ class _FormerData:
     """
 
     def __init__(self, stored: Stored, config: Config) -> None:
-        self._stored, self._config = stored, config
+        self._stored = stored
+        self._config = config
         record, listed = (stored.provenance.get(name) for name in ("order", "data"))
-        self._record: dict[str, Any] = record if isinstance(record, dict) else {}
+        self._record: dict[str, object] = record if isinstance(record, dict) else {}
         self._own = config.pieces.datasets is not None
         now = {prefix: data_identity(prefix) for prefix in data_prefixes(config)}
         then = {
@@ -366,7 +372,8 @@ class _FormerData:
 
     def changes(self, train_samples: int) -> list[str]:
         """Return what may change the order: each setting, the length, the blend and the files."""
-        values, found = self._stored.values, list[str]()
+        values = self._stored.values
+        found = list[str]()
         for name in _ORDER:
             ours = plain(self._config.get(name))
             theirs = values.get(name, ours)
@@ -398,7 +405,8 @@ class _FormerData:
         theirs = self._stored.config
         here = self._config.data
         data = replace(theirs.data, data_cache_path=here.data_cache_path, loss_mask=here.loss_mask)
-        blend, plan = self._record.get("blend"), None
+        blend = self._record.get("blend")
+        plan = None
         if isinstance(blend, list) and data.data_file_list:
             with contextlib.suppress(TypeError, ValueError):
                 parts = tuple(BlendPart(float(weight), str(prefix)) for weight, prefix in blend)
@@ -417,7 +425,7 @@ class _FormerData:
         return found
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """Return whether two identities of data files agree; older ones have fewer entries."""
     common = one.keys() & other.keys() - {"prefix", "digest_of"}
     return bool(common) and all(one[name] == other[name] for name in common)

@@ -32,7 +32,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.config.duration import show_duration
 from megatron.config.option import MOST_SAMPLES
@@ -155,7 +155,7 @@ class Progress:
     scheduled_iterations: int = 0
     scheduled_samples: int = 0
     scheduled_tokens: int = 0
-    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sources: dict[str, dict[str, object]] = field(default_factory=dict)
     left_out: list[list[int]] = field(default_factory=list)
     recent_losses: list[float] = field(default_factory=list)
 
@@ -187,7 +187,8 @@ def total_iterations(
     --train-samples is never exceeded; --train-tokens ends with the step that reaches it; the first
     end given holds.
     """
-    batch, ends = config.batch, list[int]()
+    batch = config.batch
+    ends = list[int]()
     if batch.train_iters is not None:
         ends.append(batch.train_iters)
     if batch.train_samples is not None:
@@ -261,7 +262,8 @@ def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, i
     before the first step needs no additional samples. Raises ConfigError for more than an index can
     list.
     """
-    training, end = config.training, total_iterations(config, batches)
+    training = config.training
+    end = total_iterations(config, batches)
     train = config.batch.train_samples or batches.samples_after(end)
     evaluation = training.eval_iters * batches.global_batch_size_at_end
     planned = train, (end // training.eval_interval + 1) * evaluation, evaluation
@@ -431,9 +433,12 @@ def _phased(config: Config, name: str, start: float, low: float) -> Schedule:
     """
     written = getattr(config.optimizer, name)
     total, unit = _run_length(config) or (math.inf, "iterations")
-    clock, pieces, at = _Clock(config, unit), list[Piece](), 0.0
+    clock = _Clock(config, unit)
+    pieces = list[Piece]()
+    at = 0.0
     for phase in parse_phases(written) if written is not None else ():
-        shape, numbers = phase.shape, phase.numbers
+        shape = phase.shape
+        numbers = phase.numbers
         shares = [numbers.get("factor", 1.0) ** i for i in range(int(numbers.get("cycles", 1)))]
         length = max(0.0, total - at) / math.fsum(shares)
         if phase.length is not None:
@@ -452,14 +457,15 @@ def _phased(config: Config, name: str, start: float, low: float) -> Schedule:
             amplitude, exponent = (numbers.get(key, value) for key, value in _POWER.items())
             power = amplitude * config.batch.global_batch_size * tokens**exponent, exponent
         for i, share in enumerate(shares):
-            stop, jumps = at + length * share, i > 0 or "from" in numbers
+            stop = at + length * share
+            jumps = i > 0 or "from" in numbers
             pieces.append(Piece(shape, at, stop, first, last, power, jumps))
             at = stop
     pieces = [piece for piece in pieces if piece.stop > piece.begin]
     return Schedule(tuple(pieces or [_constant(start)]), unit)
 
 
-def schedule_basis(config: Config) -> dict[str, Any]:
+def schedule_basis(config: Config) -> dict[str, object]:
     """Return all settings that determine the schedules of a run."""
     o = config.optimizer
     return o.schedule_basis or {
@@ -487,7 +493,9 @@ def learning_rate(config: Config) -> Schedule:
     checks the others.
     """
     o = config.optimizer
-    lr, low, style = float(o.lr), float(o.min_lr), o.lr_decay_style
+    lr = float(o.lr)
+    low = float(o.min_lr)
+    style = o.lr_decay_style
     if o.lr_schedule is not None:
         return _phased(config, "lr_schedule", lr, low)
     found = _length(o, "lr_decay") or _run_length(config)
@@ -547,7 +555,8 @@ def weight_decay(config: Config) -> Schedule:
         return _phased(config, "weight_decay_schedule", o.weight_decay, 0.0)
     start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
     end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
-    style, found = o.weight_decay_incr_style, _run_length(config)
+    style = o.weight_decay_incr_style
+    found = _run_length(config)
     if found is None and style != "constant":
         raise ConfigError(
             f"weight-decay-incr-style {style} needs train-iters or train-samples: set one"
@@ -591,7 +600,8 @@ class Schedules:
         )
 
     def _new_in_average(self, steps: int) -> float:
-        decay, interval = self.settings.ema_decay, self.settings.ema_interval
+        decay = self.settings.ema_decay
+        interval = self.settings.ema_interval
         if decay is None or (steps + 1) % interval:
             return 0.0
         updates = steps // interval

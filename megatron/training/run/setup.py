@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,27 +21,19 @@ from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config
 from megatron.config.duration import duration_s
 from megatron.config.files import hugging_face_folder
-from megatron.config.help_text import differences, render_differences
+from megatron.config.help_text import differences
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import (
-    SPLIT_NAMES,
     Datasets,
     build_datasets,
-    check_data,
-    describe_epochs,
 )
 from megatron.data.file_lock import FolderClaim
-from megatron.data.gpt_dataset import BlendedDataset, FileDataset, Source, TokenDataset
 from megatron.data.limited_tokenizer import LimitedTokenizer
-from megatron.data.packed_dataset import PackedDataset
-from megatron.data.sampler import Ledger, MicroBatchStream, sample_order, sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
-from megatron.kernels import choose
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks, layer_context
-from megatron.model.stages import assign_layers, recomputed_layers
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
 from megatron.parallel.launch import Launch
@@ -50,21 +42,11 @@ from megatron.parallel.participants import compare
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Topology
-from megatron.protocols import Callback
 from megatron.training.report.energy import EnergyMeter
 from megatron.training.report.events import Start
-from megatron.training.report.metrics import Interval, Profiler, Rates, Timers
+from megatron.training.report.metrics import Interval, Timers, rates
 from megatron.training.report.reporter import Console, Reporter
-from megatron.training.report.timeline import Timeline
-from megatron.training.run.callbacks import (
-    DataLedger,
-    EmptySteps,
-    Recorder,
-    Routers,
-    SameCopies,
-    SlowRanks,
-    TimeLeft,
-)
+from megatron.training.run.callbacks import build_callbacks
 from megatron.training.run.checkpoints import (
     Saves,
     check_save_folder,
@@ -72,14 +54,20 @@ from megatron.training.run.checkpoints import (
     load_checkpoint,
 )
 from megatron.training.run.data import first_alone, first_builds, open_stream, staged_locations
-from megatron.training.run.evaluation import Losses, Tasks
+from megatron.training.run.describe import (
+    check_loss_masks,
+    describe_data,
+    describe_length,
+    describe_setup,
+    report_data,
+)
+from megatron.training.run.evaluation import evaluation_iterations
 from megatron.training.run.host import (
     agree_on_times,
     check_kernels,
     device_name,
     mapped_blocks,
-    share_cores,
-    tune_allocator,
+    set_up_host,
 )
 from megatron.training.run.identity import identity, sample_digests
 from megatron.training.run.loop import train
@@ -101,7 +89,7 @@ from megatron.training.run.schedules import (
 )
 from megatron.training.run.state import LoopState, Run
 from megatron.training.run.stopping import Agreement, SlurmEnd, StopRules, WallTime, requeue
-from megatron.training.run.tasks import Task, context_of, read_tasks
+from megatron.training.run.tasks import context_of, read_tasks
 from megatron.training.safety.watchdog import Watchdog
 
 _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
@@ -156,7 +144,7 @@ def run_training(
 
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)
-        run = assemble(config, topology, places, host, signals, started, watchdog)
+        run = assemble(config, topology, signals, places, host, started, watchdog)
         meter = run.interval.meter = EnergyMeter(reads=launch.local_rank == 0)
         if meter.source:
             run.reporter.say(f" energy: read from {meter.source}")
@@ -225,19 +213,6 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
-def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[str]:
-    """Set this process's threads, determinism and, on a CPU, malloc; return lines for the log."""
-    lines = []
-    if config.training.deterministic_mode:
-        torch.use_deterministic_algorithms(True)
-        # costs time, changes no result
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
-    if device.type == "cpu":
-        tuned = config.training.allocator_tuning
-        lines.append(tune_allocator() if tuned else "malloc: left as it is (--no-allocator-tuning)")
-    return [share_cores(device, launch.local_world_size), *lines]
-
-
 def connect_groups(
     config: Config, rendezvous: Rendezvous, timeout: timedelta, rank_order: str
 ) -> Topology:
@@ -262,50 +237,36 @@ def connect_groups(
 def assemble(
     config: Config,
     topology: Topology,
+    signals: Signals,
     places: Sequence[str] = (),
     host: Sequence[str] = (),
-    signals: Signals | None = None,
     started: float | None = None,
     watchdog: Watchdog | None = None,
 ) -> Run:
-    """Build this rank's parts of the run that `config` describes.
+    """Build this rank's parts of the run that `config` describes. Raises MegatronError.
 
     Rank 0 prints layout, `host` (lines about ranks and processes), arguments, kernels and sizes.
-    Raises MegatronError.
     """
     torch.manual_seed(config.training.seed)
-    signals, reporter = signals or Signals(enabled=False), Reporter(config, topology.rank)
+    reporter = Reporter(config, topology.rank)
     check_save_folder(config, topology, reporter)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     stored = None if checkpoint is None else stored_settings(checkpoint, config)
     settings = with_checkpoint_settings(config, stored, reporter)
     config, tokenizer = with_tokenizer(settings)
-    if config.checkpoint.save_hf is not None:
-        from megatron.checkpoint.together import decided_by_first
-
-        if note := decided_by_first(topology, partial(check_export, config)):
-            reporter.say(f" note: --save-hf: {note}")
+    describe_export(config, topology, reporter)
     agree_on_times(topology)
     describe_setup(config, topology, places, reporter, host)
     check_kernels(config, topology)
     batches = BatchSchedule.from_config(config)
-    samples = planned_samples(config, batches)
     tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
-    build_data = data_builder(config, topology, tokenizer, samples[0], reporter)
-    with reporter.console.doing("index of the data"):
-        datasets = build_data(*samples)
-    describe_data(config, datasets, reporter)
-    if config.data.dataloader_type == "cyclic":
-        samples = (sys.maxsize,) * 3  # any of the data
-    eod = tokenizer.eod if tokenizer is not None else None
-    check_loss_masks(config, topology, datasets, samples, eod, reporter)
+    datasets, samples, build = build_data(config, topology, tokenizer, batches, reporter)
     chunks, engine = build_model(config, topology, reporter)
     with topology.flight.phase("loading"), reporter.console.doing("loading the checkpoint"):
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
-    # for --config: the tokenizer gives the vocabulary size again
     record_settings(settings, topology, reporter, progress.iteration)
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
-    datasets = extended(config, batches, datasets, build_data, samples, progress, end)
+    datasets = extended(config, batches, datasets, build, samples, progress, end)
     left = max(0, end - progress.iteration)
     train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
     if stored is not None and not config.checkpoint.finetune:
@@ -313,21 +274,19 @@ def assemble(
         to_come = (train, train_samples, progress, end, topology.device, reporter)
         describe = partial(describe_resume, stored, config, *to_come)
         first_alone(topology, "comparison with the checkpoint", describe)
-    digests = {"samples": sample_digests(datasets)} if topology.world.size > 1 else None
-    if digests is not None and (problem := compare(digests, topology.world)):
-        raise DataError(problem)
+    compare_samples(datasets, topology)
     costs = publish_start(config, topology, places, progress, reporter)
     if isinstance(tokenizer, LimitedTokenizer):
         tokenizer.rest()  # of the steps, only evaluations use it
     describe_length(config, batches, datasets, progress, end, reporter)
     agreement = Agreement(topology)
     saves = build_saves(config, engine, agreement, reporter, places, train_samples)
-    if saves is not None:
-        signals.saving = lambda: saves.under_way
-        if checkpoint and config.checkpoint.load == config.checkpoint.save:
-            saves.saved_iteration = progress.iteration
+    signals.saving = lambda: saves is not None and saves.under_way
+    if saves is not None and checkpoint and config.checkpoint.load == config.checkpoint.save:
+        saves.saved_iteration = progress.iteration
     wall_time = build_wall_time(config, topology, reporter, saves, started, batches, datasets)
     position = progress.consumed_samples
+    eod = tokenizer.eod if tokenizer is not None else None
     stream = open_stream(config, topology, datasets.train, position, eod, progress.left_out)
     run = Run(
         config=config,
@@ -354,19 +313,19 @@ def assemble(
     run.callbacks.extend(build_callbacks(run, places, tasks, costs))
     if saves is not None:
         saves.after_save.append(run.saved)
-    if topology.device.type == "cuda":
-        # Set-up and loading have freed blocks of sizes that no step allocates.
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # set-up and loading have freed blocks of sizes that no step allocates
     return run
 
 
 def with_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
     """Return the tokenizer, and `config` with the size of its vocabulary. Raises ConfigError."""
-    tokenizer, known = load_tokenizer(config), config.model.vocab_size
+    tokenizer = load_tokenizer(config)
+    known = config.model.vocab_size
     if tokenizer is None:
         return config, None
     size = max(tokenizer.vocab_size, known or 0)
-    source, files = hugging_face_folder(config.checkpoint.load), config.tokenizer.tokenizer_model
+    source = hugging_face_folder(config.checkpoint.load)
+    files = config.tokenizer.tokenizer_model
     if files is not None and source is not None and known is not None and size > known:
         raise ConfigError(
             f"the tokenizer {files} has {size} ids, and the model in {source} has rows for {known}: "
@@ -376,22 +335,30 @@ def with_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
     return config.replace(vocab_size=size), tokenizer
 
 
-def data_builder(
+def build_data(
     config: Config,
     topology: Topology,
     tokenizer: Tokenizer | None,
-    train_samples: int,
+    batches: BatchSchedule,
     reporter: Reporter,
-) -> Callable[[int, int, int], Datasets]:
-    """Return what builds the data sets from the nodes' copies of the data, see first_builds."""
+) -> tuple[Datasets, tuple[int, int, int], Callable[[int, int, int], Datasets]]:
+    """Return the data sets, their numbers of samples and what builds others; see first_builds."""
+    samples = planned_samples(config, batches)
     with reporter.console.doing("copying data to the node"):
         staged = staged_locations(config, topology, reporter.say)
-    pad_id = (tokenizer.eod if tokenizer is not None else None) or 0
+    eod = tokenizer.eod if tokenizer is not None else None
     build = partial(
-        build_datasets, config, locations=staged, pad_id=pad_id, verify=topology.rank == 0
+        build_datasets, config, locations=staged, pad_id=eod or 0, verify=topology.rank == 0
     )
-    check = partial(report_data, config, tokenizer, train_samples, staged, reporter.say)
-    return first_builds(config, topology, build, reporter.say, check=check)
+    check = partial(report_data, config, tokenizer, samples[0], staged, reporter.say)
+    build_in_turn = first_builds(config, topology, build, reporter.say, check=check)
+    with reporter.console.doing("index of the data"):
+        datasets = build_in_turn(*samples)
+    describe_data(config, datasets, reporter)
+    if config.data.dataloader_type == "cyclic":
+        samples = (sys.maxsize,) * 3  # any of the data
+    check_loss_masks(config, topology, datasets, samples, eod, reporter)
+    return datasets, samples, build_in_turn
 
 
 def build_model(
@@ -443,31 +410,21 @@ def publish_start(
     return costs
 
 
-def build_callbacks(
-    run: Run, places: Sequence[str], tasks: Sequence[Task], costs: Costs
-) -> Iterator[Callback]:
-    """Yield the callbacks of a run, the project's around the user's, in the order of their calls."""
-    config, progress, say = run.config, run.progress, run.reporter.say
-    train, steps = run.datasets.train, range(progress.iteration, run.total_iterations)
-    path = None if config.metrics_path is None else config.metrics_path.with_name("timeline.json")
-    profiler = Profiler(config, run.topology.rank, say, steps, run.topology.device.type)
-    yield Recorder(profiler, Timeline(run.topology, run.executor, path, say, places))
-    if config.model.num_experts is not None:
-        yield Routers()
-    yield SameCopies()
-    if tasks:
-        yield Tasks(tasks)
-    if config.training.eval_iters:
-        yield Losses()
-    if train is not None and not config.training.skip_train:
-        order = sample_order(config.data.dataloader_type, len(train), progress.left_out)
-        ledger = Ledger(train, order, progress.consumed_samples, progress.sources)
-        yield DataLedger(ledger, progress.iteration)
-    yield TimeLeft(costs)
-    yield from config.pieces.callbacks
-    yield EmptySteps()
-    if config.logging.straggler_report:
-        yield SlowRanks(places)
+def compare_samples(datasets: Datasets, topology: Topology) -> None:
+    """Raise DataError on all ranks unless they read the same samples."""
+    if topology.world.size > 1:
+        digests = {"samples": sample_digests(datasets)}
+        if problem := compare(digests, topology.world):
+            raise DataError(problem)
+
+
+def describe_export(config: Config, topology: Topology, reporter: Reporter) -> None:
+    """Check --save-hf on rank 0 for all ranks, and print what it will not write."""
+    if config.checkpoint.save_hf is not None:
+        from megatron.checkpoint.together import decided_by_first
+
+        if note := decided_by_first(topology, partial(check_export, config)):
+            reporter.say(f" note: --save-hf: {note}")
 
 
 def check_export(config: Config) -> str:
@@ -493,7 +450,10 @@ def check_export(config: Config) -> str:
 
 
 def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
-    """Write the settings of a run from `iteration` on into its folder, for --config."""
+    """Write the settings of a run from `iteration` on into its folder, for --config.
+
+    `config` has not yet the vocabulary size, which the tokenizer will give again.
+    """
     metrics = config.metrics_path
     # /dev/null has no folder of a run beside it
     if metrics is None or not topology.world.is_first or not metrics.is_file():
@@ -554,7 +514,8 @@ def build_wall_time(
 
     Rank 0 watches the clock for all ranks.
     """
-    training, given = config.training, config.training.walltime
+    training = config.training
+    given = config.training.walltime
     began = time.monotonic() if started is None else started
     in_slurm = collectives.broadcast_object("SLURM_JOB_ID" in os.environ, topology.world)
     watched = given != "none" and (given is not None or (saves is not None and in_slurm))
@@ -595,13 +556,6 @@ def build_wall_time(
     return wall_time
 
 
-def evaluation_iterations(config: Config, batches: BatchSchedule, datasets: Datasets) -> int:
-    """Return the global batches of an evaluation, over all corpora and with --eval-ema."""
-    size, iterations = batches.global_batch_size_at_end, config.training.eval_iters
-    corpora = [min(iterations, -(-len(one) // size)) for one in datasets.corpora.values()]
-    return (1 + config.training.eval_ema) * (sum(corpora) if corpora else iterations)
-
-
 def load_tokenizer(config: Config) -> Tokenizer | None:
     """Return the tokenizer that the flags name; None when only a vocabulary size is given."""
     t = config.tokenizer
@@ -632,228 +586,3 @@ def extended(
     if config.training.skip_train or needed <= planned[0]:
         return datasets
     return build(needed, planned[1], planned[2])
-
-
-def rates(config: Config, topology: Topology) -> Rates:
-    """Return the FLOPs of one sample by the formulas, and the peak of this rank's device."""
-    model, recompute, parallel = config.model, config.recompute, config.parallel
-    stages = assign_layers(model.num_layers, parallel.num_stages, parallel.pipeline_layout)
-    counts = [recomputed_layers(len(layers), recompute) for layers in stages]
-    groups, layers = map(sum, zip(*counts, strict=True))
-    again = formulas.recompute_flops_per_token(
-        model, recompute.recompute_granularity, layers, groups, modules=recompute.recompute_modules
-    )
-    flops = formulas.flops_per_token_of(config)
-    # of a CPU: unknown
-    peak = formulas.peak_tflops(device_name(topology.device), config.precision.dtype_name)
-    return Rates(
-        world_size=topology.world.size,
-        seq_length=model.seq_length,
-        model_flops_per_sample=flops * model.seq_length,
-        hardware_flops_per_sample=(flops + again) * model.seq_length,
-        peak_flops_per_s=None if peak is None else 1e12 * peak,
-    )
-
-
-def describe_setup(
-    config: Config,
-    topology: Topology,
-    places: Sequence[str],
-    reporter: Reporter,
-    host: Sequence[str],
-) -> None:
-    """Print what runs, on what and with which settings, and where it writes."""
-    model, say = config.model, reporter.console.say_wrapped
-    assert model.vocab_size is not None, "the tokenizer was read"
-    experts = ""
-    if model.num_experts is not None:
-        active = formulas.total_parameters(model, active=True)
-        experts = (
-            f" ({active:,} of them for each token, with {model.moe_router_topk} of "
-            f"{model.num_experts} experts in {model.expert_layers} layers)"
-        )
-    say(
-        f"model: {formulas.parameters_of(config):,} parameters{experts}: {model.num_layers} layers, "
-        f"hidden size "
-        f"{model.hidden_size}, {model.num_attention_heads} heads, sequences of {model.seq_length} "
-        f"tokens, vocabulary of {model.vocab_size}, padded to "
-        f"{model.padded_vocab_size(topology.tensor.size)}"
-    )
-    reporter.say(topology.describe(places))
-    name = device_name(topology.device)
-    per = "; TFLOPs, MFU and HFU are per GCD" if formulas.device_unit(name) == "GCD" else ""
-    say(f"device: {name}, {config.precision.dtype_name}{per}")
-    pieces = (f"{name} of your own: {where}" for name, where in config.pieces.describe().items())
-    kernels = choose.report(config, topology.device)
-    if config.kernels.cuda_graph_impl is not None:
-        how = "recorded as graphs" if topology.device.type == "cuda" else "rehearsed, no faster"
-        after = config.kernels.cuda_graph_warmup_steps
-        kernels.append(f"captured passes: {how}, after {after} eager step(s)")
-    for line in (*host, *kernels, *pieces, *(f"note: {notice}" for notice in config.notices)):
-        say(line)
-    say(describe_output(config))
-    path = config.metrics_path
-    found = "--print-config shows all" if path is None else f"all: {path.parent / 'settings.toml'}"
-    say(f"settings that differ from the defaults ({found}):")
-    for line in render_differences(config):
-        say(f"  {line}")
-
-
-def describe_output(config: Config) -> str:
-    """Return what the run writes, and where."""
-    logging = config.logging
-    places = (
-        ("checkpoints", config.checkpoint.save),
-        ("the trained model", config.checkpoint.save_hf),
-        ("metrics", config.metrics_path),
-        ("TensorBoard's events", logging.tensorboard_dir),
-        ("Weights & Biases' run", logging.wandb_project and f"project {logging.wandb_project}"),
-        ("MLflow's run", logging.mlflow_tracking_uri or logging.mlflow_experiment_name),
-    )
-    written = [f"{what} to {where}" for what, where in places if where]
-    return f"writes {', '.join(written) or 'nothing, because there is no --save FOLDER'}"
-
-
-def describe_length(
-    config: Config,
-    batches: BatchSchedule,
-    datasets: Datasets,
-    progress: Progress,
-    end: int,
-    reporter: Reporter,
-) -> None:
-    """Print what is left to train."""
-    training, length = config.training, config.model.seq_length
-    if training.skip_train or progress.iteration >= end:
-        return
-    before = progress.consumed_samples
-    samples = batches.samples_after(end - progress.iteration, before) - before
-    evaluated = ""
-    if datasets.valid is not None and training.eval_iters:
-        size = training.eval_iters * batches.global_batch_size_at_end
-        evaluated = f"; evaluation on {size:,} samples every {training.eval_interval} iterations"
-    reporter.console.say_wrapped(
-        f"training: iterations {progress.iteration + 1} to {end}, {samples:,} samples, "
-        f"{samples * length:,} tokens{evaluated}",
-    )
-
-
-def report_data(
-    config: Config,
-    tokenizer: Tokenizer | None,
-    samples: int,
-    staged: Mapping[str, str],
-    say: Callable[[str], None],
-) -> None:
-    """Print what a check of the data against the tokenizer finds, and the epochs of the run."""
-    epochs, notices = check_data(config, tokenizer, samples, staged)
-    text, warning = describe_epochs(epochs)
-    if text:
-        say(f" > the run reads {text}")
-    for note in (*notices, *([warning] if warning else ())):
-        say(f" note: {note}")
-
-
-def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> None:
-    """Print the number of samples of each data set, and notes on padding and missing data."""
-    found = {name: getattr(datasets, name) for name in SPLIT_NAMES}
-    if datasets.corpora:
-        del found["valid"]
-        found |= {f"valid {name}": corpus for name, corpus in datasets.corpora.items()}
-    listed = ", ".join(
-        f"{name} {len(dataset) if dataset is not None else 'none'}"
-        for name, dataset in found.items()
-    )
-    reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
-    if datasets.train is not None and config.data.loss_mask in ("required", "optional"):
-        masked = [isinstance(s, FileDataset) and s.masked for s in sources(datasets.train)]
-        reporter.say(
-            f" > loss masks: {sum(masked)} of {len(masked)} sources of training data have one, "
-            "and the loss is on the tokens that it marks"
-        )
-    if datasets.train is not None and config.data.data_packing == "best-fit":
-        padding = {
-            s.name: 100 * s.waste for s in sources(datasets.train) if isinstance(s, PackedDataset)
-        }
-        if padding:
-            most = max(padding, key=padding.__getitem__)
-            reporter.say(
-                f" > packed by best fit: padding is up to {padding[most]:.3f} % of the tokens of a "
-                f"source (the most in {most})"
-            )
-    if datasets.valid is None and not datasets.corpora and config.training.eval_iters:
-        reporter.say(
-            " note: no validation data, so no validation loss: see --split and --valid-data-path"
-        )
-
-
-_LOOKED_AT = 500
-
-
-def check_loss_masks(
-    config: Config,
-    topology: Topology,
-    datasets: Datasets,
-    samples: Sequence[int],
-    eod: int | None,
-    reporter: Reporter,
-) -> None:
-    """Print how many samples have no token in the loss, where masks may leave some without.
-
-    The run reads the first `samples` of its three data sets. If these are many, rank 0 looks at
-    some at equal distances. Raises DataError on all ranks where those for training have none.
-    """
-    length = config.model.seq_length
-    sets = {name: getattr(datasets, name) for name in SPLIT_NAMES} | dict(datasets.corpora)
-    limits = dict(zip(SPLIT_NAMES, samples, strict=True))
-    problem = ""
-    try:
-        for name, dataset in sets.items() if topology.world.is_first else ():
-            if dataset is None or not _masks(config, dataset):
-                continue
-            among = min(len(dataset), limits.get(name, len(dataset)))
-            without, looked = samples_without_loss(config, dataset, among, eod)
-            line = f"{without} of {looked} {name} samples have no token in the loss"
-            if looked < among:
-                line += f" (looked at of {among}, at equal distances)"
-            if 0 < without == looked and name == "train":
-                problem = (
-                    f"{line}: prompts fill all of --seq-length {length}, or the loss mask marks "
-                    "nothing. Raise --seq-length, shorten the prompts, or leave out --loss-mask"
-                )
-            elif without:
-                reporter.say(f"WARNING: {line}: they teach nothing")
-    except DataError as error:
-        problem = str(error)
-    if problem := collectives.broadcast_object(problem, topology.world):
-        raise DataError(problem)
-
-
-def _masks(config: Config, dataset: Source | BlendedDataset) -> bool:
-    """Return whether samples of a data set may have no token in the loss."""
-    return config.data.eod_mask_loss or any(
-        source.masked if isinstance(source, FileDataset) else "loss_tokens" in vars(source)
-        for source in sources(dataset)
-    )
-
-
-def samples_without_loss(
-    config: Config, dataset: TokenDataset, among: int, eod: int | None
-) -> tuple[int, int]:
-    """Return how many samples have no token in the loss, and how many `among` the first it read."""
-    data, count = config.data, min(among, _LOOKED_AT)
-    stream = MicroBatchStream(
-        dataset,
-        1,
-        eod=eod,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        vocab_size=config.model.vocab_size,
-    )
-    without = 0
-    for number in range(count):
-        stream.consumed_samples = number * among // count
-        (batch,) = stream.take(1)
-        without += not batch.loss_mask.any()
-    return without, count

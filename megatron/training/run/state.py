@@ -64,7 +64,7 @@ class Skips:
 
 @dataclass
 class LoopState:
-    """What the loop replaces.
+    """Parts of a run that the loop replaces.
 
     under_way   the last step, until its figures are read: `progress` does not show yet whether it
                 was skipped

@@ -17,7 +17,9 @@ def train_step(run: Run) -> Spike | None:
     the latest before the optimizer's next step, whose learning rate depends on whether this one was
     skipped.
     """
-    progress, batches, length = run.progress, run.batches, run.config.model.seq_length
+    progress = run.progress
+    batches = run.batches
+    length = run.config.model.seq_length
     run.topology.flight.step(progress.iteration)
     for callback in run.callbacks:
         callback.before_step(run)
@@ -64,7 +66,8 @@ def finish_step(run: Run) -> StepRecord | None:
 
     None if that was done already. All ranks call this; waits for the device.
     """
-    under_way, run.loop.under_way = run.loop.under_way, None
+    under_way = run.loop.under_way
+    run.loop.under_way = None
     if under_way is None:
         return None
     result = run.engine.finish_step()

@@ -93,7 +93,8 @@ class Agreement:
             return self._current()
         if self._posted is None:
             return {}
-        (numbers, names, work), self._posted = self._posted, None
+        (numbers, names, work) = self._posted
+        self._posted = None
         work.wait()
         return dict(zip(names, numbers.tolist(), strict=True))
 
@@ -136,7 +137,8 @@ class StopRules:
         wall_time: WallTime | None = None,
     ) -> None:
         training = config.training
-        self._interval, self._kill_switch = training.exit_interval, training.kill_switch_file
+        self._interval = training.exit_interval
+        self._kill_switch = training.kill_switch_file
         self._wall_time = wall_time
         if signals.enabled:
             agreement.add("signal", lambda: signals.received)
@@ -212,14 +214,13 @@ class SlurmEnd:
         clock: Callable[[], float] = time.monotonic,
         every_s: float = _ASK_EVERY_S,
     ) -> None:
-        self._job, self._say, self._clock, self._every_s = (
-            job_name(environ) or "",
-            say,
-            clock,
-            every_s,
-        )
+        self._job = job_name(environ) or ""
+        self._say = say
+        self._clock = clock
+        self._every_s = every_s
         self._end: float | None = None
-        self._warned, self._closed = False, threading.Event()
+        self._warned = False
+        self._closed = threading.Event()
         promised = whole(environ.get("SLURM_JOB_END_TIME", ""))
         self._promised = None if promised is None else clock() + promised - time.time()
         self.thread = threading.Thread(target=self._keep_asking, name="wall time", daemon=True)
@@ -305,18 +306,18 @@ class WallTime:
         duration_s: float | None = None,
         elapsed_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._left_s, self._eval_iters, self.steps_ahead, self.close = (
-            left_s,
-            eval_iters,
-            steps_ahead,
-            close,
-        )
-        self._duration_s, self._elapsed_s = duration_s, elapsed_s
+        self._left_s = left_s
+        self._eval_iters = eval_iters
+        self.steps_ahead = steps_ahead
+        self.close = close
+        self._duration_s = duration_s
+        self._elapsed_s = elapsed_s
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._evaluation_s = self._save_s = 0.0
         self.task_s = dict[str, float]()  # of the latest evaluation of each task
         self._guess_s = checkpoint_bytes / _GUESSED_BYTES_PER_S
-        self._evaluations, self._saves_ahead = 0, 1
+        self._evaluations = 0
+        self._saves_ahead = 1
         self.saved = False  # whether the run has ended, and all of it is saved
 
     def after_step(self, seconds: float, *, evaluations: int = 0, saves_ahead: int = 1) -> None:
@@ -326,7 +327,8 @@ class WallTime:
         before the run can end: the last one, and those that are due or under way.
         """
         self._steps_s.append(seconds)
-        self._evaluations, self._saves_ahead = evaluations, saves_ahead
+        self._evaluations = evaluations
+        self._saves_ahead = saves_ahead
 
     def after_evaluation(self, seconds: float) -> None:
         """Note the time of an evaluation; the longest counts."""
@@ -382,11 +384,13 @@ class WallTime:
         return left_s < (0.0 if self.saved else _SPREAD * self.save_s)
 
     def __str__(self) -> str:
-        left, times = self._left_s(), list[str]()
+        left = self._left_s()
+        times = list[str]()
         if left is not None:
             times.append(f"{show_duration(left)} left of the job")
         if self._duration_s is not None:
-            elapsed, limit = self._elapsed_s() / 60, self._duration_s / 60
+            elapsed = self._elapsed_s() / 60
+            limit = self._duration_s / 60
             times.append(
                 f"{elapsed:.2f} of the {limit:.2f} minutes of --exit-duration-in-mins over"
             )

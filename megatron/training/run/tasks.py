@@ -80,8 +80,10 @@ def score(
     from megatron.parallel import collectives
     from megatron.pipeline.executor import Executor
 
-    config, topology = model.config, model.topology
-    ranks, context = config.parallel.sequence_ranks, topology.context
+    config = model.config
+    topology = model.topology
+    ranks = config.parallel.sequence_ranks
+    context = topology.context
     multiple = math.lcm(ranks, 2 * context.size) if context.size > 1 else ranks
     found = torch.zeros(len(requests), 2, dtype=torch.float64, device=topology.device)
     parts: dict[int, torch.Tensor] = {}  # of each micro-batch on ranks with the last stage
@@ -97,7 +99,8 @@ def score(
     def shape(batch: MicroBatch) -> tuple[int, ...]:
         return batch.tokens.shape[1] // ranks, len(batch.tokens), hidden_shape(config)[2]
 
-    final, stages = config.parallel.num_stages - 1, dict[int, Any]()
+    final = config.parallel.num_stages - 1
+    stages = dict[int, Any]()
     for name, chunk in model.chunks.items():
         stages[int(name)] = chunk
         if int(name) == final:
@@ -112,9 +115,11 @@ def score(
     schedule = "1f1b" if chunks == 1 else "interleaved"
     executor = Executor(topology, stages, schedule, chunks, shape, hidden_dtype(config))
     order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].ids), i))
-    size, count = micro_batch_size, topology.pipeline.size
+    size = micro_batch_size
+    count = topology.pipeline.size
     count = _PER_STAGE * count if count > 1 else 1
-    chunk_size, own = size * topology.layout.replicas, size * topology.replica
+    chunk_size = size * topology.layout.replicas
+    own = size * topology.replica
     for at in range(0, len(order), chunk_size * count):
         together = order[at : at + chunk_size * count]
         rows = [
@@ -145,7 +150,8 @@ def _batch(
 
     from megatron.data.sampler import make_micro_batch
 
-    data, tokenizer = model.config.data, model.tokenizer
+    data = model.config.data
+    tokenizer = model.tokenizer
     length = max((len(request.ids) for request in requests), default=2) - 1
     length = -(-length // multiple) * multiple
     ids = np.zeros((size, length + 1), np.int64)
@@ -228,7 +234,11 @@ def read_tasks(paths: Sequence[str], tokenizer: Tokenizer | None, longest: int) 
 
 
 def _read(path: str, tokenizer: Tokenizer, longest: int) -> Task:
-    requests, lengths, starts, answers, cut = list[Request](), list[int](), [0], list[int](), 0
+    requests = list[Request]()
+    lengths = list[int]()
+    starts = [0]
+    answers = list[int]()
+    cut = 0
     for number, line in enumerate(read_text(path, _MOST_BYTES, error=DataError).split("\n"), 1):
         if not line.strip():
             continue
@@ -259,10 +269,13 @@ def _read(path: str, tokenizer: Tokenizer, longest: int) -> Task:
 
 def _example(line: Mapping[str, Any]) -> tuple[str, list[str], int | None]:
     """Return context, endings and answer of a line; no endings if it has another form."""
-    context, answer = line.get("context"), line.get("answer")
+    context = line.get("context")
+    answer = line.get("answer")
     choices: Any = line.get("choices")
     if "choices" not in line:
-        choices, answer, right = [line.get("ending")], None, True
+        choices = [line.get("ending")]
+        answer = None
+        right = True
     else:
         several = isinstance(choices, list) and len(choices) > 1
         right = several and type(answer) is int and 0 <= answer < len(choices)

@@ -51,7 +51,7 @@ def load_model(
     tag: str | int | None = None,
     allow_older: bool = False,
     ema: bool = False,
-    **settings: Any,
+    **settings: object,
 ) -> Trained:
     """Load the newest checkpoint of a --save folder, or the model of hf:FOLDER.
 

@@ -91,7 +91,8 @@ def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
     The losses are kept in `Progress.recent_losses`, so that a resumed run decides like one that was
     not interrupted.
     """
-    factor, window = run.config.training.loss_spike_factor, run.config.training.loss_spike_window
+    factor = run.config.training.loss_spike_factor
+    window = run.config.training.loss_spike_window
     assert factor is not None, "spikes are looked for"
     if loss is None:
         return None
@@ -119,7 +120,8 @@ def roll_back(run: Run, spike: Spike) -> bool:
     Raises TrainingError when the run has already gone back to the same checkpoint MOST times,
     CheckpointError when none can be loaded.
     """
-    reporter, saves = run.reporter, run.saves
+    reporter = run.reporter
+    saves = run.saves
     figures: dict[str, Any] = {
         "iteration": spike.iteration,
         "lm_loss": spike.loss,
@@ -215,7 +217,8 @@ class _Tracer:
 
     def __init__(self, micro_batches: Sequence[MicroBatch], micro_batch_size: int) -> None:
         self.first: tuple[tuple[int, ...], str] | None = None
-        self._micro_batches, self._size = list(micro_batches), micro_batch_size
+        self._micro_batches = list(micro_batches)
+        self._size = micro_batch_size
         self._count = 0
         self._now: tuple[int, int] | None = None  # micro-batch and stage of the forward pass
 
@@ -226,12 +229,13 @@ class _Tracer:
         x = x.detach()
         if not x.is_floating_point() or bool(torch.isfinite(x).all()):
             return
-        bad, key = x[~torch.isfinite(x)], (phase, micro_batch, place, self._count)
+        bad = x[~torch.isfinite(x)]
+        key = (phase, micro_batch, place, self._count)
         if self.first is None or key < self.first[0]:
             values = f"{bad.numel()} of {x.numel()} values are not finite, the first is"
             self.first = key, f"{text}: {values} {float(bad[0])}"
 
-    def check_forward(self, x: Any, micro_batch: int, stage: int, what: str) -> None:
+    def check_forward(self, x: object, micro_batch: int, stage: int, what: str) -> None:
         """Check a value of a forward pass, if it is a tensor."""
         if isinstance(x, torch.Tensor):
             first = self._micro_batches[micro_batch].first_sample
@@ -241,10 +245,13 @@ class _Tracer:
     @contextlib.contextmanager
     def installed(self, run: Run) -> Iterator[None]:
         """Hook every module of the chunks inside the context."""
-        executor, handles = run.executor, list[Any]()
+        executor = run.executor
+        handles = list[Any]()
         # no gradient leaves this rank
-        begin, executor.before_training = executor.before_training, None
-        captures, executor.captures = executor.captures, None  # whose replays call no hook
+        begin = executor.before_training
+        executor.before_training = None
+        captures = executor.captures
+        executor.captures = None  # whose replays call no hook
         for stage, chunk in run.chunks.items():
             handles.append(chunk.register_forward_pre_hook(partial(self._enter, int(stage))))
             handles.append(chunk.register_forward_hook(self._leave))
@@ -254,25 +261,26 @@ class _Tracer:
         try:
             yield
         finally:
-            executor.before_training, executor.captures = begin, captures
+            executor.before_training = begin
+            executor.captures = captures
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, stage: int, _: Any, inputs: tuple[Any, ...]) -> None:
+    def _enter(self, stage: int, _: object, inputs: tuple[object, ...]) -> None:
         batch, hidden = inputs
         index = next(i for i, one in enumerate(self._micro_batches) if one is batch)
         self._now = (index, stage)
         self.check_forward(hidden, index, stage, f"the input of stage {stage}")
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self._now = None
 
-    def _before(self, name: str, _: Any, inputs: tuple[Any, ...]) -> None:
+    def _before(self, name: str, _: object, inputs: tuple[object, ...]) -> None:
         if self._now is not None:  # None: a layer is recomputed, within a backward pass
             for x in inputs:
                 self.check_forward(x, *self._now, f"the input of {name}")
 
-    def _after(self, name: str, _: Any, __: Any, outputs: Any) -> None:
+    def _after(self, name: str, _: object, __: object, outputs: object) -> None:
         if self._now is not None:
             for x in outputs if isinstance(outputs, tuple | list) else (outputs,):
                 self.check_forward(x, *self._now, f"{name}, its output")
@@ -282,7 +290,7 @@ def diagnose(
     run: Run,
     micro_batches: Sequence[MicroBatch],
     loss_scale: float,
-    loss_weights: Sequence[Any] | None = None,
+    loss_weights: Sequence[object] | None = None,
 ) -> str:
     """Return a sentence on the first non-finite value of a step over these micro-batches.
 
@@ -338,12 +346,15 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     in a row, raises TrainingError on every rank, which names the first bad value; in fp16 not while
     the scale can still fall and the losses are finite: then only the scale was wrong.
     """
-    skips, step, precision = run.loop.skips, under_way.step.iteration, run.config.precision
+    skips = run.loop.skips
+    step = under_way.step.iteration
+    precision = run.config.precision
     limit = run.config.training.max_consecutive_skips
     scale_falls = precision.fp16 and not precision.loss_scale
     skips.consecutive += 1
     if result.loss_scale != skips.scale:
-        skips.first, skips.scale = under_way, result.loss_scale
+        skips.first = under_way
+        skips.scale = result.loss_scale
     if not scale_falls:
         run.reporter.say(
             f"WARNING: iteration {step} is skipped: loss or gradients are not finite "

@@ -44,7 +44,9 @@ _ANSWER_S = 5.0  # time for ranks, and for the store, to answer
 _NODE_S = 1.0  # time for the first rank of a node to wait for the answers of the others
 _LONGEST_PAUSE_S = 1.0
 # characters of a rank's stacks, and of all ranks' together
-_LEAST_STACK, _STACK, _ALL_STACKS = 300, 2500, 10**7
+_LEAST_STACK = 300
+_STACK = 2500
+_ALL_STACKS = 10**7
 _SHOWN = 64  # lines of ranks, and half as many stacks
 _NAMED = 8  # places, or calls, in a conclusion
 _ALONE = -1  # the number of an inquiry within the node
@@ -86,11 +88,9 @@ class Watchdog:
 
     def __post_init__(self) -> None:
         self._recorder = self.topology.flight
-        self._stopped, self._cleared, self._leaving = (
-            threading.Event(),
-            threading.Event(),
-            threading.Lock(),
-        )
+        self._stopped = threading.Event()
+        self._cleared = threading.Event()
+        self._leaving = threading.Lock()
         self._pause = self._stopped.wait if self.sleep is time.sleep else self.sleep
         if self.topology.device.type == "cuda":
             self.broken = self.broken or partial(nccl_error, self.topology)
@@ -131,32 +131,37 @@ class Watchdog:
 
     def _watch(self) -> None:
         pause = min(self.timeout_s / 10, _LONGEST_PAUSE_S)
-        last, quiet_s, at, error = self._recorder.progress(), 0.0, self.clock(), ""
+        last = self._recorder.progress()
+        quiet_s = 0.0
+        at = self.clock()
+        error = ""
         while True:
             self._pause(pause)
             if self._stopped.is_set():
                 return
-            now, progress = self.clock(), self._recorder.progress()
+            now = self.clock()
+            progress = self._recorder.progress()
             # At most two pauses at a time: a suspended job is not a hang.
-            quiet_s, at = quiet_s + min(now - at, 2 * pause), now
+            quiet_s = quiet_s + min(now - at, 2 * pause)
+            at = now
             if progress != last:
-                last, quiet_s = progress, 0.0
+                last = progress
+                quiet_s = 0.0
             if self.broken is not None and not error and (error := self.broken()):
                 self._write(error)
                 quiet_s = self.limit_s
             if quiet_s >= self.limit_s:
                 self._investigate()
-                quiet_s, at = self.limit_s / 2, self.clock()
+                quiet_s = self.limit_s / 2
+                at = self.clock()
 
     def _investigate(self) -> None:
         """Find out whether the job hangs, when this rank makes no progress, and end it if so."""
         self.rendezvous.judged.clear()
         self._cleared.clear()
         sys.audit("megatron.training.inquiry")
-        own, store = (
-            str(self.topology.rank),
-            self.rendezvous.store if self.topology.world.size > 1 else None,
-        )
+        own = str(self.topology.rank)
+        store = self.rendezvous.store if self.topology.world.size > 1 else None
         if store is not None:
             # perhaps the rank with the store hangs
             with contextlib.suppress(RuntimeError, LaunchError):
@@ -173,15 +178,15 @@ class Watchdog:
     def _ask_all(self, store: dist.Store) -> None:
         """Ask all ranks for their state, judge, and announce the verdict."""
         self._reporting = True
-        rendezvous, layout, size = self.rendezvous, self.topology.layout, self.topology.world.size
+        rendezvous = self.rendezvous
+        layout = self.topology.layout
+        size = self.topology.world.size
         number = bounded(rendezvous.inquire, _ANSWER_S)
 
         def gather() -> dict[int, FlightState]:
             """Return the answers that arrive in time, by rank."""
-            kind, deadline = (
-                f"hang/{number}",
-                self.clock() + _ANSWER_S + rendezvous.pause_s + 2 * _NODE_S,
-            )
+            kind = f"hang/{number}"
+            deadline = self.clock() + _ANSWER_S + rendezvous.pause_s + 2 * _NODE_S
             while rendezvous.ranks_without(kind, 1) and self.clock() < deadline:
                 self.sleep(rendezvous.pause_s / 2)
             missing = set(rendezvous.ranks_without(kind, size))
@@ -208,7 +213,8 @@ class Watchdog:
 
     def _answer(self, number: int) -> None:
         """Answer an inquiry for this rank and for others that cannot; then follow the verdict."""
-        store, own = self.rendezvous.store, self.topology.rank
+        store = self.rendezvous.store
+        own = self.topology.rank
         self.rendezvous.judged.clear()
         self._record_state(number)
         state = FlightState.read(self._recorder.buffer)
@@ -232,7 +238,8 @@ class Watchdog:
 
         Adds a note if the device does not answer its host.
         """
-        meter, note = self._recorder.meter, ""
+        meter = self._recorder.meter
+        note = ""
         if meter is not None:
             try:
                 self._recorder.device_is(*bounded(lambda: meter.where(self._recorder.posted), 1.0))
@@ -270,7 +277,8 @@ class Watchdog:
         """
         self._record_state(_ALONE)
         states, speaks = self._neighbours(_ALONE)
-        layout, seen = self.topology.layout, {state.rank: state for state in states}
+        layout = self.topology.layout
+        seen = {state.rank: state for state in states}
         verdict = judge(seen, layout, self.limit_s)
         if verdict is None:
             self._all_clear()
@@ -319,11 +327,10 @@ class Watchdog:
                     kill_process(state.pid, state.process_start, what)
 
         def await_others() -> None:
-            rendezvous, key = self.rendezvous, f"hang/{number}/gone"
-            deadline, gone = (
-                self.clock() + _ANSWER_S - 1 + rendezvous.pause_s,
-                rendezvous.store.add(key, 1),
-            )
+            rendezvous = self.rendezvous
+            key = f"hang/{number}/gone"
+            deadline = self.clock() + _ANSWER_S - 1 + rendezvous.pause_s
+            gone = rendezvous.store.add(key, 1)
             while (
                 rendezvous.serves_store
                 and gone < self.topology.world.size
@@ -353,7 +360,8 @@ class Watchdog:
         # torch holds the interpreter's lock while it queries the device: if that never answers, no
         # Python thread can end this process, but the signal can.
         signal.setitimer(signal.ITIMER_REAL, 4 * _ANSWER_S)
-        path, trace = Path(f"{prefix}{self.topology.rank}"), self.trace
+        path = Path(f"{prefix}{self.topology.rank}")
+        trace = self.trace
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -460,7 +468,8 @@ def _blame(
     places: Sequence[str],
 ) -> str:
     """Return the state of the culprits `ranks`, and which ranks, those `behind`, wait for them."""
-    of_trouble, parts = dict[str, list[int]](), list[str]()
+    of_trouble = dict[str, list[int]]()
+    parts = list[str]()
     for rank in ranks[:_SHOWN]:
         of_trouble.setdefault(_trouble(seen.get(rank)), []).append(rank)
     for trouble, those in of_trouble.items():
@@ -480,7 +489,8 @@ def _blame(
 def _trouble(of: FlightState | None) -> str:
     if of is None:
         return "gave no sign of life, and no rank of its node did: the node is lost or cut off"
-    what, place = "is in no collective and makes no progress", ""
+    what = "is in no collective and makes no progress"
+    place = ""
     if of.process == STOPPED:
         what = "is stopped (SIGSTOP)"
     elif of.lost:
@@ -545,11 +555,13 @@ def report(verdict: Verdict, seen: Mapping[int, FlightState], layout: Layout) ->
 
     Each stack is printed once, with its ranks.
     """
-    lines, culprits = [f"the job hangs: {verdict.conclusion}"], set(verdict.culprits)
+    lines = [f"the job hangs: {verdict.conclusion}"]
+    culprits = set(verdict.culprits)
     shown = sorted(sorted(seen, key=lambda rank: (rank not in culprits, rank))[:_SHOWN])
     stacks: dict[str, list[int]] = {}
     for rank in shown:
-        of, late = seen[rank], verdict.awaited.get(rank)
+        of = seen[rank]
+        late = verdict.awaited.get(rank)
         waited = f"; waits for {_ranks(late)}" if late else ""
         silent = "" if of.stack else f"; no answer, its process is {of.process}"
         lines.append(

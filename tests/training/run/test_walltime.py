@@ -12,8 +12,8 @@ import pytest
 from megatron.config import Config
 from megatron.data.datasets import Datasets
 from megatron.data.gpt_dataset import MockDataset
+from megatron.training.run.evaluation import evaluation_iterations
 from megatron.training.run.schedules import BatchSchedule
-from megatron.training.run.setup import evaluation_iterations
 from megatron.training.run.stopping import SlurmEnd, WallTime, requeue
 
 Command = Callable[[str, str], Path]

@@ -1,0 +1,233 @@
+"""The first screen of a run: what runs, on what, on which data and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron.config import Config
+from megatron.config.help_text import render_differences
+from megatron.data.datasets import SPLIT_NAMES, Datasets, check_data, describe_epochs
+from megatron.data.gpt_dataset import (
+    BlendedDataset,
+    FileDataset,
+    Source,
+    TokenDataset,
+)
+from megatron.data.packed_dataset import PackedDataset
+from megatron.data.sampler import MicroBatchStream, sources
+from megatron.data.tokenizer import Tokenizer
+from megatron.errors import DataError
+from megatron.kernels import choose
+from megatron.model import formulas
+from megatron.parallel import collectives
+from megatron.parallel.topology import Topology
+from megatron.training.report.reporter import Reporter
+from megatron.training.run.host import device_name
+from megatron.training.run.schedules import BatchSchedule, Progress
+
+
+def describe_setup(
+    config: Config,
+    topology: Topology,
+    places: Sequence[str],
+    reporter: Reporter,
+    host: Sequence[str],
+) -> None:
+    """Print what runs, on what and with which settings, and where it writes."""
+    model = config.model
+    say = reporter.console.say_wrapped
+    assert model.vocab_size is not None, "the tokenizer was read"
+    experts = ""
+    if model.num_experts is not None:
+        active = formulas.total_parameters(model, active=True)
+        experts = (
+            f" ({active:,} of them for each token, with {model.moe_router_topk} of "
+            f"{model.num_experts} experts in {model.expert_layers} layers)"
+        )
+    say(
+        f"model: {formulas.parameters_of(config):,} parameters{experts}: {model.num_layers} layers, "
+        f"hidden size "
+        f"{model.hidden_size}, {model.num_attention_heads} heads, sequences of {model.seq_length} "
+        f"tokens, vocabulary of {model.vocab_size}, padded to "
+        f"{model.padded_vocab_size(topology.tensor.size)}"
+    )
+    reporter.say(topology.describe(places))
+    name = device_name(topology.device)
+    per = "; TFLOPs, MFU and HFU are per GCD" if formulas.device_unit(name) == "GCD" else ""
+    say(f"device: {name}, {config.precision.dtype_name}{per}")
+    pieces = (f"{name} of your own: {where}" for name, where in config.pieces.describe().items())
+    kernels = choose.report(config, topology.device)
+    if config.kernels.cuda_graph_impl is not None:
+        how = "recorded as graphs" if topology.device.type == "cuda" else "rehearsed, no faster"
+        after = config.kernels.cuda_graph_warmup_steps
+        kernels.append(f"captured passes: {how}, after {after} eager step(s)")
+    for line in (*host, *kernels, *pieces, *(f"note: {notice}" for notice in config.notices)):
+        say(line)
+    say(describe_output(config))
+    path = config.metrics_path
+    found = "--print-config shows all" if path is None else f"all: {path.parent / 'settings.toml'}"
+    say(f"settings that differ from the defaults ({found}):")
+    for line in render_differences(config):
+        say(f"  {line}")
+
+
+def describe_output(config: Config) -> str:
+    """Return what the run writes, and where."""
+    logging = config.logging
+    places = (
+        ("checkpoints", config.checkpoint.save),
+        ("the trained model", config.checkpoint.save_hf),
+        ("metrics", config.metrics_path),
+        ("TensorBoard's events", logging.tensorboard_dir),
+        ("Weights & Biases' run", logging.wandb_project and f"project {logging.wandb_project}"),
+        ("MLflow's run", logging.mlflow_tracking_uri or logging.mlflow_experiment_name),
+    )
+    written = [f"{what} to {where}" for what, where in places if where]
+    return f"writes {', '.join(written) or 'nothing, because there is no --save FOLDER'}"
+
+
+def describe_length(
+    config: Config,
+    batches: BatchSchedule,
+    datasets: Datasets,
+    progress: Progress,
+    end: int,
+    reporter: Reporter,
+) -> None:
+    """Print what is left to train."""
+    training = config.training
+    length = config.model.seq_length
+    if training.skip_train or progress.iteration >= end:
+        return
+    before = progress.consumed_samples
+    samples = batches.samples_after(end - progress.iteration, before) - before
+    evaluated = ""
+    if datasets.valid is not None and training.eval_iters:
+        size = training.eval_iters * batches.global_batch_size_at_end
+        evaluated = f"; evaluation on {size:,} samples every {training.eval_interval} iterations"
+    reporter.console.say_wrapped(
+        f"training: iterations {progress.iteration + 1} to {end}, {samples:,} samples, "
+        f"{samples * length:,} tokens{evaluated}",
+    )
+
+
+def report_data(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    samples: int,
+    staged: Mapping[str, str],
+    say: Callable[[str], None],
+) -> None:
+    """Print what a check of the data against the tokenizer finds, and the epochs of the run."""
+    epochs, notices = check_data(config, tokenizer, samples, staged)
+    text, warning = describe_epochs(epochs)
+    if text:
+        say(f" > the run reads {text}")
+    for note in (*notices, *([warning] if warning else ())):
+        say(f" note: {note}")
+
+
+def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> None:
+    """Print the number of samples of each data set, and notes on padding and missing data."""
+    found = {name: getattr(datasets, name) for name in SPLIT_NAMES}
+    if datasets.corpora:
+        del found["valid"]
+        found |= {f"valid {name}": corpus for name, corpus in datasets.corpora.items()}
+    listed = ", ".join(
+        f"{name} {len(dataset) if dataset is not None else 'none'}"
+        for name, dataset in found.items()
+    )
+    reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
+    if datasets.train is not None and config.data.loss_mask in ("required", "optional"):
+        masked = [isinstance(s, FileDataset) and s.masked for s in sources(datasets.train)]
+        reporter.say(
+            f" > loss masks: {sum(masked)} of {len(masked)} sources of training data have one, "
+            "and the loss is on the tokens that it marks"
+        )
+    if datasets.train is not None and config.data.data_packing == "best-fit":
+        padding = {
+            s.name: 100 * s.waste for s in sources(datasets.train) if isinstance(s, PackedDataset)
+        }
+        if padding:
+            most = max(padding, key=padding.__getitem__)
+            reporter.say(
+                f" > packed by best fit: padding is up to {padding[most]:.3f} % of the tokens of a "
+                f"source (the most in {most})"
+            )
+    if datasets.valid is None and not datasets.corpora and config.training.eval_iters:
+        reporter.say(
+            " note: no validation data, so no validation loss: see --split and --valid-data-path"
+        )
+
+
+_LOOKED_AT = 500
+
+
+def check_loss_masks(
+    config: Config,
+    topology: Topology,
+    datasets: Datasets,
+    samples: Sequence[int],
+    eod: int | None,
+    reporter: Reporter,
+) -> None:
+    """Print how many samples have no token in the loss, where masks may leave some without.
+
+    The run reads the first `samples` of its three data sets. If these are many, rank 0 looks at
+    some at equal distances. Raises DataError on all ranks where those for training have none.
+    """
+    length = config.model.seq_length
+    sets = {name: getattr(datasets, name) for name in SPLIT_NAMES} | dict(datasets.corpora)
+    limits = dict(zip(SPLIT_NAMES, samples, strict=True))
+    problem = ""
+    try:
+        for name, dataset in sets.items() if topology.world.is_first else ():
+            if dataset is None or not _masks(config, dataset):
+                continue
+            among = min(len(dataset), limits.get(name, len(dataset)))
+            without, looked = samples_without_loss(config, dataset, among, eod)
+            line = f"{without} of {looked} {name} samples have no token in the loss"
+            if looked < among:
+                line += f" (looked at of {among}, at equal distances)"
+            if 0 < without == looked and name == "train":
+                problem = (
+                    f"{line}: prompts fill all of --seq-length {length}, or the loss mask marks "
+                    "nothing. Raise --seq-length, shorten the prompts, or leave out --loss-mask"
+                )
+            elif without:
+                reporter.say(f"WARNING: {line}: they teach nothing")
+    except DataError as error:
+        problem = str(error)
+    if problem := collectives.broadcast_object(problem, topology.world):
+        raise DataError(problem)
+
+
+def _masks(config: Config, dataset: Source | BlendedDataset) -> bool:
+    """Return whether samples of a data set may have no token in the loss."""
+    return config.data.eod_mask_loss or any(
+        source.masked if isinstance(source, FileDataset) else "loss_tokens" in vars(source)
+        for source in sources(dataset)
+    )
+
+
+def samples_without_loss(
+    config: Config, dataset: TokenDataset, among: int, eod: int | None
+) -> tuple[int, int]:
+    """Return how many samples have no token in the loss, and how many `among` the first it read."""
+    data = config.data
+    count = min(among, _LOOKED_AT)
+    stream = MicroBatchStream(
+        dataset,
+        1,
+        eod=eod,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        vocab_size=config.model.vocab_size,
+    )
+    without = 0
+    for number in range(count):
+        stream.consumed_samples = number * among // count
+        (batch,) = stream.take(1)
+        without += not batch.loss_mask.any()
+    return without, count
