@@ -91,7 +91,8 @@ def gelu(name: str) -> Rule:
 
 
 def _biases(fields: Fields) -> dict[str, Any]:
-    attention, mlp = flag(fields, "attention_bias"), flag(fields, "mlp_bias")
+    attention = flag(fields, "attention_bias")
+    mlp = flag(fields, "mlp_bias")
     if attention != mlp:
         raise ValueError(f"attention_bias {attention} with mlp_bias {mlp} is not supported")
     return {"add_bias_linear": attention}
@@ -208,7 +209,8 @@ def _window(size: Any, windowed: list[bool]) -> dict[str, Any]:
 
 def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
     """Return which layers have a window: by layer_types, or where config.json leaves it out."""
-    layers, types = _layers(fields), fields["layer_types"]
+    layers = _layers(fields)
+    types = fields["layer_types"]
     if types is None:
         return [usual(layer) for layer in layers]
     kinds = {"sliding_attention": True, "full_attention": False}
@@ -327,7 +329,8 @@ WINDOW_IF_USED = Rule(
 
 
 def _scales(fields: Fields) -> dict[str, Any]:
-    scalar, width = _number(fields, "query_pre_attn_scalar"), _number(fields, "hidden_size", int)
+    scalar = _number(fields, "query_pre_attn_scalar")
+    width = _number(fields, "hidden_size", int)
     if not scalar:
         raise unsupported("query_pre_attn_scalar", scalar)
     return {"softmax_scale": 1.0 / math.sqrt(scalar), "embedding_scale": math.sqrt(width)}

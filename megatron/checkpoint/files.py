@@ -32,8 +32,12 @@ import xxhash
 from megatron.errors import CheckpointError
 from megatron.untrusted import is_count, is_file_name, parse_json, read_bytes
 
-STATE, CONFIG, METADATA, SHARD_INDEX = "state.json", "config.json", ".metadata", "boxes.json"
-MANIFEST, PROVENANCE = "manifest.json", "passport.json"
+STATE = "state.json"
+CONFIG = "config.json"
+METADATA = ".metadata"
+SHARD_INDEX = "boxes.json"
+MANIFEST = "manifest.json"
+PROVENANCE = "passport.json"
 FORMAT = 3
 
 Written = tuple[int, str]
@@ -41,7 +45,8 @@ Written = tuple[int, str]
 
 _OTHER = "load another checkpoint"
 # of the manifest, and of a file that it lists
-_MANIFEST_LIMIT_BYTES, _FILE_LIMIT_BYTES = 64 << 20, 1 << 30
+_MANIFEST_LIMIT_BYTES = 64 << 20
+_FILE_LIMIT_BYTES = 1 << 30
 _BLOCK_BYTES = 4096  # of a sample of a file
 _LARGEST_GENERATION = 1 << 62  # the next save can still count up
 
@@ -73,7 +78,8 @@ def sampled_digest(path: str | os.PathLike[str], most_bytes: int) -> Written:
         size = os.fstat(f.fileno()).st_size
         parts = [(0, size)]
         if size > most_bytes:
-            end, count = most_bytes // 4, most_bytes // 2 // _BLOCK_BYTES
+            end = most_bytes // 4
+            count = most_bytes // 2 // _BLOCK_BYTES
             blocks = [(size * i // (count + 1), _BLOCK_BYTES) for i in range(1, count + 1)]
             parts = [(0, end), *blocks, (size - end, end)]
         return size, digest(b"".join(os.pread(f.fileno(), n, start) for start, n in parts))

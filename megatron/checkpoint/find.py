@@ -230,8 +230,10 @@ def find(
     root = Path(directory)
     if tag is not None:
         return Found(_tagged(root, str(tag)))
-    there, tracker = folders(root), read_tracker(root)
-    newest, skipped = tracker.iteration, _skipped(there, tracker)
+    there = folders(root)
+    tracker = read_tracker(root)
+    newest = tracker.iteration
+    skipped = _skipped(there, tracker)
     rejected: list[Rejected] = []
     if before is None and newest is not None and newest not in map(number_of, there):
         reason = f"the folder is missing, though {tracker.path} names it"
@@ -302,7 +304,8 @@ def _skipped(there: list[Path], tracker: Tracker) -> list[Path]:
     file is still there and the checkpoint counts. A tracker that names a missing folder says
     nothing about others: it may be damaged, e.g. cut to fewer digits.
     """
-    newest, known = tracker.iteration, generations(there)
+    newest = tracker.iteration
+    known = generations(there)
     skipped = [folder for folder in overtaken(known) if number_of(folder) != newest]
     if newest is not None and newest in map(number_of, there):
         for folder in there:

@@ -66,7 +66,8 @@ def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int
     no moment does the tracker name a checkpoint that does not exist.
     """
     tracker = folder.parent / TRACKER
-    renewed, old = new_tracker(folder, generation), folder.with_name(folder.name + ".old")
+    renewed = new_tracker(folder, generation)
+    old = folder.with_name(folder.name + ".old")
     try:
         write_text(renewed, f"{iteration}\n")  # before any rename, as the disk may be full
         sync_directory(temporary)

@@ -16,7 +16,8 @@ from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
 from megatron.untrusted import read_json
 
-CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 _CONFIG_LIMIT_BYTES = 1 << 24
 
@@ -190,11 +191,13 @@ def tokenizer_settings(folder: Path, at: Path | None = None) -> dict[str, Any]:
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(at)}
     if (folder / "tokenizer.model").is_file():
-        path, fields = folder / TOKENIZER_CONFIG, {}
+        path = folder / TOKENIZER_CONFIG
+        fields = {}
         if path.is_file():
             limit = _CONFIG_LIMIT_BYTES
             fields = read_json(path, limit, error=CheckpointError, bits=128)
-        begins, extra = fields.get("add_bos_token", True), {}
+        begins = fields.get("add_bos_token", True)
+        extra = {}
         kind = "Llama2Tokenizer" if begins else "GPTSentencePieceTokenizer"
         if fields.get("eos_token") == "<EOD>":  # with the tokens that Megatron appends
             kind = "SentencePieceTokenizer"

@@ -33,7 +33,8 @@ from megatron.model.gpt import global_shapes
 from megatron.parallel.topology import Topology
 from megatron.untrusted import is_file_name, open_regular, read_json
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 ADAPTER = "adapter_config.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INDEX_LIMIT_BYTES = 1 << 28
@@ -107,9 +108,11 @@ def matrix_of(family: Family, model: ModelConfig, name: str, shape: tuple[int, .
     vector = len(shape) == 1 or name.endswith(".bias")
     columns = None if vector else shape[-1]
     rows = math.prod(shape if vector else shape[:-1])
-    counts, order = [rows // len(names)] * len(names), None
+    counts = [rows // len(names)] * len(names)
+    order = None
     if theirs.by_head:
-        heads, groups = model.num_attention_heads, model.num_key_value_heads
+        heads = model.num_attention_heads
+        groups = model.num_key_value_heads
         order = rows_by_head(heads, groups, model.kv_channels)
         if len(names) == 3:
             counts = [n * model.kv_channels for n in (heads, groups, groups)]
@@ -153,7 +156,8 @@ def find_tensors(folder: Path, family: Family, shapes: Mapping[str, tuple[int, .
     unknown, or of another shape or type.
     """
     places: dict[str, tuple[str, str]] = {}
-    unknown, wrong = [], []
+    unknown = []
+    wrong = []
     # A tied output layer may be stored, too.
     (head,) = family.theirs("output_layer.weight")[1]
     (embedding,) = family.theirs("embedding.word_embeddings.weight")[1]
@@ -169,7 +173,8 @@ def find_tensors(folder: Path, family: Family, shapes: Mapping[str, tuple[int, .
                     unknown.append(key)
                 continue
             header = opened.get_slice(key)
-            shape, dtype = tuple(header.get_shape()), header.get_dtype()
+            shape = tuple(header.get_shape())
+            dtype = header.get_dtype()
             if name in places:
                 wrong.append(f"{key} is in {places[name][0]} and in {file}")
             elif shape != expected:
@@ -228,7 +233,8 @@ class Reader:
     """Tensors of a folder by their names in transformers, as views of the file that is mapped."""
 
     def __init__(self, folder: Path, places: Places) -> None:
-        self._folder, self._places = folder, places
+        self._folder = folder
+        self._places = places
         self._file = ""
         self._opened: Any = None
 
@@ -236,7 +242,8 @@ class Reader:
         file, key = self._places[name]
         if file != self._file:
             self._opened = None  # unmapped before another one is mapped
-            self._file, self._opened = file, open_tensors(self._folder / file)
+            self._file = file
+            self._opened = open_tensors(self._folder / file)
         try:
             tensor: torch.Tensor = self._opened.get_tensor(key)
         except Exception as error:
@@ -247,7 +254,8 @@ class Reader:
 
     def fill(self, target: torch.Tensor, offset: Index, matrix: Matrix) -> None:
         """Set a part of one of our parameters, which begins at `offset`."""
-        index, start = matrix.rows(offset, tuple(target.shape)), 0
+        index = matrix.rows(offset, tuple(target.shape))
+        start = 0
         out = None
         for name, count in matrix.counts.items():
             here = (index >= start) & (index < start + count)
@@ -286,7 +294,8 @@ def check_finite(values: torch.Tensor, what: str) -> None:
 
 def _pick(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return some rows: a view where they follow each other."""
-    first, last = int(rows[0]), int(rows[-1])
+    first = int(rows[0])
+    last = int(rows[-1])
     if last - first + 1 == len(rows) and bool((rows.diff() == 1).all()):
         return values[first : last + 1]
     return values.index_select(0, rows)
@@ -338,7 +347,8 @@ def load_engine(
     The optimizer stays as it is. All ranks call it; errors are those of `fill_shards`.
     """
     clear_padding(engine, False)
-    tensors, model = tensors_to_load(engine, False, False), config.model
+    tensors = tensors_to_load(engine, False, False)
+    model = config.model
     if model.moe_use_upcycling and decided_by_first(
         topology, lambda: read_model(folder)[1].num_experts is None
     ):

@@ -91,9 +91,11 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
     branch into its last matrix or norm; that of attention into the queries or their norm; those of
     routers and gates into their weights.
     """
-    embed, scores = model.mup_embedding_mult, model.mup_output_mult
+    embed = model.mup_embedding_mult
+    scores = model.mup_output_mult
     attention = (model.softmax_scale or 1.0) * math.sqrt(model.kv_channels)
-    normed, tied = model.embedding_layernorm, not model.untie_embeddings_and_output_weights
+    normed = model.embedding_layernorm
+    tied = not model.untie_embeddings_and_output_weights
     part = name.rpartition(".")[0].split(".", 2)[-1] if name.startswith("layers.") else name
     factor = 1.0
     if name.startswith("embedding_layernorm.") or name == POSITION_EMBEDDINGS:
@@ -151,7 +153,8 @@ _OF_TRAINING = (
 
 def lacking(model: ModelConfig) -> list[str]:
     """Return sentences on the settings of a model for which config.json has no place."""
-    known, found = all_options(), list[str]()
+    known = all_options()
+    found = list[str]()
     flags = [
         known[name].written(value)
         for name in _OF_TRAINING
@@ -176,7 +179,8 @@ def companions_of(config: Config) -> Companions:
 
 
 def _of_model(config: Config) -> Companions:
-    tokenizer, theirs = config.tokenizer, None
+    tokenizer = config.tokenizer
+    theirs = None
     kind = tokenizer.tokenizer_type
     if kind in (None, "NullTokenizer"):
         return Companions(note="no tokenizer is written: the model has none")
@@ -184,7 +188,8 @@ def _of_model(config: Config) -> Companions:
     folder = place if place.is_dir() else place.parent
     fields = read_config(folder) if is_huggingface(folder) else {}
     if fields.get("model_type") in FAMILIES:
-        files, theirs = read_files(folder), str(fields["model_type"])
+        files = read_files(folder)
+        theirs = str(fields["model_type"])
         ids = {name: fields[name] for name in _TOKEN_IDS if name in fields}
     else:
         files, ids = _of_tokenizer(tokenizer, folder)
@@ -206,7 +211,8 @@ def _of_tokenizer(
     tokenizer: TokenizerConfig, folder: Path
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return files for transformers, and special ids as far as they are known without more."""
-    kind, model = tokenizer.tokenizer_type, Path(tokenizer.tokenizer_model or "")
+    kind = tokenizer.tokenizer_type
+    model = Path(tokenizer.tokenizer_model or "")
     if kind == "HFTokenizer":
         own = {"tokenizer.json": _read(model)} if model.is_file() else {}
         return {**read_files(folder), **own}, {}
@@ -302,7 +308,8 @@ def _part(group: list[str], matrices: Mapping[str, Matrix], dtype: torch.dtype) 
     https://github.com/huggingface/safetensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    sizes, at = {}, 0
+    sizes = {}
+    at = 0
     for parameter in group:
         for name, shape in matrices[parameter].their_shapes.items():
             sizes[name] = math.prod(shape) * dtype.itemsize
@@ -379,7 +386,9 @@ def write_model(
 
     All ranks call it. Raises CheckpointError on every rank; then the folder is as before.
     """
-    what, limit, model = f"writing {folder}", FILE_BYTES, config.model
+    what = f"writing {folder}"
+    limit = FILE_BYTES
+    model = config.model
     beside, fields = decided_by_first(topology, lambda: _prepare(folder, config, companions, dtype))
     with together(topology, what):
         family = FAMILIES[fields["model_type"]]
@@ -390,8 +399,10 @@ def write_model(
     before = sum(map(len, listed[: topology.pipeline.rank]))
     temporary = decided_by_first(topology, lambda: start_folder(folder))
     try:
-        failures, expert = [], topology.expert
-        lines, line = topology.data.size // expert.size, topology.data.rank // expert.size
+        failures = []
+        expert = topology.expert
+        lines = topology.data.size // expert.size
+        line = topology.data.rank // expert.size
         writer = topology.tensor.is_first and expert.is_first
         for number, part in enumerate(listed[topology.pipeline.rank]):
             if number % lines == line:
@@ -529,10 +540,13 @@ def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.T
 
     None on the others. A rank may hold several parts of it.
     """
-    tensor, expert, whole = topology.tensor, topology.expert, None
+    tensor = topology.tensor
+    expert = topology.expert
+    whole = None
     for parameter in parameters:
         sharding = sharding_of(parameter)
-        places, parts = [(sharding.offset, sharding.extent)], parameter.detach().unsqueeze(0)
+        places = [(sharding.offset, sharding.extent)]
+        parts = parameter.detach().unsqueeze(0)
         for group, divides in ((expert, sharding.experts), (tensor, sharding.dim is not None)):
             if divides and group.size > 1:
                 places = [one for of_rank in gather_objects(places, group) for one in of_rank]

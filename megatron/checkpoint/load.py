@@ -253,7 +253,8 @@ def _newest_that_loads(
     found = Found(folder)
     if folder is None:
         found = decided_by_first(topology, partial(find, directory, tag))
-    rejected, notes = found.rejected, found.notes
+    rejected = found.rejected
+    notes = found.notes
     while True:
         at = required(directory, Found(found.folder, rejected))
         if rejected and not allow_older:
@@ -322,7 +323,8 @@ def _read(
     listed = gather_objects(mine, topology.pipeline, everywhere=False) if one_pipeline else []
     trains = {name: value for part in listed for name, value in part.items()}
     with together(topology, f"loading {folder}"):
-        problems, stateless = [], dict[str, None]()
+        problems = []
+        stateless = dict[str, None]()
         for name, shards in tensors:
             there = stored[name]["shape"] if name in stored else "missing"
             kind, _, parameter = name.partition(".")
@@ -405,7 +407,8 @@ def read_tensor(
     Raises CheckpointError naming the file that is damaged.
     """
     entry = stored[name]
-    shape, offset = entry["shape"], (row or 0, *(0 for _ in entry["shape"][1:]))
+    shape = entry["shape"]
+    offset = (row or 0, *(0 for _ in entry["shape"][1:]))
     sizes = shape if row is None else (1, *shape[1:])
     values = torch.empty(sizes, dtype=dtype or getattr(torch, entry["dtype"]))
     common = {shard: overlap(offset, sizes, shard.offset, shard.sizes) for shard in entry["boxes"]}
@@ -453,7 +456,8 @@ class _Stream(io.RawIOBase):
     """Bytes as a file, which io.BytesIO would copy."""
 
     def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
+        self._data = data
+        self._at = 0
 
     def readable(self) -> bool:
         return True

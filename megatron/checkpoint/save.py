@@ -245,7 +245,8 @@ class Saver:
 
     def commit(self) -> Saved:
         """Complete the pending save; waits where a rank is still writing."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         assert pending is not None, "a save was started before it is committed"
         at = time.perf_counter()
         try:
@@ -256,7 +257,8 @@ class Saver:
             self._remove(pending)
             raise
         now = time.perf_counter()
-        elapsed_s, stall_s = now - pending.begun, pending.stall_s + now - at
+        elapsed_s = now - pending.begun
+        stall_s = pending.stall_s + now - at
         return Saved(pending.folder, pending.iteration, size, elapsed_s, stall_s)
 
     def finish(self) -> Saved | None:

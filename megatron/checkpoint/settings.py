@@ -119,7 +119,8 @@ def settings_to_take(
     source = hugging_face_folder(given["load"])
     if source is None:
         place, stored = _stored(given["load"], given.get("load_tag"))
-        model, tokenizer = stored.get("model"), stored.get("tokenizer", {})
+        model = stored.get("model")
+        tokenizer = stored.get("tokenizer", {})
     else:
         place = source / huggingface_config.CONFIG
         tokenizer = huggingface_config.tokenizer_settings(source)
@@ -180,7 +181,8 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
     A checkpoint from before a flag existed has its default.
     """
-    theirs, ours = stored.get("model", {}), plain(config.model)
+    theirs = stored.get("model", {})
+    ours = plain(config.model)
     fields = list(ARCHITECTURE)
     if ours.get("position_embedding_type") == "learned_absolute":
         fields.append("max_position_embeddings")
@@ -199,7 +201,8 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
 def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
     """Raise CheckpointError where the checkpoint is another optimizer's, of those of --optimizer."""
-    theirs, ours = stored.get("optimizer", {}).get("optimizer"), config.optimizer.optimizer
+    theirs = stored.get("optimizer", {}).get("optimizer")
+    ours = config.optimizer.optimizer
     custom = config.pieces.optimizer is not None or stored.get("pieces", {}).get("optimizer")
     if theirs is not None and theirs != ours and not custom:
         raise CheckpointError(
@@ -215,7 +218,8 @@ def checkpoint_bytes(config: Config) -> int:
     """
     if config.checkpoint.no_save_optim:
         return 4 * parameters_of(config)
-    state, wants = optimizer_state(config), wants_whole(config)
+    state = optimizer_state(config)
+    wants = wants_whole(config)
     count = parameters_of(config)
     whole = 0
     if wants is not None:

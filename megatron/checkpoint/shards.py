@@ -103,7 +103,8 @@ def incomplete(stored: Mapping[str, Stored]) -> list[str]:
     """List the tensors whose shards omit elements, overlap, or exceed the tensor."""
     problems = []
     for name, entry in stored.items():
-        shape, boxes = tuple(entry["shape"]), entry["boxes"]
+        shape = tuple(entry["shape"])
+        boxes = entry["boxes"]
         held = _elements(entry)
         if any(
             o + n > d
@@ -147,7 +148,8 @@ def overlap(
     here: list[slice] = []
     there: list[slice] = []
     for a, n, b, m in zip(offset, sizes, other, other_sizes, strict=True):
-        start, stop = max(a, b), min(a + n, b + m)
+        start = max(a, b)
+        stop = min(a + n, b + m)
         if start >= stop:
             return None
         here.append(slice(start - a, stop - a))
@@ -237,7 +239,9 @@ def checked_entry(stored: Any) -> Stored:
 
     Raises KeyError, TypeError or ValueError where it is malformed.
     """
-    shape, dtype, boxes = tuple(stored["shape"]), stored["dtype"], []
+    shape = tuple(stored["shape"])
+    dtype = stored["dtype"]
+    boxes = []
     if not all(map(is_count, shape)):
         raise ValueError("not a shape")
     itemsize = _DTYPES[dtype].itemsize

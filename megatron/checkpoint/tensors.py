@@ -29,7 +29,8 @@ from megatron.engine.optimizer_state import AVERAGE
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
 
-MASTER, KEPT = "master", "kept"
+MASTER = "master"
+KEPT = "kept"
 # bytes: every tensor of a snapshot begins on a cache line, at an address good for any dtype
 _ALIGNED = 64
 
@@ -58,11 +59,10 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict
     for f in engine.fragments():
         if is_copy(f.parameter, topology):
             continue
-        copies, mine = (
-            engine.copies[f.sharding.experts].size,
-            engine.copies[f.sharding.experts].rank,
-        )
-        start, stop = f.numel * mine // copies, f.numel * (mine + 1) // copies
+        copies = engine.copies[f.sharding.experts].size
+        mine = engine.copies[f.sharding.experts].rank
+        start = f.numel * mine // copies
+        stop = f.numel * (mine + 1) // copies
         part = Fragment(f.parameter, f.sharding, f.start + start, stop - start, f.master)
         for kind, flat in _flats(f, optimizer).items():
             _add(out, kind, f.sharding, part.real(flat.narrow(0, start, stop - start)))
@@ -135,7 +135,8 @@ class Snapshot:
     """
 
     def __init__(self, cudart: Any = None) -> None:
-        self._cudart, self._memory = cudart, torch.empty(0, dtype=torch.uint8)
+        self._cudart = cudart
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._unregister: weakref.finalize[..., Any] | None = None
         self.note = ""
 
@@ -154,7 +155,8 @@ class Snapshot:
             return
         if self._unregister is not None:
             self._unregister()
-        self._unregister, self._memory = None, torch.empty(0, dtype=torch.uint8)
+        self._unregister = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
         mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
             # Otherwise writes after a fork could go to other pages than the device's.
@@ -187,7 +189,8 @@ class Snapshot:
         The originals may change afterwards. Raises OSError where there is no memory for it.
         """
         self.reserve(tensors)
-        at, copies = 0, dict[str, Shards]()
+        at = 0
+        copies = dict[str, Shards]()
         for name, shards in tensors.items():
             pieces = {}
             for offset, view in shards.pieces.items():

@@ -53,7 +53,8 @@ def from_dense(tensors: Mapping[str, Shards], model: ModelConfig) -> Pairs:
 def _by_expert(name: str, shards: Shards, parts: int) -> list[Shards]:
     """Return each expert's pieces of a tensor, at their place in the dense MLP."""
     shape = list(shards.shape[1:])
-    up, bias = "dense_h_to_4h" in name, name.endswith(".bias")
+    up = "dense_h_to_4h" in name
+    bias = name.endswith(".bias")
     cut = None if bias and not up else len(shape) - (2 if up and not bias else 1)
     found = []
     width = 0 if cut is None else shape[cut]

@@ -42,7 +42,8 @@ class SyncedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.bytes = path, 0
+        self.path = path
+        self.bytes = 0
         self._file = open(path, "wb")  # noqa: SIM115  closed by `close`
         self._thread = ThreadPoolExecutor(1)
         self._syncing: Future[None] | None = None
@@ -105,7 +106,8 @@ class ShardWriter:
 
     def add(self, name: str, shape: tuple[int, ...], offset: Index, view: torch.Tensor) -> None:
         """Append a shard: `view` is the part at `offset` of tensor `name` of global `shape`."""
-        start, self._digest = self.bytes, xxhash.xxh3_128()
+        start = self.bytes
+        self._digest = xxhash.xxh3_128()
         try:
             with _without_checksums():
                 torch.save(_with_own_storage(view), cast(IO[bytes], self))
@@ -116,7 +118,8 @@ class ShardWriter:
             raise
         dtype = str(view.dtype).removeprefix("torch.")
         stored = self._stored.setdefault(name, {"shape": tuple(shape), "dtype": dtype, "boxes": []})
-        length, found = self.bytes - start, self._digest.hexdigest()
+        length = self.bytes - start
+        found = self._digest.hexdigest()
         stored["boxes"].append(
             Shard(tuple(offset), tuple(view.shape), self._file.path.name, start, length, found)
         )

@@ -34,7 +34,8 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     other types.
     """
     config, added, extra, named = _read(file)
-    beside, decoder = next(iter(files_beside(file)), file), config.get("added_tokens_decoder")
+    beside = next(iter(files_beside(file)), file)
+    decoder = config.get("added_tokens_decoder")
     if isinstance(extra, dict):  # the list is the older name's
         extra = config.get("additional_special_tokens") or []
     extras = [

@@ -83,7 +83,8 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
     ((0, 969), (969, 999), (999, 1000))
     """
     parts = [float(part) for part in split.replace("/", ",").split(",")] + [0.0, 0.0]
-    total, cuts = sum(parts), [0]
+    total = sum(parts)
+    cuts = [0]
     for part in parts[:3]:
         cuts.append(cuts[-1] + round(part / total * float(num_sequences)))
     surplus = cuts[-1] - num_sequences
@@ -221,7 +222,8 @@ def check_data(
     notices = check_tokenizer(
         list(opened.values()), config.tokenizer.tokenizer_type, tokenizer, size
     )
-    epochs, plan = dict[str, float](), plan_splits(config.data)[0]
+    epochs = dict[str, float]()
+    plan = plan_splits(config.data)[0]
     if plan is None:
         return {}, notices
     for part in plan.blend:
@@ -281,7 +283,8 @@ def build_datasets(
     if config.data.mock_data:
         return _mock(config, counts)
     opened: dict[str, IndexedDataset] = {}
-    plans, made = plans or plan_splits(config.data), list[Source | BlendedDataset | None]()
+    plans = plans or plan_splits(config.data)
+    made = list[Source | BlendedDataset | None]()
     corpora: dict[str, Source] = {}
     for index, (plan, count) in enumerate(zip(plans, counts, strict=True)):
         if plan is None or count == 0:
@@ -342,7 +345,8 @@ def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
 
 
 def _mock(config: Config, counts: tuple[int, int, int]) -> Datasets:
-    vocab_size, seed = config.model.vocab_size, config.training.seed
+    vocab_size = config.model.vocab_size
+    seed = config.training.seed
     if vocab_size is None:
         raise ConfigError(
             "--mock-data needs the size of the vocabulary: give --vocab-size or a tokenizer"
@@ -370,7 +374,8 @@ def _build_split(
     A data set too small for this split is omitted, and the weights of the others grow in
     proportion.
     """
-    data, seq_length = config.data, config.model.seq_length
+    data = config.data
+    seq_length = config.model.seq_length
     parts = []
     for part in plan.blend:
         indexed = opened[part.prefix]
@@ -386,7 +391,8 @@ def _build_split(
             data, [tokens for *_, tokens in parts], seq_length, num_samples
         )
     weights = [weight for weight, *_ in parts]
-    total, alone = sum(weights), len(plan.blend) == 1
+    total = sum(weights)
+    alone = len(plan.blend) == 1
     wanted = [
         num_samples if alone else samples_of_part(num_samples, weight / total) for weight in weights
     ]

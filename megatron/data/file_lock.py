@@ -101,7 +101,9 @@ class FolderClaim:
     """
 
     def __init__(self, folder: Path, what: str, wait_s: float = WAIT_S) -> None:
-        self._folder, self._what, self._wait_s = folder, what, wait_s
+        self._folder = folder
+        self._what = what
+        self._wait_s = wait_s
         self._lock = FileLock(folder / LOCK_NAME)
 
     def take(self, say: Callable[[str], object]) -> None:

@@ -125,7 +125,8 @@ class IndexedDataset:
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.location = self.prefix if location is None else os.fspath(location)
-        self._idx_path, self._bin_path = idx_path(self.location), bin_path(self.location)
+        self._idx_path = idx_path(self.location)
+        self._bin_path = bin_path(self.location)
         for path in (self._idx_path, self._bin_path):
             if not path.is_file():
                 raise DataError(
@@ -151,7 +152,8 @@ class IndexedDataset:
         self._check_ends()
 
     def _check_ends(self) -> None:
-        first, last = int(self.document_indices[0]), int(self.document_indices[-1])
+        first = int(self.document_indices[0])
+        last = int(self.document_indices[-1])
         if (first, last) != (0, len(self)):
             raise DataError(
                 f"{self._idx_path}: the document boundaries run from {first} to {last}, not from 0 "
@@ -309,7 +311,8 @@ class IndexedDataset:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return where pieces start in .bin and their lengths; each lies within its sequence."""
         wanted = np.asarray(sequences, np.int64)
-        first, count = np.asarray(offsets, np.int64), np.ascontiguousarray(lengths, np.int64)
+        first = np.asarray(offsets, np.int64)
+        count = np.ascontiguousarray(lengths, np.int64)
         if not len(wanted):
             return wanted, count
         if not 0 <= wanted.min() <= wanted.max() < len(self):
@@ -335,7 +338,8 @@ class IndexedDataset:
         pointer and the next pointer have to agree: most damage is found where it is read.
         """
         itemsize = self.dtype.itemsize
-        sizes, pointers = self.sizes[wanted].astype(np.int64), self.pointers[wanted]
+        sizes = self.sizes[wanted].astype(np.int64)
+        pointers = self.pointers[wanted]
         ends = self.pointers[np.minimum(wanted + 1, len(self) - 1)]
         ends[wanted == len(self) - 1] = self._bin_bytes
         # The subtraction cannot overflow if both are within the file.

@@ -87,8 +87,10 @@ class IndexedDatasetWriter:
                 f"{[str(d) for d in TYPE_CODES]}"
             )
         at = resume or WriterPosition(0, 0, 0)
-        self.num_tokens, self.num_sequences = at.tokens, at.sequences
-        self.num_documents, self._ended = at.documents, at.sequences
+        self.num_tokens = at.tokens
+        self.num_sequences = at.sequences
+        self.num_documents = at.documents
+        self._ended = at.sequences
         self._files: dict[str, BinaryIO] = {}
         self._folder = Path(f"{self.prefix}_parts" if directory is None else directory)
         self._parts = {name: _part(self._folder, self.prefix, name) for name in _PARTS}
@@ -183,7 +185,8 @@ class IndexedDatasetWriter:
                 "documents end at sequence ends"
             )
             self._write("documents", values.astype("<i8"))
-            self.num_documents, self._ended = self.num_documents + len(values), int(values[-1])
+            self.num_documents = self.num_documents + len(values)
+            self._ended = int(values[-1])
 
     def _write(self, name: str, values: npt.NDArray[Any]) -> None:
         with self._explained():
@@ -246,7 +249,8 @@ class IndexedDatasetWriter:
         Raises DataError if there is nothing to publish or the files cannot be renamed.
         """
         part_bin, part_idx = (_part(Path(directory), prefix, name) for name in ("bin", "idx"))
-        target_bin, target_idx = bin_path(prefix), idx_path(prefix)
+        target_bin = bin_path(prefix)
+        target_idx = idx_path(prefix)
         try:
             if part_idx.exists():
                 if part_bin.exists():

@@ -33,7 +33,8 @@ class LimitedTokenizer(Tokenizer):
         self._process = LimitedProcess(f"{__name__}:serve", build, str(files[0]), size)
         about = self._process.ask(("about",), 0)
         super().__init__(about["vocab_size"], about["eod"])
-        self.behind, self.bos = about["behind"], about["bos"]
+        self.behind = about["behind"]
+        self.bos = about["bos"]
         self.special = frozenset(about["special"])
 
     def rest(self) -> None:
@@ -47,7 +48,8 @@ class LimitedTokenizer(Tokenizer):
     def _encode(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
         size = sum(len(text.encode()) for text in texts)
         found = np.frombuffer(self._process.ask(("encode", texts), size), np.int64)
-        sizes, ids = found[: len(texts)], found[len(texts) :]
+        sizes = found[: len(texts)]
+        ids = found[len(texts) :]
         return np.split(ids, np.cumsum(sizes)[:-1]) if texts else []
 
     def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:

@@ -65,7 +65,8 @@ def build_packing(request: IndexRequest) -> Arrays:
     starts, order = group_by_bin(bins, num_bins)
     del bins
     # One number of 8 bytes for each row is gathered several times faster than rows of two.
-    rows, grouped = pieces.view(np.int64)[:, 0], np.empty(len(pieces), np.int64)
+    rows = pieces.view(np.int64)[:, 0]
+    grouped = np.empty(len(pieces), np.int64)
     for at in range(0, len(order), BLOCK):
         np.take(rows, order[at : at + BLOCK], out=grouped[at : at + BLOCK])
     counts = np.array([request.tokens_per_epoch, predictions, _probe(request)], np.int64)
@@ -80,7 +81,8 @@ def build_order(num_bins: int, epochs: int, seed: int) -> npt.NDArray[np.uint32 
     """
     dtype = np.uint32 if num_bins <= 2**32 else np.int64
     bins: npt.NDArray[Any] = np.arange(num_bins, dtype=dtype)
-    order, random = np.tile(bins, (epochs, 1)), np.random.RandomState(seed)
+    order = np.tile(bins, (epochs, 1))
+    random = np.random.RandomState(seed)
     for row in order:
         shuffle(row, random)
     return order.reshape(-1)
@@ -102,7 +104,8 @@ def _cut(request: IndexRequest) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.i
     rounded up.
     """
     seq_length = np.int32(request.seq_length)
-    pieces, lengths = list[npt.NDArray[np.int32]](), list[npt.NDArray[np.int32]]()
+    pieces = list[npt.NDArray[np.int32]]()
+    lengths = list[npt.NDArray[np.int32]]()
     for first in range(request.start, request.stop, BLOCK):
         part = request.sizes[first : min(first + BLOCK, request.stop)]
         counts = np.maximum(-((1 - part) // seq_length), 0)
@@ -139,7 +142,8 @@ def pieces_of_bin(
     first, stop = starts[number : number + 2].tolist()
     if not 0 <= first < stop <= len(pieces):
         return None
-    sequences, offsets = pieces[first:stop, 0], pieces[first:stop, 1].astype(np.int64)
+    sequences = pieces[first:stop, 0]
+    offsets = pieces[first:stop, 1].astype(np.int64)
     if not request.covers(sequences) or offsets.min() < 0:
         return None
     lengths = request.piece_lengths(sequences, offsets)
@@ -182,7 +186,8 @@ class PackedDataset(FileDataset):
             build=lambda: build_packing(request),
             fits=lambda found: packing_fits(found, request),
         )
-        self.num_bins, self.tokens_per_epoch = len(self._starts) - 1, int(counts[1])
+        self.num_bins = len(self._starts) - 1
+        self.tokens_per_epoch = int(counts[1])
         epochs = -(-request.num_samples // self.num_bins)
         (self._order,) = self._cached(
             f"{request.bins_description}Number of epochs {epochs}\nRandom seed {request.seed}\n",
@@ -190,7 +195,8 @@ class PackedDataset(FileDataset):
             build=lambda: {"order": build_order(self.num_bins, epochs, request.seed)},
             fits=lambda found: found["order"].shape == (self.num_bins * epochs,),
         )
-        pieces, predictions = len(self._table), self.tokens_per_epoch
+        pieces = len(self._table)
+        predictions = self.tokens_per_epoch
         self.waste = waste_of(self.num_bins, pieces, predictions, request.sample_tokens)
 
     def __len__(self) -> int:
@@ -207,7 +213,8 @@ class PackedDataset(FileDataset):
     def spans(self, indices: npt.NDArray[np.int64], /) -> Spans:
         """Return the pieces of these samples, without the last token of each, which is a label."""
         bins = self._order[indices].astype(np.int64)
-        first, count = self._starts[bins], self._starts[bins + 1] - self._starts[bins]
+        first = self._starts[bins]
+        count = self._starts[bins + 1] - self._starts[bins]
         sequences, offsets = self._table[np.repeat(first, count) + within(count)].T
         lengths = self._request.piece_lengths(sequences, offsets.astype(np.int64))
         return (sequences.astype(np.int64) << 32) + offsets, lengths - 1

@@ -27,7 +27,8 @@ def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArra
         "positions out of range"
     )
     width = math.isqrt(size - 1) + 1
-    columns, rows = np.uint64(width), np.uint64(-(-size // width))
+    columns = np.uint64(width)
+    rows = np.uint64(-(-size // width))
     golden = np.uint64(GOLDEN)
     # An array of one: numpy warns when scalars overflow, which a hash does on purpose.
     number = scramble(np.array([key], np.uint64) + golden)
@@ -36,12 +37,14 @@ def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArra
     waiting = np.arange(len(positions))
     values = positions.astype(np.uint64)
     while len(waiting):
-        row, column = values // columns, values % columns
+        row = values // columns
+        column = values % columns
         for i in range(0, _ROUNDS, 2):
             column = (column + scramble(row + keys[i]) % columns) % columns
             row = (row + scramble(column + keys[i + 1]) % rows) % rows
         values = row * columns + column
         found[waiting] = values
         outside = values >= size
-        waiting, values = waiting[outside], values[outside]
+        waiting = waiting[outside]
+        values = values[outside]
     return found

@@ -55,7 +55,8 @@ def reordered(
     """
     share = min(1.0, _MOST / max(1, 2 * consumed + end))
     old = {} if before is None else _take(before, 0, consumed, share)
-    new, rest = _take(after, 0, consumed, share), _take(after, consumed, end, share)
+    new = _take(after, 0, consumed, share)
+    rest = _take(after, consumed, end, share)
     found = {}
     for name in dict.fromkeys(source.name for source in sources(after.dataset)):
         taken, counted, coming = (
@@ -90,7 +91,8 @@ def _take(data: Ordered, start: int, stop: int, share: float) -> dict[str, _Take
             if share < 1:
                 number = (starts >> _PART_BITS).astype(np.uint64) * np.uint64(GOLDEN)
                 chosen = number >> np.uint64(32) < share * 2**32
-                starts, lengths = starts[chosen], lengths[chosen]
+                starts = starts[chosen]
+                lengths = lengths[chosen]
             taken = found.setdefault(source.name, _Taken())
             taken.spans.append((starts, lengths))
             taken.compared += int(lengths.sum())

@@ -449,7 +449,8 @@ class Ledger:
         consumed_samples: int = 0,
         carried: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        self._dataset, self._order = dataset, order
+        self._dataset = dataset
+        self._order = order
         self.counts = {name: Consumed(**fields) for name, fields in (carried or {}).items()}
         for source in sources(dataset):
             self.counts.setdefault(source.name, Consumed())
@@ -467,7 +468,8 @@ class Ledger:
             stop = min(self._position + _BLOCK, consumed_samples)
             indices = self._order.indices(np.arange(self._position, stop))
             for source, samples in by_source(self._dataset, indices):
-                count, carried = self.counts[source.name], self._carried[source.name]
+                count = self.counts[source.name]
+                carried = self._carried[source.name]
                 count.samples += len(samples)
                 count.tokens += source.tokens_in(samples)
                 # Rounded once, however often the run was resumed.

@@ -24,12 +24,15 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str]) -> None:
         assert "" not in stop, "an empty stop string ends every text"
-        self._decode, self._stop = tokenizer.decode, stop
-        self.text, self._waiting = "", ""
+        self._decode = tokenizer.decode
+        self._stop = stop
+        self.text = ""
+        self._waiting = ""
         self.stopped: str | None = None
         # The text of a few tokens depends on where they start. So each text is decoded from the
         # last but one place at which it ended with a whole character, and what is known is cut off.
-        self._ids, self._ended = list(before), len(before)
+        self._ids = list(before)
+        self._ended = len(before)
         self._known = len(self._decode(self._ids))
 
     def add(self, token: int) -> str:
@@ -38,7 +41,8 @@ class TextStream:
         whole = self._decode(self._ids)
         bare = whole.rstrip(_REPLACEMENT)
         shown = max(len(bare), len(whole) - _MOST_OPEN, self._known)
-        fresh, self._known = whole[self._known : shown], shown
+        fresh = whole[self._known : shown]
+        self._known = shown
         if shown == len(whole):
             self._ids = self._ids[self._ended :]
             self._ended = len(self._ids)
@@ -52,7 +56,8 @@ class TextStream:
         shown = self._passed(self._decode(self._ids)[self._known :])
         if self.stopped is None:
             self.text += self._waiting
-            shown, self._waiting = shown + self._waiting, ""
+            shown = shown + self._waiting
+            self._waiting = ""
         return shown
 
     def _passed(self, fresh: str) -> str:

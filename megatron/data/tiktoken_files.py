@@ -142,7 +142,8 @@ def _special_tokens(
 
 def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -> RankTokenizer:
     names, eod = _special_tokens(settings, MEGATRON_SPECIAL_TOKENS, MEGATRON_NUM_SPECIAL_TOKENS)
-    count, ranks = len(names), _ranks(_json_entries(path))
+    count = len(names)
+    ranks = _ranks(_json_entries(path))
     room = (MEGATRON_VOCAB_SIZE if vocab_size is None else vocab_size) - count
     if room < 256:
         raise ConfigError(
@@ -183,7 +184,8 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> RankTokenizer:
         eod = next(special[name] for name in ENDS if name in special)
     else:
         names, end = _special_tokens(settings, [_END], None)
-        special, eod = {name: following + i for i, name in enumerate(names)}, following + end
+        special = {name: following + i for i, name in enumerate(names)}
+        eod = following + end
     return RankTokenizer(ranks, special, eod, PATTERNS[pattern])
 
 

@@ -63,7 +63,9 @@ class Tokenizer(ABC):
     bos: int | None = None
 
     def __init__(self, vocab_size: int, eod: int, names: Mapping[int, str] | None = None) -> None:
-        self.vocab_size, self.eod, self._names = vocab_size, eod, dict(names or {})
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self._names = dict(names or {})
         self.special = frozenset(self._names)
 
     @abstractmethod
@@ -143,7 +145,8 @@ class Tokenizer(ABC):
 
         Raises DataError for an unknown id.
         """
-        parts, run = list[str](), list[int]()
+        parts = list[str]()
+        run = list[int]()
         for i in map(int, ids):
             if not 0 <= i < self.vocab_size:
                 raise DataError(
@@ -205,7 +208,8 @@ class RankTokenizer(Tokenizer):
     ) -> None:
         import tiktoken
 
-        size, known = 1 + max(*special.values(), *ids.values()), set(ids.values())
+        size = 1 + max(*special.values(), *ids.values())
+        known = set(ids.values())
         names = {i: "" for i in range(size) if i not in known}
         super().__init__(size, eod, names | {i: name for name, i in special.items()})
         # tiktoken requires at least one special token to look for in texts; `_encode_text` lets it
@@ -250,7 +254,8 @@ class FastTokenizer(Tokenizer):
 
     def __init__(self, tokenizer: Any, eod: int, bos: int | None = None) -> None:
         super().__init__(1 + max(tokenizer.get_vocab(with_added_tokens=True).values()), eod)
-        self._tokenizer, self.bos = tokenizer, bos
+        self._tokenizer = tokenizer
+        self.bos = bos
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
         self.behind = self._number_behind()
@@ -348,7 +353,8 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
         tokenizer = Fast(BPE.from_file(str(vocab_file), str(merge_file)))
         tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         tokenizer.decoder = ByteLevelDecoder()
-    letters, vocabulary = byte_letters(), tokenizer.get_vocab()
+    letters = byte_letters()
+    vocabulary = tokenizer.get_vocab()
     single_bytes = [bytes([byte]) for letter, byte in letters.items() if letter in vocabulary]
     check_vocabulary(vocab_file, vocabulary.values(), single_bytes)
     eod = vocabulary.get("<|endoftext|>")
@@ -384,7 +390,8 @@ def hugging_face(path: Path) -> Tokenizer:
     tokenizer.no_padding()
     with reading(file, "a tokenizer.json that goes with the files beside it"):
         named = add_tokens(tokenizer, file)
-    bos, eos = named.get("bos_token"), named.get("eos_token")
+    bos = named.get("bos_token")
+    eos = named.get("eos_token")
     for piece in [eos] if eos else USUAL_ENDS:
         eod = tokenizer.token_to_id(piece)
         if eod is not None:
@@ -406,7 +413,8 @@ class SentencePieceTokenizer(Tokenizer):
     ) -> None:
         pieces = int(processor.get_piece_size())
         super().__init__(pieces + len(appended), eod, dict(enumerate(appended, pieces)))
-        self._processor, self._add_bos = processor, add_bos
+        self._processor = processor
+        self._add_bos = add_bos
 
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
         # older versions return lists
@@ -417,7 +425,8 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
         if hasattr(self._processor, "encode_as_offset_mapping"):
             found = self._processor.encode_as_offset_mapping(text)
-            ids, places = list(found["ids"]), list(found["offsets"])
+            ids = list(found["ids"])
+            places = list(found["offsets"])
         else:  # an older version
             pieces = self._processor.encode(text, out_type="immutable_proto").pieces
             ids = [piece.id for piece in pieces]
@@ -447,7 +456,8 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
         names = _megatrons_names(processor, vocab_extra_ids)
         appended = names[processor.get_piece_size() :]
         return SentencePieceTokenizer(processor, names.index("<EOD>"), appended)
-    eod, add_bos = processor.eos_id(), tokenizer_type == "Llama2Tokenizer"
+    eod = processor.eos_id()
+    add_bos = tokenizer_type == "Llama2Tokenizer"
     if eod < 0:
         raise DataError(
             f"{path}: the model has no end-of-sentence piece to end documents: use "

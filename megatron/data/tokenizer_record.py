@@ -92,7 +92,8 @@ def read_record(prefix: str | os.PathLike[str]) -> TokenizerRecord | None:
 
 def largest_id(dataset: IndexedDataset) -> int:
     """Return the largest id in a .bin; of a long file, in places all over it."""
-    size, itemsize = dataset.num_tokens, dataset.dtype.itemsize
+    size = dataset.num_tokens
+    itemsize = dataset.dtype.itemsize
     if dataset.dtype.kind == "f":  # refused where samples are read
         return 0
     count = size if size * itemsize <= _SCANNED_BYTES else _SCANNED_BYTES // _PLACES // itemsize
@@ -112,7 +113,9 @@ def check_tokenizer(
     `kind` is its --tokenizer-type. Raises DataError for data of another tokenizer, and for an id
     beyond the vocabulary.
     """
-    unknown, other, ends = list[str](), list[str](), list[str]()
+    unknown = list[str]()
+    other = list[str]()
+    ends = list[str]()
     digests = dict[int, str]()
     texts = tokenizer if not isinstance(tokenizer, NullTokenizer) else None
     for dataset in datasets:
@@ -164,7 +167,8 @@ def _beyond(
     vocab_size: int,
 ) -> str:
     """Describe data with an id beyond the vocabulary of a run, and the remedy."""
-    limit, needs = f"the vocabulary of this run has {vocab_size} ids", "the tokenizer of the data"
+    limit = f"the vocabulary of this run has {vocab_size} ids"
+    needs = "the tokenizer of the data"
     if tokenizer is None:
         needs = f"--vocab-size {most + 1} or more, or {needs}"
     elif isinstance(tokenizer, NullTokenizer):

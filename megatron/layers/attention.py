@@ -45,10 +45,14 @@ class CoreAttention:
         recompute: bool = False,
         attention: str = "torch",
     ) -> None:
-        self.heads, self.layer, self.recompute = config.num_attention_heads, layer, recompute
-        self.dropout, self.parts = config.attention_dropout, context.parts
+        self.heads = config.num_attention_heads
+        self.layer = layer
+        self.recompute = recompute
+        self.dropout = config.attention_dropout
+        self.parts = context.parts
         self.part = context.heads_part
-        self.attention, self.fusions = attention, context.fusions
+        self.attention = attention
+        self.fusions = context.fusions
         window = config.window(layer)
         self.scoring = Scoring(
             config.softmax_scale,
@@ -171,15 +175,18 @@ class SelfAttention(torch.nn.Module):
         summed: bool = True,
     ) -> None:
         super().__init__()
-        heads, groups, d = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.kv_channels,
-        )
-        tp, rank = context.tensor.size, context.tensor.rank
-        self.rotary, self.core = rotary, CoreAttention(context, config, layer, recompute, attention)
-        self.groups, self.queries, self.head_dim = max(1, groups // tp), heads // max(groups, tp), d
-        rows, share = None, max(1, tp // groups)
+        heads = config.num_attention_heads
+        groups = config.num_key_value_heads
+        d = config.kv_channels
+        tp = context.tensor.size
+        rank = context.tensor.rank
+        self.rotary = rotary
+        self.core = CoreAttention(context, config, layer, recompute, attention)
+        self.groups = max(1, groups // tp)
+        self.queries = heads // max(groups, tp)
+        self.head_dim = d
+        rows = None
+        share = max(1, tp // groups)
         if tp > groups:
             of_group = heads // groups * d
             start = rank // share * (of_group + 2 * d)
@@ -194,7 +201,8 @@ class SelfAttention(torch.nn.Module):
             rows,
         )
         if config.key_value_scale != 1.0:
-            weight, shared = self.query_key_value.weight, self.query_key_value.weight_shared
+            weight = self.query_key_value.weight
+            shared = self.query_key_value.weight_shared
             by_head = weight.detach().view(self.groups, -1, d, config.hidden_size)
             keys = by_head[:, self.queries :] if shared is None else shared.detach()
             keys.mul_(config.key_value_scale)
@@ -205,7 +213,8 @@ class SelfAttention(torch.nn.Module):
         if make_norm is not None and self.norms_heads:
             self.q_layernorm, self.k_layernorm = (make_norm(x, d, None) for x in names)
         elif make_norm is not None:
-            of_q, of_k = heads // tp * d, self.groups * d
+            of_q = heads // tp * d
+            of_k = self.groups * d
             self.q_layernorm = make_norm(names[0], heads * d, Rows(rank * of_q, of_q))
             of_keys = Rows(rank // share * of_k, of_k, share)
             self.k_layernorm = make_norm(names[1], groups * d, of_keys)
@@ -242,7 +251,8 @@ class SelfAttention(torch.nn.Module):
         angles = None
         if self.rotary is not None:
             angles = self.rotary.angles(s, call.position_ids, mixed.device, self.core.parts)
-        nodes, fused = nodes_for(mixed), self.rotary is None or self.rotary.fused
+        nodes = nodes_for(mixed)
+        fused = self.rotary is None or self.rotary.fused
         if nodes is not None and fused and self.q_layernorm is None:
             # One node, whose gradient is written where it belongs in that of the projection.
             sizes = self.groups, self.queries, self.head_dim
@@ -253,9 +263,11 @@ class SelfAttention(torch.nn.Module):
         # The gradient of split is one concatenation; those of slices would each be as large as the
         # whole.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)
-        k, v = k.squeeze(3), v.squeeze(3)
+        k = k.squeeze(3)
+        v = v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            q, k = self._normed(self.q_layernorm, q), self._normed(self.k_layernorm, k)
+            q = self._normed(self.q_layernorm, q)
+            k = self._normed(self.k_layernorm, k)
         if self.rotary is not None and angles is not None:
             return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v
         return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v

@@ -72,7 +72,8 @@ class _Rows:
     def __init__(self, place: Tensor) -> None:
         s, b, groups, share, d = place.shape
         merge = share == 1 and (1 in (b, groups) or place.stride(1) == groups * place.stride(2))
-        self.place, self.apart = place, not merge
+        self.place = place
+        self.apart = not merge
         self.rows = query_rows(place) if merge else place.new_empty(b * groups, s * share, d)
 
     def put(self) -> None:
@@ -135,7 +136,10 @@ class _Attention(torch.autograd.Function):
         keys_seen = min(s, law.window + 1)
         with counts_as(Attention(b, groups * share, s, d, keys=keys_seen)):
             out = q.new_empty(q.shape)
-            queries, keys, values, result = query_rows(q), key_rows(k), key_rows(v), _Rows(out)
+            queries = query_rows(q)
+            keys = key_rows(k)
+            values = key_rows(v)
+            result = _Rows(out)
             logarithms = q.new_empty(
                 b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32)
             )
@@ -144,7 +148,8 @@ class _Attention(torch.autograd.Function):
             buffer = q.new_empty(parts[0].stop * most)
             for part in parts:
                 for first in range(0, s, block):
-                    last, key = min(first + block, s), kernel.first_key(first, law.window)
+                    last = min(first + block, s)
+                    key = kernel.first_key(first, law.window)
                     rows = slice(first * share, last * share)
                     shape = part.stop - part.start, (last - first) * share, last - key
                     scores = buffer[: math.prod(shape)].view(shape)
@@ -171,7 +176,10 @@ class _Attention(torch.autograd.Function):
         with counts_as(Attention(b, groups * share, s, d, True, keys_seen)):
             dout = dout.contiguous()
             dots = query_rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
-            queries, keys, values, douts = query_rows(q), key_rows(k), key_rows(v), query_rows(dout)
+            queries = query_rows(q)
+            keys = key_rows(k)
+            values = key_rows(v)
+            douts = query_rows(dout)
             to_queries, to_keys, to_values = (
                 _Rows(x) for x in (dq, dk.unsqueeze(3), dv.unsqueeze(3))
             )
@@ -187,9 +195,11 @@ class _Attention(torch.autograd.Function):
                 total = to_queries.rows[part] if sums is None else sums[:n]
                 written = 0  # rows of `total`
                 for first in range(0, s, block):
-                    last, row = min(first + block, s), first * share
+                    last = min(first + block, s)
+                    row = first * share
                     end = min(last + law.window, s) * share
-                    keys_here, rows = (part, slice(first, last)), (part, slice(row, end))
+                    keys_here = (part, slice(first, last))
+                    rows = (part, slice(row, end))
                     shape = n, end - row, last - first
                     scores, dscores = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
                     block_of = queries[rows], douts[rows], keys[keys_here]
@@ -286,7 +296,9 @@ def update_largest(
     """
     q, k, _ = _split(tensors)
     s, b, groups, share, _ = q.shape
-    queries, keys, window = query_rows(q), key_rows(k), scoring.window
+    queries = query_rows(q)
+    keys = key_rows(k)
+    window = scoring.window
     place = torch.arange(s, device=q.device)
     document = None
     if documents is not None:
@@ -300,7 +312,8 @@ def update_largest(
     found = largest.new_empty(b * groups, share).fill_(float("-inf"))
     for part in cut_heads(b * groups, scores):
         for first in range(0, s, block):
-            last, key = min(first + block, s), kernel.first_key(first, window)
+            last = min(first + block, s)
+            key = kernel.first_key(first, window)
             products = torch.bmm(
                 queries[part, first * share : last * share], transposed(keys[part, key:last])
             ).unflatten(1, (last - first, share))
@@ -309,7 +322,8 @@ def update_largest(
             behind = place[first:last].unsqueeze(1) - place[start:last]
             hidden = ((behind < 0) | (behind > window)).unsqueeze(0)
             if document is not None:
-                queried, seen = document[part, first:last], document[part, start:last]
+                queried = document[part, first:last]
+                seen = document[part, start:last]
                 hidden = hidden | (queried.unsqueeze(2) != seen.unsqueeze(1))
             products[..., start - key :].masked_fill_(hidden.unsqueeze(2), float("-inf"))
             if padding is not None:

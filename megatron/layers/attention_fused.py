@@ -53,7 +53,8 @@ def _causal(
 
 # Queries of a block of attention in a window, by torch: more of them see more keys that are hidden
 # from some, fewer make smaller products.
-_LEAST_QUERIES, _MOST_QUERIES = 128, 512
+_LEAST_QUERIES = 128
+_MOST_QUERIES = 512
 
 
 class _Ranges(torch.autograd.Function):
@@ -61,7 +62,8 @@ class _Ranges(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranges: list[slice]) -> tuple[Tensor, ...]:
-        ctx.ranges, ctx.shape = ranges, x.shape
+        ctx.ranges = ranges
+        ctx.shape = x.shape
         return tuple(x[:, part] for part in ranges)
 
     @staticmethod
@@ -88,10 +90,12 @@ def _in_window(
     in blocks, each with the keys that its queries see: its first `window` keys are those before the
     block. One mask serves all blocks.
     """
-    length, window = q.shape[1], scoring.window
+    length = q.shape[1]
+    window = scoring.window
     least = min(max(_LEAST_QUERIES, window), _MOST_QUERIES)
     width = -(-(window + least) // 16) * 16  # a kernel loads many entries of a mask's row at once
-    block, start = width - window, window + 1
+    block = width - window
+    start = window + 1
     queries = [slice(at, min(at + block, length)) for at in range(start, length, block)]
     keys = [slice(block.start - window, block.stop) for block in queries]
     place = torch.arange(width, device=q.device)
@@ -130,7 +134,8 @@ def _by_bounds(
     and the lengths of the longest ones to rows.
     """
     rows = [x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)]
-    bounds, longest = documents.cu_seqlens, documents.longest
+    bounds = documents.cu_seqlens
+    longest = documents.longest
     out = attend(*rows, bounds, bounds, longest, longest)
     return out.view(q.transpose(0, 1).shape).transpose(0, 1)
 

@@ -66,7 +66,8 @@ def unfused_attention(
     scale = scoring.factor(d)
     if scoring.cap:
         wide = soft_cap(wider(scores) * scale, scoring.cap)
-        scores, scale = wide.to(scores.dtype), 1.0
+        scores = wide.to(scores.dtype)
+        scale = 1.0
     if alibi is not None:
         scores = scores + alibi.bias(s, s, q.dtype, scale)  # the softmax scales both
     weights = _softmax(scores, documents, scale, fusions.masked_softmax, scoring.window)
@@ -111,7 +112,8 @@ def cached_attention(
     """
     first = max(k.shape[2] - 1 - scoring.window, 0)
     if first:
-        k, v = k[:, :, first:], v[:, :, first:]
+        k = k[:, :, first:]
+        v = v[:, :, first:]
         padding = None if padding is None else padding[:, first:]
     b, groups, n, d = k.shape
     # The queries of a group are the rows of one matrix: keys and values are not copied.

@@ -21,7 +21,8 @@ class KeyValueCache:
 
     def __init__(self, lengths: Sequence[int], places: int, device: torch.device) -> None:
         longest = max(lengths)
-        self.used, self._places = 0, places
+        self.used = 0
+        self._places = places
         self._starts = torch.tensor([longest - n for n in lengths], device=device)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._hidden = self._sources = None
@@ -48,14 +49,16 @@ class KeyValueCache:
         Return all of them, [b, kv heads, n, d]; None in the first pass, which sees no others.
         """
         s, b, groups, d = k.shape
-        first, end = self.used, self.used + s
+        first = self.used
+        end = self.used + s
         assert not first or s == 1, "one token at a time after the first pass"
         if not first:
             shape = b, groups, self._places, d
             self._layers[layer] = k.new_empty(shape), v.new_empty(shape)
             if self._sources is not None:
                 samples = torch.arange(b, device=k.device)
-                k, v = k[self._sources, samples], v[self._sources, samples]
+                k = k[self._sources, samples]
+                v = v[self._sources, samples]
         keys, values = self._layers[layer]
         keys.narrow(2, first, s).copy_(k.permute(1, 2, 0, 3))
         values.narrow(2, first, s).copy_(v.permute(1, 2, 0, 3))

@@ -82,11 +82,14 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
     dim = 0 if sharding.dim is None else sharding.dim
     device = device or torch.device("cpu")
     rest = [n for d, n in enumerate(sharding.global_shape) if d != dim]
-    total, start, extent = sharding.global_shape[dim], sharding.offset[dim], sharding.extent[dim]
+    total = sharding.global_shape[dim]
+    start = sharding.offset[dim]
+    extent = sharding.extent[dim]
     out = torch.zeros(sharding.shape, device=device)
     target = out.movedim(dim, 0)
     rows = BLOCK * max(1, _PIECE // (BLOCK * max(1, math.prod(rest))))  # of a piece
-    shape, shrink = sharding.base_shape or sharding.global_shape, 1.0
+    shape = sharding.base_shape or sharding.global_shape
+    shrink = 1.0
     if kind_of(sharding.name, shape) == "hidden":
         shrink = sharding.growth[1] ** -0.5
 
@@ -110,7 +113,8 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
             yield torch.empty(count, *rest, pin_memory=device.type != "cpu"), first
 
     def put(piece: Tensor, first: int) -> None:
-        low, high = max(first, start), min(first + len(piece), start + extent)
+        low = max(first, start)
+        high = min(first + len(piece), start + extent)
         # The rows may be columns of the shard: they are placed on the device.
         target[low - start : high - start] = piece[low - first : high - first].to(
             device, non_blocking=True
@@ -238,7 +242,8 @@ class LayerContext:
     @property
     def heads_part(self) -> tuple[int, int]:
         """Return which part of the heads this rank computes attention of, and of how many."""
-        rank, size = self.tensor.rank, self.tensor.size
+        rank = self.tensor.rank
+        size = self.tensor.size
         if self.parts is None:
             return rank, size
         return rank * self.parts.heads + self.parts.head_rank, size * self.parts.heads
@@ -265,7 +270,8 @@ class LayerContext:
 
         None for a group of one, NotImplemented where messages go through Python.
         """
-        group, nodes = self.tensor, nodes_for(torch.empty(1))
+        group = self.tensor
+        nodes = nodes_for(torch.empty(1))
         if group.size == 1:
             return None
         if nodes is None or type(group.handle) is not torch.distributed.ProcessGroup:

@@ -155,7 +155,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, parts: ContextParallel) -> Tensor:
-    group, x = parts.group, x.contiguous()
+    group = parts.group
+    x = x.contiguous()
     received = torch.empty_like(x)
     # Other ranks of the context group send and get nothing: no group of these ranks is needed.
     own = [rank // parts.heads == parts.place for rank in range(group.size)]

@@ -139,7 +139,10 @@ class Trip:
         numbers: Numbers,
         at: int,
     ) -> None:
-        self.group, self.each, self.operators, size = group, each, operators, group.size
+        self.group = group
+        self.each = each
+        self.operators = operators
+        size = group.size
         chosen = members_chosen(experts, each, size).t()  # [ranks, t]
         flat = chosen.flatten()
         where, absent = flat.cumsum(0) - 1, flat.logical_not()  # by rank, then by token
@@ -147,9 +150,11 @@ class Trip:
         pairs = where.new_empty(len(flat) + 1)  # the last one takes those that were not chosen
         every = torch.arange(len(flat), device=flat.device)
         pairs.scatter_(0, where.masked_fill(absent, len(flat)), every)
-        self.sent, self.received = numbers()[at : at + size], numbers()[at + size : at + 2 * size]
+        self.sent = numbers()[at : at + size]
+        self.received = numbers()[at + size : at + 2 * size]
         pairs = pairs[: sum(self.sent)]
-        self.rank_of, self.order = pairs // len(experts), pairs % len(experts)
+        self.rank_of = pairs // len(experts)
+        self.order = pairs % len(experts)
 
     def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
         """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""
@@ -186,7 +191,9 @@ class Arrival:
     """
 
     def __init__(self, group: Group, received: list[int], sent: list[int]) -> None:
-        self.group, self.received, self.sent = group, received, sent
+        self.group = group
+        self.received = received
+        self.sent = sent
         self.work: Any = None
         self.gradient: Tensor | None = None
 

@@ -55,7 +55,8 @@ def take_figures(found: Sequence[Router], model: ModelConfig, topology: Topology
     """
     kinds = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
     names = [LOSS_NAMES[kind] for kind, factor in kinds if factor] + ["z_loss"]
-    experts, layers = model.num_experts or 0, model.num_layers
+    experts = model.num_experts or 0
+    layers = model.num_layers
     table = torch.zeros(
         layers, experts + len(names) + 3, dtype=torch.float64, device=topology.device
     )

@@ -124,12 +124,10 @@ class Router(torch.nn.Module):
         super().__init__()
         self.layer = layer
         assert config.num_experts is not None, "the layer has experts"
-        self.name, self.context, self.config, self.experts = (
-            name,
-            context,
-            config,
-            config.num_experts,
-        )
+        self.name = name
+        self.context = context
+        self.config = config
+        self.experts = config.num_experts
         shape = self.experts, config.hidden_size
         self.weight = context.parameters.create(f"{name}.weight", shape, None, fill, fp32=True)
         if config.moe_use_upcycling:  # the parts of one MLP begin with the same scores
@@ -142,10 +140,12 @@ class Router(torch.nn.Module):
         # Plain attributes: buffers would be rounded with the weights.
         zeros = torch.zeros(self.experts, device=context.parameters.device)
         self.factors = zeros.new_tensor(factors)
-        self.load, self.interval = zeros, zeros.clone()
+        self.load = zeros
+        self.interval = zeros.clone()
         self.last_load = zeros.clone() if "global_aux_loss" in self.balancing else None
         self.losses = zeros.new_zeros(len(self.balancing) + 1)
-        self.dropped, self.entropy = zeros.new_zeros(()), zeros.new_zeros(())
+        self.dropped = zeros.new_zeros(())
+        self.entropy = zeros.new_zeros(())
         self.passes = 0
         self.expert_bias = zeros.clone() if config.moe_router_enable_expert_bias else None
         self.measured = False
@@ -157,7 +157,8 @@ class Router(torch.nn.Module):
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def forward(self, x: Tensor, call: CallContext) -> tuple[Tensor, Tensor]:
-        config, context = self.config, self.context
+        config = self.config
+        context = self.context
         if config.moe_input_jitter_eps and call.dropout is not None:
             seed, place = call.hidden_mask(x, self.layer, Site.ROUTER, context)
             assert seed is not None, "in training, masks have a key"
@@ -174,7 +175,8 @@ class Router(torch.nn.Module):
         if (padding := call.padding) is not None:
             padding = padding if context.parts is None else context.parts.cut(padding)
             padding = padding.t().reshape(-1, 1)
-            weights, experts = weights.masked_fill(padding, 0.0), experts.masked_fill(padding, -1)
+            weights = weights.masked_fill(padding, 0.0)
+            experts = experts.masked_fill(padding, -1)
         counts = torch.is_grad_enabled() and not within_backward()
         if torch.is_grad_enabled() and self.training:
             real = None if padding is None else padding.logical_not().float().view(-1, x.shape[1])
@@ -198,7 +200,8 @@ class Router(torch.nn.Module):
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and experts [t, k] of logits [t, E], the best first."""
         config = self.config
-        k, softmax = config.moe_router_topk, config.moe_router_score_function == "softmax"
+        k = config.moe_router_topk
+        softmax = config.moe_router_score_function == "softmax"
         if not softmax:
             scores = logits.sigmoid()
         else:
@@ -221,7 +224,8 @@ class Router(torch.nn.Module):
 
         DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
         """
-        groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        groups = self.config.moe_router_num_groups
+        chosen = self.config.moe_router_group_topk
         assert groups is not None and chosen is not None, "they are given together"
         cut = scores.unflatten(-1, (groups, -1))
         best = cut.topk(self.config.moe_router_topk // chosen, dim=-1).values.sum(-1)
@@ -296,7 +300,8 @@ class Router(torch.nn.Module):
         if counts:
             with torch.no_grad():
                 self.losses[: len(found)] += found
-        shared, total = shared_by(self.context), found @ self.factors
+        shared = shared_by(self.context)
+        total = found @ self.factors
         return _WithLoss.apply(weights, total, shared)  # type: ignore[no-untyped-call, no-any-return]
 
     @torch.no_grad()

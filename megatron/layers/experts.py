@@ -76,7 +76,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.partial_gradient = group, False
+        ctx.group = group
+        ctx.partial_gradient = False
         return weights.view_as(weights)
 
     @staticmethod
@@ -115,11 +116,14 @@ class _Grouped(torch.nn.Module):
         self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
     ) -> torch.nn.Parameter:
         """Draw each expert by itself, so that it is the same wherever it is."""
-        factory, group = self.context.parameters, shared_by(self.context).group
-        cut, decay = None if dim is None else dim + 1, not name.endswith(".bias")
+        factory = self.context.parameters
+        group = shared_by(self.context).group
+        cut = None if dim is None else dim + 1
+        decay = not name.endswith(".bias")
         sharding = shard(name, (experts, *shape), cut, factory.rank, factory.size, decay=decay)
         local = (experts // group.size, *sharding.extent[1:])
-        first, base = group.rank * local[0], factory.base_shapes.get(name)
+        first = group.rank * local[0]
+        base = factory.base_shapes.get(name)
         sharding = replace(
             sharding,
             shape=local,
@@ -156,7 +160,8 @@ class _Grouped(torch.nn.Module):
         y = grouped_product(rows, self.weight, counts, self.context.weight_gradients)
         if self.bias is None:
             return y
-        bias, size = wide(self.bias).flatten(1), self.context.tensor.size
+        bias = wide(self.bias).flatten(1)
+        size = self.context.tensor.size
         if self.divided and size > 1:
             bias = _Part.apply(bias, size)  # type: ignore[no-untyped-call]
         row = torch.arange(len(y), dtype=counts.ends.dtype, device=y.device)
@@ -201,16 +206,22 @@ class ExpertMLP(torch.nn.Module):
         summed: bool = True,
     ) -> None:
         super().__init__()
-        self.context, self.summed = context, summed
+        self.context = context
+        self.summed = summed
         self.operators = KERNELS if context.fusions.permute else REFERENCES
-        self.group, self.overlap = shared_by(context).group, config.moe_shared_expert_overlap
+        self.group = shared_by(context).group
+        self.overlap = config.moe_shared_expert_overlap
         self.hops = shared_by(context).hops or (self.group,) if self.group.size > 1 else ()
         factors = config.moe_expert_capacity_factor, config.moe_eval_capacity_factor
         self.dropless = self.group.size == 1 and factors == (None, None)
-        self.activation, self.fused = config.activation, context.fusions.bias_activation
-        self.activation_again, self.again = activation_again, again
+        self.activation = config.activation
+        self.fused = context.fusions.bias_activation
+        self.activation_again = activation_again
+        self.again = again
         self.router = Router(context, f"{name}.router", config, index, fill)
-        hidden, ffn, experts = config.hidden_size, config.moe_ffn_hidden_size, config.num_experts
+        hidden = config.hidden_size
+        ffn = config.moe_ffn_hidden_size
+        experts = config.num_experts
         assert ffn is not None and experts is not None, "they are derived where there are experts"
         up, of_up = ((2, ffn, hidden), 1) if config.gated else ((ffn, hidden), 0)
         of = f"{name}.experts"
@@ -246,16 +257,20 @@ class ExpertMLP(torch.nn.Module):
         return y
 
     def _forward(self, x: Tensor, call: CallContext) -> Tensor:
-        context, group = self.context, self.context.tensor
+        context = self.context
+        group = self.context.tensor
         weights, experts = self.router(x, call)
         if group.size > 1:
             weights = _Whole.apply(weights, group)  # type: ignore[no-untyped-call]
             x = _Enter.apply(x, context)  # type: ignore[no-untyped-call]
-        tokens, choices = x.flatten(0, 1), (weights, experts)
-        numbers, trips = self._numbers(experts, call), list[Trip]()
+        tokens = x.flatten(0, 1)
+        choices = (weights, experts)
+        numbers = self._numbers(experts, call)
+        trips = list[Trip]()
         # The device has something to do while the host waits for the numbers.
         shared = None if self.hops and self.overlap else self._shared(x)
-        each, at = self.dense_h_to_4h.weight.shape[0] * self.group.size, 0
+        each = self.dense_h_to_4h.weight.shape[0] * self.group.size
+        at = 0
         for hop in self.hops:
             each //= hop.size
             trips.append(Trip(choices[1], each, hop, self.operators, numbers, at))
@@ -290,7 +305,8 @@ class ExpertMLP(torch.nn.Module):
 
     def _numbers(self, experts: Tensor, call: CallContext) -> Numbers:
         """Return what reads the numbers of rows; a recomputation has those of the first pass."""
-        layer, each = self.router.layer, self.dense_h_to_4h.weight.shape[0]
+        layer = self.router.layer
+        each = self.dense_h_to_4h.weight.shape[0]
         if not within_backward() or layer not in call.numbers:
             call.numbers[layer] = HostCopy(exchange_numbers(experts, self.hops, each))
         return partial(read_numbers, call.numbers[layer], experts.shape, self.hops, each)
@@ -321,7 +337,8 @@ class ExpertMLP(torch.nn.Module):
         """Return a context in which operators keep `up` for `activated`, if configured."""
         if not self.activation_again or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        place, kept = activated.data_ptr(), activated.shape
+        place = activated.data_ptr()
+        kept = activated.shape
 
         def pack(x: Tensor) -> Tensor | None:
             return None if x.data_ptr() == place and x.shape == kept else x

@@ -87,7 +87,8 @@ def gathered_product(
 
     With `keep` also the whole x [s, b, in].
     """
-    group, size = context.tensor, context.tensor.size
+    group = context.tensor
+    size = context.tensor.size
     if size == 1 or not context.sequence_parallel:
         return product(x, matrix, bias), x
     bounds = _bounds(context, len(x), size * x[..., 0].numel())
@@ -115,7 +116,8 @@ def summed_product(x: Tensor, matrix: Tensor, context: LayerContext) -> tuple[Te
 
     The result may be read after wait() on all handles.
     """
-    group, scatters = context.tensor, context.sequence_parallel
+    group = context.tensor
+    scatters = context.sequence_parallel
     if group.size == 1:
         return product(x, matrix), []
     parts = group.size if scatters else 1
@@ -150,10 +152,12 @@ def _matrix(weights: Weights) -> Tensor:
 
     It is a view if they follow each other in memory, as in an engine's flat weights.
     """
-    first, width = weights[0], weights[0].shape[-1]
+    first = weights[0]
+    width = weights[0].shape[-1]
     if len(weights) == 1:
         return first.view(-1, width)
-    storage, end = first.untyped_storage()._cdata, first.storage_offset()
+    storage = first.untyped_storage()._cdata
+    end = first.storage_offset()
     for weight in weights:
         if (weight.untyped_storage()._cdata, weight.storage_offset()) != (storage, end):
             return torch.cat([weight.view(-1, width) for weight in weights])
@@ -190,7 +194,8 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.again, ctx.hooks = again, None
+        ctx.again = again
+        ctx.hooks = None
         if again is None:
             # As autograd would, but before the product: recomputation ends with the last tensor
             # that is to be saved, and needs no product after it.
@@ -201,9 +206,11 @@ class _Linear(torch.autograd.Function):
                 ctx.packed = ctx.hooks[0](x)
         # Not saved through autograd: recomputation would return a detached copy, and a deferred
         # gradient must reach the parameter itself.
-        ctx.weights, ctx.bias = weights, bias
+        ctx.weights = weights
+        ctx.bias = bias
         ctx.versions = [weight._version for weight in weights]
-        ctx.column, ctx.context = column, context
+        ctx.column = column
+        ctx.context = context
         # of x, for engine/gradients.py
         ctx.partial_gradient = _partial_gradient(column, context)
         return _Linear.compute(x, column, context, weights, bias)
@@ -257,10 +264,13 @@ class _Linear(torch.autograd.Function):
 
         A deferred dW gathers x last.
         """
-        needs_x, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
+        needs_x = ctx.needs_input_grad[0]
+        needs_weight = any(ctx.needs_input_grad[5:])
         context = ctx.context
         now = needs_weight and not context.weight_gradients.deferring
-        dx, dw, gathered = None, list[Tensor | None](), collectives.DONE
+        dx = None
+        dw = list[Tensor | None]()
+        gathered = collectives.DONE
         works: list[Any] = []
         if now:
             x, gathered = _gather_async(x, context)
@@ -278,9 +288,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def _row(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
-        needs_x, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
-        context, queue = ctx.context, ctx.context.weight_gradients
-        dx, dw, gathered = None, list[Tensor | None](), collectives.DONE
+        needs_x = ctx.needs_input_grad[0]
+        needs_weight = any(ctx.needs_input_grad[5:])
+        context = ctx.context
+        queue = ctx.context.weight_gradients
+        dx = None
+        dw = list[Tensor | None]()
+        gathered = collectives.DONE
         if needs_x:
             dx, whole = gathered_product(dy, _matrix(ctx.weights), context, needs_weight)
             dy = dy if whole is None else whole
@@ -311,7 +325,8 @@ def _chunks(x: Tensor, column: bool, context: LayerContext) -> int:
     """Return the number of chunks in which products with x, forward and backward, are computed."""
     if context.chunks == 1:
         return 1
-    rows, tokens = len(x), x.numel() // x.shape[-1]
+    rows = len(x)
+    tokens = x.numel() // x.shape[-1]
     if context.sequence_parallel:
         size = context.tensor.size
         rows, tokens = (rows, tokens * size) if column else (rows // size, tokens)
@@ -327,9 +342,11 @@ def _linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return y of _Linear. A node of autograd costs half as long as a token's other operators."""
-    nodes, usual = nodes_for(x), again is None and len(weights) == 1 and not one_token(x)
+    nodes = nodes_for(x)
+    usual = again is None and len(weights) == 1 and not one_token(x)
     if nodes is not None and usual and context.region is not NotImplemented:
-        parts, gathers = 0, column and context.sequence_parallel
+        parts = 0
+        gathers = column and context.sequence_parallel
         if bias is not None and context.fusions.bias_dropout:
             rows = x.numel() // x.shape[-1]  # of this rank; the gradient has those of all
             parts = bias_parts(rows * context.tensor.size if gathers else rows, bias)
@@ -390,7 +407,9 @@ class ColumnParallelLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
-        make, dim, zero = context.parameters.create, len(shape) - 2, constant(0.0)
+        make = context.parameters.create
+        dim = len(shape) - 2
+        zero = constant(0.0)
         own, shared = rows or (None, None)
         self.weight = make(f"{name}.weight", shape, dim, fill, rows=own)
         self.weight_shared: torch.nn.Parameter | None = None
@@ -408,7 +427,8 @@ class ColumnParallelLinear(torch.nn.Module):
     def apart(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
         """Return the product and the bias [out/tp], for a kernel that adds it and does more."""
         y = _linear(x, True, self.context, again, self._weights())
-        bias, shared = self.bias, self.bias_shared
+        bias = self.bias
+        shared = self.bias_shared
         if bias is None or shared is None:
             # a vector itself: a view would have no sink
             return y, bias if bias is None or bias.dim() == 1 else bias.view(-1)

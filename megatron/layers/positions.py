@@ -100,11 +100,13 @@ def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -
     plain = base ** (-index / dimension)
     if model is None or model.rope_scaling is None:
         return plain
-    scaled, original = plain / model.rope_scaling_factor, model.rope_original_positions
+    scaled = plain / model.rope_scaling_factor
+    original = model.rope_original_positions
     if model.rope_scaling == "linear":
         return scaled
     if model.rope_scaling == "llama3":
-        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        low = model.rope_low_freq_factor
+        high = model.rope_high_freq_factor
         rotations = original * plain / (2 * math.pi)
         share = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     else:
@@ -113,7 +115,8 @@ def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -
             dimension * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
             for turns in (model.yarn_beta_fast, model.yarn_beta_slow)
         )
-        start, end = max(math.floor(first), 0), min(math.ceil(last), dimension - 1)
+        start = max(math.floor(first), 0)
+        end = min(math.ceil(last), dimension - 1)
         share = 1.0 - ((index / 2 - start) / (end - start or 0.001)).clamp(0.0, 1.0)
     return share * plain + (1.0 - share) * scaled
 
@@ -131,8 +134,11 @@ class RotaryEmbedding:
     ) -> None:
         assert dimension % 2 == 0, f"rotary dimension {dimension} is odd"
         self.interleaved = model is not None and model.rotary_interleaved
-        self.dimension, self.fused = dimension, fused and not self.interleaved
-        self.base, self.model, self.factor = base, model, 1.0
+        self.dimension = dimension
+        self.fused = fused and not self.interleaved
+        self.base = base
+        self.model = model
+        self.factor = 1.0
         if model is not None and model.rope_scaling == "yarn":
             factor = model.yarn_attention_factor
             self.factor = factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
@@ -213,7 +219,8 @@ class RotaryEmbedding:
 # with documents of 100 tokens and more this costs what one call for each costs, with 5 to 30 tokens
 # 10 to 50 % less; wider groups lose more by padding than they save in calls. On a GPU, where a call
 # costs more, there are at most 28 instead of hundreds.
-_FILL, _TINY = 1.25, 4
+_FILL = 1.25
+_TINY = 4
 
 
 @dataclass(frozen=True)
@@ -236,22 +243,27 @@ def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
 
     `lengths` [documents]: one sample after the other.
     """
-    total, starts = int(lengths.sum()), np.cumsum(lengths) - lengths
+    total = int(lengths.sum())
+    starts = np.cumsum(lengths) - lengths
     order = np.argsort(-lengths, kind="stable")
     falling = lengths[order]
-    shapes, sources, scatter = [], [], np.empty(total, np.int64)
+    shapes = []
+    sources = []
+    scatter = np.empty(total, np.int64)
     first = places = 0
     while first < len(order):
         longest = int(falling[first])
         shortest = longest / _FILL if longest > _TINY else 1
         end = int(np.searchsorted(-falling, -shortest, side="right"))
-        documents, steps = order[first:end], np.arange(longest)
+        documents = order[first:end]
+        steps = np.arange(longest)
         source = starts[documents, None] + steps  # [documents, longest]
         real = steps < lengths[documents, None]
         scatter[source[real]] = places + np.flatnonzero(real)
         sources.append(np.minimum(source, total - 1).ravel())
         shapes.append((len(documents), longest))
-        first, places = end, places + source.size
+        first = end
+        places = places + source.size
     sample, step = np.divmod(np.concatenate(sources), total // samples)
     return Groups(
         tuple(shapes),
@@ -298,7 +310,8 @@ class Documents:
 
         Cached for all layers.
         """
-        groups, device = group_documents(self.lengths, self.samples), self.cu_seqlens.device
+        groups = group_documents(self.lengths, self.samples)
+        device = self.cu_seqlens.device
         if device.type == "cpu":
             return groups
         # From pageable memory the copies would wait for the work that is queued on the device.
@@ -310,7 +323,8 @@ class Documents:
     @cached_property
     def starts(self) -> list[Tensor]:
         """Return the rows of [s, b] at which documents start, for each batch of similar length."""
-        shapes, gather = self.groups.shapes, self.groups.gather
+        shapes = self.groups.shapes
+        gather = self.groups.gather
         parts = gather.split([documents * length for documents, length in shapes])
         return [
             part[::length].contiguous() for part, (_, length) in zip(parts, shapes, strict=True)

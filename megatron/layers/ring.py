@@ -102,7 +102,8 @@ class Ring:
 
     def rectangles(self, step: int, rows: int, samples: int) -> list[Rectangle]:
         """Return what is computed at a step with `rows` local queries."""
-        half, last = rows // 2, 2 * self.places - 1
+        half = rows // 2
+        last = 2 * self.places - 1
         pairs = (
             (at, chunk, k_at, k_chunk)
             for at, chunk in ((0, self.place), (half, last - self.place))
@@ -115,14 +116,17 @@ class Ring:
         self, row: int, chunk: int, column: int, key_chunk: int, half: int, samples: int
     ) -> Iterator[Rectangle]:
         """Yield the rectangles of a chunk of queries and one of keys, at local row and column."""
-        query, key, window = chunk * half, key_chunk * half, self.law.window
+        query = chunk * half
+        key = key_chunk * half
+        window = self.law.window
         documents = [(slice(0, samples), 0, query + half)]
         if self.documents is not None:
             documents = self._documents(query, query + half)
         for which, start, end in documents:
             first = max(query, start)
             stop = min(query + half, end, key + half + window)
-            low, high = max(key, start, kernel.first_key(first, window)), min(key + half, stop)
+            low = max(key, start, kernel.first_key(first, window))
+            high = min(key + half, stop)
             if low < high and first < stop:
                 rows = slice(row + first - query, row + stop - query)
                 keys = slice(column + low - key, column + high - key)
@@ -143,7 +147,8 @@ class Ring:
     def _ends(self) -> list[Any]:
         """Return the ends of the documents of each sample."""
         assert self.documents is not None, "there are no documents"
-        ends, samples = self.documents.lengths.cumsum(), self.documents.samples
+        ends = self.documents.lengths.cumsum()
+        samples = self.documents.samples
         length = int(ends[-1]) // samples
         bounds = np.searchsorted(ends, length * np.arange(1, samples), side="right")
         return [of - i * length for i, of in enumerate(np.split(ends, bounds))]
@@ -201,7 +206,9 @@ class Ring:
 
     def rotate(self, x: Tensor) -> Rotation:
         """Start to send x to the next place and to receive that of the place before."""
-        ranks, size, stride = self.group.ranks, self.group.size, self.stride
+        ranks = self.group.ranks
+        size = self.group.size
+        stride = self.stride
         to, source = ((self.group.rank + step) % size for step in (stride, -stride))
         return Rotation(self.group, x, ranks[to], ranks[source])
 
@@ -231,7 +238,9 @@ class Rotation:
     """A message to the next place, and one from the place before, in progress."""
 
     def __init__(self, group: Group, x: Tensor, to: int, source: int) -> None:
-        self._group, self._sent, self._source = group, x, source
+        self._group = group
+        self._sent = x
+        self._source = source
         self._received = torch.empty_like(x)
         self._enter()
         self._works = dist.batch_isend_irecv(
@@ -243,7 +252,8 @@ class Rotation:
         group.flight.leave()
 
     def _enter(self) -> None:
-        x, group = self._sent, self._group
+        x = self._sent
+        group = self._group
         group.flight.enter(b"exchange", group.kind, x.nbytes, x.is_cpu, peer=self._source)
 
     def wait(self) -> Tensor:
@@ -261,9 +271,12 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n, b, groups, share, d = q.shape
-        law, flash, wide = ring.law, ring.flash, torch.promote_types(q.dtype, torch.float32)
+        law = ring.law
+        flash = ring.flash
+        wide = torch.promote_types(q.dtype, torch.float32)
         weights = kernel.attention_weights_ if ring.fused else kernel.weights_reference
-        queries, pairs = query_rows(q), torch.stack([key_rows(k), key_rows(v)])
+        queries = query_rows(q)
+        pairs = torch.stack([key_rows(k), key_rows(v)])
         total = queries.new_zeros(queries.shape, dtype=wide)
         sums = total.new_full(queries.shape[:2], -math.inf)
         new = ring.by_number(torch.zeros_like(sums), n)
@@ -296,20 +309,20 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, sums = ctx.saved_tensors
         ring: Ring = ctx.ring
         n, b, groups, share, d = q.shape
-        law, flash = ring.law, ring.flash
+        law = ring.law
+        flash = ring.flash
         differentiate = kernel.attention_gradient_ if ring.fused else kernel.gradient_reference
         row_dots = kernel.row_dots if ring.fused else kernel.dots_reference
         dout = dout.contiguous()
-        queries, douts, pairs = (
-            query_rows(q),
-            query_rows(dout),
-            torch.stack([key_rows(k), key_rows(v)]),
-        )
+        queries = query_rows(q)
+        douts = query_rows(dout)
+        pairs = torch.stack([key_rows(k), key_rows(v)])
         if flash is not None:
             outs = query_rows(out)
         else:
             dots = query_rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
-            dots, sums = ring.by_number(dots, n), ring.by_number(sums, n)
+            dots = ring.by_number(dots, n)
+            sums = ring.by_number(sums, n)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
         work = Attention(b, groups * share, n, d, True, ring.keys_of_step(n))
         own = following = sums  # gradients of this rank's pairs, and of those of the step before
@@ -332,7 +345,8 @@ class _Ring(torch.autograd.Function):
                         dscores = torch.bmm(douts[part, rows], transposed(pairs[1, part, keys]))
                         position = part.start, first, key
                         differentiate(scores, dscores, sums, dots, ring.slopes, *position, *law)
-                        turned, weights = dscores.transpose(1, 2), scores.transpose(1, 2)
+                        turned = dscores.transpose(1, 2)
+                        weights = scores.transpose(1, 2)
                         add_product(gradients[0, part, keys], turned, queries[part, rows], False)
                         add_product(gradients[1, part, keys], weights, douts[part, rows], False)
                         add_product(to_queries[part, rows], dscores, pairs[0, part, keys], False)
@@ -379,7 +393,8 @@ def attend(
     if parts.heads > 1:
         q, k, v = parts.rows_for_heads(q, k, v)
     if parts.places == 1:
-        own, first = q.shape[2], parts.head_rank * q.shape[2]
+        own = q.shape[2]
+        first = parts.head_rank * q.shape[2]
         out = core.within(call, slice(first, first + own), q, k, v)
     else:
         out = _rotating(parts, core, call, q, k, v)

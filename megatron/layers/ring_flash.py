@@ -56,7 +56,8 @@ class Flash(NamedTuple):
             else:
                 attend = _aten._scaled_dot_product_flash_attention
             out, logarithms, *more = attend(*tensors, 0.0, mask[0], scale=self.scale)
-            out, state = out.transpose(1, 2), more[4:6]
+            out = out.transpose(1, 2)
+            state = more[4:6]
         return out.flatten(1, 2), logarithms.transpose(1, 2).flatten(1), state
 
     def backward(

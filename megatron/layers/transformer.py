@@ -59,9 +59,12 @@ class Norm(torch.nn.Module):
         part: Rows | None = None,
     ) -> None:
         super().__init__()
-        make, dim = context.parameters.create, None if part is None else 0
+        make = context.parameters.create
+        dim = None if part is None else 0
         self.group = context.tensor if part is not None and context.tensor.size > 1 else None
-        self.epsilon, self.one_plus, self.rms = epsilon, one_plus, kind == "rmsnorm"
+        self.epsilon = epsilon
+        self.one_plus = one_plus
+        self.rms = kind == "rmsnorm"
         self.fused = context.fusions.rms_norm if self.rms else context.fusions.layer_norm
         self.apex: Any = None
         if context.fusions.apex_norm:
@@ -75,7 +78,8 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is not None:
-            weight, bias = wide(self.weight), None if self.bias is None else wide(self.bias)
+            weight = wide(self.weight)
+            bias = None if self.bias is None else wide(self.bias)
             result: Tensor = _NormOverRanks.apply(  # type: ignore[no-untyped-call]
                 x, weight, bias, self.epsilon, float(self.one_plus), self.group
             )
@@ -104,11 +108,13 @@ class Norm(torch.nn.Module):
 
     def _by_torch(self, x: Tensor) -> Tensor:
         if one_token(x) and x.dtype == self.weight.dtype and not self.one_plus:
-            shape, bias = self.weight.shape, self.bias
+            shape = self.weight.shape
+            bias = self.bias
             if bias is None:
                 return F.rms_norm(x, shape, self.weight, self.epsilon)
             return F.layer_norm(x, shape, self.weight, bias, self.epsilon)
-        dtype, gain = self.weight.dtype, wide(self.weight)
+        dtype = self.weight.dtype
+        gain = wide(self.weight)
         # A residual stream in fp32 with bf16 weights: normalise in the wider type, return the
         # narrower one.
         x = x.to(torch.promote_types(x.dtype, gain.dtype))
@@ -135,7 +141,9 @@ def norm_of(
     context: LayerContext, model: ModelConfig, name: str, width: int, part: Rows | None = None
 ) -> Norm:
     """Make a norm of the model's kind."""
-    kind, epsilon, one_plus = model.normalization, model.layernorm_epsilon, model.apply_layernorm_1p
+    kind = model.normalization
+    epsilon = model.layernorm_epsilon
+    one_plus = model.apply_layernorm_1p
     return Norm(context, name, width, kind, epsilon, one_plus, part)
 
 
@@ -152,7 +160,8 @@ class _NormOverRanks(torch.autograd.Function):
         plus: float,
         group: Group,
     ) -> Tensor:
-        whole, centred = x.shape[-1] * group.size, wider(x)
+        whole = x.shape[-1] * group.size
+        centred = wider(x)
         mean = None
         if bias is not None:
             mean = all_reduce(centred.sum(-1, keepdim=True), group) / whole
@@ -160,7 +169,8 @@ class _NormOverRanks(torch.autograd.Function):
         squares = all_reduce(centred.square().sum(-1, keepdim=True), group)
         rstd = (squares / whole + epsilon).rsqrt()
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.plus, ctx.group = plus, group
+        ctx.plus = plus
+        ctx.group = group
         y = centred * rstd * (wider(weight) + plus)
         return (y if bias is None else y + wider(bias)).to(x.dtype)
 
@@ -168,7 +178,8 @@ class _NormOverRanks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        dy, normed = wider(dy), (wider(x) if mean is None else wider(x) - mean) * rstd
+        dy = wider(dy)
+        normed = (wider(x) if mean is None else wider(x) - mean) * rstd
         dweight = (dy * normed).sum_to_size(weight.shape).to(weight.dtype)
         dbias = None if mean is None else dy.sum_to_size(weight.shape).to(weight.dtype)
         g = dy * (wider(weight) + ctx.plus)
@@ -199,8 +210,10 @@ class MLP(torch.nn.Module):
         summed: bool = True,
     ) -> None:
         super().__init__()
-        hidden, ffn = config.hidden_size, config.ffn_hidden_size
-        self.activation, self.fused = config.activation, context.fusions.bias_activation
+        hidden = config.hidden_size
+        ffn = config.ffn_hidden_size
+        self.activation = config.activation
+        self.fused = context.fusions.bias_activation
         self.activation_again = activation_again
         up = (2, ffn, hidden) if config.gated else (ffn, hidden)
         bias = config.add_bias_linear
@@ -271,7 +284,8 @@ def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
     """
     if config.init_method_xavier_uniform:
         return xavier_uniform(), xavier_uniform()
-    std, layers = config.init_method_std, config.mup_base_num_layers or config.num_layers
+    std = config.init_method_std
+    layers = config.mup_base_num_layers or config.num_layers
     return normal(std), normal(std / math.sqrt(2.0 * layers))
 
 
@@ -284,7 +298,8 @@ class TransformerLayer(torch.nn.Module):
 
     def __init__(self, context: LayerContext, config: Config, index: int) -> None:
         super().__init__()
-        model, name = config.model, f"layers.{index}"
+        model = config.model
+        name = f"layers.{index}"
         selective = config.recompute.recompute_granularity == "selective"
         again = config.recompute.recompute_modules if selective else ()
         fill, output_fill = weight_fills(model)
@@ -295,9 +310,11 @@ class TransformerLayer(torch.nn.Module):
             has = part in model.layer_norms
             return make_norm(f"{name}.{part}", model.hidden_size) if has else None
 
-        self.index, self.dropout = index, model.hidden_dropout
+        self.index = index
+        self.dropout = model.hidden_dropout
         self.scale = model.residual_scale if model.use_mup else None
-        self.fused_dropout, self.context = context.fusions.bias_dropout, context
+        self.fused_dropout = context.fusions.bias_dropout
+        self.context = context
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.parallel = model.parallel_residual is not None
         # The residual stream would keep the norm's output anyway.
@@ -335,8 +352,7 @@ class TransformerLayer(torch.nn.Module):
         self.experts = model.has_experts(index)
         self.mlp: torch.nn.Module
         if self.experts:
-            # imported only here: it is no part of other models
-            from megatron.layers.experts import ExpertMLP
+            from megatron.layers.experts import ExpertMLP  # no part of other models
 
             self.mlp = ExpertMLP(
                 context,
@@ -385,7 +401,8 @@ class TransformerLayer(torch.nn.Module):
 
     def _parallel(self, x: Tensor, call: CallContext) -> Tensor:
         """Return x + attention + MLP, whose sum has one message and one dropout mask."""
-        first, second = self.input_layernorm, self.post_attention_layernorm
+        first = self.input_layernorm
+        second = self.post_attention_layernorm
         normed = self._before(first, x)
         attention, bias = self.self_attention(normed, call, self._again(first, x))
         if second is None:
@@ -393,7 +410,8 @@ class TransformerLayer(torch.nn.Module):
         else:
             normed = second(x)
         out, more = self._mlp(second, x, normed, call)
-        group, scatters = self.context.tensor, self.context.sequence_parallel
+        group = self.context.tensor
+        scatters = self.context.sequence_parallel
         out = reduce_from_tensor_region(attention + out, group, scatters)
         if bias is not None and more is not None:
             bias = wide(bias) + wide(more)
@@ -421,7 +439,8 @@ class TransformerLayer(torch.nn.Module):
         In muP times the factor of the depth.
         """
         if norm is not None:
-            x, bias = norm(x if bias is None else x + wide(bias)), None
+            x = norm(x if bias is None else x + wide(bias))
+            bias = None
         if self.scale is None:
             return x, bias
         return x * self.scale, None if bias is None else wide(bias) * self.scale

@@ -39,7 +39,8 @@ from megatron.parallel.collectives import reduce_from_tensor_region, split_first
 from megatron.parallel.gradient_accumulator import sink_of
 from megatron.parallel.topology import Group
 
-CPU_TOKENS, GPU_TOKENS = 512, 4096
+CPU_TOKENS = 512
+GPU_TOKENS = 4096
 """Tokens of a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 /
 tokens bytes per FLOP of that product, a few percent of its time at these sizes, at the product and
 memory rates of such devices."""
@@ -58,7 +59,8 @@ def _combine(own: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
         maxima, sums, targets = every.unbind(dim=1)
         maximum = maxima.amax(dim=0)
         # A rank without entries has a maximum of -infinity and a sum of 0.
-        total, target = (sums * (maxima - maximum).exp()).sum(dim=0), targets.sum(dim=0)
+        total = (sums * (maxima - maximum).exp()).sum(dim=0)
+        target = targets.sum(dim=0)
     return total.log() + (maximum - target), maximum, total
 
 
@@ -128,7 +130,8 @@ def vocabulary_loss(
     forward pass. With `late` the result is NaN until its backward pass fills in the value; where
     nothing wants a gradient there is none, and `late` has no effect.
     """
-    labels, mask = labels.reshape(-1), mask.reshape(-1).float()
+    labels = labels.reshape(-1)
+    mask = mask.reshape(-1).float()
     weight = vocabulary.weight
     late = late and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     loss: Tensor = _Loss.apply(x, weight, labels, mask, count, vocabulary, late)  # type: ignore[no-untyped-call]
@@ -218,7 +221,8 @@ class _Loss(torch.autograd.Function):
         late: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, labels, mask, count)
-        ctx.vocabulary, ctx.late = v, late
+        ctx.vocabulary = v
+        ctx.late = late
         ctx.partial_gradient = v.context.sequence_parallel  # of x, for engine/gradients.py
         if not late:
             return _mean(_losses(x, labels, v), mask, count)
@@ -235,7 +239,9 @@ class _Loss(torch.autograd.Function):
         token_gradients = mask * (gradient / _count(mask, count))
         whole = v.gather(x)
         dx = torch.empty_like(whole) if needs_x else None
-        dw, sink, queue = None, sink_of(v.weight), v.context.weight_gradients
+        dw = None
+        sink = sink_of(v.weight)
+        queue = v.context.weight_gradients
         deferred = needs_weight and queue.deferring
         # A deferred weight gradient needs the logits' gradient of all tokens.
         chunks = [slice(0, len(whole))] if deferred else v.chunks(len(whole))
@@ -345,7 +351,8 @@ class VocabParallelEmbedding(torch.nn.Module):
 
     def __init__(self, context: LayerContext, weight: torch.nn.Parameter) -> None:
         super().__init__()
-        self.context, self.weight = context, weight
+        self.context = context
+        self.weight = weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()  # [s, b]

@@ -224,7 +224,8 @@ class Rendezvous(StoreConnection):
         if "error" in verdict:
             raise LaunchError(verdict["error"])
         # From here on this process uses the rank that it was given.
-        self.server, self.notices = verdict["server"], verdict["notices"]
+        self.server = verdict["server"]
+        self.notices = verdict["notices"]
         self.ranks_per_node = verdict["ranks_per_node"]
         self.launch = dataclasses.replace(self.launch, rank=int(store.get(f"rank/{task}")))
 

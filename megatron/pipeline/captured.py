@@ -257,7 +257,8 @@ class Pool:
         self.stream: Any = None
         self.handle: Any = None
         if device.type == "cuda":
-            self.stream, self.handle = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream(device)
+            self.handle = torch.cuda.graph_pool_handle()
 
 
 class Slot:

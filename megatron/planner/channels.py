@@ -38,7 +38,8 @@ from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, Used
 from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_links, path_of
 
 _AT_ONCE = 8  # messages of an all-to-all
-_NOWHERE, _AWAY = -1, -2
+_NOWHERE = -1
+_AWAY = -2
 """Ends of a message other than a position on the same node: no message, or another node."""
 
 
@@ -138,7 +139,8 @@ class Channels:
             return start + (between or within) + n_bytes / (rate.gb_per_s * 1e9)
         of_node = math.ceil(group.ranks / group.nodes)
         if kind == "all_to_all":
-            near, far = of_node - 1, group.ranks - of_node
+            near = of_node - 1
+            far = group.ranks - of_node
             latency = math.ceil(near / _AT_ONCE) * within + math.ceil(far / _AT_ONCE) * between
             return start + latency + ring_bytes(n_bytes, group.ranks, kind) / (rate.gb_per_s * 1e9)
         times = 2 if kind == "all_reduce" else 1
@@ -263,7 +265,8 @@ def _lanes(
         name: _group(links, layout.world_size, order, line, name in EXCHANGES)
         for name, line in lines_of(layout, heads).items()
     }
-    size, stride = layout.pipeline, layout.strides[2]
+    size = layout.pipeline
+    stride = layout.strides[2]
     tied = "tied embedding"
     if size == 1:
         return lanes | {"ends": Group(1, 1, 1, tied)}, [], Rate(1.0, ESTIMATED, "")
@@ -288,7 +291,9 @@ def _group(
     words, stride, size = line
     if size == 1:
         return Group(1, 1, stride, words)
-    rates, exchanges, devices = list[Rate](), list[Rate](), len(order)
+    rates = list[Rate]()
+    exchanges = list[Rate]()
+    devices = len(order)
     for groups in groups_on_nodes(world, devices, stride, size):
         of_devices = [[order[position] for position in group] for group in groups]
         exchanges += [links.exchange(of_devices, size)] * exchange

@@ -202,7 +202,8 @@ class Cluster:
 
     def with_bandwidths(self, factor: float) -> Cluster:
         """Return the machine with the bandwidths of its links, cards and hosts multiplied."""
-        memory, link = self.host_memory_gb_per_s, self.host_link_gb_per_s
+        memory = self.host_memory_gb_per_s
+        link = self.host_link_gb_per_s
         return dataclasses.replace(
             self,
             host_memory_gb_per_s=memory and factor * memory,
@@ -237,7 +238,8 @@ class Cluster:
 
         Paths lead over its members and over `through`.
         """
-        reached, before = {min(group)}, 0
+        reached = {min(group)}
+        before = 0
         while len(reached) > before:
             before = len(reached)
             for (a, b), width in self.links.items():

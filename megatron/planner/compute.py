@@ -111,7 +111,8 @@ class Figure:
     def used(self) -> Used:
         """Summarize the figure by its value, or by the range of its points."""
         values = [point[-1] for point in self.points]
-        low, high = min(values), max(values)
+        low = min(values)
+        high = max(values)
         text = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
         return Used(self.name, text, self.basis, self.source)
 

@@ -35,7 +35,8 @@ class Shared(NamedTuple):
 
 def shared_of(config: Config) -> Shared | None:
     """Return what ZeRO stages 2 and 3 divide; None for other stages."""
-    engine, zero = config.engine, zero_of(config)
+    engine = config.engine
+    zero = zero_of(config)
     if zero.stage < 2:
         return None
     rule = bucket_rule(config, zero.line)
@@ -97,7 +98,8 @@ def plan_of(
     ahead  first halves of backward passes that come before the first second half, that included
     begin  number of the first bucket
     """
-    zero, parts = shared.zero, parts_of(traced, stage)
+    zero = shared.zero
+    parts = parts_of(traced, stage)
     once = parameters_in_order(traced, stage)
     units = [unit_of(one.record, zero.stage, 0, one.part) for one in once]
     order = list[Bucket]()
@@ -157,8 +159,10 @@ class Traffic:
 
     def run(self, chunk: int, half: str) -> Gradients:
         """Follow a backward pass, or a half of it."""
-        plan, of_parts = self.plans[chunk], list[tuple[tuple[int, int], ...]]()
-        changes, before = list[tuple[int, int]](), self.bytes
+        plan = self.plans[chunk]
+        of_parts = list[tuple[tuple[int, int], ...]]()
+        changes = list[tuple[int, int]]()
+        before = self.bytes
 
         def note(row: int) -> None:
             nonlocal before
@@ -192,7 +196,8 @@ class Traffic:
         return tuple(of_parts)
 
     def _following(self, chunk: int) -> Bucket | None:
-        order, sent = self.plans[chunk].order, self.sent.get(chunk, 0)
+        order = self.plans[chunk].order
+        sent = self.sent.get(chunk, 0)
         return order[sent] if sent < len(order) else None
 
     def _take(self, bucket: Bucket) -> None:

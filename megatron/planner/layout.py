@@ -207,7 +207,8 @@ def _names(values: Iterable[Any]) -> dict[str, Any]:
     return {str(value): value for value in values}
 
 
-_RANKS, _RANKS_PATTERN = "a number, node or world", r"node|world|0*[1-9]\d{,8}"
+_RANKS = "a number, node or world"
+_RANKS_PATTERN = r"node|world|0*[1-9]\d{,8}"
 _OFF_UNLESS_GIVEN = ("shard", "states", "offload")
 _SWITCH = {"on": True, "off": False}
 _ONE = f"(?:{'|'.join(MODULES)})"

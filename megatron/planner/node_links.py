@@ -50,7 +50,8 @@ _CARD = 40 / 100
 
 Step = tuple[int, int]
 """A link in one direction, from one device to another; or a card, as (_OUT or _IN, card)."""
-_OUT, _IN = -1, -2
+_OUT = -1
+_IN = -2
 
 
 class Rate(NamedTuple):
@@ -242,7 +243,8 @@ def path_of(
     A device of None is on another node. A message with several equal paths is counted on all of
     them.
     """
-    cluster, cards = links.cluster, list[Step]()
+    cluster = links.cluster
+    cards = list[Step]()
     if source is None:
         assert target is not None, "a message has an end on the node"
         card = cluster.nic_of_device[target]

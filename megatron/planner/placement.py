@@ -66,7 +66,9 @@ def step_messages(config: Config, device: str) -> StepMessages:
     size = parallel.pipeline_model_parallel_size
     micro_batches = config.num_micro_batches()
     passes = list[Counter[Message]]()
-    parameters, experts, vectors = 0, 0, 0
+    parameters = 0
+    experts = 0
+    vectors = 0
     for own in (stages[rank::size] for rank in range(size)):
         sent = Counter[Message]()
         for run in (
@@ -91,7 +93,8 @@ def step_messages(config: Config, device: str) -> StepMessages:
         (parameters - experts - vectors, False, False),
         (experts, True, False),
     ):
-        gradients, weights = zero.gradient_bytes * count, zero.weight_bytes * count
+        gradients = zero.gradient_bytes * count
+        weights = zero.weight_bytes * count
         for kind, group, _ in zero.in_passes(of_experts) if of_vectors else ():
             busiest[Message(kind, gradients, group)] += micro_batches
         for kind, group, before in zero.at_end(of_experts):
@@ -270,9 +273,11 @@ def place_with(
 
 def over_nodes(config: Config, layout: Layout) -> Config:
     """Return the configuration with the layout's numbers of ranks on a node."""
-    each, engine = layout.expert_node, config.engine
+    each = layout.expert_node
+    engine = config.engine
     if -1 in (engine.zero_shard_size, engine.zero_state_shard_size):
-        shard, states = layout.shard, layout.states
+        shard = layout.shard
+        states = layout.states
         engine = replace(engine, zero_shard_size=shard, zero_state_shard_size=states)
         config = replace(config, engine=engine)
     if each == 1:

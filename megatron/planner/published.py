@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SEQ_LENGTH, VOCABULARY = 2048, 51200
+SEQ_LENGTH = 2048
+VOCABULARY = 51200
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,9 @@ class _Line:
 
     def inverse(self, size: float) -> float:
         """Return the seconds per operation."""
-        x, xs, ys = 1.0 / size, self._x, self._y
+        x = 1.0 / size
+        xs = self._x
+        ys = self._y
         if len(xs) == 1:
             return ys[0]
         i = next((i for i in range(1, len(xs) - 1) if x <= xs[i]), len(xs) - 1)

@@ -136,7 +136,8 @@ def parameters_in_order(traced: Trace, stage: Stage, number: int = 0) -> list[Lo
 
 def buckets_of_rank(config: Config, traced: Trace, rank: int) -> tuple[LocatedBucket, ...]:
     """List the buckets of a pipeline rank in the order in which they are sent."""
-    size, zero = config.parallel.pipeline_model_parallel_size, zero_of(config)
+    size = config.parallel.pipeline_model_parallel_size
+    zero = zero_of(config)
     of_rank = tuple(enumerate(stages_of(config)))[rank::size]
     return _buckets(traced, of_rank, bucket_rule(config, zero.line), zero.stage)
 
@@ -243,12 +244,14 @@ def _kinds(trace: Trace, stage: Stage) -> Iterator[tuple[Part, Part, int, int, i
     (layer, layer with recomputation, how many, how many of them are recomputed, how many of these
     are the last of their group)
     """
-    left, groups = stage.layers_again, stage.groups_again
+    left = stage.layers_again
+    groups = stage.groups_again
     for kind in sorted(set(stage.layer_kinds)):
         recomputed = stage.layer_kinds[: stage.layers_again].count(kind)
         # Layers of several kinds alternate: groups end with each in proportion.
         alone = round(groups * recomputed / left) if left else 0
-        left, groups = left - recomputed, groups - alone
+        left = left - recomputed
+        groups = groups - alone
         yield *trace.layer_of(kind), stage.layer_kinds.count(kind), recomputed, alone
 
 

@@ -165,7 +165,8 @@ class Work(dist.Work):
         self._done = False
 
     def wait(self, timeout: Any = None) -> bool:
-        self.tensors, self._done = [], True
+        self.tensors = []
+        self._done = True
         self._follower.finish(self)
         return True
 

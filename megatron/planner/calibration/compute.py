@@ -34,7 +34,8 @@ from megatron.planner.timing.estimate import bytes_per_element
 from megatron.planner.trace import that_counts
 
 MICRO_BATCHES = 1, 4
-_CACHE, _MOST_SETS = 1 << 26, 32
+_CACHE = 1 << 26
+_MOST_SETS = 32
 """Bytes of the tensors that calls cycle through, and the largest number of sets of them."""
 # of the largest kernel of its kind: smaller ones take the shortest time of a kernel
 _LEAST_SHARE = 1 / 16

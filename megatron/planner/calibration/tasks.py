@@ -25,7 +25,8 @@ Make = Callable[[], Work]
 Largest = Callable[[float], float]
 """Function that returns the maximum over all processes that measure together; a collective."""
 
-PASSES, _ROUNDS = 3, 3
+PASSES = 3
+_ROUNDS = 3
 """Passes over all tasks, and rounds of each: a disturbance of seconds hits one pass of a task."""
 
 
@@ -120,7 +121,8 @@ def measure(
     begin = clock()
     for number in range(PASSES):
         for task, found in zip(tasks, rounds, strict=True):
-            works, took = [task.make()], clock() - begin
+            works = [task.make()]
+            took = clock() - begin
             # All processes agree on the end.
             if number and (took if largest is None else largest(took)) > seconds:
                 return [statistics.median(found) for found in rounds]

@@ -96,7 +96,8 @@ def members_of(config: Config) -> list[Member]:
     last one of the first context and expert groups and of ZeRO's, are compared. Experts get equally
     many rows (planner/tensors.py).
     """
-    layout, stages = layout_of(config), stages_of(config)
+    layout = layout_of(config)
+    stages = stages_of(config)
     size = layout.pipeline
     kinds: dict[object, list[int]] = {}
     for p in range(size):

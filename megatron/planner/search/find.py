@@ -38,7 +38,8 @@ from megatron.planner.processes import process_pool
 from megatron.planner.search.space import Rejections, Space
 from megatron.planner.timing import estimate, folded_seconds
 
-ESTIMATED, OF_EACH_VALUE = 50, 8
+ESTIMATED = 50
+OF_EACH_VALUE = 8
 """Numbers of layouts to estimate: of all layouts, and of those with each value of a dimension."""
 _CLOSE = 1.01
 """Largest ratio of a placement's folded cost to the best one's at which it is estimated."""
@@ -219,7 +220,8 @@ class Search:
                     memory, _, rank = self._states(config)
                     if memory <= self.capacity:
                         full = peak_rank(config, self.space.cluster.device_type, self.capacity)
-                        memory, rank = full.total, full.rank
+                        memory = full.total
+                        rank = full.rank
                 except ConfigError:
                     return None
                 if memory <= self.capacity:
@@ -286,7 +288,9 @@ class Search:
             others = (count(plain, -rank, device) for count in PARTS_OF_RANK)
             self._known[key] = (most, *others), -rank
         counts, rank = self._known[key]
-        states, held, cluster = state_bytes(config, *counts), 0.0, self.space.cluster
+        states = state_bytes(config, *counts)
+        held = 0.0
+        cluster = self.space.cluster
         if config.engine.cpu_offload and cluster.device_type != "cpu":
             devices = min(parallel.world_size, cluster.devices_per_node)
             held = devices * (states.pop("master") + states.pop("moments"))

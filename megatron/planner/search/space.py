@@ -141,7 +141,8 @@ class Space:
         every way.
         """
         model = self.base.model
-        long, experts = model.seq_length >= LONG, model.num_experts or 1
+        long = model.seq_length >= LONG
+        experts = model.num_experts or 1
         powers = [1 << k for k in range(line.bit_length())] if long else [1]
         divisors = [ep for ep in range(1, min(line, experts) + 1) if experts % ep == 0]
         found = itertools.product(self._values("cp", powers), self._values("ep", divisors))

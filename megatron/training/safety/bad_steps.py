@@ -341,7 +341,7 @@ def named_modules(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
 def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     """Count a skipped step, before the weights change again. All ranks call this.
 
-    A non-finite loss makes its gradients non-finite (vocabulary_loss.py), so that the engine's
+    A non-finite loss makes its gradients non-finite (layers/vocabulary.py), so that the engine's
     decision, which is the same on all ranks, covers losses as well. After --max-consecutive-skips
     in a row, raises TrainingError on every rank, which names the first bad value; in fp16 not while
     the scale can still fall and the losses are finite: then only the scale was wrong.
