@@ -50,7 +50,6 @@ from megatron.engine.qk_clip import Part, QKClip
 from megatron.engine.update import Update, moves
 from megatron.engine.whole import WholeParameters
 from megatron.engine.zero_plan import (
-    BucketPlan,
     BucketRule,
     bucket_rule,
     stage_in_effect,
@@ -180,68 +179,25 @@ class Engine:
         self.chunks = chunks
         self.skipped_steps = 0
         self._dtype = getattr(torch, config.precision.dtype_name)
-        state, stage = optimizer_state(config), config.engine.zero_stage
-        self._shards = topology.shards, topology.expert_shards
-        if stage == 0:
-            lines = topology.data, topology.expert_data
-            self._shards = Shards.undivided(lines[0]), Shards.undivided(lines[1])
-        stage = stage_in_effect(stage, self._shards[0].inner.size)
+        self._shards = _shards_of(config, topology)
+        stage = stage_in_effect(config.engine.zero_stage, self._shards[0].inner.size)
         self.copies = self._shards[0].copies, self._shards[1].copies
         self._divided = stage > 1
         self.kept = kept_tensors(chunks)
         self._logging = config.logging
-        contexts = (getattr(chunk, "context", None) for chunk in chunks.children())
-        self._experts = next((c.experts for c in contexts if c is not None), None)
         self.routers: Sequence[Router] = ()
-        if self._experts is not None:
-            from megatron.layers.expert_load import move_biases, routers  # no part of other models
-
-            self.routers, self._move_biases = routers(chunks), move_biases
-            for router in self.routers:
-                router.measured = config.logging.moe_per_layer_logging
-
+        self._find_experts()
         parameters = unique_parameters(chunks)
         freeze_copies(parameters, topology)
         self._trains = {p: p.requires_grad for p in parameters}
-        for p in parameters:
-            assert p.dtype == torch.float32, (
-                f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
-            )
-        rule = bucket_rule(config, topology.data.size)
-        self._stage_of = _stages_of(chunks) if stage > 1 else {}
-
-        def plan(some: list[torch.nn.Parameter], rule: BucketRule) -> list[BucketPlan]:
-            units = [unit_of(sharding_of(p), stage, self._stage_of.get(p, 0)) for p in some]
-            return rule.plan([sharding_of(p) for p in some], units)
-
-        own = config.pieces.optimizer
-        trained = [p for p in parameters if p.requires_grad]
-        groups = parameter_groups(trained, config.optimizer.weight_decay, plan(trained, rule))
+        self._stage_of = _stages_of(chunks) if self._divided else {}
         ensure_process_group(topology.device)
-        sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
 
-        def divided(group: dict[str, Any], frozen: bool) -> tuple[Bucket, torch.Tensor]:
-            shards = self._shards[bool(group["experts"])]
-            bucket, part = divide(
-                group["params"], shards, self._dtype, sums, stage, topology.device, frozen
-            )
-            return bucket, part.cpu() if config.engine.cpu_offload else part
-
-        buckets, exact = [], []
-        for group in groups:
-            bucket, part = divided(group, False)
-            buckets.append(bucket)
-            exact.append(part)
-            # DeepSpeed's, until it has started
-            group["params"] = [torch.nn.Parameter(part.new_zeros(ALIGNMENT))]
-        deepspeed = import_deepspeed(topology.device)
-        self._basic = (
-            build_optimizer(groups, config, topology.device)
-            if own is None
-            else own(groups, config.optimizer)
-        )
+        trained = self._divide(config, stage, [p for p in parameters if p.requires_grad])
+        exact = [part for _, _, part in trained]
+        self._basic = _build_optimizer(config, topology, [group for group, _, _ in trained])
         self.deepspeed = start_engine(
-            deepspeed,
+            import_deepspeed(topology.device),
             topology,
             from_file=bool(config.engine.extra),
             model=Model(chunks),
@@ -254,7 +210,7 @@ class Engine:
             self._basic,
             topology,
             self._dtype,
-            buckets,
+            [bucket for _, bucket, _ in trained],
             exact,
             self._shards[0],
             kernels=config.kernels.optimizer_implementation != "torch",
@@ -264,22 +220,18 @@ class Engine:
         models: dict[torch.Tensor, torch.Tensor] = {}
         if config.engine.cpu_offload:  # in fp32 the masters are on the device
             models.update(zip(self._update.masters, exact, strict=True))
-        del exact
-        wanted = [bool(group.get("whole")) for group in self._basic.param_groups]
-        of_wholes = [b for b, whole in zip(self._update.buckets, wanted, strict=True) if whole]
-        wholes = WholeParameters(of_wholes, topology) if of_wholes else None
-        for group, whole in zip(self._basic.param_groups, wanted, strict=True):
-            group["whole"] = wholes if whole else None
+        del exact, trained
+        self._take_whole()
         # frozen parameters, with this rank's exact part of them
         self._frozen: list[tuple[Bucket, torch.Tensor]] = []
         if frozen := [p for p in parameters if not p.requires_grad]:
-            for group in parameter_groups(frozen, 0.0, plan(frozen, BucketRule(rule.limit))):
-                bucket, part = divided(group, True)
+            for _, bucket, part in self._divide(config, stage, frozen):
                 in_fp32 = bucket.own_weights.dtype == torch.float32
                 self._frozen.append((bucket, bucket.own_weights if in_fp32 else part))
         self._connect(config, parameters)
         # the moments do not fit into any gap left by the initial weights
         release_free_memory()
+        state = optimizer_state(config)
         create_state(self._basic, state, topology.device, models)
         models.clear()
         self.host_state = self._update.offload() if config.engine.cpu_offload else None
@@ -287,6 +239,62 @@ class Engine:
         # a step whose results have not been read yet
         self._under_way: tuple[float, float, HostCopy] | None = None
         self._result: StepResult | None = None
+        self._hold_state(config, AVERAGE in state.tensors)
+
+    def _find_experts(self) -> None:
+        """Find what layers of experts share, and their routers."""
+        contexts = (getattr(chunk, "context", None) for chunk in self.chunks.children())
+        self._experts = next((c.experts for c in contexts if c is not None), None)
+        if self._experts is None:
+            return
+        from megatron.layers.expert_load import move_biases, routers  # no part of other models
+
+        self.routers, self._move_biases = routers(self.chunks), move_biases
+        for router in self.routers:
+            router.measured = self._logging.moe_per_layer_logging
+
+    def _divide(
+        self, config: Config, stage: int, parameters: list[torch.nn.Parameter]
+    ) -> list[tuple[dict[str, Any], Bucket, torch.Tensor]]:
+        """Divide parameters, which all train or are all frozen, into buckets.
+
+        Returns the optimizer's group, the bucket and this rank's exact fp32 part of each. A group's
+        parameter gets its values when the update is made.
+        """
+        frozen = bool(parameters) and not parameters[0].requires_grad
+        rule = bucket_rule(config, self.topology.data.size)
+        decay = config.optimizer.weight_decay
+        if frozen:
+            rule, decay = BucketRule(rule.limit), 0.0
+        records = [sharding_of(p) for p in parameters]
+        for p, record in zip(parameters, records, strict=True):
+            assert p.dtype == torch.float32, f"{record.name} is {p.dtype}: chunks arrive in fp32"
+        units = [
+            unit_of(record, stage, self._stage_of.get(p, 0))
+            for p, record in zip(parameters, records, strict=True)
+        ]
+        sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
+        divided = []
+        for group in parameter_groups(parameters, decay, rule.plan(records, units)):
+            shards = self._shards[bool(group["experts"])]
+            bucket, part = divide(
+                group["params"], shards, self._dtype, sums, stage, self.topology.device, frozen
+            )
+            group["params"] = [torch.nn.Parameter(part.new_zeros(ALIGNMENT))]
+            divided.append((group, bucket, part.cpu() if config.engine.cpu_offload else part))
+        return divided
+
+    def _take_whole(self) -> None:
+        """Give the optimizer's groups of whole parameters the function that gathers them."""
+        groups = self._basic.param_groups
+        wanted = [bool(group.get("whole")) for group in groups]
+        buckets = [b for b, whole in zip(self._update.buckets, wanted, strict=True) if whole]
+        wholes = WholeParameters(buckets, self.topology) if buckets else None
+        for group, whole in zip(groups, wanted, strict=True):
+            group["whole"] = wholes if whole else None
+
+    def _hold_state(self, config: Config, averaged: bool) -> None:
+        """Find this rank's parts of the optimizer's state, for checkpoints, average and QK-clip."""
         held = [self._update.state_of(master) for master in self._update.masters]
         owned = [
             (p, first, place, bucket, tensors)
@@ -294,28 +302,10 @@ class Engine:
             for p, first, place in bucket.owned()
         ]
         self._own_gradients = {p: b.own_gradients[place] for p, _, place, b, _ in owned}
-        self._fragments = [
-            Fragment(
-                p,
-                sharding_of(p),
-                first,
-                place.stop - place.start,
-                tensors[MASTER][place],
-                {name: x[place] for name, x in tensors.items() if name != MASTER},
-            )
-            for p, first, place, _, tensors in owned
-        ] + [
-            Fragment(
-                p,
-                sharding_of(p),
-                first,
-                place.stop - place.start,
-                exact_part[place],
-                {AVERAGE: exact_part[place]} if AVERAGE in state.tensors else {},
-            )
-            for bucket, exact_part in self._frozen
-            for p, first, place in bucket.owned()
-        ]
+        self._fragments = [Fragment.of(p, first, place, each) for p, first, place, _, each in owned]
+        for bucket, exact in self._frozen:
+            tensors = {MASTER: exact, **({AVERAGE: exact} if averaged else {})}
+            self._fragments += [Fragment.of(*one, tensors) for one in bucket.owned()]
         self._masters = [tensors[MASTER] for tensors in held]
         self._averages = [tensors[AVERAGE] for tensors in held if AVERAGE in tensors]
         self.start_average()
@@ -326,17 +316,18 @@ class Engine:
             self._averaging = self._basic
             self._basic.average = AVERAGE
         self._qk_clip: QKClip | None = None
-        if config.optimizer.qk_clip:
-            if config.pieces.layer is not None:
-                raise ConfigError(
-                    "--qk-clip scales the weights of the built-in layer: remove it, or train "
-                    "without a layer of your own"
-                )
-            parts = [
-                Part(p, first, tensors[MASTER][place], bucket.own_weights[place])
-                for p, first, place, bucket, tensors in owned
-            ]
-            self._qk_clip = QKClip(config.optimizer, topology, chunks, parts)
+        if not config.optimizer.qk_clip:
+            return
+        if config.pieces.layer is not None:
+            raise ConfigError(
+                "--qk-clip scales the weights of the built-in layer: remove it, or train without "
+                "a layer of your own"
+            )
+        parts = [
+            Part(p, first, tensors[MASTER][place], bucket.own_weights[place])
+            for p, first, place, bucket, tensors in owned
+        ]
+        self._qk_clip = QKClip(config.optimizer, self.topology, self.chunks, parts)
 
     def _connect(self, config: Config, parameters: list[torch.nn.Parameter]) -> None:
         """Connect the parameters, in the order of the model, with the buckets of the optimizer."""
@@ -693,6 +684,24 @@ class Engine:
             for bucket, part in self._frozen:
                 bucket.own_weights.copy_(part)
         self._weights.start(frozen=True)
+
+
+def _shards_of(config: Config, topology: Topology) -> tuple[Shards, Shards]:
+    """Return the ranks that divide parameters, and those that divide experts."""
+    if config.engine.zero_stage > 0:
+        return topology.shards, topology.expert_shards
+    return Shards.undivided(topology.data), Shards.undivided(topology.expert_data)
+
+
+def _build_optimizer(
+    config: Config, topology: Topology, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """Make the optimizer of the run, which may be the user's own."""
+    make = config.pieces.optimizer
+    if make is None:
+        return build_optimizer(groups, config, topology.device)
+    made: torch.optim.Optimizer = make(groups, config.optimizer)
+    return made
 
 
 def _stages_of(chunks: torch.nn.Module) -> dict[torch.nn.Parameter, int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.engine.optimizer_state import OptimizerState, has_16_bit_moments
+from megatron.engine.optimizer_state import MASTER, OptimizerState, has_16_bit_moments
 from megatron.engine.optimizers import SGD, AdamW, Lion, Muon
 from megatron.engine.zero_plan import BucketPlan
 from megatron.errors import ConfigError
@@ -235,6 +235,19 @@ class Fragment:
     numel: int
     master: torch.Tensor
     moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        parameter: torch.nn.Parameter,
+        start: int,
+        place: slice,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> Fragment:
+        """Return the fragment from element `start` on, which is at `place` of the flat tensors."""
+        views = {name: flat[place] for name, flat in tensors.items()}
+        master, numel = views.pop(MASTER), place.stop - place.start
+        return cls(parameter, sharding_of(parameter), start, numel, master, views)
 
     def real(self, flat: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
         """Yield (global offset, view) of the real elements of a flat tensor [numel].
