@@ -158,8 +158,8 @@ Tensor floats(const Tensor &like, at::IntArrayRef sizes) { return at::empty(size
 
 // ---- gradients of parameters ----------------------------------------------------------------------------------------
 
-// Where a kernel writes the fp32 gradient of a parameter: GradientSink in megatron/parallel/sharding.py, as
-// gradient_output and gradient_written there.
+// Where a kernel writes the fp32 gradient of a parameter, as gradient_output and gradient_written in
+// megatron/parallel/gradient_accumulator.py.
 struct Output {
     Tensor out;
     bool adds = false;
