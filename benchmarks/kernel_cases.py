@@ -606,7 +606,7 @@ def _adamw(
 
         def step(*_: Any) -> None:
             other.step()
-            if copies is not None:
+            if copies:
                 torch._foreach_copy_(copies, parameters)
             if share:
                 torch._foreach_lerp_(averages, parameters, share)
