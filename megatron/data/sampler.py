@@ -137,6 +137,10 @@ def sample_order(
     return SampleOrder(total, dataloader_type == "cyclic", merged(left_out))
 
 
+_READ_ENDS_S = 1.0
+"""Longest wait for each thread of a closed stream."""
+
+
 class MicroBatchStream:
     """Micro-batches of this rank from `consumed_samples` on, to the end of the order if it has one.
 
@@ -200,13 +204,16 @@ class MicroBatchStream:
         return batches
 
     def close(self) -> None:
-        """Stop reading ahead without waiting for reads in progress.
+        """Stop reading ahead, and wait a moment for reads in progress.
 
-        A closed stream returns no more micro-batches.
+        A closed stream returns no more micro-batches. A thread that comes back from C++ while the
+        interpreter ends would abort the process; one whose file system is dead never comes back.
         """
         self._ahead.clear()
         if self._threads is not None:
             self._threads.terminate()
+            for thread in vars(self._threads)["_pool"]:
+                thread.join(_READ_ENDS_S)
 
     def _read_ahead(self, until: int) -> None:
         while self._threads is not None and len(self._ahead) < until:
