@@ -25,7 +25,7 @@ Scales = Callable[[Sharding], tuple[float, float]]
 
 
 class BucketKind(NamedTuple):
-    """What the parameters of a bucket have in common. An optimizer's groups are in its order.
+    """Properties that the parameters of a bucket share. An optimizer's groups are in its order.
 
     spared     from weight decay
     whole      whether the optimizer takes each parameter whole
@@ -60,7 +60,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class BucketRule:
-    """What the settings of a run say about buckets.
+    """Settings of a run that decide about buckets.
 
     limit     elements at which a bucket is closed
     whole     whether the optimizer takes a parameter whole

@@ -120,7 +120,7 @@ class LocatedBucket(NamedTuple):
 
     @property
     def vectors(self) -> bool:
-        """Whether it has norms and biases alone, which ZeRO-3 does not divide."""
+        """Return whether it has norms and biases alone, which ZeRO-3 does not divide."""
         return all(one.record.kind == "vector" for one in self.members)
 
 

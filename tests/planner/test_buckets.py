@@ -54,7 +54,7 @@ def described(record: Sharding) -> tuple[str, tuple[int, ...]]:
     ],
 )
 def test_the_planner_has_the_buckets_of_the_engine(case: str, stage: int) -> None:
-    """With their kinds, and in the order in which they are sent."""
+    """Compare also their kinds, and the order in which they are sent."""
     fields = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
     fields |= dict(vocab_size=128, world_size=8, global_batch_size=16, bf16=True)
     fields |= dict(zero_reduce_bucket_size=60_000) | CASES[case]

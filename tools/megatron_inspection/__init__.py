@@ -1,1 +1,1 @@
-"""What checkpoints and data sets hold, whether they are whole, and how two checkpoints differ."""
+"""Contents of checkpoints and data sets, checks of them, and differences of two checkpoints."""

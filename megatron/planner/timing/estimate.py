@@ -614,9 +614,9 @@ def _exchanged(
 
     up = down = 0.0
     for bucket in buckets_of_rank(config, traced, 0):
-        size, experts = bucket.plan.elements, bucket.plan.kind.experts
-        up += seconds_of_all(channels, zero.sums(size, experts))
-        down += seconds_of_all(channels, zero.returns(size, experts, bucket.vectors))
+        elements, experts = bucket.plan.elements, bucket.plan.kind.experts
+        up += seconds_of_all(channels, zero.sums(elements, experts))
+        down += seconds_of_all(channels, zero.returns(elements, experts, bucket.vectors))
     forward, backward, weight = seconds[0]
     return left(up, backward + weight, engine.overlap_grad_reduce) + left(
         down, forward, engine.overlap_param_gather
