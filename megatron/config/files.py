@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.config.option import MOST_PROCESSES, MOST_WIDTH, option
+from megatron.config.option import COUNT, MOST_PROCESSES, MOST_WIDTH, NATURAL, WIDTH, Range, option
 
 _NO_RANDOM_STATES = (
     "checkpoints need no generator states: data order and dropout masks follow from --seed and "
@@ -44,15 +44,8 @@ class TokenizerConfig:
     tokenizer_type: str | None = option(
         None,
         "Tokenizer type.",
-        choices=(
-            "GPT2BPETokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "HFTokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-        ),
+        choices="GPT2BPETokenizer SentencePieceTokenizer GPTSentencePieceTokenizer "
+        "Llama2Tokenizer HFTokenizer TikTokenizer NullTokenizer",
         value_names={
             **dict.fromkeys(
                 ("huggingfacetokenizer", "pretrainedfromhf", "qwen2tokenizer"), "HFTokenizer"
@@ -69,32 +62,23 @@ class TokenizerConfig:
         "SentencePiece model, Hugging Face tokenizer.json or the folder that has it, or .tiktoken "
         "file.",
         metavar="PATH",
-        flags=(
-            "--tokenizer-model",
-            "--tokenizer-name-or-path",
-            "--tokenizer-file",
-            "--hf_tokenizer_path",
-        ),
+        flags="--tokenizer-model --tokenizer-name-or-path --tokenizer-file --hf_tokenizer_path",
     )
     vocab_file: str | None = option(None, "vocab.json of a GPT-2 tokenizer.", metavar="FILE")
     merge_file: str | None = option(None, "merges.txt of a GPT-2 tokenizer.", metavar="FILE")
     vocab_extra_ids: int = option(
-        0,
-        "Extra ids at the end of a SentencePieceTokenizer's vocabulary.",
-        at_least=0,
-        at_most=MOST_WIDTH,
+        0, "Extra ids at the end of a SentencePieceTokenizer's vocabulary.", Range(0, MOST_WIDTH)
     )
     tiktoken_pattern: str | None = option(
         None,
         "Pre-tokenization pattern of a TikTokenizer.",
-        choices=("v1", "v2", "gpt2", "cl100k", "llama3", "o200k"),
+        choices="v1 v2 gpt2 cl100k llama3 o200k",
         derived="v2 for a JSON vocabulary; that of the tokenizer for a published .tiktoken file",
     )
     tiktoken_num_special_tokens: int | None = option(
         None,
         "Number of ids that a TikTokenizer reserves for special tokens.",
-        at_least=1,
-        at_most=MOST_WIDTH,
+        WIDTH,
         derived="1000 for a JSON vocabulary; for a .tiktoken file the number of names in "
         "--tiktoken-special-tokens, else that of the published tokenizer",
     )
@@ -102,7 +86,7 @@ class TokenizerConfig:
         None,
         "Special tokens of a TikTokenizer, in id order.",
         metavar="NAME",
-        flags=("--tiktoken-special-tokens", "--tokenizer-special-tokens"),
+        flags="--tiktoken-special-tokens --tokenizer-special-tokens",
         derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary; <|endoftext|> for "
         "a .tiktoken file",
     )
@@ -137,10 +121,7 @@ class DataConfig:
         None, "Test data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
     )
     train_data_exact_num_epochs: int | None = option(
-        None,
-        "Train for exactly N epochs, shuffled together.",
-        at_least=1,
-        at_most=10**5,
+        None, "Train for exactly N epochs, shuffled together.", Range(1, 10**5)
     )
     mock_data: bool = option(False, "Use synthetic data.")
     data_cache_path: str | None = option(
@@ -160,25 +141,22 @@ class DataConfig:
         "How documents are packed into samples. concat: concatenate documents and cut them. "
         "best-fit: keep documents whole, pad, and separate them as --reset-position-ids and "
         "--reset-attention-mask do.",
-        choices=("concat", "best-fit"),
+        choices="concat best-fit",
     )
     num_workers: int = option(
         2,
         "Number of threads that read data ahead. 0: read at the start of each step.",
-        at_least=0,
-        at_most=512,
+        Range(0, 512),
     )
     dataloader_type: str = option(
         None,
         "single: one pass over the samples. cyclic: repeated passes, each in a new order.",
-        choices=("single", "cyclic"),
+        choices="single cyclic",
         derived="single",
     )
     data_sharding: bool = option(
         True,
         "Shard the data over the ranks with --dataloader-type cyclic.",
-        flags=(),
-        off_flags=("--no-data-sharding",),
         inert="every rank always draws from the whole data set, so that the order does not depend "
         "on the number of ranks",
     )
@@ -188,7 +166,7 @@ class DataConfig:
     reset_attention_mask: bool = option(
         False,
         "Restrict attention to the same document.",
-        flags=("--reset-attention-mask", "--dataloader-inter-document-masking"),
+        flags="--reset-attention-mask --dataloader-inter-document-masking",
     )
     eod_mask_loss: bool = option(False, "Mask the loss on end-of-document tokens.")
     loss_mask: str | None = option(
@@ -198,14 +176,9 @@ class DataConfig:
         "the tokens that it marks are in the loss. optional: all tokens of a data set without one "
         "are in the loss. ignore: all tokens of all data sets. Without this flag, data with a mask "
         "are refused.",
-        choices=("required", "optional", "ignore"),
+        choices="required optional ignore",
     )
-    mmap_bin_files: bool = option(
-        True,
-        "Memory-map .bin files.",
-        flags=(),
-        off_flags=("--no-mmap-bin-files",),
-    )
+    mmap_bin_files: bool = option(True, "Memory-map .bin files.")
 
 
 @dataclass(frozen=True)
@@ -218,37 +191,32 @@ class CheckpointConfig:
     save_interval: int | None = option(
         None,
         "Number of iterations between checkpoints.",
-        at_least=1,
-        flags=("--save-interval", "--persistent-save-interval"),
+        COUNT,
+        flags="--save-interval --persistent-save-interval",
     )
     save_interval_minutes: float | None = option(
         None,
         "Minutes between checkpoints, alone or in addition to --save-interval.",
-        above=0,
+        Range(above=0),
         metavar="MINUTES",
     )
     async_save: bool = option(
-        False,
-        "Save in the background: training stops only while the state is copied.",
+        False, "Save in the background: training stops only while the state is copied."
     )
     keep_last: int | None = option(
-        None,
-        "Keep the newest N checkpoints and remove older ones. Unset: keep all.",
-        at_least=1,
+        None, "Keep the newest N checkpoints and remove older ones. Unset: keep all.", COUNT
     )
     keep_every: int | None = option(
         None,
         "With --keep-last, also keep checkpoints whose iteration is a multiple of N.",
-        at_least=1,
-        flags=("--keep-every", "--save-retain-interval"),
+        COUNT,
+        flags="--keep-every --save-retain-interval",
         # Megatron-LM keeps the newest checkpoint beside these.
         implies={"--save-retain-interval": {"keep_last": 1}},
     )
     no_save_optim: bool = option(False, "Do not save the optimizer state.")
     no_save_rng: bool = option(
-        False,
-        "Do not save random number generator states.",
-        inert=_NO_RANDOM_STATES,
+        False, "Do not save random number generator states.", inert=_NO_RANDOM_STATES
     )
     save_hf: str | None = option(
         None,
@@ -272,7 +240,7 @@ class CheckpointConfig:
     load_tag: str | None = option(
         None,
         "Name or iteration of the checkpoint to load, instead of the latest.",
-        flags=("--load-tag", "--load-iteration"),
+        flags="--load-tag --load-iteration",
         one_start=True,
     )
     no_load_optim: bool = option(False, "Do not load the optimizer state.", one_start=True)
@@ -300,29 +268,23 @@ class CheckpointConfig:
     override_opt_param_scheduler: bool = option(
         False,
         "Use the learning rate settings of the command line, not the checkpoint's, without a note.",
-        flags=(
-            "--override-opt_param-scheduler",
-            "--override-opt-param-scheduler",
-            "--override-lr-scheduler",
-        ),
+        flags="--override-opt_param-scheduler --override-opt-param-scheduler "
+        "--override-lr-scheduler",
         one_start=True,
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "Use the schedules of learning rate, weight decay and betas of the checkpoint's run, not the "
         "command line's.",
-        flags=(
-            "--use-checkpoint-opt_param-scheduler",
-            "--use-checkpoint-opt-param-scheduler",
-            "--use-checkpoint-lr-scheduler",
-        ),
+        flags="--use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler "
+        "--use-checkpoint-lr-scheduler",
     )
     ckpt_format: str = option(
         "torch_dist",
         "Checkpoint format.",
-        choices=("torch_dist",),
+        choices="torch_dist",
         value_names=dict.fromkeys(("torch", "torch_dcp", "zarr", "fsdp_dtensor"), "torch_dist"),
-        flags=("--ckpt-format", "--dist-ckpt-format"),
+        flags="--ckpt-format --dist-ckpt-format",
         inert="checkpoints have one format, which loads on any layout; --load also reads other "
         "frameworks' formats",
     )
@@ -334,7 +296,7 @@ class LoggingConfig:
 
     title: ClassVar[str] = "logging"
 
-    log_interval: int = option(100, "Number of iterations between log lines.", at_least=1)
+    log_interval: int = option(100, "Number of iterations between log lines.", COUNT)
     metrics_file: str | None = option(
         None,
         "JSON lines file for all metrics, in full precision.",
@@ -346,10 +308,10 @@ class LoggingConfig:
         None, "Folder for TensorBoard events.", metavar="FOLDER", of_folder=True
     )
     tensorboard_log_interval: int = option(
-        1, "Number of iterations between the entries of single steps in trackers.", at_least=1
+        1, "Number of iterations between the entries of single steps in trackers.", COUNT
     )
     tensorboard_queue_size: int = option(
-        1000, "Number of TensorBoard entries to buffer.", at_least=1, at_most=10**6
+        1000, "Number of TensorBoard entries to buffer.", Range(1, 10**6)
     )
     log_params_norm: bool = option(False, "Log the norm of the parameters.")
     moe_per_layer_logging: bool = option(
@@ -359,28 +321,26 @@ class LoggingConfig:
     )
     log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradient.")
     timing_log_level: int = option(
-        0,
-        "Timer detail. 0: none. 1: the parts of a step. 2: same as 1.",
-        choices=(0, 1, 2),
+        0, "Timer detail. 0: none. 1: the parts of a step. 2: same as 1.", choices=(0, 1, 2)
     )
     timing_log_option: str = option(
-        "minmax", "How timers are combined over ranks.", choices=("max", "minmax", "all")
+        "minmax", "How timers are combined over ranks.", choices="max minmax all"
     )
     straggler_report: bool = option(
         False,
         "At each log interval, log each rank's own compute time and name slow ranks.",
-        flags=("--straggler-report", "--log-straggler"),
+        flags="--straggler-report --log-straggler",
     )
     wandb_project: str | None = option(
         None,
         "Weights & Biases project to log to. WANDB_MODE=offline needs no network.",
-        flags=("--wandb-project", "--wandb-project-name"),
+        flags="--wandb-project --wandb-project-name",
         metavar="NAME",
     )
     wandb_exp_name: str | None = option(
         None,
         "Weights & Biases run name.",
-        flags=("--wandb-exp-name", "--wandb-run-name", "--wandb-name"),
+        flags="--wandb-exp-name --wandb-run-name --wandb-name",
         metavar="NAME",
         derived="name of the --save folder",
         of_folder=True,
@@ -388,7 +348,7 @@ class LoggingConfig:
     wandb_entity: str | None = option(
         None,
         "Weights & Biases user or team.",
-        flags=("--wandb-entity", "--wandb-entity-name"),
+        flags="--wandb-entity --wandb-entity-name",
         metavar="NAME",
     )
     wandb_save_dir: str | None = option(
@@ -423,27 +383,20 @@ class LoggingConfig:
     profile: str | None = option(
         None,
         "Run the torch profiler. pt-full also records shapes and stacks.",
-        choices=("pt", "pt-full"),
+        choices="pt pt-full",
         implied="pt",
         one_start=True,
     )
-    profile_step_start: int = option(10, "First iteration to profile.", at_least=0, one_start=True)
-    profile_step_end: int = option(
-        12, "Iteration at which profiling stops.", at_least=1, one_start=True
-    )
+    profile_step_start: int = option(10, "First iteration to profile.", NATURAL, one_start=True)
+    profile_step_end: int = option(12, "Iteration at which profiling stops.", COUNT, one_start=True)
     profile_ranks: tuple[int, ...] = option(
-        (0,),
-        "Ranks to profile.",
-        at_least=0,
-        at_most=MOST_PROCESSES,
-        metavar="RANK ...",
-        one_start=True,
+        (0,), "Ranks to profile.", Range(0, MOST_PROCESSES), metavar="RANK ...", one_start=True
     )
     trace_dir: str | None = option(
         None,
         "Folder for profiler traces.",
         metavar="FOLDER",
-        flags=("--trace-dir", "--path-for-traces"),
+        flags="--trace-dir --path-for-traces",
         derived="--tensorboard-dir, or the folder of the metrics file",
         of_folder=True,
     )
@@ -462,6 +415,6 @@ class LoggingConfig:
         None,
         "Number of iterations from one step whose timeline is recorded to the next. The last "
         "step is recorded too. 0: none.",
-        at_least=0,
+        NATURAL,
         derived="--log-interval, at least 10",
     )

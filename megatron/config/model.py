@@ -6,7 +6,21 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from megatron.config.option import LEAST_NORMAL, MOST_LAYERS, MOST_POSITIONS, MOST_WIDTH, option
+from megatron.config.option import (
+    COUNT,
+    FACTOR,
+    FFN_WIDTH,
+    LAYERS,
+    LEAST_NORMAL,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    MOST_WIDTH,
+    POSITIONS,
+    SHARE,
+    WIDTH,
+    Range,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -16,76 +30,53 @@ class ModelConfig:
     title: ClassVar[str] = "model"
 
     num_layers: int = option(
-        None,
-        "Number of transformer layers.",
-        at_least=1,
-        at_most=MOST_LAYERS,
-        flags=("--num-layers", "--encoder-num-layers"),
+        None, "Number of transformer layers.", LAYERS, flags="--num-layers --encoder-num-layers"
     )
-    hidden_size: int = option(
-        None, "Hidden size of the transformer.", at_least=1, at_most=MOST_WIDTH
-    )
+    hidden_size: int = option(None, "Hidden size of the transformer.", WIDTH)
     ffn_hidden_size: int = option(
         None,
         "Hidden size of the MLP.",
-        at_least=1,
-        at_most=16 * MOST_WIDTH,
+        FFN_WIDTH,
         derived="4 x hidden-size; with --swiglu or --geglu 8/3 x hidden-size, rounded down to a "
         "multiple of 64",
     )
-    num_attention_heads: int = option(
-        None, "Number of attention heads.", at_least=1, at_most=MOST_WIDTH
-    )
+    num_attention_heads: int = option(None, "Number of attention heads.", WIDTH)
     kv_channels: int = option(
-        None,
-        "Size of each attention head.",
-        at_least=1,
-        at_most=MOST_WIDTH,
-        derived="hidden-size / num-attention-heads",
+        None, "Size of each attention head.", WIDTH, derived="hidden-size / num-attention-heads"
     )
     num_key_value_heads: int = option(
         None,
         "Number of key and value heads (grouped-query attention).",
-        at_least=1,
-        at_most=MOST_WIDTH,
-        flags=("--num-key-value-heads", "--num-query-groups"),
+        WIDTH,
+        flags="--num-key-value-heads --num-query-groups",
         derived="num-attention-heads",
     )
     seq_length: int = option(
-        None,
-        "Sequence length in tokens.",
-        at_least=1,
-        at_most=MOST_POSITIONS,
-        flags=("--seq-length", "--encoder-seq-length"),
+        None, "Sequence length in tokens.", POSITIONS, flags="--seq-length --encoder-seq-length"
     )
     max_position_embeddings: int = option(
         None,
         "Number of learned position embeddings.",
-        at_least=1,
-        at_most=MOST_POSITIONS,
+        POSITIONS,
         derived="seq-length",
-        flags=("--max-position-embeddings", "--max-absolute-position-embeddings"),
+        flags="--max-position-embeddings --max-absolute-position-embeddings",
     )
     make_vocab_size_divisible_by: int = option(
-        128,
-        "Pad the vocabulary to a multiple of this value times the tensor-parallel size.",
-        at_least=1,
-        at_most=MOST_WIDTH,
+        128, "Pad the vocabulary to a multiple of this value times the tensor-parallel size.", WIDTH
     )
     vocab_size: int | None = option(
-        None, "Vocabulary size before padding. Needed only without a tokenizer.", at_least=1
+        None, "Vocabulary size before padding. Needed only without a tokenizer.", COUNT
     )
     layernorm_epsilon: float = option(
         1e-5,
         "Epsilon of the normalization layers.",
-        flags=("--layernorm-epsilon", "--norm-epsilon"),
-        at_least=LEAST_NORMAL,
-        at_most=1,
+        Range(LEAST_NORMAL, 1),
+        flags="--layernorm-epsilon --norm-epsilon",
     )
     normalization: str = option(
         "layernorm",
         "Normalization layer.",
-        choices=("layernorm", "rmsnorm"),
+        choices="layernorm rmsnorm",
         shortcuts={"--RMSNorm": "rmsnorm"},
     )
     apply_layernorm_1p: bool = option(False, "Store norm weights as their difference from one.")
@@ -102,76 +93,62 @@ class ModelConfig:
         "pre",
         "Norms of each layer: before attention and MLP, after them on their outputs (OLMo 2), or "
         "both (Gemma 2).",
-        choices=("pre", "post", "both"),
+        choices="pre post both",
     )
     embedding_layernorm: bool = option(
-        False,
-        "Normalize the embeddings (BLOOM).",
-        flags=("--embed-layernorm", "--embedding-layernorm"),
+        False, "Normalize the embeddings (BLOOM).", flags="--embed-layernorm --embedding-layernorm"
     )
     qk_layernorm: bool = option(False, "Normalize queries and keys.")
     qk_layernorm_over: str = option(
         "head",
         "What --qk-layernorm normalizes: each head (Qwen 3), or all heads together (OLMo 2).",
-        choices=("head", "all"),
+        choices="head all",
     )
     add_bias_linear: bool = option(
-        True, "Add biases to the linear layers.", flags=(), off_flags=("--disable-bias-linear",)
+        True, "Add biases to the linear layers.", off_flags="--disable-bias-linear"
     )
     add_qkv_bias: bool = option(
         False,
         "Add biases to queries, keys and values, also with --disable-bias-linear.",
-        flags=("--add-qkv-bias", "--add-qkv-bias-linear"),
+        flags="--add-qkv-bias --add-qkv-bias-linear",
     )
     parallel_residual: str | None = option(
         None,
         "Add attention and MLP of the same input to the residual stream, with one norm for both "
         "(GPT-J) or one each (GPT-NeoX).",
-        choices=("one_norm", "two_norms"),
+        choices="one_norm two_norms",
     )
     softmax_scale: float | None = option(
-        None,
-        "Factor of the attention scores.",
-        above=0,
-        at_most=1e6,
-        derived="1 / sqrt(kv-channels)",
+        None, "Factor of the attention scores.", FACTOR, derived="1 / sqrt(kv-channels)"
     )
     attention_logit_softcapping: float | None = option(
         None,
         "Limit attention scores x to c tanh(x / c) (Gemma 2).",
-        above=0,
-        at_most=1e6,
-        flags=("--attention-logit-softcapping", "--attn-logit-softcapping"),
+        FACTOR,
+        flags="--attention-logit-softcapping --attn-logit-softcapping",
         metavar="C",
     )
     final_logit_softcapping: float | None = option(
-        None,
-        "Limit output scores x to c tanh(x / c) (Gemma 2).",
-        above=0,
-        at_most=1e6,
-        metavar="C",
+        None, "Limit output scores x to c tanh(x / c) (Gemma 2).", FACTOR, metavar="C"
     )
     logit_z_loss: float = option(
         0.0,
         "Coefficient of the z-loss, the squared logarithm of the softmax's denominator.",
-        at_least=0,
-        at_most=1e3,
-        flags=("--logit-z-loss", "--z-loss-strength"),
+        Range(0, 1e3),
+        flags="--logit-z-loss --z-loss-strength",
     )
     window_size: tuple[int, ...] | None = option(
         None,
         "Sliding-window attention: a token sees LEFT tokens before itself. The second value, "
         "tokens after itself, must be 0.",
-        at_least=-1,
-        at_most=MOST_POSITIONS,
+        Range(-1, MOST_POSITIONS),
         metavar="LEFT[,0]",
     )
     window_attn_skip_freq: tuple[int, ...] | None = option(
         None,
         "Layers without the window: every N-th, or by a list over the layers, 1 with window and 0 "
         "without.",
-        at_least=0,
-        at_most=MOST_LAYERS,
+        Range(0, MOST_LAYERS),
         metavar="N",
         derived="all layers have it",
     )
@@ -181,7 +158,7 @@ class ModelConfig:
     position_embedding_type: str = option(
         "learned_absolute",
         "Position encoding.",
-        choices=("learned_absolute", "rope", "none", "alibi"),
+        choices="learned_absolute rope none alibi",
         value_names={"absolute": "learned_absolute", "rotary": "rope"},
         shortcuts={
             "--use-rotary-position-embeddings": "rope",
@@ -190,19 +167,13 @@ class ModelConfig:
         weak_shortcuts={"--no-position-embedding": "none"},
     )
     rotary_percent: float = option(
-        1.0, "Fraction of each head to which RoPE is applied.", above=0, at_most=1
+        1.0, "Fraction of each head to which RoPE is applied.", Range(above=0, at_most=1)
     )
     rotary_base: float = option(
         10000.0,
         "Base of the RoPE frequencies.",
-        above=1,
-        at_most=1e15,
-        flags=(
-            "--rotary-base",
-            "--rotary-position-embeddings-theta",
-            "--rotary-theta",
-            "--rope-theta",
-        ),
+        Range(above=1, at_most=1e15),
+        flags="--rotary-base --rotary-position-embeddings-theta --rotary-theta --rope-theta",
     )
     rotary_interleaved: bool = option(
         False, "Rotate neighbouring entries of a head (GPT-J) instead of its two halves."
@@ -210,62 +181,45 @@ class ModelConfig:
     rope_scaling: str | None = option(
         None,
         "Scaling of the RoPE frequencies for sequences longer than those of the original training.",
-        choices=("linear", "llama3", "yarn"),
+        choices="linear llama3 yarn",
         shortcuts={"--use-rope-scaling": "llama3"},
     )
     rope_scaling_factor: float = option(
         8.0,
         "Factor between the new and the original longest sequence.",
-        at_least=1,
-        at_most=1e6,
-        flags=(
-            "--rope-scaling-factor",
-            "--rotary-scaling-factor",
-            "--yarn-rotary-scaling-factor",
-        ),
+        Range(1, 1e6),
+        flags="--rope-scaling-factor --rotary-scaling-factor --yarn-rotary-scaling-factor",
     )
     rope_original_positions: int = option(
         8192,
         "Longest sequence of the original training.",
-        at_least=1,
-        at_most=MOST_POSITIONS,
-        flags=(
-            "--rope-original-positions",
-            "--original-max-position-embeddings",
-            "--yarn-original-max-position-embeddings",
-        ),
+        POSITIONS,
+        flags="--rope-original-positions --original-max-position-embeddings "
+        "--yarn-original-max-position-embeddings",
     )
     rope_low_freq_factor: float = option(
-        1.0,
-        "Llama 3.1: wavelengths above original / this value are scaled in full.",
-        above=0,
-        at_most=1e6,
+        1.0, "Llama 3.1: wavelengths above original / this value are scaled in full.", FACTOR
     )
     rope_high_freq_factor: float = option(
-        4.0,
-        "Llama 3.1: wavelengths below original / this value are not scaled.",
-        above=0,
-        at_most=1e6,
+        4.0, "Llama 3.1: wavelengths below original / this value are not scaled.", FACTOR
     )
     yarn_beta_fast: float = option(
-        32.0, "YaRN: rotations above which frequencies are not scaled.", above=0, at_most=1e6
+        32.0, "YaRN: rotations above which frequencies are not scaled.", FACTOR
     )
     yarn_beta_slow: float = option(
-        1.0, "YaRN: rotations below which frequencies are scaled in full.", above=0, at_most=1e6
+        1.0, "YaRN: rotations below which frequencies are scaled in full.", FACTOR
     )
     yarn_attention_factor: float | None = option(
         None,
         "YaRN: factor of cosines and sines.",
-        above=0,
-        at_most=1e3,
+        Range(above=0, at_most=1e3),
         derived="0.1 ln(rope-scaling-factor) + 1",
     )
     embedding_scale: float | None = option(
         None,
         "Factor of the word embeddings (Gemma: sqrt(hidden-size)).",
-        above=0,
-        at_most=1e6,
-        flags=("--embedding-scale", "--input-embeddings-multiplier"),
+        FACTOR,
+        flags="--embedding-scale --input-embeddings-multiplier",
     )
     apply_residual_connection_post_layernorm: bool = option(
         False, "Take the residual connection after the norm instead of before it."
@@ -275,7 +229,7 @@ class ModelConfig:
         "Divide attention scores by the layer number, and multiply them back in the softmax.",
         inert="it would not change the result, and attention is computed so that scores cannot "
         "overflow",
-        off_flags=("--no-query-key-layer-scaling",),
+        off_flags="--no-query-key-layer-scaling",
     )
     attention_softmax_in_fp32: bool = option(
         False,
@@ -283,108 +237,81 @@ class ModelConfig:
         inert="the softmax is always computed in fp32",
     )
     fp32_residual_connection: bool = option(False, "Keep the residual stream in fp32.")
-    attention_dropout: float = option(
-        0.1, "Dropout probability of attention weights.", at_least=0, below=1
-    )
-    hidden_dropout: float = option(
-        0.1, "Dropout probability of the hidden states.", at_least=0, below=1
-    )
+    attention_dropout: float = option(0.1, "Dropout probability of attention weights.", SHARE)
+    hidden_dropout: float = option(0.1, "Dropout probability of the hidden states.", SHARE)
     init_method_std: float = option(
-        0.02, "Standard deviation of the initial weights.", above=0, at_most=100
+        0.02, "Standard deviation of the initial weights.", Range(above=0, at_most=100)
     )
     init_method_xavier_uniform: bool = option(False, "Initialize weights with Xavier uniform.")
     use_mup: bool = option(
         False,
         "Use muP: learning rates, epsilon and initial weights that were tuned for a small base "
         "model fit this one. Give the sizes of the base model.",
-        flags=("--use-mup", "--mup"),
+        flags="--use-mup --mup",
     )
     mup_base_hidden_size: int = option(
-        None,
-        "muP: hidden size of the base model.",
-        at_least=1,
-        at_most=MOST_WIDTH,
-        derived="hidden-size",
+        None, "muP: hidden size of the base model.", WIDTH, derived="hidden-size"
     )
     mup_base_num_layers: int = option(
-        None,
-        "muP: transformer layers of the base model.",
-        at_least=1,
-        at_most=MOST_LAYERS,
-        derived="num-layers",
+        None, "muP: transformer layers of the base model.", LAYERS, derived="num-layers"
     )
     mup_base_ffn_hidden_size: int = option(
         None,
         "muP: hidden size of the base model's MLP.",
-        at_least=1,
-        at_most=16 * MOST_WIDTH,
+        FFN_WIDTH,
         derived="as ffn-hidden-size if that is derived, otherwise in proportion to hidden-size",
     )
     mup_base_head_dim: int | None = option(
         None,
         "muP: size of each attention head of the base model. Attention scores have the factor "
         "sqrt(mup-base-head-dim) / kv-channels, or 1 / kv-channels without it.",
-        at_least=1,
-        at_most=MOST_WIDTH,
+        WIDTH,
     )
     mup_base_num_attention_heads: int = option(
         None,
         "muP: attention heads of the base model.",
-        at_least=1,
-        at_most=MOST_WIDTH,
+        WIDTH,
         derived="from the size of all heads together, in proportion to hidden-size",
     )
     mup_base_num_key_value_heads: int = option(
         None,
         "muP: key and value heads of the base model.",
-        at_least=1,
-        at_most=MOST_WIDTH,
-        flags=("--mup-base-num-key-value-heads", "--mup-base-num-query-groups"),
+        WIDTH,
+        flags="--mup-base-num-key-value-heads --mup-base-num-query-groups",
         derived="in proportion to the attention heads, at least 1",
     )
     mup_embedding_mult: float = option(
-        1.0, "muP: factor of the embeddings, tuned on the base model.", above=0, at_most=1e6
+        1.0, "muP: factor of the embeddings, tuned on the base model.", FACTOR
     )
     mup_output_mult: float = option(
         None,
         "muP: factor of the output scores.",
-        above=0,
-        at_most=1e6,
+        FACTOR,
         derived="mup-base-hidden-size / hidden-size",
     )
     mup_attn_scale_power: float = option(
-        1.0,
-        "muP: power of kv-channels in the factor of attention scores.",
-        at_least=0,
-        at_most=2,
+        1.0, "muP: power of kv-channels in the factor of attention scores.", Range(0, 2)
     )
     num_experts: int | None = option(
         None,
         "Experts of each mixture-of-experts layer; 1: no experts.",
-        at_least=0,
-        at_most=MOST_WIDTH,
+        Range(0, MOST_WIDTH),
         none_word=True,
     )
     moe_layer_freq: tuple[int, ...] = option(
         (1,),
         "Layers with experts: every N-th, beginning with the first, or by a list over the layers, "
         "1 with experts and 0 without, such as ([0]*1+[1]*23).",
-        at_least=0,
-        at_most=MOST_LAYERS,
+        Range(0, MOST_LAYERS),
         metavar="N",
     )
     moe_ffn_hidden_size: int | None = option(
-        None,
-        "Hidden size of each expert.",
-        at_least=1,
-        at_most=16 * MOST_WIDTH,
-        derived="ffn-hidden-size",
+        None, "Hidden size of each expert.", FFN_WIDTH, derived="ffn-hidden-size"
     )
     moe_shared_expert_intermediate_size: int | None = option(
         None,
         "Hidden size of the shared experts together, through which all tokens pass.",
-        at_least=1,
-        at_most=16 * MOST_WIDTH,
+        FFN_WIDTH,
         derived="no shared expert",
     )
     moe_use_upcycling: bool = option(
@@ -400,88 +327,76 @@ class ModelConfig:
         False, "Compute the shared expert while tokens are sent to their experts."
     )
     moe_router_topk: int = option(
-        2,
-        "Experts of each token.",
-        at_least=1,
-        at_most=MOST_WIDTH,
-        flags=("--moe-router-topk", "--topk"),
+        2, "Experts of each token.", WIDTH, flags="--moe-router-topk --topk"
     )
     moe_router_score_function: str = option(
-        "softmax", "Scores of the router.", choices=("softmax", "sigmoid")
+        "softmax", "Scores of the router.", choices="softmax sigmoid"
     )
     moe_router_pre_softmax: bool = option(
         False, "Softmax over all experts, before the choice, instead of over the chosen ones."
     )
     moe_router_topk_scaling_factor: float | None = option(
-        None, "Factor of the weights of the chosen experts.", above=0, at_most=1e6, derived="1"
+        None, "Factor of the weights of the chosen experts.", FACTOR, derived="1"
     )
     moe_router_num_groups: int | None = option(
         None,
         "Divide the experts into this many equal groups, and choose only from some of them.",
-        at_least=1,
-        at_most=MOST_WIDTH,
+        WIDTH,
     )
     moe_router_group_topk: int | None = option(
         None,
         "Groups of each token: those with the largest sums of their best topk / group-topk scores.",
-        at_least=1,
-        at_most=MOST_WIDTH,
+        WIDTH,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),
         "Balancing loss of the routers: over each micro-batch (aux_loss), each sequence "
         "(seq_aux_loss), or with the load of the last global batch (global_aux_loss). Several may "
         "be given.",
-        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+        choices="aux_loss seq_aux_loss global_aux_loss none",
         metavar="TYPE ...",
     )
     moe_aux_loss_coeff: tuple[float, ...] = option(
         (0.0,),
         "Coefficient of the balancing loss, or of each.",
-        at_least=0,
-        at_most=1e6,
+        Range(0, 1e6),
         metavar="X ...",
-        flags=("--moe-aux-loss-coeff", "--moe-loss-coeff"),
+        flags="--moe-aux-loss-coeff --moe-loss-coeff",
     )
     moe_z_loss_coeff: float | None = option(
-        None, "Coefficient of the routers' z-loss.", at_least=0, at_most=1e6, derived="0"
+        None, "Coefficient of the routers' z-loss.", Range(0, 1e6), derived="0"
     )
     moe_router_enable_expert_bias: bool = option(
         False,
         "Balance without a loss: a bias of each expert, for the choice only, moves with its load "
         "after each step. Needs sigmoid scores.",
     )
-    moe_router_bias_update_rate: float = option(
-        1e-3, "Step of the experts' biases.", at_least=0, at_most=1e3
-    )
+    moe_router_bias_update_rate: float = option(1e-3, "Step of the experts' biases.", Range(0, 1e3))
     moe_input_jitter_eps: float | None = option(
         None,
         "In training, multiply the routers' input by random numbers from 1 - X to 1 + X.",
-        at_least=0,
-        below=1,
+        SHARE,
         derived="0",
     )
     moe_expert_capacity_factor: float | None = option(
         None,
         "In training, drop the choices beyond this multiple of an expert's even share of the choices "
         "of a micro-batch.",
-        above=0,
-        at_most=1e6,
-        flags=("--moe-expert-capacity-factor", "--moe-train-capacity-factor"),
+        FACTOR,
+        flags="--moe-expert-capacity-factor --moe-train-capacity-factor",
         derived="nothing is dropped",
     )
     moe_eval_capacity_factor: float | None = option(
         None,
         "The same for evaluation, tasks and generation, whose results then depend on what is "
         "computed together.",
-        above=0,
-        at_most=1e6,
+        FACTOR,
         derived="nothing is dropped",
     )
     moe_token_drop_policy: str = option(
         "probs",
         "Choices that are kept: those with the largest weights, or the first of the sequences.",
-        choices=("probs", "position"),
+        choices="probs position",
     )
 
     @property

@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from megatron.errors import ConfigError
 
@@ -40,6 +41,30 @@ MOST_BATCH = 2**20  # samples of a step, each of which is an entry in a schedule
 MOST_SAMPLES = 10**12
 MOST_TOKENS = 10**16  # counted exactly in float64, in which learning rates are computed
 LEAST_NORMAL = 2.0**-126  # of fp32; smaller values may be flushed to zero
+
+
+class Range(NamedTuple):
+    """Limits of a number."""
+
+    at_least: float = -math.inf
+    at_most: float = MOST
+    above: float = -math.inf
+    below: float = math.inf
+
+
+ANY = Range()
+NATURAL = Range(0)
+COUNT = Range(1)
+SHARE = Range(0, below=1)
+FACTOR = Range(above=0, at_most=1e6)
+LAYERS = Range(1, MOST_LAYERS)
+WIDTH = Range(1, MOST_WIDTH)
+FFN_WIDTH = Range(1, 16 * MOST_WIDTH)
+POSITIONS = Range(1, MOST_POSITIONS)
+PROCESSES = Range(1, MOST_PROCESSES)
+BATCH = Range(1, MOST_BATCH)
+SAMPLES = Range(1, MOST_SAMPLES)
+TOKENS = Range(1, MOST_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -74,10 +99,7 @@ class Option:
     shown_off: bool = False  # a bool that is on unless turned off: --help shows the flag that does
     # the value meant by the flag without a value, for the few flags that allow it
     implied: object = None
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
+    limits: Range = ANY
     derived: str = ""  # how an absent value is filled in, for --help
     internal: bool = False  # never set from outside: always computed
     # a setting of one start, such as what it loads and when it ends; else of the run, of which
@@ -173,12 +195,13 @@ class Option:
             f"'{shown(value)}' is not one of {', '.join(str(c) for c in self.choices)}{hint}"
         )
 
-    def _check_range(self, value: Any) -> None:
+    def _check_range(self, value: float) -> None:
+        limits = self.limits
         for wrong, words, limit in (
-            (self.at_least is not None and value < self.at_least, "at least", self.at_least),
-            (self.above is not None and value <= self.above, "greater than", self.above),
-            (self.at_most is not None and value > self.at_most, "at most", self.at_most),
-            (self.below is not None and value >= self.below, "less than", self.below),
+            (value < limits.at_least, "at least", limits.at_least),
+            (value <= limits.above, "greater than", limits.above),
+            (value >= limits.below, "less than", limits.below),
+            (value > limits.at_most, "at most", limits.at_most),
         ):
             if wrong:
                 raise ValueError(f"is {shown(value)}, but must be {words} {shown(limit)}")
@@ -231,13 +254,13 @@ class Parser(argparse.ArgumentParser):
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
     """Return an argparse type for a whole number in this range."""
-    return functools.partial(_number, Option(kind=int, at_least=least, at_most=most))
+    return functools.partial(_number, Option(kind=int, limits=Range(least, most)))
 
 
 def real(most: float = MOST, least: float | None = None) -> Callable[[str], float]:
     """Return an argparse type for a number above 0, or of at least `least`."""
-    above = 0 if least is None else None
-    return functools.partial(_number, Option(kind=float, at_least=least, above=above, at_most=most))
+    limits = Range(above=0, at_most=most) if least is None else Range(least, most)
+    return functools.partial(_number, Option(kind=float, limits=limits))
 
 
 def _number(rule: Option, text: str) -> Any:
@@ -256,14 +279,14 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
-def option(default: Any, help: str, **attributes: Any) -> Any:
+def option(default: object, help: str, limits: Range = ANY, **attributes: object) -> Any:
     """Return a dataclass field with an Option.
 
-    A default of None means unset (required, derived or off). `flags` defaults to the field's name
-    with dashes; flags=() gives a field no flag.
+    A default of None means unset (required, derived or off). `flags`, `off_flags` and `choices` are
+    words in a text. `flags` defaults to the field's name with dashes; flags="" gives a field no
+    flag. A bool that is on has only the flags that switch it off, unless `flags` are given.
     """
-    attributes.setdefault("flags", None)
-    metadata = {_KEY: {"help": help, "default": default, **attributes}}
+    metadata = {_KEY: {"help": help, "default": default, "limits": limits, **attributes}}
     if default is dict:  # a mapping, empty unless given
         metadata[_KEY]["default"] = {}
         return dataclasses.field(default_factory=dict, metadata=metadata, hash=False)
@@ -279,30 +302,25 @@ def options_of(section: type) -> tuple[Option, ...]:
 def _read(f: dataclasses.Field[Any]) -> Option:
     attributes = dict(f.metadata[_KEY])
     # Annotations are text here: "int", "float | None", "tuple[str, ...] | None", "dict[str, Any]".
-    base = str(f.type).split("|")[0].strip()
-    many = base.startswith("tuple[")
-    kind = _KINDS[base.removeprefix("tuple[").split(",")[0].split("[")[0].rstrip("]")]
-    own = "--" + f.name.replace("_", "-")
-    off = "--no-" + f.name.replace("_", "-")
-    if kind in (int, float) and "below" not in attributes:
-        attributes.setdefault("at_most", MOST)
-    flags = attributes.pop("flags")
-    if flags is None:
-        flags = () if attributes.get("internal") else (own,)
-    flags = tuple(flags)
-    off_flags = tuple(attributes.pop("off_flags", ()))
-    shown_off = kind is bool and not flags
-    if kind is bool and not f.name.startswith("no_"):
+    many = str(f.type).startswith("tuple[")
+    kind = _KINDS[re.split(r"\W", str(f.type).removeprefix("tuple["))[0]]
+    name = f.name.replace("_", "-")
+    words = attributes.pop("flags", None)
+    shown_off = kind is bool and attributes["default"] is True and words is None
+    flags = f"--{name}" if words is None and not attributes.get("internal") else words or ""
+    off_flags = attributes.pop("off_flags", "").split()
+    if kind is bool and not name.startswith("no-"):
         # Both directions always exist, so that a flag can undo what a preset or a DeepSpeed JSON
         # switched on.
-        flags = flags or (own,)
-        off_flags = off_flags if off in off_flags else (*off_flags, off)
+        off_flags = list(dict.fromkeys((*off_flags, f"--no-{name}")))
+    if isinstance(choices := attributes.get("choices"), str):
+        attributes["choices"] = tuple(choices.split())
     return Option(
         name=f.name,
         kind=kind,
         many=many,
-        flags=flags,
-        off_flags=off_flags,
+        flags=tuple(flags.split()),
+        off_flags=tuple(off_flags),
         shown_off=shown_off,
         **attributes,
     )

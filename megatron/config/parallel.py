@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.option import MOST_LAYERS, MOST_PROCESSES, option
+from megatron.config.option import LAYERS, MOST_PROCESSES, PROCESSES, Range, option
 
 # The sizes that divide the processes of a job into replicas.
 SIZES = (
@@ -28,18 +28,13 @@ class ParallelConfig:
 
     title: ClassVar[str] = "parallelism and launch"
 
-    tensor_model_parallel_size: int = option(
-        1, "Tensor-parallel size.", at_least=1, at_most=MOST_PROCESSES
-    )
-    pipeline_model_parallel_size: int = option(
-        1, "Pipeline-parallel size.", at_least=1, at_most=MOST_PROCESSES
-    )
+    tensor_model_parallel_size: int = option(1, "Tensor-parallel size.", PROCESSES)
+    pipeline_model_parallel_size: int = option(1, "Pipeline-parallel size.", PROCESSES)
     context_parallel_size: int = option(
         1,
         "Context-parallel size: number of ranks that share each sequence.",
-        at_least=1,
-        at_most=MOST_PROCESSES,
-        flags=("--context-parallel-size", "--ds-sequence-parallel-size"),
+        PROCESSES,
+        flags="--context-parallel-size --ds-sequence-parallel-size",
         implies={"--ds-sequence-parallel-size": {"cp_comm_type": "a2a"}},
     )
     cp_comm_type: str = option(
@@ -47,7 +42,7 @@ class ParallelConfig:
         "Communication of context-parallel attention. p2p: keys and values rotate over the ranks "
         "(ring attention). a2a: the ranks exchange rows for heads. a2a+p2p: both, see "
         "--hierarchical-context-parallel-sizes.",
-        choices=("p2p", "a2a", "a2a+p2p"),
+        choices="p2p a2a a2a+p2p",
         hint="all layers use the same",
         derived="p2p, or a2a for what a ring cannot do",
     )
@@ -55,38 +50,33 @@ class ParallelConfig:
         (),
         "Two sizes for --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and places "
         "of the ring. Their product is --context-parallel-size.",
-        at_least=1,
-        at_most=MOST_PROCESSES,
+        PROCESSES,
         metavar="N",
     )
     expert_model_parallel_size: int = option(
         1,
         "Expert-parallel size: number of ranks over which the experts of a layer are distributed. "
         "They are some of the data and context-parallel ranks.",
-        at_least=1,
-        at_most=MOST_PROCESSES,
-        flags=("--expert-model-parallel-size", "--moe-expert-parallel-size"),
+        PROCESSES,
+        flags="--expert-model-parallel-size --moe-expert-parallel-size",
     )
     expert_ranks_per_node: int | None = option(
         None,
         "Expert-parallel ranks on each node. A token is sent once to each node of its experts, and "
         "there to their ranks. 1: directly to their ranks.",
-        at_least=1,
-        at_most=MOST_PROCESSES,
+        PROCESSES,
         derived="those of the launcher's nodes, 1 where groups of experts divide them unevenly",
     )
     expert_tensor_parallel_size: int = option(
         None,
         "Ranks over which each expert is divided; only the tensor-parallel size.",
-        at_least=1,
-        at_most=MOST_PROCESSES,
+        PROCESSES,
         derived="tensor-model-parallel-size",
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
         "Use the interleaved schedule with chunks of this many layers; none: one chunk per rank.",
-        at_least=1,
-        at_most=MOST_LAYERS,
+        LAYERS,
         none_word=True,
     )
     pipeline_layout: str | None = option(
@@ -94,7 +84,7 @@ class ParallelConfig:
         "Number of layers of each pipeline stage, for example 3,4,4,3. With twice as many numbers "
         "as pipeline ranks, each rank holds two interleaved chunks.",
         metavar="N,N,...",
-        flags=("--pipeline-layout", "--num-layer-list"),
+        flags="--pipeline-layout --num-layer-list",
     )
     virtual_pipeline_model_parallel_size: int = option(
         1, "Number of chunks (virtual stages) per pipeline rank.", internal=True
@@ -103,34 +93,29 @@ class ParallelConfig:
         False,
         "Shard norms, dropout and the residual stream along the sequence over the tensor-parallel "
         "ranks.",
-        off_flags=("--no-sequence-parallel",),
     )
     enable_zbh1_pipeline: bool = option(False, "Use the zero-bubble schedule ZB-H1.")
     async_tensor_model_parallel_allreduce: bool = option(
         True,
         "Overlap the all-reduce of input gradients with the weight gradient.",
-        flags=(),
-        off_flags=(
-            "--no-async-tensor-model-parallel-allreduce",
-            "--disable-async-tensor-model-parallel-allreduce",
-        ),
+        off_flags="--no-async-tensor-model-parallel-allreduce "
+        "--disable-async-tensor-model-parallel-allreduce",
     )
     tp_comm_overlap: bool = option(
         False,
         "Overlap tensor-parallel communication with computation: split the matrix products into "
         "chunks of tokens, and communicate one chunk while the next is computed.",
-        off_flags=("--no-tp-comm-overlap",),
     )
     tp_comm_overlap_chunks: int = option(
         4,
         "Number of chunks for --tp-comm-overlap. Fewer are used where a chunk would have less than "
         "256 tokens.",
-        at_least=2,
+        Range(2),
     )
     distributed_backend: str | None = option(
         None,
         "Communication backend.",
-        choices=("nccl", "gloo"),
+        choices="nccl gloo",
         value_names={"rccl": "nccl"},
         hint="use nccl on a GPU, which is RCCL on ROCm, and gloo on a CPU",
         derived="nccl (RCCL on ROCm) on a GPU, gloo on a CPU",
@@ -138,8 +123,7 @@ class ParallelConfig:
     distributed_timeout_minutes: float = option(
         10.0,
         "Time after which a collective fails and the job ends.",
-        above=0,
-        at_most=525600,  # a year
+        Range(above=0, at_most=525600),  # a year
         metavar="MINUTES",
     )
     rank_order: str | None = option(
@@ -155,8 +139,7 @@ class ParallelConfig:
     device_order: tuple[int, ...] | None = option(
         None,
         "Devices of a node in rank order, for example 0,1,6,7,2,3,4,5.",
-        at_least=0,
-        at_most=4096,
+        Range(0, 4096),
         metavar="N,N,...",
         derived="the cheapest with --cluster, else the launcher's",
     )
@@ -171,29 +154,20 @@ class ParallelConfig:
     local_rank: int | None = option(
         None,
         "Local rank on the node. Set by the launcher.",
-        flags=("--local_rank", "--local-rank"),
-        at_least=0,
-        at_most=MOST_PROCESSES,
+        Range(0, MOST_PROCESSES),
+        flags="--local_rank --local-rank",
         one_start=True,
     )
     master_addr: str | None = option(
-        None,
-        "Address of rank 0. Set by the launcher.",
-        metavar="HOST",
-        one_start=True,
+        None, "Address of rank 0. Set by the launcher.", metavar="HOST", one_start=True
     )
     master_port: int | None = option(
-        None,
-        "Port of rank 0. Set by the launcher.",
-        at_least=1,
-        at_most=65535,
-        one_start=True,
+        None, "Port of rank 0. Set by the launcher.", Range(1, 65535), one_start=True
     )
     world_size: int = option(
         None,
         "Number of processes, for --print-config and --dry-run. Otherwise the launcher sets it.",
-        at_least=1,
-        at_most=MOST_PROCESSES,
+        PROCESSES,
         derived="set by the launcher, else tensor x pipeline x context-parallel size, or more for "
         "the experts",
         one_start=True,
@@ -256,8 +230,8 @@ class RecomputeConfig:
         None,
         "Recompute whole layers (full), or only the modules named by --recompute-modules "
         "(selective).",
-        choices=("full", "selective"),
-        flags=("--recompute-granularity", "--activations-checkpoint-granularity"),
+        choices="full selective",
+        flags="--recompute-granularity --activations-checkpoint-granularity",
         shortcuts={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
     )
     recompute_modules: tuple[str, ...] = option(
@@ -266,7 +240,7 @@ class RecomputeConfig:
         "scores), mlp_act (output of the activation function), layernorm (output of the norms). "
         "mlp_act and layernorm cost at most about 1 % of a step each. moe: whole layers of experts, "
         "with their messages; moe_act: output of the activation function of experts.",
-        choices=("core_attn", "mlp_act", "layernorm", "moe", "moe_act"),
+        choices="core_attn mlp_act layernorm moe moe_act",
         metavar="MODULE ...",
         derived="core_attn",
     )
@@ -274,25 +248,21 @@ class RecomputeConfig:
         None,
         "uniform: recompute groups of --recompute-num-layers layers. block: recompute that many "
         "layers at the start of each stage.",
-        choices=("uniform", "block"),
+        choices="uniform block",
         derived="uniform with --recompute-granularity full",
-        flags=("--recompute-method", "--activations-checkpoint-method"),
+        flags="--recompute-method --activations-checkpoint-method",
         implies={"--activations-checkpoint-method": {"recompute_granularity": "full"}},
     )
     recompute_num_layers: int = option(
         1,
         "Number of layers per recomputed group (uniform), or per stage (block).",
-        at_least=1,
-        at_most=MOST_LAYERS,
-        flags=(
-            "--recompute-num-layers",
-            "--checkpoint-num-layers",
-            "--activations-checkpoint-num-layers",
-        ),
+        LAYERS,
+        flags="--recompute-num-layers --checkpoint-num-layers --activations-checkpoint-num-layers",
     )
 
 
-_SHARD = dict(at_least=-1, at_most=MOST_PROCESSES, value_names={"world": 0, "node": -1})
+_SHARD = Range(-1, MOST_PROCESSES)
+_SHARD_NAMES = {"world": 0, "node": -1}
 
 
 @dataclass(frozen=True)
@@ -317,51 +287,44 @@ class EngineConfig:
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO stages 2 and 3 shard gradients "
         "and weights; other such groups have the same. world, 0: all; node, -1: those of a node.",
-        **_SHARD,
+        _SHARD,
+        value_names=_SHARD_NAMES,
     )
     zero_state_shard_size: int = option(
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO shards the optimizer state, a "
         "multiple of --zero-shard-size. world, 0: all; node, -1: those of a node.",
-        **_SHARD,
+        _SHARD,
+        value_names=_SHARD_NAMES,
     )
     cpu_offload: bool = option(
         False,
         "Keep the optimizer state (master weights, moments) in host memory. Each step streams it "
         "through the device, two buckets at a time.",
-        flags=(
-            "--cpu-offload",
-            "--cpu-optimizer",
-            "--optimizer-cpu-offload",
-            "--offload-optimizer-states",
-            "--chunked-optimizer-state-offload",
-        ),
+        flags="--cpu-offload --cpu-optimizer --optimizer-cpu-offload "
+        "--offload-optimizer-states --chunked-optimizer-state-offload",
     )
     overlap_grad_reduce: bool = option(
         True,
         "Reduce gradients over the data-parallel ranks while backward passes run.",
-        flags=("--overlap-grad-reduce",),
-        off_flags=("--no-overlap-grad-reduce",),
+        flags="--overlap-grad-reduce",
     )
     overlap_param_gather: bool = option(
         True,
         "Gather updated weights from the data-parallel ranks while forward passes run.",
-        flags=("--overlap-param-gather",),
-        off_flags=("--no-overlap-param-gather",),
+        flags="--overlap-param-gather",
     )
     zero_reduce_bucket_size: int = option(
         0,
         "Maximum number of elements per reduction or gather message. 0: 1M per data-parallel rank, "
         "at least 4M.",
-        at_least=0,
-        at_most=10**12,
-        flags=("--zero-reduce-bucket-size", "--ddp-bucket-size"),
+        Range(0, 10**12),
+        flags="--zero-reduce-bucket-size --ddp-bucket-size",
     )
     zero_allgather_bucket_size: int = option(
         50_000_000,
         "Number of elements per gather message.",
-        at_least=0,
-        at_most=10**12,
+        Range(0, 10**12),
         inert="weights are gathered in the buckets in which gradients are reduced",
     )
     deepspeed: bool = option(
@@ -370,11 +333,11 @@ class EngineConfig:
     deepspeed_config: str | None = option(
         None,
         "DeepSpeed JSON to merge into this configuration.",
-        flags=("--deepspeed_config", "--deepspeed-config"),
+        flags="--deepspeed_config --deepspeed-config",
         metavar="FILE",
     )
     extra: dict[str, object] = option(  # noqa: RUF009
-        dict, "Entries of the DeepSpeed JSON that are passed to the engine unchanged.", flags=()
+        dict, "Entries of the DeepSpeed JSON that are passed to the engine unchanged.", flags=""
     )
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.config.option import MOST_BATCH, MOST_TOKENS, Option
+from megatron.config.option import MOST_BATCH, MOST_TOKENS, Option, Range
 
 PHASED = ("lr_schedule", "weight_decay_schedule", "adam_beta1_schedule", "adam_beta2_schedule")
 """Settings that are schedules of phases."""
@@ -35,14 +35,13 @@ SHAPES = (
 )
 KINDS = ("hidden", "embedding", "output", "vector")
 """Kinds of parameters, of megatron.parallel.sharding.kind_of."""
-_MOST_CYCLES = 1000
 _NAMES: Mapping[str, Option] = {
-    "from": Option(kind=float, at_least=0, at_most=1000),
-    "to": Option(kind=float, at_least=0, at_most=1000),
-    "cycles": Option(kind=int, at_least=1, at_most=_MOST_CYCLES),
-    "factor": Option(kind=float, above=0, at_most=1000),
-    "amplitude": Option(kind=float, above=0, at_most=10**9),
-    "exponent": Option(kind=float, at_least=-10, below=0),
+    "from": Option(kind=float, limits=Range(0, 1000)),
+    "to": Option(kind=float, limits=Range(0, 1000)),
+    "cycles": Option(kind=int, limits=Range(1, 1000)),
+    "factor": Option(kind=float, limits=Range(above=0, at_most=1000)),
+    "amplitude": Option(kind=float, limits=Range(above=0)),
+    "exponent": Option(kind=float, limits=Range(-10, below=0)),
 }
 _THOUSANDS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:E\d{1,2})?)([KMBT]?)")
@@ -159,7 +158,7 @@ def norm_limits(words: Sequence[str] | None) -> dict[str, float]:
         if kind not in KINDS or kind in limits:
             raise ValueError(f"'{word}' is not KIND=NORM, each kind once: {', '.join(KINDS)}")
         try:
-            limits[kind] = float(Option(kind=float, above=0, at_most=10**9).parse([limit]))
+            limits[kind] = float(Option(kind=float, limits=Range(above=0)).parse([limit]))
         except ValueError as error:
             raise ValueError(f"'{word}': {error}") from None
     return limits

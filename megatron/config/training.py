@@ -5,14 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron.config.option import LEAST_NORMAL, MOST_BATCH, MOST_SAMPLES, MOST_TOKENS, option
+from megatron.config.option import (
+    BATCH,
+    COUNT,
+    LEAST_NORMAL,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    NATURAL,
+    SAMPLES,
+    SHARE,
+    TOKENS,
+    Range,
+    option,
+)
 
 # Squares of scaled gradients, summed for the global norm, then stay below fp32's 2**128 for
 # gradients up to 16.
 _MOST_SCALE = 2.0**60
-_IMPLEMENTATIONS = ("auto", "fused", "apex", "torch")
+_IMPLEMENTATIONS = "auto fused apex torch"
 _MOMENT: dict[str, Any] = dict(
-    choices=("fp32", "bf16"), value_names={"float32": "fp32", "bfloat16": "bf16"}
+    choices="fp32 bf16", value_names={"float32": "fp32", "bfloat16": "bf16"}
 )
 
 
@@ -22,22 +34,18 @@ class BatchConfig:
 
     title: ClassVar[str] = "batch and length of the run"
 
-    micro_batch_size: int = option(
-        None, "Micro-batch size, in samples.", at_least=1, at_most=MOST_BATCH
-    )
+    micro_batch_size: int = option(None, "Micro-batch size, in samples.", BATCH)
     global_batch_size: int = option(
         None,
         "Global batch size, in samples.",
-        at_least=1,
-        at_most=MOST_BATCH,
+        BATCH,
         derived="micro-batch-size x data-parallel size",
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
         "Batch size ramp-up: initial global batch size, increment, and number of samples over "
         "which it grows.",
-        at_least=1,
-        at_most=MOST_SAMPLES,
+        SAMPLES,
         metavar="START INCREMENT SAMPLES",
     )
     step_batch_size_schedule: str | None = option(
@@ -46,16 +54,13 @@ class BatchConfig:
         "one is --global-batch-size.",
         metavar="TOKENS:SAMPLES ...",
     )
-    train_iters: int | None = option(None, "Number of training iterations.", at_least=1)
-    train_samples: int | None = option(
-        None, "Number of training samples.", at_least=1, at_most=MOST_SAMPLES
-    )
+    train_iters: int | None = option(None, "Number of training iterations.", COUNT)
+    train_samples: int | None = option(None, "Number of training samples.", SAMPLES)
     train_tokens: int | None = option(
         None,
         "Number of training tokens. If --train-iters or --train-samples is given too, training "
         "ends at whichever comes first.",
-        at_least=1,
-        at_most=MOST_TOKENS,
+        TOKENS,
     )
     calculate_per_token_loss: bool = option(
         False, "Weight micro-batches by their number of unmasked tokens instead of equally."
@@ -72,62 +77,56 @@ class OptimizerConfig:
         "adam",
         "Optimizer. adam is AdamW (decoupled weight decay). muon orthogonalizes the updates of the "
         "layers' matrices; other parameters have AdamW.",
-        choices=("adam", "sgd", "lion", "muon"),
+        choices="adam sgd lion muon",
         value_names={
             **dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam"),
             "dist_muon": "muon",
         },
         hint="use --optimizer adam",
     )
-    lr: float = option(None, "Maximum learning rate.", above=0, at_most=1000)
-    min_lr: float = option(0.0, "Minimum learning rate.", at_least=0, at_most=1000)
+    lr: float = option(None, "Maximum learning rate.", Range(above=0, at_most=1000))
+    min_lr: float = option(0.0, "Minimum learning rate.", Range(0, 1000))
     lr_decay_style: str = option(
         "linear",
         "Learning rate decay. WSD is warmup-stable-decay.",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        choices="constant linear cosine inverse-square-root WSD",
         value_names={"warmup-stable-decay": "WSD"},
     )
     lr_decay_iters: int | None = option(
         None,
         "Number of iterations over which the learning rate decays.",
-        at_least=1,
+        COUNT,
         derived="train-iters",
     )
     lr_decay_samples: int | None = option(
         None,
         "Number of samples over which the learning rate decays.",
-        at_least=1,
-        at_most=MOST_SAMPLES,
+        SAMPLES,
         derived="train-samples",
     )
     lr_decay_tokens: int | None = option(
         None,
         "Number of tokens over which the learning rate decays.",
-        at_least=1,
-        at_most=MOST_TOKENS,
+        TOKENS,
         derived="train-tokens",
     )
     lr_warmup_fraction: float | None = option(
-        None, "Warm-up as a fraction of the decay length.", at_least=0, below=1
+        None, "Warm-up as a fraction of the decay length.", SHARE
     )
-    lr_warmup_iters: int = option(0, "Number of warm-up iterations.", at_least=0)
-    lr_warmup_samples: int = option(
-        0, "Number of warm-up samples.", at_least=0, at_most=MOST_SAMPLES
-    )
-    lr_warmup_tokens: int | None = option(
-        None, "Number of warm-up tokens.", at_least=0, at_most=MOST_TOKENS
-    )
+    lr_warmup_iters: int = option(0, "Number of warm-up iterations.", NATURAL)
+    lr_warmup_samples: int = option(0, "Number of warm-up samples.", Range(0, MOST_SAMPLES))
+    lr_warmup_tokens: int | None = option(None, "Number of warm-up tokens.", Range(0, MOST_TOKENS))
     lr_wsd_decay_style: str = option(
         "exponential",
         "Shape of the final WSD decay.",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        choices="exponential linear cosine minus_sqrt",
         value_names={"1-sqrt": "minus_sqrt"},
     )
     lr_wsd_decay_iters: int | None = option(
-        None, "Length of the final WSD decay in iterations.", at_least=1
+        None, "Length of the final WSD decay in iterations.", COUNT
     )
     lr_wsd_decay_samples: int | None = option(
-        None, "Length of the final WSD decay in samples.", at_least=1, at_most=MOST_SAMPLES
+        None, "Length of the final WSD decay in samples.", SAMPLES
     )
     lr_schedule: str | None = option(
         None,
@@ -135,17 +134,17 @@ class OptimizerConfig:
         "constant 80%, cosine'. See docs/schedules.md.",
         metavar="PHASES",
     )
-    weight_decay: float = option(0.01, "Weight decay.", at_least=0, at_most=1000)
+    weight_decay: float = option(0.01, "Weight decay.", Range(0, 1000))
     start_weight_decay: float = option(
-        None, "Initial weight decay.", at_least=0, at_most=1000, derived="weight-decay"
+        None, "Initial weight decay.", Range(0, 1000), derived="weight-decay"
     )
     end_weight_decay: float = option(
-        None, "Final weight decay.", at_least=0, at_most=1000, derived="weight-decay"
+        None, "Final weight decay.", Range(0, 1000), derived="weight-decay"
     )
     weight_decay_incr_style: str = option(
         "constant",
         "How weight decay changes from its initial to its final value.",
-        choices=("constant", "linear", "cosine"),
+        choices="constant linear cosine",
     )
     weight_decay_schedule: str | None = option(
         None,
@@ -156,9 +155,9 @@ class OptimizerConfig:
         dict,
         "The settings that the schedules follow, where --use-checkpoint-opt_param-scheduler took "
         "them from a checkpoint.",
-        flags=(),
+        flags="",
     )
-    clip_grad: float = option(1.0, "Maximum global gradient norm. 0: no clipping.", at_least=0)
+    clip_grad: float = option(1.0, "Maximum global gradient norm. 0: no clipping.", NATURAL)
     clip_grad_by_kind: tuple[str, ...] | None = option(
         None,
         "Maximum norms of the gradients of some kinds of parameters: embedding (of tokens and "
@@ -166,8 +165,8 @@ class OptimizerConfig:
         "clipped first; --clip-grad holds for the norm of the result.",
         metavar="KIND=NORM ...",
     )
-    adam_beta1: float = option(0.9, "Adam beta1.", at_least=0, below=1)
-    adam_beta2: float = option(0.999, "Adam beta2.", at_least=0, below=1)
+    adam_beta1: float = option(0.9, "Adam beta1.", SHARE)
+    adam_beta2: float = option(0.999, "Adam beta2.", SHARE)
     adam_beta1_schedule: str | None = option(
         None, "Adam beta1 by phases, from --adam-beta1.", metavar="PHASES"
     )
@@ -176,7 +175,7 @@ class OptimizerConfig:
         "Adam beta2 by phases, from --adam-beta2: 'constant 1000, linear 5000 to 0.99'.",
         metavar="PHASES",
     )
-    adam_eps: float = option(1e-8, "Adam epsilon.", at_least=LEAST_NORMAL, at_most=1)
+    adam_eps: float = option(1e-8, "Adam epsilon.", Range(LEAST_NORMAL, 1))
     exp_avg_dtype: str = option(
         "fp32",
         "Type of AdamW's first moment. bf16 saves 2 bytes per parameter; it is rounded "
@@ -184,60 +183,53 @@ class OptimizerConfig:
         **_MOMENT,
     )
     exp_avg_sq_dtype: str = option("fp32", "The same for AdamW's second moment.", **_MOMENT)
-    sgd_momentum: float = option(0.9, "SGD momentum.", at_least=0, below=1)
+    sgd_momentum: float = option(0.9, "SGD momentum.", SHARE)
     ema_decay: float | None = option(
         None,
         "Keep an exponential moving average of the weights with this decay, as an fp32 tensor "
         "beside the optimizer's state. It is saved and loaded with that. Unset: off.",
-        at_least=0,
-        below=1,
+        SHARE,
     )
     ema_warmup: bool = option(
         False, "Use the decay min(--ema-decay, (1 + n) / (10 + n)) after n steps."
     )
     ema_interval: int = option(
-        1, "Number of steps between updates of the average of the weights.", at_least=1
+        1, "Number of steps between updates of the average of the weights.", COUNT
     )
-    lion_beta1: float = option(0.95, "Share of the momentum in Lion's update.", at_least=0, below=1)
-    lion_beta2: float = option(0.98, "Decay of Lion's momentum.", at_least=0, below=1)
-    muon_momentum: float = option(0.9, "Muon momentum.", at_least=0, below=1)
+    lion_beta1: float = option(0.95, "Share of the momentum in Lion's update.", SHARE)
+    lion_beta2: float = option(0.98, "Decay of Lion's momentum.", SHARE)
+    muon_momentum: float = option(0.9, "Muon momentum.", SHARE)
     muon_nesterov: bool = option(
-        False,
-        "Nesterov momentum in Muon.",
-        flags=("--muon-nesterov", "--muon-use-nesterov"),
+        False, "Nesterov momentum in Muon.", flags="--muon-nesterov --muon-use-nesterov"
     )
     muon_split_qkv: bool = option(
         True,
         "Orthogonalize the fused query, key and value matrix as three matrices.",
-        flags=(),
-        off_flags=("--muon-no-split-qkv",),
+        off_flags="--muon-no-split-qkv",
     )
     muon_scale_mode: str = option(
         "spectral",
         "Factor of Muon's update of a matrix [out, in]. spectral: sqrt(max(out, in)). "
         "shape_scaling: sqrt(max(1, out/in)). unit_rms_norm: sqrt(out/in).",
-        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        choices="spectral unit_rms_norm shape_scaling",
     )
     muon_extra_scale_factor: float = option(
         1.0,
         "Further factor of Muon's update. With spectral, 0.2 gives it the size of Adam's.",
-        above=0,
-        at_most=1000,
+        Range(above=0, at_most=1000),
     )
-    muon_num_ns_steps: int = option(
-        5, "Number of Muon's Newton-Schulz steps.", at_least=1, at_most=100
-    )
+    muon_num_ns_steps: int = option(5, "Number of Muon's Newton-Schulz steps.", Range(1, 100))
     muon_coefficient_type: str = option(
         "quintic",
         "Coefficients of the Newton-Schulz steps. simple: the same in all. quintic: of 5 steps, "
         "repeated. polar_express: of 8 steps, the last repeated.",
-        choices=("simple", "quintic", "polar_express"),
+        choices="simple quintic polar_express",
     )
     muon_fp32_matmul_prec: str = option(
         "medium",
         "Precision of the Newton-Schulz products and of messages of updates. medium: bf16. high: "
         "fp32.",
-        choices=("medium", "high"),
+        choices="medium high",
     )
     qk_clip: bool = option(
         False,
@@ -247,11 +239,10 @@ class OptimizerConfig:
     qk_clip_alpha: float = option(
         0.5,
         "Share of the queries in QK-clip: eta^alpha, and eta^(1-alpha) for keys.",
-        above=0,
-        below=1,
+        Range(above=0, below=1),
     )
     qk_clip_threshold: float = option(
-        100.0, "Largest attention logit without QK-clip.", above=0, at_most=1e9
+        100.0, "Largest attention logit without QK-clip.", Range(above=0, at_most=1e9)
     )
 
 
@@ -266,26 +257,22 @@ class PrecisionConfig:
     loss_scale: float | None = option(
         None,
         "Static fp16 loss scale. Unset or 0: dynamic.",
-        at_least=0,
-        at_most=_MOST_SCALE,
+        Range(0, _MOST_SCALE),
         derived="dynamic",
     )
     initial_loss_scale: float = option(
-        2.0**32, "Initial dynamic loss scale.", at_least=1 / _MOST_SCALE, at_most=_MOST_SCALE
+        2.0**32, "Initial dynamic loss scale.", Range(1 / _MOST_SCALE, _MOST_SCALE)
     )
     min_loss_scale: float = option(
         1.0,
         "Minimum dynamic loss scale.",
-        at_least=1 / _MOST_SCALE,
-        at_most=_MOST_SCALE,
-        flags=("--min-loss-scale", "--min-scale"),
+        Range(1 / _MOST_SCALE, _MOST_SCALE),
+        flags="--min-loss-scale --min-scale",
     )
     loss_scale_window: int = option(
-        1000, "Number of steps without overflow after which the loss scale is doubled.", at_least=1
+        1000, "Number of steps without overflow after which the loss scale is doubled.", COUNT
     )
-    hysteresis: int = option(
-        2, "Number of overflows after which the loss scale is halved.", at_least=1
-    )
+    hysteresis: int = option(2, "Number of overflows after which the loss scale is halved.", COUNT)
     fp16_lm_cross_entropy: bool = option(
         False,
         "Compute the cross entropy in fp16.",
@@ -295,7 +282,7 @@ class PrecisionConfig:
         "fp32",
         "Type in which gradients are accumulated and reduced. bf16 (only with --bf16) saves 2 "
         "bytes per parameter and half of the communication, and rounds every sum.",
-        choices=("fp32", "bf16"),
+        choices="fp32 bf16",
         value_names={"float32": "fp32", "bfloat16": "bf16"},
         shortcuts={"--grad-reduce-in-bf16": "bf16", "--accumulate-allreduce-grads-in-fp32": "fp32"},
     )
@@ -331,14 +318,8 @@ class KernelConfig:
         False,
         "Use flash-attn where it is installed and supports the device.",
         inert="--attention-backend auto uses flash-attn wherever it runs",
-        flags=(
-            "--use-flash-attn",
-            "--use-flash-attn-v2",
-            "--use-flash-attn-triton",
-            "--use-flash-attn-v1",
-            "--use-flash-attn-builder",
-        ),
-        off_flags=("--no-use-flash-attn",),
+        flags="--use-flash-attn --use-flash-attn-v2 --use-flash-attn-triton "
+        "--use-flash-attn-v1 --use-flash-attn-builder",
     )
     attention_backend: str = option(
         "auto",
@@ -346,7 +327,7 @@ class KernelConfig:
         "faster (on a CPU, but no ring: bf16, and fp32 up to 512 tokens); else torch's. "
         "flash: flash-attn, else torch's. fused: torch's. blocked: matrix products over blocks of "
         "queries, without storing scores. unfused, local: explicit softmax(q k^T) v.",
-        choices=("auto", "flash", "fused", "blocked", "unfused", "local"),
+        choices="auto flash fused blocked unfused local",
     )
     cuda_graph_impl: str | None = option(
         None,
@@ -356,67 +337,52 @@ class KernelConfig:
         "Megatron's scripts, is local. Not with attention dropout unless --attention-backend is "
         "blocked or unfused, nor with experts, separated documents, ring attention, ZeRO 2 and 3, "
         "layers or models of your own.",
-        choices=("local",),
+        choices="local",
         value_names={"transformer_engine": "local"},
         shortcuts={"--enable-cuda-graph": "local", "--external-cuda-graph": "local"},
     )
     cuda_graph_warmup_steps: int = option(
-        3, "Steps after each start that run eagerly before --cuda-graph-impl records.", at_least=1
+        3, "Steps after each start that run eagerly before --cuda-graph-impl records.", COUNT
     )
     masked_softmax_fusion: bool = option(
         True,
         "Fuse scale, mask and softmax of --attention-backend unfused.",
-        flags=(),
-        off_flags=("--no-masked-softmax-fusion", "--no-scaled-masked-softmax-fusion"),
+        off_flags="--no-masked-softmax-fusion --no-scaled-masked-softmax-fusion",
     )
     bias_gelu_fusion: bool = option(
         True,
         "Fuse bias and activation (tanh GELU, SwiGLU, squared ReLU).",
-        flags=(),
         shortcuts={"--bias-swiglu-fusion": True},
-        off_flags=("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
+        off_flags="--no-bias-gelu-fusion --no-bias-swiglu-fusion",
     )
     bias_dropout_fusion: bool = option(
-        True,
-        "Fuse bias, dropout and residual. Changes the dropout masks.",
-        flags=(),
-        off_flags=("--no-bias-dropout-fusion",),
+        True, "Fuse bias, dropout and residual. Changes the dropout masks."
     )
     gradient_accumulation_fusion: bool = option(
-        True,
-        "Accumulate weight gradients into the fp32 sum inside the matrix product.",
-        flags=(),
-        off_flags=("--no-gradient-accumulation-fusion",),
+        True, "Accumulate weight gradients into the fp32 sum inside the matrix product."
     )
     persist_layer_norm: bool = option(
         True,
         "Fuse the norm with the residual sum before it.",
-        flags=(),
-        off_flags=("--no-persist-layer-norm", "--no-layer-norm-fusion"),
+        off_flags="--no-persist-layer-norm --no-layer-norm-fusion",
     )
     rope_fusion: bool = option(
         True,
         "Fuse RoPE with reading the QKV projection.",
-        flags=(),
         shortcuts={"--apply-rope-fusion": True},
-        off_flags=("--no-rope-fusion", "--disable-te-fused-rope"),
+        off_flags="--no-rope-fusion --disable-te-fused-rope",
     )
     cross_entropy_loss_fusion: bool = option(
-        True,
-        "Fuse the cross entropy. The fused kernel needs no copy of the logits.",
-        flags=(),
-        off_flags=("--no-cross-entropy-loss-fusion",),
+        True, "Fuse the cross entropy. The fused kernel needs no copy of the logits."
     )
     moe_permute_fusion: bool = option(
         True,
         "Fuse the permutation of tokens to their experts, and the weighted sum on the way back.",
-        flags=(),
-        off_flags=("--no-moe-permute-fusion",),
     )
     cross_entropy_chunk_tokens: int | None = option(
         None,
         "Number of tokens whose logits are held in memory at a time. 0: a whole micro-batch.",
-        at_least=0,
+        NATURAL,
         derived="512 on a CPU, 4096 on a GPU",
     )
     norm_implementation: str = option(
@@ -441,7 +407,7 @@ class TrainingConfig:
     title: ClassVar[str] = "training loop"
 
     seed: int = option(
-        1234, "Random seed for weights, data order and dropout.", at_least=0, at_most=2**32 - 1
+        1234, "Random seed for weights, data order and dropout.", Range(0, 2**32 - 1)
     )
     deterministic_mode: bool = option(
         False,
@@ -451,8 +417,7 @@ class TrainingConfig:
     eval_iters: int = option(
         100,
         "Number of iterations per evaluation. 0: no evaluation.",
-        at_least=0,
-        at_most=10**6,
+        Range(0, 10**6),
         value_names={"-1": 0},
         hint="below 1 there is no evaluation, as in Megatron; to use all validation data, give its "
         "number of global batches",
@@ -466,22 +431,19 @@ class TrainingConfig:
         "'answer', or with 'context' and 'ending'.",
         metavar="FILE ...",
     )
-    eval_interval: int = option(1000, "Number of iterations between evaluations.", at_least=1)
+    eval_interval: int = option(1000, "Number of iterations between evaluations.", COUNT)
     eval_at_start: bool = option(
         False,
         "Also evaluate before the first step of a run that starts at iteration 0.",
-        flags=("--eval-at-start", "--eval-first"),
+        flags="--eval-at-start --eval-first",
     )
     exit_interval: int | None = option(
-        None,
-        "Exit after an iteration that is a multiple of N. 0: never.",
-        at_least=0,
-        one_start=True,
+        None, "Exit after an iteration that is a multiple of N. 0: never.", NATURAL, one_start=True
     )
     exit_duration_in_mins: float | None = option(
         None,
         "Save and exit within this many minutes from the start of the program.",
-        above=0,
+        Range(above=0),
         metavar="MINUTES",
         one_start=True,
     )
@@ -508,25 +470,25 @@ class TrainingConfig:
         None,
         "Exit with an error after N consecutive steps with non-finite loss or gradients, or without "
         "a token in the loss. 0: never.",
-        at_least=0,
+        NATURAL,
         derived="10, or 100 in fp16",
     )
     loss_spike_factor: float | None = option(
         None,
         "If a step's loss is not finite or exceeds this factor times the median of recent steps, "
         "roll back to the last good checkpoint and skip the samples of the step. Unset: off.",
-        above=1,
+        Range(above=1),
         metavar="FACTOR",
     )
     loss_spike_window: int = option(
-        100, "Number of steps in the median of --loss-spike-factor.", at_least=2, at_most=10**5
+        100, "Number of steps in the median of --loss-spike-factor.", Range(2, 10**5)
     )
     hang_timeout: float = option(
         300.0,
         "If a rank makes no progress for this many seconds, the job reports which rank waits for "
         "which, and exits. 0: never. For the first step and evaluation batch, at least 0.9 of "
         "--distributed-timeout-minutes.",
-        at_least=0,
+        NATURAL,
         metavar="SECONDS",
     )
     check_weight_hash_across_dp_replicas_interval: int | None = option(
@@ -534,20 +496,17 @@ class TrainingConfig:
         "Number of steps between checks that replicated weights are identical (data-parallel "
         "copies, weights not sharded over tensor-parallel ranks, tied embeddings). They are also "
         "checked after the first step and before every save.",
-        at_least=1,
+        COUNT,
     )
     skip_train: bool = option(False, "Evaluate only.", one_start=True)
     allocator_tuning: bool = option(
-        True,
-        "Let malloc keep the freed memory of a step for the next step (CPU only).",
-        flags=(),
-        off_flags=("--no-allocator-tuning",),
+        True, "Let malloc keep the freed memory of a step for the next step (CPU only)."
     )
     kill_switch_file: str | None = option(
         None,
         "Save and exit once this file exists.",
         metavar="FILE",
-        flags=("--kill-switch-file", "--kill-switch-path"),
+        flags="--kill-switch-file --kill-switch-path",
         one_start=True,
     )
     manual_gc: bool = option(
@@ -556,5 +515,5 @@ class TrainingConfig:
     manual_gc_interval: int = option(
         0,
         "Number of iterations between garbage collections. 0: only at evaluation and saving.",
-        at_least=0,
+        NATURAL,
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.option import MOST, Option
+from megatron.config.option import COUNT, NATURAL, Option, Range
 from megatron.config.parallel import even_counts
 from megatron.config.settings import Settings, all_options
 from megatron.errors import ConfigError
@@ -76,7 +76,7 @@ def meaning(written: str, values: Mapping[str, Any]) -> str:
 
 
 _TEXT = Option()
-_COUNT = Option(kind=int, at_least=1, at_most=MOST)
+_COUNT = Option(kind=int, limits=COUNT)
 
 
 def _head_type(words: list[str]) -> dict[str, object]:
@@ -92,7 +92,7 @@ def _gated_activation(words: list[str]) -> dict[str, object]:
 
 
 def _interpolation(words: list[str]) -> dict[str, object]:
-    factor = Option(kind=float, at_least=1, at_most=1e6).parse(words)
+    factor = Option(kind=float, limits=Range(1, 1e6)).parse(words)
     return {} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": factor}
 
 
@@ -117,7 +117,7 @@ def _sharding(words: list[str]) -> dict[str, object]:
 
 
 def _step(words: list[str]) -> dict[str, object]:
-    number = Option(kind=int, at_least=0, at_most=MOST).parse(words)
+    number = Option(kind=int, limits=NATURAL).parse(words)
     return {"load_tag": str(number)} if number else {}  # Megatron-LM takes 0 as none
 
 
