@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from megatron.errors import LaunchError
+from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.topology import Group, Topology, compress_ranks, neighbours
 
 T = TypeVar("T")
@@ -24,29 +26,22 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@dataclass(slots=True)
 class Started:
     """A work handle of a collective in progress, which records the wait for it.
 
-    Without `work`, the handle of a collective that had nothing to do.
+    Without `work`, the handle of a collective that had nothing to do. `enter` begins the record.
     """
 
-    def __init__(
-        self,
-        work: dist.Work | None = None,
-        group: Group | None = None,
-        sequence: int = 0,
-        *call: Any,
-    ) -> None:
-        self._work = work
-        self._group = group
-        self._sequence = sequence
-        self._call = call
+    work: dist.Work | None = None
+    flight: FlightRecorder | None = None
+    enter: Callable[[], object] = bool
 
     def wait(self) -> None:
-        if self._group is not None and self._work is not None:
-            self._group.flight.enter(*self._call, sequence=self._sequence)
-            self._work.wait()
-            self._group.flight.leave()
+        if self.work is not None and self.flight is not None:
+            self.enter()
+            self.work.wait()
+            self.flight.leave()
 
 
 DONE = Started()
@@ -62,11 +57,12 @@ def start(
     **kwargs: Any,
 ) -> Started:
     """Start the collective `call` over `group` with torch's `function`; return the work handle."""
-    entry = call, group.kind, size_bytes, x.is_cpu
-    sequence = group.flight.enter(*entry)
+    flight = group.flight
+    enter = partial(flight.enter, call, group.kind, size_bytes, x.is_cpu)
+    sequence = enter()
     work = function(x, *args, group=group.handle, async_op=True, **kwargs)
-    group.flight.leave()
-    return Started(work, group, sequence, *entry)
+    flight.leave()
+    return Started(work, flight, partial(enter, sequence=sequence))
 
 
 def all_reduce_async(
@@ -143,7 +139,7 @@ def all_to_all_async(
     if group.size == 1:
         return x, DONE
     found = x.new_empty((sum(received), *x.shape[1:]))
-    size = (len(x) - sent[group.rank]) * x[:1].nbytes if len(x) else 0
+    size = (len(x) - sent[group.rank]) * x[:1].nbytes
     splits = list(received), list(sent)
     every = dist.all_to_all_single
     return found, start(b"all_to_all", group, size, every, found, x.contiguous(), *splits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config.parallel import RANK_ORDERS
@@ -51,18 +51,9 @@ class Sizes:
     @classmethod
     def of(cls, config: Config, rank_order: str | None = None, ranks_per_node: int = 1) -> Sizes:
         """Return the sizes of a configuration, with this rank order or its own."""
-        parallel = config.parallel
-        return cls(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_ranks_per_node=parallel.expert_ranks_per_node,
-            zero_shard_size=config.engine.zero_shard_size,
-            zero_state_shard_size=config.engine.zero_state_shard_size,
-            rank_order=rank_order or parallel.rank_order,
-            ranks_per_node=ranks_per_node,
-        )
+        settings = [field.name for field in fields(cls) if field.name != "ranks_per_node"]
+        sizes = cls(**{name: config.get(name) for name in settings}, ranks_per_node=ranks_per_node)
+        return replace(sizes, rank_order=rank_order or sizes.rank_order)
 
 
 @dataclass(frozen=True)

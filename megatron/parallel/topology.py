@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -128,8 +129,12 @@ class _Groups:
     all_ranks: ProcessGroup | None
     flight: FlightRecorder
 
-    def make(self, kind: str) -> Group:
+    def make(self, kind: str, *known: Group) -> Group:
+        """Return the group of a kind: of those known the one of the same ranks, if any."""
         ranks = self.layout.ranks(kind, self.rank)
+        for group in known:
+            if len(group.ranks) == len(ranks) and all(map(operator.eq, group.ranks, ranks)):
+                return group
         handle = None
         if self.new_group is not None and len(ranks) == self.layout.world_size > 1:
             handle = self.all_ranks = self.all_ranks or self.new_group(ranks)
@@ -155,9 +160,7 @@ class _Groups:
         """Divide a line; parts that are the same ranks are one group."""
         known = [line]
         for part in fields(Shards):
-            kind = f"{line.kind}.{part.name}"
-            same = [one for one in known if one.ranks == self.layout.ranks(kind, self.rank)]
-            known.append(same[0] if same else self.make(kind))
+            known.append(self.make(f"{line.kind}.{part.name}", *known))
         return Shards(*known[1:])
 
 
@@ -295,49 +298,32 @@ class Topology:
 
         p = layout.coordinates(rank)[2]
         groups = _Groups(layout, rank, new_group, all_ranks, flight or FlightRecorder())
-        group = groups.make
-        shards = groups.shards
         # All members create their groups in this order, so that overlapping groups form without
         # deadlock.
-        world = group("world")
-        tensor = group("tensor")
-        data = group("data")
-        pipeline = group("pipeline")
-        of_model = layout.ranks("model", rank)
-        same = [line for line in (pipeline, tensor) if tuple(line.ranks) == of_model]
-        model = same[0] if same else group("model")
+        made = {kind: groups.make(kind) for kind in ("world", "tensor", "data", "pipeline")}
+        pipeline = made["pipeline"]
+        made["model"] = groups.make("model", pipeline, made["tensor"])
         embedding = None
         if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
-            embedding = pipeline if layout.pipeline == 2 else group("embedding")
+            embedding = groups.make("embedding", pipeline)
         elif tied_embeddings and layout.pipeline > 2 and new_group is not None:
             # torch names a group by its ranks and the number of groups that this one knows. Members
             # of the next group, perhaps of another topology, must know as many.
             new_group((rank,))
-        context = group("context")
-        expert = group("expert")
-        expert_data = data if layout.expert == 1 else group("expert_data")
-        of_data = shards(data)
-        of_experts = of_data if layout.expert == 1 else shards(expert_data)
-        between = group("expert_between")
-        within = group("expert_within")
+        made |= {kind: groups.make(kind) for kind in ("context", "expert")}
+        made["expert_data"] = groups.make("expert_data", made["data"])
+        shards = groups.shards(made["data"])
+        expert_shards = shards if layout.expert == 1 else groups.shards(made["expert_data"])
+        made |= {kind: groups.make(kind) for kind in ("expert_between", "expert_within")}
         groups.pair(pipeline)
         return cls(
             layout=layout,
             rank=rank,
-            world=world,
-            tensor=tensor,
-            data=data,
-            pipeline=pipeline,
-            model=model,
             embedding=embedding,
             device=device or torch.device("cpu"),
-            context=context,
-            expert=expert,
-            expert_data=expert_data,
-            expert_between=between,
-            expert_within=within,
-            shards=of_data,
-            expert_shards=of_experts,
+            shards=shards,
+            expert_shards=expert_shards,
+            **made,
         )
 
     def describe(self, places: Sequence[str] = ()) -> str:
@@ -354,14 +340,8 @@ class Topology:
         line = f" layout: {layout.world_size} ranks = {layout}, rank order {layout.order}"
         if layout.world_size == 1:
             return line
-        parts = [name for name in ("context", "expert") if getattr(layout, name) > 1]
-        more = "".join(
-            f"\n   first {f'{name}-parallel group:':<25}{show(layout.ranks(name, 0))}"
-            for name in parts
-        )
-        return (
-            f"{line}\n   first tensor-parallel group:   {show(layout.ranks('tensor', 0))}"
-            f"\n   first pipeline-parallel group: {show(layout.ranks('pipeline', 0))}"
-            f"\n   first data-parallel group:     "
-            f"{show(layout.ranks('data', 0)[:: layout.context])}{more}"
-        )
+        kinds = [name for name in ("context", "expert") if getattr(layout, name) > 1]
+        for kind in ("tensor", "pipeline", "data", *kinds):
+            ranks = layout.ranks(kind, 0)[:: layout.context if kind == "data" else 1]
+            line += f"\n   first {f'{kind}-parallel group:':<25}{show(ranks)}"
+        return line

@@ -26,9 +26,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.config import Config
 from megatron.model.formulas import ring_bytes
@@ -66,6 +67,12 @@ class Placement:
     cluster: Cluster
     layout: Layout
     device_order: tuple[int, ...]
+
+    @property
+    def chosen_devices(self) -> tuple[int, ...]:
+        """Device order; empty on a part of a node, which has no devices to choose from."""
+        whole = len(self.device_order) == self.cluster.devices_per_node
+        return self.device_order if whole else ()
 
     def place(self, rank: int) -> tuple[int, int]:
         """Return the node and the device of a rank."""
@@ -110,18 +117,6 @@ class Channels:
             self._seconds[key] = self._timed(kind, n_bytes, self.lanes[group])
         return self._seconds[key]
 
-    def tensor_s(self, kind: str, n_bytes: float) -> float:
-        """Time a collective of a tensor-parallel group over a tensor of n_bytes in all."""
-        return self.seconds(kind, n_bytes)
-
-    def data_s(self, kind: str, n_bytes: float) -> float:
-        """Time a collective of a data-parallel group, as tensor_s does."""
-        return self.seconds(kind, n_bytes, "data")
-
-    def tied_s(self, n_bytes: float) -> float:
-        """Time the all-reduce of a tied embedding's gradients, n_bytes on first and last stage."""
-        return self.seconds("all_reduce", n_bytes, "ends")
-
     def _timed(self, kind: str, n_bytes: float, group: Group) -> float:
         if group.ranks == 1:
             return 0.0
@@ -135,22 +130,21 @@ class Channels:
         start = self._latency("collective_start_s")
         within = self._latency("hop_within_s")
         between = self._latency("hop_between_s") if group.nodes > 1 else 0.0
-        if kind == "ring":
-            return start + (between or within) + n_bytes / (rate.gb_per_s * 1e9)
         of_node = math.ceil(group.ranks / group.nodes)
-        if kind == "all_to_all":
-            near = of_node - 1
-            far = group.ranks - of_node
-            latency = math.ceil(near / _AT_ONCE) * within + math.ceil(far / _AT_ONCE) * between
-            return start + latency + ring_bytes(n_bytes, group.ranks, kind) / (rate.gb_per_s * 1e9)
-        times = 2 if kind == "all_reduce" else 1
-        crossing = group.nodes - 1
-        latency = times * ((group.ranks - 1 - crossing) * within + crossing * between)
-        if kind == "all_reduce":
-            latency = min(
-                latency, 2 * ((of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between)
-            )
-        sent = n_bytes if kind == "reduce" else ring_bytes(n_bytes, group.ranks, kind)
+        chain = (group.ranks - group.nodes) * within + (group.nodes - 1) * between
+        if kind == "ring":
+            latency = between or within
+        elif kind == "all_to_all":
+            near = math.ceil((of_node - 1) / _AT_ONCE)
+            latency = near * within + math.ceil((group.ranks - of_node) / _AT_ONCE) * between
+        elif kind == "all_reduce":
+            tree = (of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between
+            latency = 2 * min(chain, tree)
+        else:
+            latency = chain
+        sent = n_bytes
+        if kind not in ("ring", "reduce"):
+            sent = ring_bytes(n_bytes, group.ranks, kind)
         return start + latency + sent / (rate.gb_per_s * 1e9)
 
     def boundary(self, sender: int, forward: bool, n_bytes: float) -> tuple[float, float]:
@@ -161,8 +155,10 @@ class Channels:
         are neighbours.
         """
         edge = sender if forward else (sender - 1) % self.placement.layout.pipeline
-        worst = max(self._message(*ends, n_bytes) for ends in self.boundaries[edge].items())
-        return worst[1], worst[0] - worst[1]
+        total, occupied = max(
+            self._message(*ends, n_bytes) for ends in self.boundaries[edge].items()
+        )
+        return occupied, total - occupied
 
     def _message(self, within: bool, per_byte: float, n_bytes: float) -> tuple[float, float]:
         """Return the seconds from sending to arrival, and how many of them occupy the link."""
@@ -323,7 +319,9 @@ def groups_on_nodes(
 
 
 @functools.lru_cache(maxsize=1024)
-def _messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[Any], set[Any]]:
+def _messages_on_nodes(
+    layout: Layout, devices: int, wraps: bool
+) -> tuple[set[tuple[int, ...]], set[tuple[int, int, int]]]:
     """Find the distinct kinds of nodes and of messages to the next stage, over all ranks.
 
     nodes     for each kind of node and each position: the destination of its message and the source
@@ -337,7 +335,7 @@ def _messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[A
     stage = ranks // stride % size
     node = ranks // devices
 
-    def places(step: int, end: int) -> Any:
+    def places(step: int, end: int) -> npt.NDArray[np.int64]:
         """Locate the neighbours one `step` further; the `end` of the pipeline wraps around."""
         found = ranks + np.where(stage == end, -step * (size - 1), step)
         place = np.where(found // devices == node, found % devices, _AWAY)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import re
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
+from megatron.config.settings_file import written
 from megatron.errors import ConfigError
 from megatron.planner.compute import COLUMNS, Figure, is_time
 from megatron.untrusted import read_toml, write_text
@@ -34,7 +35,8 @@ CLUSTERS = Path(__file__).with_name("clusters")
 
 GIB = 2**30
 _MOST_BYTES = 1 << 22  # of a file: measured ones have about ten thousand
-_MOST_COUNT, _MOST = 10**7, 1e30  # nodes, devices, cores; seconds, TFLOP/s, GB/s
+_MOST_COUNT = 10**7  # nodes, devices, cores
+_MOST = 1e30  # seconds, TFLOP/s, GB/s
 
 Whole = Annotated[int, Strict(), Field(ge=0, le=_MOST_COUNT)]
 Count = Annotated[int, Strict(), Field(gt=0, le=_MOST_COUNT)]
@@ -46,7 +48,7 @@ def at(key: str, default: Any = dataclasses.MISSING) -> Any:
     """Declare a field under `key` ("table.name") of the file; required without a default."""
     metadata = {"key": key, "default": default}
     if isinstance(default, dict):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+        return dataclasses.field(default_factory=dict, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -367,16 +369,15 @@ def _for_a_peak_of_one() -> dict[str, Figure]:
 
 def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
     """Return assumed figures for a machine with only its peak TFLOP/s by dtype known."""
-    found = {}
     largest = max(peak_tflops.values(), default=100.0)
+    figures = {}
     for name, figure in _for_a_peak_of_one().items():
-        kind, _, dtype = name.partition(".")
-        if kind in ("products", "attention"):
-            if peak := peak_tflops.get(dtype.partition(".")[0]):
-                found[name] = figure.scaled(peak)
-        else:
-            found[name] = figure if is_time(name) else figure.scaled(largest)
-    return found
+        peak = 1.0 if is_time(name) else largest
+        if name.startswith(("products", "attention")):
+            peak = peak_tflops.get(name.split(".")[1], 0.0)
+        if peak:
+            figures[name] = figure.scaled(peak)
+    return figures
 
 
 def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
@@ -437,58 +438,51 @@ def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
         tables[f"compute.{name}"] = _facts_of(figure)
         if source_of(sources, name) != figure.source:
             sources[f"compute_{name.replace('.', '_')}"] = figure.source
-    for name, values in {**tables, "sources": sources}.items():
+    tables["sources"] = {**sources}
+    for name, values in tables.items():
         lines += ["", f"[{name}]"] if name else []
         lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
     write_text(path, "\n".join([*lines, ""]), choose="a writable path")
 
 
-def _facts_of(figure: Figure) -> dict[str, Any]:
+def _facts_of(figure: Figure) -> dict[str, object]:
     of_all = len(figure.points) == 1 and set(figure.points[0][:-1]) <= {1.0}
-    found: dict[str, Any] = {"value": figure.value} if of_all else {"points": figure.points}
-    found["basis"] = figure.basis
+    facts: dict[str, object] = {"value": figure.value} if of_all else {"points": figure.points}
+    facts["basis"] = figure.basis
     if (figure.low, figure.high) != (1.0, 1.0):
-        found["range"] = [figure.low, figure.high]
-    return found
+        facts["range"] = figure.low, figure.high
+    return facts
 
 
-def _tables_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
+def _tables_of(cluster: Cluster) -> dict[str, dict[str, object]]:
     """Return the fields by table ("" for none) and name, without None and empty ones."""
-    found: dict[str, dict[str, Any]] = {"": {}}
+    tables: dict[str, dict[str, object]] = {"": {}}
     for field in dataclasses.fields(cluster):
         table, _, name = field.metadata.get("key", "").rpartition(".")
         value = getattr(cluster, field.name)
         if not name or value in (None, {}):
             continue
         if not table and isinstance(value, Mapping):
-            found[name] = dict(value)
+            tables[name] = dict(value)
         else:
-            found.setdefault(table, {})[name] = value
-    return found
+            tables.setdefault(table, {})[name] = value
+    return tables
 
 
 def _key(name: str) -> str:
-    plain = name.replace("_", "").replace("-", "")
-    return name if plain.isascii() and plain.isalnum() else _value(name)
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else written(name)
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, str):
-        # A basic string of TOML is a JSON string, except that characters beyond 16 bits are not
-        # escaped as surrogate pairs, and that DEL is escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    """Return a value as TOML: a mapping and a tuple with names and defaults as inline tables."""
     if getattr(value, "_field_defaults", None):
         value = {name: item for name, item in value._asdict().items() if item is not None}
     if isinstance(value, Mapping):
         if any(isinstance(key, tuple) for key in value):
             return _value([(*key, item) for key, item in value.items()])
-        return (
-            "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
-        )
-    if isinstance(value, Iterable):
-        found = [_value(item) for item in value]
-        text = "[" + ", ".join(found) + "]"
-        return (
-            text if len(text) < 100 else "[\n" + "".join(f"    {item},\n" for item in found) + "]"
-        )
-    return repr(value)
+        return f"{{ {', '.join(f'{_key(key)} = {_value(item)}' for key, item in value.items())} }}"
+    if not isinstance(value, (list, tuple)):
+        return written(value)
+    items = [_value(item) for item in value]
+    text = f"[{', '.join(items)}]"
+    return text if len(text) < 100 else "[\n" + "".join(f"    {item},\n" for item in items) + "]"

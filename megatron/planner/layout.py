@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from megatron.config import Config
@@ -12,6 +12,11 @@ from megatron.config.settings import did_you_mean
 from megatron.errors import ConfigError
 
 MODULES = ("core_attn", "mlp_act", "layernorm")
+_SIZES = "world batch tp pp chunks schedule micro cp ep".split()
+
+Value = str | int | tuple[int, ...]
+Wanted = Mapping[str, tuple[Any, ...]]
+"""Values that are allowed, by dimension; what is not named may be anything."""
 
 
 class CandidateLayout(NamedTuple):
@@ -48,17 +53,7 @@ class CandidateLayout(NamedTuple):
     @property
     def sizes(self) -> CandidateLayout:
         """Return the dimensions that decide most of its time, with all switches at their defaults."""
-        return CandidateLayout(
-            world=self.world,
-            batch=self.batch,
-            tp=self.tp,
-            pp=self.pp,
-            chunks=self.chunks,
-            schedule=self.schedule,
-            micro=self.micro,
-            cp=self.cp,
-            ep=self.ep,
-        )
+        return CandidateLayout(**{name: getattr(self, name) for name in _SIZES})
 
     @property
     def gradient_ranks(self) -> int:
@@ -125,12 +120,9 @@ def candidate_of(config: Config) -> CandidateLayout:
     elif kind == "full":
         recompute = f"full:{again.recompute_method}:{again.recompute_num_layers}"
     plain = {d.field: config.get(d.setting) for d in DIMENSIONS if d.setting}
-    orders = {
-        "rank_order": parallel.rank_order or "",
-        "device_order": tuple(parallel.device_order or ()),
-    }
-    return CandidateLayout(
-        **plain | orders,
+    return CandidateLayout(**plain)._replace(
+        rank_order=parallel.rank_order or "",
+        device_order=tuple(parallel.device_order or ()),
         chunks=parallel.num_chunks,
         schedule=config.schedule_name,
         recompute=recompute,
@@ -172,16 +164,18 @@ class Dimension(NamedTuple):
     name: str
     field: str
     setting: str = ""
-    values: Mapping[str, Any] = {}
+    values: Mapping[str, Value] = {}
     words: str = "a number"
     pattern: str = r"0*[1-9]\d{,8}"
 
-    def value(self, layout: CandidateLayout, per_node: int) -> Any:
+    def value(self, layout: CandidateLayout, per_node: int) -> Value:
         """Return this dimension's value of a layout, on nodes of this many devices."""
-        found = getattr(layout, self.field)
-        return -(-found // per_node) if self.field == "world" else found
+        if self.field == "world":
+            return -(-layout.world // per_node)
+        value: Value = getattr(layout, self.field)
+        return value
 
-    def read(self, word: str) -> Any:
+    def read(self, word: str) -> Value:
         """Return the value of a word. Raises ValueError for an invalid word."""
         if word in self.values:
             return self.values[word]
@@ -191,11 +185,8 @@ class Dimension(NamedTuple):
             return -1 if word == "node" else 0
         if self.field == "recompute":
             kind, _, modules = word.partition(":")
-            return (
-                f"{kind}:{_in_order(modules.split('+'))}"
-                if kind == "selective" and modules
-                else word
-            )
+            selected = kind == "selective" and modules
+            return f"{kind}:{_in_order(modules.split('+'))}" if selected else word
         return int(word) if self.field != "device_order" else tuple(map(int, word.split("-")))
 
 
@@ -203,12 +194,11 @@ def _in_order(modules: Collection[str]) -> str:
     return "+".join(module for module in MODULES if module in modules)
 
 
-def _names(values: Iterable[Any]) -> dict[str, Any]:
-    return {str(value): value for value in values}
-
-
-_RANKS = "a number, node or world"
-_RANKS_PATTERN = r"node|world|0*[1-9]\d{,8}"
+_RANKS: tuple[Mapping[str, Value], str, str] = (
+    {},
+    "a number, node or world",
+    r"node|world|0*[1-9]\d{,8}",
+)
 _OFF_UNLESS_GIVEN = ("shard", "states", "offload")
 _SWITCH = {"on": True, "off": False}
 _ONE = f"(?:{'|'.join(MODULES)})"
@@ -222,13 +212,13 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("cp", "cp", "context_parallel_size"),
     Dimension("ep", "ep", "expert_model_parallel_size"),
     Dimension("chunks", "chunks"),
-    Dimension("schedule", "schedule", values=_names(SCHEDULES)),
+    Dimension("schedule", "schedule", values={name: name for name in SCHEDULES}),
     Dimension("mbs", "micro", "micro_batch_size"),
     Dimension("sp", "sp", "sequence_parallel", _SWITCH),
     Dimension("overlap", "overlap", "tp_comm_overlap", _SWITCH),
-    Dimension("zero", "zero", "zero_stage", _names((0, 1, 2, 3))),
-    Dimension("shard", "shard", "zero_shard_size", words=_RANKS, pattern=_RANKS_PATTERN),
-    Dimension("states", "states", "zero_state_shard_size", words=_RANKS, pattern=_RANKS_PATTERN),
+    Dimension("zero", "zero", "zero_stage", {str(stage): stage for stage in range(4)}),
+    Dimension("shard", "shard", "zero_shard_size", *_RANKS),
+    Dimension("states", "states", "zero_state_shard_size", *_RANKS),
     Dimension("offload", "offload", "cpu_offload", _SWITCH),
     Dimension(
         "recompute",
@@ -237,7 +227,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         words=f"none, selective[:MODULE+MODULE] of {', '.join(MODULES)}, or "
         "full[:uniform|block[:LAYERS]]",
     ),
-    Dimension("order", "rank_order", "rank_order", _names(RANK_ORDERS)),
+    Dimension("order", "rank_order", "rank_order", {name: name for name in RANK_ORDERS}),
     Dimension(
         "devices",
         "device_order",
@@ -248,60 +238,52 @@ DIMENSIONS: tuple[Dimension, ...] = (
 )
 _BY_NAME = {dimension.name: dimension for dimension in DIMENSIONS}
 
-Wanted = Mapping[str, tuple[Any, ...]]
-"""Values that are allowed, by dimension; what is not named may be anything."""
 
-
-def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
+def parse_layout(text: str, flag: str) -> dict[str, tuple[Value, ...]]:
     """Return the values in a text such as tp=4,pp=8,16,recompute=selective.
 
     A word without = is another value of the preceding name. Raises ConfigError, beginning with
     `flag`, for an unknown name, an unreadable value or a repeated name.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    found: dict[str, tuple[Value, ...]] = {}
     name = ""
     items = [item.strip() for item in text.split(",") if item.strip()]
-    for item in items or [""]:
-        before, equals, word = item.rpartition("=")
-        if equals:
-            name = before.strip().lower().lstrip("-")
-            if name not in _BY_NAME:
-                raise ConfigError(
-                    f"{flag} {text}: '{name}' is unknown{did_you_mean(name, _BY_NAME)}; known: "
-                    f"{', '.join(_BY_NAME)}"
+    try:
+        for item in items or [""]:
+            before, equals, word = item.rpartition("=")
+            if equals:
+                name = before.strip().lower().lstrip("-")
+                if name not in _BY_NAME:
+                    raise ValueError(
+                        f"'{name}' is unknown{did_you_mean(name, _BY_NAME)}; known: "
+                        f"{', '.join(_BY_NAME)}"
+                    )
+                if name in found:
+                    raise ValueError(f"{name} is given twice: several values are {name}=A,B")
+            elif not name:
+                raise ValueError(
+                    f"'{item}' is not NAME=VALUE, such as tp=4,pp=16,mbs=1,recompute=none"
                 )
-            if name in found:
-                raise ConfigError(
-                    f"{flag} {text}: {name} is given twice: several values are {name}=A,B"
-                )
-        elif not name:
-            raise ConfigError(
-                f"{flag} {text}: '{item}' is not NAME=VALUE, such as "
-                "tp=4,pp=16,mbs=1,recompute=none"
-            )
-        try:
             found[name] = (*found.get(name, ()), _BY_NAME[name].read(word.strip().lower()))
-        except ValueError as error:
-            raise ConfigError(f"{flag} {text}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: {error}") from None
     return found
 
 
-def narrowed(first: Wanted, second: Wanted) -> dict[str, tuple[Any, ...]]:
+def narrowed(first: Wanted, second: Wanted) -> dict[str, tuple[Value, ...]]:
     """Return what both restrictions allow. recompute=full stands for every value that begins with
     it.
     """
     both = {**first, **second}
     for name in first.keys() & second.keys():
-        narrow = [value for value in first[name] if allowed(value, name, second)]
+        values = dict.fromkeys((*first[name], *second[name]))
         both[name] = tuple(
-            dict.fromkeys(
-                [*narrow, *(value for value in second[name] if allowed(value, name, first))]
-            )
+            v for v in values if allowed(v, name, first) and allowed(v, name, second)
         )
     return both
 
 
-def matches(value: Any, pattern: Any) -> bool:
+def matches(value: Value, pattern: Value) -> bool:
     """Return whether a pattern allows a value: selective allows selective:mlp_act.
 
     >>> matches("full:block:2", "full"), matches("full:block:2", "full:block:1")
@@ -312,11 +294,11 @@ def matches(value: Any, pattern: Any) -> bool:
     )
 
 
-def allowed(value: Any, name: str, wanted: Wanted) -> bool:
+def allowed(value: Value, name: str, wanted: Wanted) -> bool:
     return name not in wanted or any(matches(value, pattern) for pattern in wanted[name])
 
 
-def write_value(value: Any) -> str:
+def write_value(value: object) -> str:
     if value is None:
         return "none"
     if value == -1:

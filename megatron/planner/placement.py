@@ -161,9 +161,9 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
         group = channels.lanes[name]
         if group.rate is None:
             continue
-        messages = {m: count for m, count in sent.collectives.items() if m.group == name}
-        for kind in sorted({message.kind for message in messages}):
-            counts = {m: count for m, count in messages.items() if m.kind == kind}
+        for kind in sorted({m.kind for m in sent.collectives if m.group == name}):
+            same = (m for m in sent.collectives if (m.kind, m.group) == (kind, name))
+            counts = {m: sent.collectives[m] for m in same}
             n_bytes = sum(m.bytes * count for m, count in counts.items())
             if kind != "ring":
                 n_bytes = ring_bytes(n_bytes, group.ranks, kind)
@@ -183,38 +183,14 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
         n_bytes = 2.0 * sent.message_bytes
         every = 2 * sent.messages * max(occupied for occupied, _ in ways)
         stages = chunks * (last + 1) - 1
-        parts.append(
-            MessageCost(
-                "pipeline",
-                "stage to stage",
-                sent.messages * n_bytes,
-                every,
-                ESTIMATED,
-                "slowest boundary",
-            )
-        )
-        parts.append(
-            MessageCost(
-                "pipeline",
-                "first in, last out",
-                stages * n_bytes,
-                once,
-                ESTIMATED,
-                "boundaries in turn",
-            )
-        )
-        if sent.tied_bytes:
-            seconds = channels.tied_s(sent.tied_bytes)
-            parts.append(
-                MessageCost(
-                    "pipeline",
-                    "tied embedding",
-                    sent.tied_bytes,
-                    seconds,
-                    ESTIMATED,
-                    "first, last stage",
-                )
-            )
+        tied = channels.seconds("all_reduce", sent.tied_bytes, "ends")
+        for name, size, seconds, limit in (
+            ("stage to stage", sent.messages * n_bytes, every, "slowest boundary"),
+            ("first in, last out", stages * n_bytes, once, "boundaries in turn"),
+            ("tied embedding", sent.tied_bytes, tied, "first, last stage"),
+        ):
+            if size:
+                parts.append(MessageCost("pipeline", name, size, seconds, ESTIMATED, limit))
     return PlacementCost(tuple(parts))
 
 
@@ -276,9 +252,7 @@ def over_nodes(config: Config, layout: Layout) -> Config:
     each = layout.expert_node
     engine = config.engine
     if -1 in (engine.zero_shard_size, engine.zero_state_shard_size):
-        shard = layout.shard
-        states = layout.states
-        engine = replace(engine, zero_shard_size=shard, zero_state_shard_size=states)
+        engine = replace(engine, zero_shard_size=layout.shard, zero_state_shard_size=layout.states)
         config = replace(config, engine=engine)
     if each == 1:
         return config
@@ -338,29 +312,17 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
     parallel = config.parallel
     assert parallel.cluster is not None
     cluster = load_cluster(parallel.cluster)
-    if (
-        launch.world_size > cluster.devices_per_node
-        and launch.world_size % cluster.devices_per_node
-    ):
+    each = cluster.devices_per_node
+    known = cluster.local_order, cluster.cores_of_device
+    if launch.world_size > each and launch.world_size % each:
         order = parallel.rank_order or DEFAULT_ORDER
-        placing = Placing(
-            parallel.device_order or (), cluster.local_order, cluster.cores_of_device, order
+        notice = (
+            f" placement: rank order {order}; devices as launched, since {launch.world_size} "
+            f"processes do not fill whole nodes of {each} devices ({cluster.name})"
         )
-        return RankPlan(
-            placing,
-            lambda: [
-                f" placement: rank order {order}; devices as launched, since {launch.world_size} "
-                f"processes do not fill whole nodes of {cluster.devices_per_node} devices "
-                f"({cluster.name})"
-            ],
-        )
+        return RankPlan(Placing(parallel.device_order or (), *known, order), lambda: [notice])
     chosen = choose_placement(config, cluster)
-    # otherwise there are no devices to choose from
-    whole = len(chosen.device_order) == cluster.devices_per_node
-    device_order = chosen.device_order if whole else ()
-    placing = Placing(
-        device_order, cluster.local_order, cluster.cores_of_device, chosen.layout.order
-    )
+    placing = Placing(chosen.chosen_devices, *known, chosen.layout.order)
     return RankPlan(placing, lambda: render_placement(config, chosen).splitlines())
 
 
@@ -373,21 +335,19 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
     naive = naive_placement(config, placement.cluster)
     cost = placement_cost(config, placement)
     other = placement_cost(config, naive)
-    rows = list[tuple[str, ...]]()
-    there = {(part.direction, part.name): f"{part.seconds:.3g}" for part in other.parts}
-    for part in cost.parts:
-        rate = f"{'' if part.basis == PUBLISHED else '~'}{part.bytes / part.seconds / 1e9:.3g}"
-        rows.append(
-            (
-                part.direction.replace("_", " "),
-                part.name,
-                f"{part.bytes / 1e9:.3g}",
-                rate,
-                f"{part.seconds:.3g}",
-                there.get((part.direction, part.name), ""),  # experts' hops may differ
-                part.limit,
-            )
+    there = {part[:2]: f"{part.seconds:.3g}" for part in other.parts}
+    rows = [
+        (
+            part.direction.replace("_", " "),
+            part.name,
+            f"{part.bytes / 1e9:.3g}",
+            f"{'' if part.basis == PUBLISHED else '~'}{part.bytes / part.seconds / 1e9:.3g}",
+            f"{part.seconds:.3g}",
+            there.get(part[:2], ""),  # experts' hops may differ
+            part.limit,
         )
+        for part in cost.parts
+    ]
     rows.append(
         ("all", "nothing hidden", "", "", f"{cost.seconds:.3g}", f"{other.seconds:.3g}", "")
     )

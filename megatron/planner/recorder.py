@@ -30,19 +30,17 @@ from megatron.parallel.gradient_accumulator import GradientSink
 from megatron.parallel.layout import Layout, Sizes
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
-from megatron.planner.events import (
-    Again,
-    Give,
-    Message,
-    Part,
-    Pass,
-    Post,
-    Step,
-    Sum,
-    Take,
-    Wait,
+from megatron.planner.events import Again, Message, Part, Pass, Post, Step, Sum, Wait
+from megatron.planner.tensors import (
+    Arguments,
+    Follower,
+    Keywords,
+    Operator,
+    Work,
+    group_of,
+    tensors_of,
+    without_data,
 )
-from megatron.planner.tensors import Follower, Work, group_of, tensors_of, without_data
 
 _FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias _unsafe_view "
@@ -73,8 +71,7 @@ _MESSAGES = {
     "recv": "ring",
 }
 
-Call = tuple[Any, Any, Any]
-"""Operator, positional arguments, keyword arguments."""
+Call = tuple[Callable[..., object], Arguments, Keywords]
 Calls = tuple[Computation, list[Call]]
 """Computation with its operators."""
 
@@ -89,7 +86,7 @@ class _Recorder(Follower):
         self._steps: list[Step] | None = None
         self._labels: list[str] = []
         self._label = ""
-        self._modules: list[str] = []
+        self._modules = [""]  # those that run, in the module outside of all
         # The numbers that torch gives to the nodes of a graph, at which another module's began.
         self._begins: list[int] = [0]
         self._owners: list[str] = [""]
@@ -111,35 +108,32 @@ class _Recorder(Follower):
         """Reset numbers, so that each recording is numbered alike."""
         self.number = self._sent = 0
 
-    def _note(self, step: Step) -> None:
+    def note(self, step: Step, *_: object) -> None:
+        """Record a step."""
         if self._steps is not None:
             self._steps.append(step)
             self._labels.append(self._label)
 
-    def adds(self, step: Sum, *_: Any) -> None:
-        """Record the use of a gradient sum."""
-        self._note(step)
+    taken = given = note
 
     # -- modules -----------------------------------------------------------------------------------
 
-    def enter_module(self, module: torch.nn.Module, _: Any) -> None:
-        self._modules.append(self.names.get(module, self._modules[-1] if self._modules else ""))
+    def enter_module(self, module: torch.nn.Module, *_: object) -> None:
+        self._modules.append(self.names.get(module, self._modules[-1]))
         self._mark()
 
-    def leave_module(self, *_: Any) -> None:
+    def leave_module(self, *_: object) -> None:
         self._modules.pop()
         self._mark()
 
     def _mark(self) -> None:
         self._begins.append(torch.autograd._get_sequence_nr())
-        self._owners.append(self._modules[-1] if self._modules else "")
+        self._owners.append(self._modules[-1])
 
     def _look(self) -> None:
         """Find the operator's module: the running one, or in a backward pass that of the node."""
-        if self._modules:
+        if len(self._modules) > 1 or self.category == "activations":
             self._label = self._modules[-1]
-        elif self.category == "activations":
-            self._label = ""
         elif (node := torch._C._current_autograd_node()) is not None:
             number = node._sequence_nr()
             if number <= self._begins[-1] + 1:
@@ -164,11 +158,11 @@ class _Recorder(Follower):
             self._counted -= 1
 
     def _computed(self, work: Computation) -> None:
-        self._note(Again(work) if self._recomputed else work)
+        self.note(Again(work) if self._recomputed else work)
         if self.calls is not None:
             self.calls.append((work, []))
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         if self._steps is None:
             return super().run(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -183,15 +177,9 @@ class _Recorder(Follower):
             self.calls[-1][1].append((func, args, kwargs))
         return out
 
-    # -- memory and messages -----------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
-    def taken(self, step: Take, tensor: torch.Tensor) -> None:
-        self._note(step)
-
-    def given(self, step: Give) -> None:
-        self._note(step)
-
-    def sent(self, name: str, args: Any, tensors: list[torch.Tensor], work: Work) -> None:
+    def sent(self, name: str, args: Arguments, tensors: list[torch.Tensor], work: Work) -> None:
         if name == "send":  # arrives with what the rank receives in the same step of a ring
             return
         self._sent += 1
@@ -202,17 +190,17 @@ class _Recorder(Follower):
         group = group_of(args).kind
         if (kind, group) == ("all_to_all", "context"):
             group = "heads"
-        self._note(Post(Message(kind, size, group), self._sent))
+        self.note(Post(Message(kind, size, group), self._sent))
 
     def arrived(self, work: Work) -> None:
         if work.number:
             self._look()
-            self._note(Wait(work.number))
+            self.note(Wait(work.number))
 
 
 # -- the work of an operator -----------------------------------------------------------------------
 
-_Rule = Callable[[Any, Any, Any], Computation | None]
+_Rule = Callable[[Arguments, Keywords, torch.Tensor], Computation | None]
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -221,7 +209,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @functools.cache
-def _rule(func: Any) -> _Rule:
+def _rule(func: Operator) -> _Rule:
     """Return the rule that derives an operator's work from its arguments and results."""
     name = func._schema.name.partition("::")[2]
     declared = WORK[name] if func.namespace == "megatron" else _KIND.get(name, "copy")
@@ -234,7 +222,7 @@ def _rule(func: Any) -> _Rule:
     if "scaled_dot_product" in name:
         place = int("backward" in name)  # of the queries
 
-        def attention(args: Any, kwargs: Any, out: Any) -> Computation:
+        def attention(args: Arguments, kwargs: Keywords, out: object) -> Computation:
             batch, heads, queries, head_dim = args[place].shape
             keys = args[place + 1].shape[2]
             # The queries of a block see as many keys before their own as come before the block.
@@ -253,14 +241,14 @@ def _rule(func: Any) -> _Rule:
     ]
     names = [func._schema.arguments[i].name for i in written]
 
-    def moved(args: Any, kwargs: Any, out: Any) -> Computation | None:
+    def moved(args: Arguments, kwargs: Keywords, out: object) -> Computation | None:
         into = [args[i] for i in written if i < len(args)]
-        inputs = tensors_of((*args, *(v for n, v in kwargs.items() if n not in names)))
+        inputs = tensors_of([*args, *(v for n, v in kwargs.items() if n not in names)])
         if name in _OVERWRITE:
             inputs = [t for t in inputs if t is not into[0]]
         # An operator may write to an input and return another tensor.
-        written_to = (*into, *(kwargs[n] for n in names if n in kwargs))
-        results = {id(t): t for t in tensors_of((*written_to, out))}.values()
+        written_to = [*into, *(kwargs[n] for n in names if n in kwargs)]
+        results = {id(t): t for t in tensors_of([*written_to, out])}.values()
         # none for queries of a tensor's device or shape
         written_bytes = _bytes(results)
         return Memory(_bytes(inputs) + written_bytes, 1, declared) if written_bytes else None
@@ -268,7 +256,7 @@ def _rule(func: Any) -> _Rule:
     return moved
 
 
-def _product(args: Any, kwargs: Any, out: torch.Tensor) -> Computation:
+def _product(args: Arguments, kwargs: Keywords, out: object) -> Computation:
     a, b = tensors_of(args)[-2:]
     batch = a.shape[0] if a.dim() == 3 else 1
     return Product(a.shape[-2], b.shape[-1], a.shape[-1], batch)
@@ -325,9 +313,9 @@ class _Piece:
                 continue
             total = torch.empty(p.shape, dtype=sums, device=topology.device)
             direct = config.kernels.gradient_accumulation_fusion
-            added = functools.partial(recorder.adds, Sum(place, True))
+            added = functools.partial(recorder.note, Sum(place, True))
             sink = GradientSink(p, total, added, direct)
-            sink.before_use = functools.partial(recorder.adds, Sum(place, False))
+            sink.before_use = functools.partial(recorder.note, Sum(place, False))
             sink.fresh = False  # most micro-batches are not the first of their step
             p.gradient_sink = sink  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(to_sink)
@@ -358,7 +346,8 @@ class _Piece:
                 made = functools.partial(torch.empty, shape, dtype=dtype, device=device)
                 hidden = _Before.apply(anchor, made)  # type: ignore[no-untyped-call]
             out = chunk(batch, hidden, late_loss=True)
-            hidden, self.hands_on = None, out.nbytes
+            hidden = None
+            self.hands_on = out.nbytes
             if not chunk.is_last:
                 out = _Behind.apply(out)  # type: ignore[no-untyped-call]
         return found[0], [out]
@@ -408,10 +397,8 @@ def _topology(config: Config, device: str) -> Topology:
         ),
     )
     alone = Group((0,), 0)
-    sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
-    sizes["expert_between"] = layout.expert // layout.expert_node
-    sizes["expert_within"] = layout.expert_node
-    groups = {kind: _group(kind, size) for kind, size in sizes.items()}
+    kinds = "tensor", "context", "expert", "expert_between", "expert_within"
+    groups = {kind: _group(kind, layout.lines[kind].size) for kind in kinds}
     shards = Shards.undivided(alone)
     return Topology(
         layout=layout,
@@ -488,9 +475,15 @@ def record_update(
 
     Also return the bytes of an element that it gets.
     """
-    recorder, found, sizes = _Recorder(), dict[str, Pass](), list[int]()
+    recorder = _Recorder()
+    found = dict[str, Pass]()
+    sizes = list[int]()
 
-    def whole(flats: Any, change: Any, dtype: torch.dtype = torch.float32) -> None:
+    def whole(
+        flats: object,
+        change: Callable[[str, torch.Tensor], object],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         sizes.append(dtype.itemsize)
         for name, shape in shapes.items():
             x = torch.empty(shape, dtype=dtype, device="meta")

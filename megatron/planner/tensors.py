@@ -8,13 +8,14 @@ this module.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import math
 import unittest.mock
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ from megatron.planner.events import Give, Take
 _aten = torch.ops.aten
 _RESIZE = torch.UntypedStorage.resize_
 
+Operator = torch._ops.OpOverload
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
 
 class Follower(TorchDispatchMode):
     """Run operators on tensors without data, and observe their memory and messages.
@@ -48,7 +53,7 @@ class Follower(TorchDispatchMode):
         self.category = "activations"
         self.vocabulary = -1
         self.number = 0  # of the storage that was seen last
-        self._seen: dict[int, tuple[int, Any]] = {}
+        self._seen: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._works: dict[int, Work] = {}
 
     @classmethod
@@ -56,7 +61,9 @@ class Follower(TorchDispatchMode):
         # otherwise torch imports its compiler (seconds) to exclude it here, at each operator
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> object:
         if func.namespace == "c10d":
             return self._communicate(func, args)
         if func is _aten._local_scalar_dense.default and is_empty(args[0]):
@@ -75,30 +82,28 @@ class Follower(TorchDispatchMode):
             return out
         return self.run(func, args, kwargs)
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         """Run an operator, and record the memory of its results."""
         out = func(*args, **kwargs)
         self.see(out)
         return out
 
-    def see(self, out: Any, *, counts: bool = True) -> None:
+    def see(self, out: object, *, counts: bool = True) -> None:
         """Record the new storages of these results; without `counts`, only mark them as known."""
-        for tensor in tensors_of((out,)):
+        for tensor in tensors_of(out):
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._seen or not storage.nbytes() or not self.follows(tensor):
                 continue
             self.number += 1
-            self._seen[key] = self.number, weakref.ref(storage, self._forgets(key, self.number))
+            gone = functools.partial(self._forget, key, self.number)
+            self._seen[key] = self.number, weakref.ref(storage, gone)
             if counts:
-                rows = (
-                    self.category != "activations"
-                    and tensor.dim() >= 2
-                    and tensor.shape[-1] == self.vocabulary
-                )
-                self.taken(
-                    Take(storage.nbytes(), self.number, "logits" if rows else self.category), tensor
-                )
+                category = self.category
+                rows = tensor.dim() >= 2 and tensor.shape[-1] == self.vocabulary
+                if rows and category != "activations":
+                    category = "logits"
+                self.taken(Take(storage.nbytes(), self.number, category), tensor)
 
     def follows(self, tensor: torch.Tensor) -> bool:
         """Return whether the memory of such a tensor is recorded."""
@@ -114,14 +119,11 @@ class Follower(TorchDispatchMode):
             storage.nbytes() for _, ref in self._seen.values() if (storage := ref()) is not None
         )
 
-    def _forgets(self, key: int, number: int) -> Any:
-        def gone(_: Any) -> None:
-            del self._seen[key]
-            self.given(Give(number))
+    def _forget(self, key: int, number: int, _: object) -> None:
+        del self._seen[key]
+        self.given(Give(number))
 
-        return gone
-
-    def taken(self, step: Take, tensor: torch.Tensor) -> None:
+    def taken(self, step: Take, tensor: torch.Tensor, /) -> None:
         """Handle a storage's allocation by the operator that returned this tensor."""
 
     def given(self, step: Give) -> None:
@@ -130,19 +132,19 @@ class Follower(TorchDispatchMode):
     def resized(self, number: int, has_memory: bool) -> None:
         """Handle a storage whose memory has been given up, or is there again."""
 
-    def resize(self, storage: Any, n_bytes: int) -> Any:
+    def resize(self, storage: torch.UntypedStorage, n_bytes: int) -> object:
         """Replace UntypedStorage.resize_."""
         number, _ = self._seen.get(storage._cdata, (0, None))
         self.resized(number, bool(n_bytes))
         return _RESIZE(storage, n_bytes)
 
-    def sent(self, name: str, args: Any, tensors: list[torch.Tensor], work: Work) -> None:
+    def sent(self, name: str, args: Arguments, tensors: list[torch.Tensor], work: Work) -> None:
         """Handle a posted message: torch's name, and the tensors that it reads and writes."""
 
     def arrived(self, work: Work) -> None:
         """Handle a wait for a message."""
 
-    def _communicate(self, func: Any, args: Any) -> Any:
+    def _communicate(self, func: Operator, args: Arguments) -> object:
         # A message holds its tensors until it is waited for; it arrives no earlier.
         work = Work(tensors_of(args), self)
         self._works[id(work)] = work
@@ -164,7 +166,7 @@ class Work(dist.Work):
         self._follower = follower
         self._done = False
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         self.tensors = []
         self._done = True
         self._follower.finish(self)
@@ -174,7 +176,7 @@ class Work(dist.Work):
         return self._done
 
 
-def group_of(args: Iterable[Any]) -> Any:
+def group_of(args: Arguments) -> Any:
     """Return the process group among the arguments of a message."""
     return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
 
@@ -184,15 +186,13 @@ def is_empty(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+def tensors_of(values: object) -> list[torch.Tensor]:
     """List the tensors in nested lists and tuples."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_of(value)
-    return found
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in tensors_of(value)]
+    return []
 
 
 def _fused_attention(
@@ -232,7 +232,8 @@ def _add_in_fp32(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, _: floa
     A forecast is about a GPU whose torch has it, whatever the torch here. The kernel also reads the
     sum, and writes it in fp32.
     """
-    (tokens, rows), columns = dy.shape, x.shape[1]
+    tokens, rows = dy.shape
+    columns = x.shape[1]
     moved = 2 * total.nbytes - total.numel() * x.element_size()
     with counts_as(Product(rows, columns, tokens, moved=moved)):
         torch.mm(dy.t(), x, out=total.view(x.dtype)[:, :columns])
@@ -241,15 +242,15 @@ def _add_in_fp32(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, _: floa
 # -- layers without data ---------------------------------------------------------------------------
 
 
+_BLOCKS = ring.Ring.blocks
+
+
 def _first_block(self: ring.Ring, step: int, q: torch.Tensor) -> Iterator[ring.Block]:
     """Return one of the thousands of blocks of a step, whose work is declared as a whole."""
     return itertools.islice(_BLOCKS(self, step, q), 1)
 
 
-_BLOCKS = ring.Ring.blocks
-
-
-def _one_by_one(operations: Iterable[dist.P2POp]) -> list[Any]:
+def _one_by_one(operations: Iterable[dist.P2POp]) -> list[dist.Work | None]:
     """Replace dist.batch_isend_irecv, which wants the backend of a tensor's device."""
     return [each.op(each.tensor, each.peer, each.group) for each in operations]
 
@@ -275,37 +276,32 @@ def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
     return round(tokens * ranks * (1 - none))
 
 
-def _as_list(x: torch.Tensor) -> Any:
+def _as_list(x: torch.Tensor) -> object:
     """Replace torch.Tensor.tolist, which looks at memory."""
     return [_as_list(part) for part in x.unbind()] if x.dim() else x.item()
 
 
-@contextlib.contextmanager
-def _shortened() -> Iterator[None]:
-    """Let experts get equally many rows, whose tokens choose at random; shorten rings."""
-
-    def numbers(
-        copy: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
-    ) -> list[int]:
-        copy.read()
-        (tokens, topk), members, result = choices, 1, list[int]()
-        ranks = math.prod(hop.size for hop in hops)
-        for hop in hops:
-            members *= hop.size
-            pairs = rows_to_ranks(tokens, topk, members, each * ranks // members)
-            result += 2 * _even(pairs, hop.size)
-        return result + _even(tokens * topk, each)
-
-    patch = unittest.mock.patch.object
-    with (
-        patch(experts, "read_numbers", numbers),
-        patch(ring.Ring, "blocks", _first_block),
-        patch(dist, "batch_isend_irecv", _one_by_one),
-    ):
-        yield
+def _even_numbers(
+    copy: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
+) -> list[int]:
+    """Let experts get equally many rows, whose tokens choose at random."""
+    copy.read()
+    tokens, topk = choices
+    result = list[int]()
+    members = 1
+    ranks = math.prod(hop.size for hop in hops)
+    for hop in hops:
+        members *= hop.size
+        pairs = rows_to_ranks(tokens, topk, members, each * ranks // members)
+        result += 2 * _even(pairs, hop.size)
+    return result + _even(tokens * topk, each)
 
 
-def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
+def _apply(
+    module: torch.nn.Module,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    recurse: bool = True,
+) -> torch.nn.Module:
     """Replace torch.nn.Module._apply, so that parameters stay the same objects.
 
     For fake tensors torch would create new ones, without the attributes of the old ones.
@@ -324,28 +320,29 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
 @contextlib.contextmanager
 def without_data(device: str, follower: Follower) -> Iterator[None]:
     """Create tensors on `device` ("cpu"; "meta" for a GPU) without data; `follower` runs them."""
-    patch = unittest.mock.patch.object
+    sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
+    replaced: list[tuple[object, str, object]] = [
+        (torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args)),
+        (torch.Tensor, "tolist", _as_list),
+        # torch's check that a fused optimizer has the device's operator
+        (sgd, "_device_dtype_check_for_fused", unittest.mock.DEFAULT),
+        (experts, "read_numbers", _even_numbers),
+        (ring.Ring, "blocks", _first_block),
+        (dist, "batch_isend_irecv", _one_by_one),
+    ]
     with contextlib.ExitStack() as stack:
         if device == "cpu":
             # DeepSpeed queries the alignment of its flat weights, here that of address 0.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(patch(torch.nn.Module, "_apply", _apply))
+            replaced.append((torch.nn.Module, "_apply", _apply))
         else:
             # Our layers look it up there at each call. A mode for torch's functions is off in
             # backward passes.
-            stack.enter_context(
-                patch(torch.nn.functional, "scaled_dot_product_attention", _fused_attention)
-            )
-            stack.enter_context(patch(gradient_accumulator, "add_in_fp32", _add_in_fp32))
-        stack.enter_context(
-            patch(torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args))
-        )
-        stack.enter_context(patch(torch.Tensor, "tolist", _as_list))
-        sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
-        # torch's check that a fused optimizer has the device's operator
-        stack.enter_context(patch(sgd, "_device_dtype_check_for_fused"))
-        stack.enter_context(_shortened())
+            attention = torch.nn.functional, "scaled_dot_product_attention", _fused_attention
+            replaced += [attention, (gradient_accumulator, "add_in_fp32", _add_in_fp32)]
+        for patched in replaced:
+            stack.enter_context(unittest.mock.patch.object(*patched))
         stack.enter_context(follower)
         yield

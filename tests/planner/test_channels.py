@@ -172,21 +172,25 @@ def test_latency_of_rings_and_trees() -> None:
     """Latency is the time at zero bytes: the start and the steps, as NCCL counts them."""
     channels = channels_of(made(8, 1, 4))  # data-parallel groups: 4 ranks on 4 nodes
     start, within, between = 10e-6, 3.6e-6, 19.8e-6
-    assert channels.tensor_s("all_gather", 0) == pytest.approx(start + 7 * within)
-    assert channels.tensor_s("all_reduce", 0) == pytest.approx(start + 14 * within)
-    assert channels.data_s("reduce_scatter", 0) == pytest.approx(start + 3 * between)
+    assert channels.seconds("all_gather", 0) == pytest.approx(start + 7 * within)
+    assert channels.seconds("all_reduce", 0) == pytest.approx(start + 14 * within)
+    assert channels.seconds("reduce_scatter", 0, "data") == pytest.approx(start + 3 * between)
     # A tree of 4 nodes is 2 deep.
-    assert channels.data_s("all_reduce", 0) == pytest.approx(start + 4 * between)
+    assert channels.seconds("all_reduce", 0, "data") == pytest.approx(start + 4 * between)
     # Two replicas on each of 8 nodes.
     channels = Channels(made(4, 16, 16), FRONTIER, naive_placement(made(4, 16, 16), FRONTIER))
-    assert channels.data_s("all_gather", 0) == pytest.approx(start + 8 * within + 7 * between)
-    assert channels.data_s("all_reduce", 0) == pytest.approx(start + 2 * (within + 3 * between))
+    assert channels.seconds("all_gather", 0, "data") == pytest.approx(
+        start + 8 * within + 7 * between
+    )
+    assert channels.seconds("all_reduce", 0, "data") == pytest.approx(
+        start + 2 * (within + 3 * between)
+    )
 
 
 def test_a_group_of_one_sends_nothing() -> None:
     channels = channels_of(made(1, 1, 1))
-    assert channels.tensor_s("all_reduce", 1e9) == channels.data_s("all_gather", 1e9) == 0.0
-    assert channels.tied_s(1) == 0.0
+    assert channels.seconds("all_reduce", 1e9) == channels.seconds("all_gather", 1e9, "data") == 0.0
+    assert channels.seconds("all_reduce", 1, "ends") == 0.0
     assert channels.used == set()
 
 
@@ -207,26 +211,26 @@ def test_measured_collectives_come_before_links() -> None:
     rows = ((*near, 1e3, 1e-5), (*near, 1e6, 1e-3), (2.0, 4.0, 1.0, 1e6, 5.0), (*far, 1e6, 7.0))
     cluster, config = measured(all_gather=rows), made(4, 2, 1)
     channels = Channels(config, cluster, naive_placement(config, cluster))
-    assert channels.tensor_s("all_gather", 10) == channels.tensor_s("all_gather", 1e3) == 1e-5
-    middle = channels.tensor_s("all_gather", (1e3 + 1e6) / 2)
+    assert channels.seconds("all_gather", 10) == channels.seconds("all_gather", 1e3) == 1e-5
+    middle = channels.seconds("all_gather", (1e3 + 1e6) / 2)
     assert middle == pytest.approx((1e-5 + 1e-3) / 2)
-    assert channels.tensor_s("all_gather", 1e7) == pytest.approx(
+    assert channels.seconds("all_gather", 1e7) == pytest.approx(
         1e-3 + 9e6 * (1e-3 - 1e-5) / (1e6 - 1e3)
     )
     assert "collectives.all_gather" in {used.figure for used in channels.used}
     plain = Channels(config, FRONTIER, naive_placement(config, FRONTIER))
-    assert channels.tensor_s("all_reduce", 1e6) == plain.tensor_s("all_reduce", 1e6)
+    assert channels.seconds("all_reduce", 1e6) == plain.seconds("all_reduce", 1e6)
     # Groups of other sizes were not measured; those over several nodes were, with their own rows.
     pair = made(2, 4, 1)
-    assert channels_of(pair, cluster).tensor_s("all_gather", 1e6) == channels_of(pair).tensor_s(
+    assert channels_of(pair, cluster).seconds("all_gather", 1e6) == channels_of(pair).seconds(
         "all_gather", 1e6
     )
     across = made(8, 1, 4)
-    assert channels_of(across, cluster).data_s("all_gather", 1e6) == 7.0
+    assert channels_of(across, cluster).seconds("all_gather", 1e6, "data") == 7.0
     elsewhere = Channels(
         config, measured(all_gather=((*far, 1e6, 7.0),)), naive_placement(config, FRONTIER)
     )
-    assert elsewhere.tensor_s("all_gather", 1e6) == plain.tensor_s("all_gather", 1e6)
+    assert elsewhere.seconds("all_gather", 1e6) == plain.seconds("all_gather", 1e6)
 
 
 @pytest.mark.parametrize("n_bytes", [1e6, 3e6, 1e9])
@@ -234,7 +238,7 @@ def test_measured_seconds_that_fall_are_no_way_down(n_bytes: float) -> None:
     """Measured seconds that fall with size are noise: time still grows with the bytes there."""
     near, config = (1.0, 4.0, 1.0), made(4, 2, 1)
     channels = channels_of(config, measured(all_gather=((*near, 1e3, 2e-4), (*near, 1e6, 1e-4))))
-    assert channels.tensor_s("all_gather", n_bytes) == pytest.approx(1e-4 * n_bytes / 1e6)
+    assert channels.seconds("all_gather", n_bytes) == pytest.approx(1e-4 * n_bytes / 1e6)
 
 
 def test_measured_messages_come_before_links() -> None:
@@ -257,7 +261,7 @@ def test_confidence_tells_published_from_estimated() -> None:
     config = made(4, 2, 4)
     naive = naive_placement(config, FRONTIER)
     channels = Channels(config, FRONTIER, naive)
-    channels.tensor_s("all_gather", 1e6)
+    channels.seconds("all_gather", 1e6)
     channels.boundary(0, True, 1e6)
     used = {u.figure.split()[0]: u for u in channels.used}
     assert used["tensor-parallel"].basis == PUBLISHED and "52 " in used["tensor-parallel"].value
@@ -265,7 +269,7 @@ def test_confidence_tells_published_from_estimated() -> None:
     # On LUMI the same figures are taken from Frontier.
     lumi = load_cluster("lumi")
     there = Channels(config, lumi, naive_placement(config, lumi))
-    there.tensor_s("all_gather", 1e6)
+    there.seconds("all_gather", 1e6)
     assert {u.figure.split()[0]: u for u in there.used}["tensor-parallel"].basis == ASSUMED
 
 
@@ -276,9 +280,9 @@ def test_all_reduces_of_a_whole_dgx_node_as_published() -> None:
     """
     channels = channels_of(made(8, 1, 1), DGX)
     for size, bus in ((1 << 26, 361.78), (1 << 20, 43.70), (1 << 10, 0.07), (1 << 33, 478.87)):
-        assert 2 * 7 / 8 * size / channels.tensor_s("all_reduce", size) / 1e9 == pytest.approx(
+        assert 2 * 7 / 8 * size / channels.seconds("all_reduce", size) / 1e9 == pytest.approx(
             bus, rel=2e-3
         )
-    assert channels.tensor_s("all_gather", 1 << 26) == pytest.approx(
+    assert channels.seconds("all_gather", 1 << 26) == pytest.approx(
         8.4e-6 + 7 * 3.4e-6 + 7 / 8 * (1 << 26) / 370e9
     )

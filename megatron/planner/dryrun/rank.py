@@ -12,9 +12,9 @@ import itertools
 import os
 import unittest.mock
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from megatron.planner import tensors
 from megatron.planner.events import Give, Take
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, RankMemory, changes, find_peak
 from megatron.planner.processes import LAUNCHED
-from megatron.planner.tensors import Work
+from megatron.planner.tensors import Arguments, Keywords, Operator, Work
 from megatron.training.run.data import reads_data
 
 _LARGEST = 3
@@ -124,11 +124,12 @@ def check_collectives(posted: Mapping[int, Collectives]) -> list[Finding]:
                 itertools.zip_longest(of_a.get(group, ()), of_b.get(group, ())), 1
             ):
                 if x != y:
-                    ranks = ", ".join(map(str, group[:4])) + (
-                        f", ... {group[-1]}" if len(group) > 4 else ""
+                    more = f", ... {group[-1]}" if len(group) > 4 else ""
+                    text = (
+                        f"collective {n} in the group of ranks {', '.join(map(str, group[:4]))}"
+                        f"{more} is {x or 'missing'}, on rank {b} {y or 'missing'}"
                     )
-                    text = f"collective {n} in the group of ranks {ranks} is {x or 'missing'}"
-                    findings.append(Finding("messages", a, f"{text}, on rank {b} {y or 'missing'}"))
+                    findings.append(Finding("messages", a, text))
                     break
     return findings
 
@@ -156,20 +157,21 @@ class Follower(tensors.Follower):
         self.messages: list[Message] = []
         self.collectives: dict[tuple[int, ...], list[Collective]] = {}
         self.flight = _Flight(self)
-        self.last_stage, self.vocabulary_rows = -1, -1
+        self.last_stage = -1
+        self.vocabulary_rows = -1
         self.context = ""  # name of the context-parallel group
         self._now = Instruction(Op.FORWARD, 0, 0)
-        self._received: dict[Instruction, Any] = {}
+        self._received: dict[Instruction, weakref.ref[torch.Tensor]] = {}
         self._calls: dict[str, list[Collective]] = {}
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         out = func(*args, **kwargs)
         # what is made like a tensor in host memory does not count either
         like_there = func is _aten.zeros_like.default and self.number_of(args[0]) not in self.alive
         self.see(out, counts=not like_there)
         return out
 
-    def taken(self, step: Take, tensor: torch.Tensor) -> None:
+    def taken(self, step: Take, tensor: torch.Tensor, /) -> None:
         self.steps.append(step)
         self.alive[step.id] = step
         self.shapes[step.id] = f"{list(tensor.shape)} {_word(tensor.dtype)}"
@@ -179,11 +181,9 @@ class Follower(tensors.Follower):
             self.steps.append(step)
 
     def resized(self, number: int, has_memory: bool) -> None:
-        steps, others = self.alive, self._without_memory
-        if not has_memory:
-            steps, others = others, steps
-        if (step := others.pop(number, None)) is not None:
-            steps[number] = step
+        step = (self._without_memory if has_memory else self.alive).pop(number, None)
+        if step is not None:
+            (self.alive if has_memory else self._without_memory)[number] = step
             self.steps.append(step if has_memory else Give(number))
 
     def move(self, moved: Iterable[torch.Tensor], category: str) -> None:
@@ -199,7 +199,8 @@ class Follower(tensors.Follower):
 
     def begin(self, this: Instruction) -> None:
         """Count further allocations under the category of this instruction."""
-        self._now, self.vocabulary = this, -1
+        self._now = this
+        self.vocabulary = -1
         if this.op is Op.FORWARD:
             self.category = "activations"
             self._use(Instruction(Op.RECV_FORWARD, this.stage, this.micro_batch))
@@ -217,7 +218,7 @@ class Follower(tensors.Follower):
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def sent(self, name: str, args: Any, posted: list[torch.Tensor], work: Work) -> None:
+    def sent(self, name: str, args: Arguments, posted: list[torch.Tensor], work: Work) -> None:
         group = tensors.group_of(args)
         if name in ("send", "recv") and group.group_name != self.context:
             self.messages.append(Message(self._now, tuple(posted[0].shape), _word(posted[0].dtype)))
@@ -231,14 +232,15 @@ class Follower(tensors.Follower):
                 Collective(name, shapes, _word(posted[0].dtype) if posted else "")
             )
 
-    def gather_objects(self, found: list[Any], mine: Any, group: Any = None) -> None:
+    def gather_objects(
+        self, found: list[object], mine: object, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Replace dist.all_gather_object: all members give this rank's value; compared later."""
-        self._of(dist.group.WORLD if group is None else group).append(
-            Collective("all_gather_object", (), repr(mine))
-        )
+        self._of(group or dist.group.WORLD).append(Collective("all_gather_object", (), repr(mine)))
         found[:] = [mine] * len(found)
 
-    def _of(self, group: Any) -> list[Collective]:
+    def _of(self, group: dist.ProcessGroup | None) -> list[Collective]:
+        assert group is not None, "the world has a group"
         name = group.group_name  # query its ranks only once: there may be 75,000
         if name not in self._calls:
             self._calls[name] = self.collectives.setdefault(
@@ -329,9 +331,9 @@ def member(
     deepspeed = import_deepspeed(device)
     accelerator = deepspeed.accelerator.get_accelerator()
     # Set-up must not depend on this machine's free memory.
-    replaced: dict[str, Any] = {"available_memory": lambda *_: 1 << 62}
+    replaced: dict[str, Callable[..., object]] = {"available_memory": lambda *_: 1 << 62}
     if device == "meta":
-        replaced.update(device_name=lambda *_: "meta", current_device_name=lambda *_: "meta")
+        replaced |= dict.fromkeys(("device_name", "current_device_name"), lambda *_: "meta")
     with contextlib.ExitStack() as stack:
         stack.enter_context(
             changed(os.environ, dict.fromkeys((*LAUNCHED, "OMPI_COMM_WORLD_LOCAL_RANK")))

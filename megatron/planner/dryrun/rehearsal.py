@@ -49,25 +49,20 @@ from megatron.training.run.schedules import Schedules, run_costs
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 _SMALLER_MODEL = "a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
-_LESS_AT_A_TIME = (
-    "a smaller --micro-batch-size",
-    "--sequence-parallel",
-    "--recompute-granularity selective or full",
-    "--attention-backend auto, which keeps no scores",
-)
-_MORE_RANKS = "more data-parallel ranks, over which --zero-stage 1 divides the optimizer"
 _HELPS = {
-    "weights": ("--zero-stage 3", _SMALLER_MODEL),
-    "gradients": ("--zero-stage 2 or 3", _SMALLER_MODEL),
-    "master": (_MORE_RANKS,),
-    "moments": (_MORE_RANKS,),
-    "activations": _LESS_AT_A_TIME,
-    "temporary": _LESS_AT_A_TIME,
-    "buffers": _LESS_AT_A_TIME,
-    "logits": (
-        "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all logits at "
-        "once)",
+    "weights": f"--zero-stage 3; {_SMALLER_MODEL}",
+    "gradients": f"--zero-stage 2 or 3; {_SMALLER_MODEL}",
+    **dict.fromkeys(
+        ("master", "moments"),
+        "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
     ),
+    **dict.fromkeys(
+        ("activations", "temporary", "buffers"),
+        "a smaller --micro-batch-size; --sequence-parallel; --recompute-granularity selective or "
+        "full; --attention-backend auto, which keeps no scores",
+    ),
+    "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all logits "
+    "at once)",
 }
 """Flags that make each category smaller."""
 
@@ -278,7 +273,7 @@ def _too_much(run: RankRun, capacity: float) -> Finding:
     """Describe a rank that does not fit: its largest tensors, and flags that reduce them."""
     held = sorted(((getattr(run.peak, name), name) for name in CATEGORIES), reverse=True)
     large = (name for size, name in held if size >= run.peak.total / 10)
-    helps = dict.fromkeys(flag for name in large for flag in _HELPS[name])
+    helps = dict.fromkeys(flag for name in large for flag in _HELPS[name].split("; "))
     largest = ", ".join(
         f"{gib(size)} GiB {category} {what}" for size, category, what in run.largest
     )

@@ -22,6 +22,7 @@ from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import (
     DIMENSIONS,
     CandidateLayout,
+    Value,
     Wanted,
     kind_of_recompute,
     recompute_settings,
@@ -47,7 +48,7 @@ _ROUND = 64
 """Layouts per batch of memory checks; fixed, so that results do not depend on --processes."""
 _PLACED = ("order", "devices")
 
-Value = tuple[str, Any]
+Choice = tuple[str, Value]
 
 
 class Ranked(NamedTuple):
@@ -91,12 +92,12 @@ class Found:
     @property
     def best(self) -> list[Ranked]:
         """Return the best layout of each size."""
-        found: dict[Any, Ranked] = {}
+        found: dict[CandidateLayout, Ranked] = {}
         for one in self.estimated:
             found.setdefault(one.layout.sizes, one)
         return list(found.values())
 
-    def by_value(self, per_node: int) -> dict[Value, Ranked]:
+    def by_value(self, per_node: int) -> dict[Choice, Ranked]:
         """Return the best layout with each (dimension, value), ignoring recomputed layer counts."""
         return {
             value: one
@@ -105,15 +106,19 @@ class Found:
         }
 
 
-def values_of(layout: CandidateLayout, per_node: int) -> list[Value]:
+def values_of(layout: CandidateLayout, per_node: int) -> list[Choice]:
     """List a layout's choices as (dimension, value), without dimensions that leave no choice."""
-    found = []
-    for dimension in DIMENSIONS:
-        name = dimension.name
-        if name not in _PLACED and layout.has_choice(name):
-            value = dimension.value(layout, per_node)
-            found.append((name, kind_of_recompute(value) if name == "recompute" else value))
-    return found
+    layout = _without_counts(layout)
+    return [
+        (d.name, d.value(layout, per_node))
+        for d in DIMENSIONS
+        if d.name not in _PLACED and layout.has_choice(d.name)
+    ]
+
+
+def _without_counts(layout: CandidateLayout) -> CandidateLayout:
+    """Return a layout with its kind of recomputation, without the number of layers."""
+    return layout._replace(recompute=kind_of_recompute(layout.recompute))
 
 
 @dataclass(frozen=True)
@@ -142,10 +147,9 @@ class Search:
         rejected = list[Rejected]()
         for size in sizes:
             layouts = [*self.space.variants(size)][::-1]
-            kinds = {v._replace(recompute=kind_of_recompute(v.recompute)): v for v in layouts}
             try:
                 config = self.space.config(size)
-                for layout in kinds.values():
+                for layout in {_without_counts(v): v for v in layouts}.values():
                     own = _with(config, layout)
                     states, held, rank = self._states(own)
                     if states > self.capacity:
@@ -163,11 +167,12 @@ class Search:
     def fit(self, ranked: Ranked) -> Ranked | Rejected:
         """Find and score the layout with the fewest recomputed layers that fits."""
         layout = ranked.layout
-        kind = kind_of_recompute(ranked.layout.recompute)
-        options = (v for v in self.space.recomputations(layout) if kind_of_recompute(v) == kind)
+        options = (layout._replace(recompute=v) for v in self.space.recomputations(layout))
         misfits = list[Rejected]()
         try:
-            for own in (layout._replace(recompute=option) for option in options):
+            for own in options:
+                if _without_counts(own) != _without_counts(layout):
+                    continue
                 config = self.space.config(own)
                 full = peak_rank(config, self.space.cluster.device_type, self.capacity)
                 if full.total <= self.capacity:
@@ -187,17 +192,15 @@ class Search:
         cluster = self.space.cluster
         config = self.space.config(layout)
         costs = [
-            (folded_seconds(config, cluster, channels), p)
-            for p, channels in self._placements(config)
+            (folded_seconds(config, cluster, channels), channels.placement)
+            for channels in self._channels(config)
         ]
         least = min(cost for cost, _ in costs)
         close = {cost: p for cost, p in reversed(costs) if cost <= _CLOSE * least}
         found = min((estimate(config, cluster, p) for p in close.values()), key=lambda e: e.seconds)
-        place = found.placement
-        # A job on a part of a node has no devices to choose from.
-        whole = len(place.device_order) == cluster.devices_per_node
-        devices = place.device_order if whole else ()
-        placed = layout._replace(rank_order=place.layout.order, device_order=devices)
+        placed = layout._replace(
+            rank_order=found.placement.layout.order, device_order=found.placement.chosen_devices
+        )
         return Ranked(found.seconds / layout.batch, placed, ranked.memory)
 
     # -- one layout --------------------------------------------------------------------------------
@@ -220,11 +223,11 @@ class Search:
                     memory, _, rank = self._states(config)
                     if memory <= self.capacity:
                         full = peak_rank(config, self.space.cluster.device_type, self.capacity)
+                        if full.total <= self.capacity:
+                            return None
                         memory = full.total
                         rank = full.rank
                 except ConfigError:
-                    return None
-                if memory <= self.capacity:
                     return None
                 found.append(self._misfit(layout, memory, rank))
         return min(found, key=lambda rejected: rejected.miss)
@@ -250,23 +253,23 @@ class Search:
                 if (variant.shard, variant.states) == (layout.shard, layout.states)
             )
             first = _with(config, alike)
-            channels = [channels for _, channels in self._placements(first)]
             self._known[key] = min(
-                channels, key=lambda c: folded_seconds(first, self.space.cluster, c)
+                self._channels(first),
+                key=lambda channels: folded_seconds(first, self.space.cluster, channels),
             )
         return folded_seconds(config, self.space.cluster, self._known[key]) / layout.batch
 
-    def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
-        """Return the placements to estimate, with their channels."""
+    def _channels(self, config: Config) -> list[Channels]:
+        """Return the channels of the placements to estimate."""
         cluster = self.space.cluster
         devices = min(config.parallel.world_size, cluster.devices_per_node)
         key = layout_of(config, devices=devices), config.parallel.num_chunks > 1
         if key not in self._known:
-            found = worthwhile_placements(config, cluster, self.space.wanted)
             self._known[key] = [
-                (placement, Channels(config, cluster, placement)) for placement in found
+                Channels(config, cluster, placement)
+                for placement in worthwhile_placements(config, cluster, self.space.wanted)
             ]
-        known: list[tuple[Placement, Channels]] = self._known[key]
+        known: list[Channels] = self._known[key]
         return known
 
     def _states(self, config: Config) -> tuple[float, float, int]:
@@ -358,7 +361,7 @@ def search(
     found.sizes = sum(len(sizes) for of_micro in tasks.values() for sizes in of_micro.values())
     ranked = list[Ranked]()
     fit = list[Ranked]()
-    enough = Counter[Value]()
+    enough = Counter[Choice]()
     pruned = done = 0
     with _workers(given, processes) as run:
         # no larger micro-batch fits, and tracing it would take longest
@@ -489,17 +492,16 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> l
 def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[float, ...]:
     """Time messages of each kind and size; between stages the slowest boundary, and their sum."""
     channels = Channels(config, cluster, placement)
-    found = list[float]()
-    ranks = range(placement.layout.pipeline - (config.parallel.num_chunks == 1))
+    times = list[float]()
+    calls = [("all_reduce", name) for name in channels.lanes]
+    calls += [("reduce_scatter", name) for name in channels.lanes if name != "ends"]
+    calls += [("all_to_all", name) for name in EXCHANGES]
+    calls.append(("ring", "context"))
     for size in _SIZES:
-        for kind in ("all_reduce", "reduce_scatter"):
-            found += (
-                channels.seconds(kind, size, name) for name in channels.lanes if name != "ends"
-            )
-        found += (channels.seconds("all_to_all", size, name) for name in EXCHANGES)
-        found.append(channels.seconds("ring", size, "context"))
-        found.append(channels.tied_s(size))
-        if placement.layout.pipeline > 1:
-            boundaries = [channels.boundary(rank, True, size) for rank in ranks]
-            found += (*max(boundaries), sum(map(sum, boundaries)))
-    return tuple(round(seconds, 12) for seconds in found)
+        times += (channels.seconds(kind, size, name) for kind, name in calls)
+        boundaries = [
+            channels.boundary(rank, True, size) for rank in range(len(channels.boundaries))
+        ]
+        if boundaries:
+            times += (*max(boundaries), sum(map(sum, boundaries)))
+    return tuple(round(seconds, 12) for seconds in times)

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import math
+import operator
+import re
 import shlex
 import statistics
 import tempfile
@@ -47,14 +49,12 @@ class Chosen(NamedTuple):
 def chosen_layout(given: Search, layout: CandidateLayout, tokens: float | None) -> Chosen:
     """Estimate a layout on its placement."""
     cluster = given.space.cluster
-    config = given.space.config(layout)
-    found = estimate(config, cluster)
+    found = estimate(given.space.config(layout), cluster)
     each = cluster.devices_per_node
     most = max(rank.total for rank in found.memory)
     days = (tokens or 1e9) / found.tokens_per_s / _DAY
     record = {
-        dimension.name: write_value(dimension.value(layout, each)) for dimension in DIMENSIONS
-    } | {
+        **{dimension.name: write_value(dimension.value(layout, each)) for dimension in DIMENSIONS},
         "dp": layout.replicas,
         "seconds_per_step": found.seconds,
         "mfu": found.mfu,
@@ -64,7 +64,7 @@ def chosen_layout(given: Search, layout: CandidateLayout, tokens: float | None) 
         "node_hours": 24 * days * -(-layout.world // each),
         "memory_gib": most / GIB,
         "left_gib": (given.capacity - most) / GIB,
-        **{f"{part.replace(' ', '_').replace('-', '_')}_s": found.parts[part] for part in PARTS},
+        **{f"{re.sub('[ -]', '_', part)}_s": found.parts[part] for part in PARTS},
     }
     return Chosen(layout, found, record)
 
@@ -93,17 +93,17 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
     `papers` adds the TFLOP/s of a device by the formula of Dash et al.
     """
     rows = []
+    parts = [name for name in ("cp", "ep") if any(getattr(c.layout, name) > 1 for c in chosen)]
     for layout, found, record in chosen:
         over = f" over {write_value(layout.shard)}" if layout.shard else ""
         zero = f"ZeRO {layout.zero}{over}" if layout.zero > 1 else "ZeRO"
         names = {"sp": layout.sp, "overlap": layout.overlap, zero: layout.zero}
         names["offload"] = layout.offload
-        parts = [name for name in ("cp", "ep") if any(getattr(c.layout, name) > 1 for c in chosen)]
-        row = {name.upper(): str(record[name]) for name in ("tp", "pp", *parts, "dp")}
-        row |= {name: record[name] for name in ("nodes", "gbs", "chunks", "schedule", "mbs")}
-        row["recompute"] = layout.recompute.removeprefix("selective:")
-        row["also on"] = ", ".join(name for name, on in names.items() if on) or "-"
-        row |= {
+        row = {
+            **{name.upper(): str(record[name]) for name in ("tp", "pp", *parts, "dp")},
+            **{name: record[name] for name in ("nodes", "gbs", "chunks", "schedule", "mbs")},
+            "recompute": layout.recompute.removeprefix("selective:"),
+            "also on": ", ".join(name for name, on in names.items() if on) or "-",
             "s/step": _number(found.seconds),
             "MFU": _percent(found.mfu),
             "HFU": _percent(found.hfu),
@@ -122,7 +122,7 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
 def _paper_tflops(found: Estimate) -> str:
     """Return a device's TFLOP/s by `formulas.paper_flops`, which assumes a GPT with f = 4 h."""
     config = found.config
-    model = sized_model(found.config)
+    model = sized_model(config)
     flops = formulas.paper_flops(
         config.batch.global_batch_size,
         model.seq_length,
@@ -170,21 +170,18 @@ def bounds_table(chosen: Sequence[Chosen]) -> Table:
 def values_table(given: Search, found: Found, name: str) -> Table:
     """Tabulate the best layout with each value of one dimension."""
     seq = given.space.base.model.seq_length
-    rows = []
-    for value, best in sorted(
-        (v[1], best)
-        for v, best in found.by_value(given.space.cluster.devices_per_node).items()
-        if v[0] == name
-    ):
-        rows.append(
-            (
-                f"{value:,}",
-                _number(best.seconds),
-                _number(_DAY * seq / best.score / 1e9),
-                f"{best.memory / GIB:.1f}",
-                given.space.write(best.layout),
-            )
+    best_of = found.by_value(given.space.cluster.devices_per_node)
+    rows = [
+        (
+            f"{value:,}",
+            _number(best.seconds),
+            _number(_DAY * seq / best.score / 1e9),
+            f"{best.memory / GIB:.1f}",
+            given.space.write(best.layout),
         )
+        for (choice, value), best in sorted(best_of.items(), key=operator.itemgetter(0))
+        if choice == name
+    ]
     return Table(
         f"best layout for each {name}", (name, "s/step", "Gtok/day", "GiB", "layout"), rows
     )
@@ -196,9 +193,8 @@ def losses(given: Search, found: Found) -> dict[str, dict[str, float]]:
     The dimension that matters most comes first.
     """
     values: dict[str, dict[str, float]] = {}
-    for (name, value), one in sorted(
-        found.by_value(given.space.cluster.devices_per_node).items(), key=lambda v: v[1]
-    ):
+    best_of = found.by_value(given.space.cluster.devices_per_node)
+    for (name, value), one in sorted(best_of.items(), key=operator.itemgetter(1)):
         values.setdefault(name, {})[write_value(value)] = 1 - found.estimated[0].score / one.score
     several = {name: of for name, of in values.items() if len(of) > 1}
     return dict(sorted(several.items(), key=lambda item: -statistics.fmean(item[1].values())))

@@ -191,7 +191,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     parts = _parts_of_passes(config, seconds, run)
     parts["data-parallel"] += crowd * (reduced + gathered)
     if tied := tied_elements(config, traced):
-        parts["data-parallel"] += channels.tied_s(4 * tied)
+        parts["data-parallel"] += channels.seconds("all_reduce", 4 * tied, "ends")
     update = optimizer_seconds(config, cluster, rates)
     parts["optimizer"] = crowd * (update + whole_seconds(config, cluster, channels))
     parts["host"] += rates.step_overhead_s
@@ -499,9 +499,9 @@ def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float
     sent = owned_elements(config, *_elements(parameters))
     rounds = max(1, round(sent / ROUND))
     message = value_bytes * sent / rounds
-    messages = 2 * channels.tensor_s("all_gather", message)
+    messages = 2 * channels.seconds("all_gather", message)
     if owners(config) > 1:
-        messages += 2 * channels.data_s("all_gather", message)
+        messages += 2 * channels.seconds("all_gather", message, "data")
     if device == "cpu":
         return work + rounds * messages
     return max(work, (rounds - 1) * messages) + messages

@@ -231,7 +231,7 @@ def test_tensor_messages_are_hidden_only_where_they_may_be():
     fields = dict(tensor_model_parallel_size=8, hidden_size=8192, seq_length=2048)
     shown = run(**fields, async_tensor_model_parallel_allreduce=False)
     hidden = run(**fields)
-    one = Channels(hidden, FRONTIER, estimate(hidden, FRONTIER).placement).tensor_s(
+    one = Channels(hidden, FRONTIER, estimate(hidden, FRONTIER).placement).seconds(
         "all_reduce", 2048 * 8192 * 2
     )
     stages = [estimate(config, FRONTIER).stage_seconds[0] for config in (hidden, shown)]
