@@ -12,16 +12,15 @@ Problems = Callable[[Sections], Iterator[str]]
 
 
 class Check(NamedTuple):
-    """A check of a section that runs if all settings of `needs` have valid values."""
+    """A check that runs if all settings of `needs` have valid values."""
 
-    section: str
     needs: tuple[str, ...]
     problems: Problems
 
 
-def check(section: str, *needs: str) -> Callable[[Problems], Check]:
+def check(*needs: str) -> Callable[[Problems], Check]:
     """Make a check of a function that yields problems; validate.py collects them."""
-    return partial(Check, section, needs)
+    return partial(Check, needs)
 
 
 def nearest_multiples(value: int, step: int) -> str:

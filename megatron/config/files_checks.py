@@ -10,7 +10,7 @@ from megatron.config.files import hugging_face_folder, named_corpus
 from megatron.config.settings import Sections, all_options
 
 
-@check("data", "split")
+@check("split")
 def _split(config: Sections) -> Iterator[str]:
     text = config.data.split
     try:
@@ -24,7 +24,7 @@ def _split(config: Sections) -> Iterator[str]:
         )
 
 
-@check("data")
+@check()
 def _data(config: Sections) -> Iterator[str]:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = config.get(name) or ()
@@ -59,7 +59,7 @@ def _blend(written: str, words: tuple[str, ...]) -> Iterator[str]:
         yield f"{written}: weights must be at least 0 and not all 0"
 
 
-@check("data", "data_packing")
+@check("data_packing")
 def _packing(config: Sections) -> Iterator[str]:
     data = config.data
     if data.data_packing != "best-fit" or data.mock_data:
@@ -78,7 +78,7 @@ def _packing(config: Sections) -> Iterator[str]:
         )
 
 
-@check("data", "loss_mask")
+@check("loss_mask")
 def _loss_mask(config: Sections) -> Iterator[str]:
     masks = config.data.loss_mask in ("required", "optional")
     if masks and not config.batch.calculate_per_token_loss:
@@ -89,7 +89,7 @@ def _loss_mask(config: Sections) -> Iterator[str]:
         )
 
 
-@check("checkpoint")
+@check()
 def _checkpoints(config: Sections) -> Iterator[str]:
     save = config.checkpoint.save
     load = config.checkpoint.load
@@ -110,7 +110,7 @@ def _checkpoints(config: Sections) -> Iterator[str]:
         yield f"--load-tag {tag} names a checkpoint, but --load {load} has none"
 
 
-@check("logging", "profile_step_start", "profile_step_end")
+@check("profile_step_start", "profile_step_end")
 def _profile(config: Sections) -> Iterator[str]:
     logging = config.logging
     if logging.profile and logging.profile_step_end <= logging.profile_step_start:
@@ -131,7 +131,7 @@ _TOKENIZER_NEEDS = {
 }
 
 
-@check("tokenizer")
+@check()
 def _tokenizer(config: Sections) -> Iterator[str]:
     kind = config.tokenizer.tokenizer_type
     for name in _TOKENIZER_NEEDS.get(kind or "", ()):

@@ -8,19 +8,15 @@ from megatron.config.check import check, multiple
 from megatron.config.settings import Sections, all_options
 
 
-@check("model", "hidden_size", "num_attention_heads")
-def _head_width(config: Sections) -> Iterator[str]:
+@check("hidden_size", "num_attention_heads", "num_key_value_heads")
+def _heads(config: Sections) -> Iterator[str]:
     if config.model.kv_channels is None:
         remedy = ", or give the width of a head with --kv-channels"
         yield from multiple(config, "hidden_size", "num_attention_heads", remedy)
-
-
-@check("model", "num_attention_heads", "num_key_value_heads")
-def _grouped_queries(config: Sections) -> Iterator[str]:
     yield from multiple(config, "num_attention_heads", "num_key_value_heads")
 
 
-@check("model", "seq_length", "max_position_embeddings", "position_embedding_type")
+@check("seq_length", "max_position_embeddings", "position_embedding_type")
 def _positions(config: Sections) -> Iterator[str]:
     model = config.model
     if (
@@ -34,7 +30,7 @@ def _positions(config: Sections) -> Iterator[str]:
         )
 
 
-@check("model", "position_embedding_type", "kv_channels", "rotary_percent")
+@check("position_embedding_type", "kv_channels", "rotary_percent")
 def _rotary_width(config: Sections) -> Iterator[str]:
     model = config.model
     if model.position_embedding_type == "rope":
@@ -46,30 +42,27 @@ def _rotary_width(config: Sections) -> Iterator[str]:
             )
 
 
-@check("model", "rope_low_freq_factor", "rope_high_freq_factor")
-def _rope_ramp(config: Sections) -> Iterator[str]:
+@check("rope_original_positions", "rope_low_freq_factor", "rope_high_freq_factor")
+def _rope_scaling(config: Sections) -> Iterator[str]:
     model = config.model
     low = model.rope_low_freq_factor
-    high = model.rope_high_freq_factor
-    if model.rope_scaling == "llama3" and low >= high:
+    positions = model.rope_original_positions
+    if model.rope_scaling == "llama3" and low >= model.rope_high_freq_factor:
         yield (
-            f"--rope-low-freq-factor {low:g} must be less than --rope-high-freq-factor {high:g}: "
-            "frequencies between them are partly scaled"
+            f"--rope-low-freq-factor {low:g} must be less than --rope-high-freq-factor "
+            f"{model.rope_high_freq_factor:g}: frequencies between them are partly scaled"
         )
-
-
-@check("model", "rope_scaling", "rope_original_positions")
-def _rope_original(config: Sections) -> Iterator[str]:
-    kind = config.model.rope_scaling
-    positions = config.model.rope_original_positions
-    if kind == "linear" and positions != all_options()["rope_original_positions"].default:
+    if (
+        model.rope_scaling == "linear"
+        and positions != all_options()["rope_original_positions"].default
+    ):
         yield (
             f"--rope-original-positions {positions} needs --rope-scaling llama3 or yarn: linear "
             "scaling divides all angles by --rope-scaling-factor"
         )
 
 
-@check("model", "norm_position")
+@check("norm_position")
 def _norms(config: Sections) -> Iterator[str]:
     model = config.model
     position = model.norm_position
@@ -88,7 +81,7 @@ def _norms(config: Sections) -> Iterator[str]:
             )
 
 
-@check("model")
+@check()
 def _window(config: Sections) -> Iterator[str]:
     size = config.model.window_size
     if size is not None and (size[1:] not in ((), (0,)) or not size):
@@ -98,34 +91,21 @@ def _window(config: Sections) -> Iterator[str]:
         )
 
 
-@check("model", "num_layers")
-def _layers_without_window(config: Sections) -> Iterator[str]:
-    model = config.model
-    skip = model.window_attn_skip_freq
-    layers = model.num_layers
-    if skip is None:
-        return
-    written = f"--window-attn-skip-freq {','.join(map(str, skip))}"
-    if model.window_size is None:
-        yield f"{written} needs --window-size LEFT"
-    if len(skip) <= 1 and not any(skip):
-        yield f"{written}: every N-th layer has no window, with N of at least 1"
-    elif len(skip) > 1 and (len(skip) != layers or not set(skip) <= {0, 1}):
-        yield f"{written} is not one number, nor a list of {layers} entries 0 or 1: one for a layer"
-
-
-@check("model", "num_experts", "num_layers", "moe_layer_freq")
-def _expert_layers(config: Sections) -> Iterator[str]:
-    freq = config.model.moe_layer_freq
+@check("num_layers", "moe_layer_freq")
+def _frequencies(config: Sections) -> Iterator[str]:
     layers = config.model.num_layers
-    if freq == (0,) or (len(freq) > 1 and (len(freq) != layers or not set(freq) <= {0, 1})):
-        yield (
-            f"--moe-layer-freq {','.join(map(str, freq))} is neither a number of at least 1 nor a "
-            f"list of {layers} entries 0 or 1: one for a layer"
-        )
+    for name in ("window_attn_skip_freq", "moe_layer_freq"):
+        freq = config.get(name)
+        if freq is not None and (
+            not any(freq) if len(freq) <= 1 else len(freq) != layers or not set(freq) <= {0, 1}
+        ):
+            yield (
+                f"{all_options()[name].flag} {','.join(map(str, freq))} is neither a number of at "
+                f"least 1 nor a list of {layers} entries 0 or 1: one for a layer"
+            )
 
 
-@check("model", "moe_router_topk")
+@check("moe_router_topk")
 def _router(config: Sections) -> Iterator[str]:
     model = config.model
     experts = model.num_experts
@@ -142,14 +122,9 @@ def _router(config: Sections) -> Iterator[str]:
             "--moe-router-topk 1 with a softmax over the chosen expert alone gives it the weight 1, "
             "and the router no gradient: add --moe-router-pre-softmax"
         )
-    if not softmax and model.moe_router_pre_softmax:
-        yield "--moe-router-pre-softmax needs --moe-router-score-function softmax"
-    if softmax and model.moe_router_enable_expert_bias:
-        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
     if groups is None or chosen is None:
-        if groups is not chosen:
-            yield "--moe-router-num-groups and --moe-router-group-topk need each other: give both"
-    elif experts % groups or chosen > groups or topk % chosen:
+        return
+    if experts % groups or chosen > groups or topk % chosen:
         yield (
             f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and "
             f"--moe-router-group-topk {chosen} must be at most that and divide --moe-router-topk "
@@ -162,7 +137,7 @@ def _router(config: Sections) -> Iterator[str]:
         )
 
 
-@check("model", "num_experts", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
+@check("num_experts", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
 def _balancing(config: Sections) -> Iterator[str]:
     kinds = config.model.moe_router_load_balancing_type
     factors = config.model.moe_aux_loss_coeff
@@ -175,32 +150,27 @@ def _balancing(config: Sections) -> Iterator[str]:
         yield "--moe-router-load-balancing-type none has no loss: leave --moe-aux-loss-coeff out"
 
 
-@check("model", "num_experts")
-def _experts_alone(config: Sections) -> Iterator[str]:
-    """Name what experts do not go together with."""
+@check("num_experts")
+def _expert_widths(config: Sections) -> Iterator[str]:
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         if config.get(name) is not None:
             yield from multiple(config, name, "tensor_model_parallel_size")
-    shared = config.model.moe_shared_expert_intermediate_size is not None
-    for name in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
-        if config.get(name) and not shared:
-            yield f"{all_options()[name].flag} needs --moe-shared-expert-intermediate-size"
-    if shared and config.model.add_bias_linear:
+    model = config.model
+    if model.moe_shared_expert_intermediate_size is not None and model.add_bias_linear:
         yield "shared experts have no biases: add --disable-bias-linear"
 
 
-@check("model", "ffn_hidden_size")
+@check("ffn_hidden_size")
 def _upcycling(config: Sections) -> Iterator[str]:
     model = config.model
-    ffn = model.ffn_hidden_size
     width = model.moe_ffn_hidden_size
     experts = model.num_experts
     if not model.moe_use_upcycling or experts is None or width is None:
         return
-    parts, rest = divmod(ffn, width)
+    parts, rest = divmod(model.ffn_hidden_size, width)
     if rest or not parts or experts % parts or model.moe_router_topk % parts:
         yield (
-            f"--moe-use-upcycling cuts the MLP's --ffn-hidden-size {ffn} into "
+            f"--moe-use-upcycling cuts the MLP's --ffn-hidden-size {model.ffn_hidden_size} into "
             f"parts of --moe-ffn-hidden-size {width}: their number must be "
             f"whole, and divide --num-experts {experts} and --moe-router-topk "
             f"{model.moe_router_topk}"
@@ -210,11 +180,9 @@ def _upcycling(config: Sections) -> Iterator[str]:
             "--moe-use-upcycling has nothing of which to make a shared expert: leave "
             "--moe-shared-expert-intermediate-size out"
         )
-    if config.checkpoint.load is None:
-        yield "--moe-use-upcycling needs --load with the dense checkpoint"
 
 
-@check("model", "use_mup", "num_attention_heads", "kv_channels", "mup_base_hidden_size")
+@check("use_mup", "num_attention_heads", "kv_channels", "mup_base_hidden_size")
 def _mup(config: Sections) -> Iterator[str]:
     model = config.model
     if model.use_mup and model.mup_base_num_attention_heads is None:
@@ -227,7 +195,7 @@ def _mup(config: Sections) -> Iterator[str]:
         )
 
 
-@check("model", "use_mup", "num_experts", "ffn_hidden_size", "mup_base_ffn_hidden_size")
+@check("use_mup", "num_experts", "ffn_hidden_size", "mup_base_ffn_hidden_size")
 def _mup_experts(config: Sections) -> Iterator[str]:
     model = config.model
     ffn = model.ffn_hidden_size
@@ -242,9 +210,7 @@ def _mup_experts(config: Sections) -> Iterator[str]:
             )
 
 
-@check(
-    "model", "mup_base_num_attention_heads", "mup_base_num_key_value_heads", "num_attention_heads"
-)
+@check("mup_base_num_attention_heads", "mup_base_num_key_value_heads", "num_attention_heads")
 def _mup_groups(config: Sections) -> Iterator[str]:
     model = config.model
     heads = model.num_attention_heads

@@ -10,7 +10,7 @@ from megatron.config.parallel import SIZES, TILE, layout_counts
 from megatron.config.settings import Sections, all_options
 
 
-@check("parallel", "tensor_model_parallel_size")
+@check("tensor_model_parallel_size")
 def _tensor_parallel(config: Sections) -> Iterator[str]:
     names = ["num_attention_heads", "ffn_hidden_size"]
     groups = config.model.num_key_value_heads
@@ -28,15 +28,14 @@ def _tensor_parallel(config: Sections) -> Iterator[str]:
             yield from multiple(config, name, "tensor_model_parallel_size", remedy)
 
 
-@check("parallel", "num_layers", "pipeline_model_parallel_size")
+@check("num_layers", "pipeline_model_parallel_size")
 def _pipeline(config: Sections) -> Iterator[str]:
     parallel = config.parallel
     layers = config.model.num_layers
     pp = parallel.pipeline_model_parallel_size
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
-    chunks = parallel.num_chunks
     if parallel.pipeline_layout is not None:
-        yield from _layout(parallel.pipeline_layout, layers, pp, per_chunk)
+        yield from _layout(config)
     elif per_chunk is not None:
         yield from _interleaving(layers, pp, per_chunk)
     elif layers < pp:
@@ -44,37 +43,34 @@ def _pipeline(config: Sections) -> Iterator[str]:
             f"--num-layers {layers} is less than the {pp} stages of --pipeline-model-parallel-size "
             f"{pp}: each stage needs a layer, so use at most {layers} stages"
         )
-    if chunks > 1 and pp == 1:
+    if parallel.num_chunks > 1 and pp == 1:
         yield (
             "interleaved chunks need --pipeline-model-parallel-size of at least 2: drop the "
             "interleaving"
         )
-    if chunks > 1 and parallel.enable_zbh1_pipeline:
+    if parallel.num_chunks > 1 and parallel.enable_zbh1_pipeline:
         yield "--enable-zbh1-pipeline has no interleaved form: drop it or the interleaved chunks"
 
 
-def _layout(layout: str, layers: int, pp: int, per_chunk: int | None) -> Iterator[str]:
-    counts = layout_counts(layout)
+def _layout(config: Sections) -> Iterator[str]:
+    layers = config.model.num_layers
+    pp = config.parallel.pipeline_model_parallel_size
+    per_chunk = config.parallel.num_layers_per_virtual_pipeline_stage
+    flag = f"--pipeline-layout '{config.parallel.pipeline_layout}'"
+    counts = layout_counts(config.parallel.pipeline_layout or "")
     if counts is None:
-        yield (
-            f"--pipeline-layout '{layout}' is not a list of layer counts of at least 1, such as "
-            "3,4,4,3"
-        )
+        yield f"{flag} is not a list of layer counts of at least 1, such as 3,4,4,3"
         return
     if len(counts) % pp:
         yield (
-            f"--pipeline-layout '{layout}' has {len(counts)} stages, not a multiple of "
-            f"--pipeline-model-parallel-size {pp}"
+            f"{flag} has {len(counts)} stages, not a multiple of --pipeline-model-parallel-size {pp}"
         )
     if sum(counts) != layers:
+        yield f"{flag} has {sum(counts)} layers in all, but --num-layers is {layers}"
+    if per_chunk is not None and set(counts) != {per_chunk}:
         yield (
-            f"--pipeline-layout '{layout}' has {sum(counts)} layers in all, but --num-layers is "
-            f"{layers}"
-        )
-    if per_chunk is not None and any(count != per_chunk for count in counts):
-        yield (
-            f"--pipeline-layout '{layout}' contradicts --num-layers-per-virtual-pipeline-stage "
-            f"{per_chunk}: the layout alone is enough"
+            f"{flag} contradicts --num-layers-per-virtual-pipeline-stage {per_chunk}: the layout "
+            "alone is enough"
         )
 
 
@@ -90,16 +86,17 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
         near = sorted(sorted(valid, key=lambda n: abs(n - per_chunk))[:2])
         yield f"{text}: use {' or '.join(map(str, near))}"
     else:
-        multiple = nearest_multiples(layers, 2 * pp)
         yield (
-            f"{text}: no number of layers per chunk does; use {multiple} layers, or "
+            f"{text}: no number of layers per chunk does; use {nearest_multiples(layers, 2 * pp)} "
+            "layers, or "
             f"--pipeline-layout with {2 * pp} counts"
         )
 
 
-@check("parallel", "world_size", *SIZES)
+@check("world_size", *SIZES)
 def _world(config: Sections) -> Iterator[str]:
-    world, (tp, pp, cp, ep) = config.parallel.world_size, (config.get(name) for name in SIZES)
+    world = config.parallel.world_size
+    tp, pp, cp, ep = (config.get(name) for name in SIZES)
     model = (
         f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp}"
         f"{f' x --context-parallel-size {cp}' if cp > 1 else ''}"
@@ -118,7 +115,7 @@ def _world(config: Sections) -> Iterator[str]:
         )
 
 
-@check("parallel", "expert_model_parallel_size")
+@check("expert_model_parallel_size")
 def _expert_parallel(config: Sections) -> Iterator[str]:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
@@ -142,7 +139,7 @@ def _expert_parallel(config: Sections) -> Iterator[str]:
         )
 
 
-@check("parallel", "zero_stage", "data_parallel_size", "context_parallel_size")
+@check("zero_stage", "data_parallel_size", "context_parallel_size")
 def _zero(config: Sections) -> Iterator[str]:
     parallel = config.parallel
     engine = config.engine
@@ -177,7 +174,7 @@ def _zero(config: Sections) -> Iterator[str]:
         )
 
 
-@check("parallel", "context_parallel_size", "cp_comm_type")
+@check("context_parallel_size", "cp_comm_type")
 def _context_parallel(config: Sections) -> Iterator[str]:
     model = config.model
     parallel = config.parallel
@@ -235,7 +232,7 @@ def ring_limits(config: Sections, places: int) -> Iterator[tuple[str, str]]:
         )
 
 
-@check("parallel")
+@check()
 def _device_order(config: Sections) -> Iterator[str]:
     order = config.parallel.device_order
     if order is not None and sorted(order) != list(range(len(order))):
@@ -245,7 +242,7 @@ def _device_order(config: Sections) -> Iterator[str]:
         )
 
 
-@check("recompute", "recompute_modules")
+@check("recompute_modules")
 def _recompute_modules(config: Sections) -> Iterator[str]:
     modules = config.recompute.recompute_modules
     if config.recompute.recompute_granularity != "selective" and modules != ("core_attn",):
@@ -257,7 +254,7 @@ def _recompute_modules(config: Sections) -> Iterator[str]:
         yield "--recompute-modules moe recomputes moe_act, too: leave moe_act out"
 
 
-@check("recompute", "recompute_num_layers", "num_layers", "pipeline_model_parallel_size")
+@check("recompute_num_layers", "num_layers", "pipeline_model_parallel_size")
 def _recompute_layers(config: Sections) -> Iterator[str]:
     parallel = config.parallel
     recompute = config.recompute

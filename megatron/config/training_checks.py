@@ -11,7 +11,7 @@ from megatron.config.pieces import Pieces
 from megatron.config.settings import Sections, all_options
 
 
-@check("batch", "micro_batch_size", "global_batch_size", "data_parallel_size")
+@check("micro_batch_size", "global_batch_size", "data_parallel_size")
 def _batch(config: Sections) -> Iterator[str]:
     mbs = config.batch.micro_batch_size
     gbs = config.batch.global_batch_size
@@ -30,7 +30,7 @@ def _batch(config: Sections) -> Iterator[str]:
         )
 
 
-@check("batch", "global_batch_size")
+@check("global_batch_size")
 def _rampup(config: Sections) -> Iterator[str]:
     batch = config.batch
     ramp = batch.rampup_batch_size
@@ -68,7 +68,7 @@ def _not_whole(config: Sections, flag: str, sizes: Iterable[tuple[str, int]]) ->
             )
 
 
-@check("batch", "global_batch_size", "micro_batch_size", "data_parallel_size")
+@check("global_batch_size", "micro_batch_size", "data_parallel_size")
 def _batch_steps(config: Sections) -> Iterator[str]:
     batch = config.batch
     if batch.step_batch_size_schedule is None:
@@ -92,7 +92,7 @@ def _units(config: Sections, prefix: str) -> list[str]:
     return [unit for unit in ("iters", "samples") if config.get(f"{prefix}_{unit}")]
 
 
-@check("optimizer")
+@check()
 def _rate_units(config: Sections) -> Iterator[str]:
     if len(run := _units(config, "train")) == 1:
         for what in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -102,7 +102,7 @@ def _rate_units(config: Sections) -> Iterator[str]:
                     yield f"{flag}-{unit} does not go with --train-{run[0]}: use {flag}-{run[0]}"
 
 
-@check("optimizer", "lr_decay_style")
+@check("lr_decay_style")
 def _rate_lengths(config: Sections) -> Iterator[str]:
     for unit in ("iters", "samples", "tokens"):
         warmup = config.get(f"lr_warmup_{unit}")
@@ -130,7 +130,7 @@ def _rate_lengths(config: Sections) -> Iterator[str]:
             )
 
 
-@check("optimizer", "weight_decay", "start_weight_decay", "end_weight_decay")
+@check("weight_decay", "start_weight_decay", "end_weight_decay")
 def _weight_decay(config: Sections) -> Iterator[str]:
     optimizer = config.optimizer
     start = optimizer.start_weight_decay
@@ -148,7 +148,7 @@ def _weight_decay(config: Sections) -> Iterator[str]:
         )
 
 
-@check("optimizer")
+@check()
 def _phases(config: Sections) -> Iterator[str]:
     for name in PHASED:
         flag = f"--{name.replace('_', '-')}"
@@ -167,7 +167,7 @@ def _phases(config: Sections) -> Iterator[str]:
                 yield f"{flag}: {max(ends):g} must be less than 1"
 
 
-@check("optimizer")
+@check()
 def _norm_limits(config: Sections) -> Iterator[str]:
     try:
         norm_limits(config.optimizer.clip_grad_by_kind or ())
@@ -175,7 +175,7 @@ def _norm_limits(config: Sections) -> Iterator[str]:
         yield f"--clip-grad-by-kind: {error}"
 
 
-@check("optimizer", "muon_coefficient_type", "muon_num_ns_steps")
+@check("muon_coefficient_type", "muon_num_ns_steps")
 def _newton_schulz(config: Sections) -> Iterator[str]:
     optimizer = config.optimizer
     kind = optimizer.muon_coefficient_type
@@ -194,7 +194,7 @@ def _newton_schulz(config: Sections) -> Iterator[str]:
         )
 
 
-@check("optimizer", "qk_clip", "qk_layernorm")
+@check("qk_clip", "qk_layernorm")
 def _qk_clip(config: Sections) -> Iterator[str]:
     if config.optimizer.qk_clip and config.model.qk_layernorm:
         yield (
@@ -203,14 +203,14 @@ def _qk_clip(config: Sections) -> Iterator[str]:
         )
 
 
-@check("training")
+@check()
 def _walltime(config: Sections) -> Iterator[str]:
     given = config.training.walltime
     if given is not None and given != "none" and not duration_s(given):
         yield f"--walltime {given}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
 
 
-@check("kernels")
+@check()
 def _kernels(config: Sections) -> Iterator[str]:
     if config.kernels.norm_implementation == "fused" and not config.kernels.persist_layer_norm:
         yield (
@@ -230,52 +230,68 @@ def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Iterator[str]:
             )
 
 
-@check("kernels", "zero_stage")
+@check("zero_stage")
 def _captured_passes(config: Sections) -> Iterator[str]:
     model = config.model
     kernels = config.kernels
     parallel = config.parallel
     if kernels.cuda_graph_impl is None:
         return
-    options = all_options()
     masks = "a replay would repeat the masks, which come from torch's generator"
     documents = "how documents are divided decides which kernels run"
-    rows = "the host reads how many tokens each expert gets"
-    limits = []
+    narrow = config.precision.dtype_name != "float32"
     unfused = kernels.attention_backend in ("unfused", "local")
-    if model.attention_dropout and not unfused and kernels.attention_backend != "blocked":
-        without = f"{options['attention_dropout'].written(0.0)}, --attention-backend blocked"
-        limits.append(("attention_dropout", masks, without))
-    drops = model.hidden_dropout or (model.attention_dropout and unfused)
-    if drops and not kernels.bias_dropout_fusion:
-        with_kernel = options["bias_dropout_fusion"].written(True)
-        limits.append(("bias_dropout_fusion", masks, with_kernel))
-    narrow = config.precision.bf16 or config.precision.fp16
-    if model.hidden_dropout and model.fp32_residual_connection and narrow:
-        without = options["hidden_dropout"].written(0.0)
-        limits.append(("fp32_residual_connection", f"with dropout {masks}", without))
-    if config.data.data_packing == "best-fit":
-        limits.append(("data_packing", documents, options["data_packing"].written("concat")))
-    elif config.data.reset_attention_mask:
-        without = options["reset_attention_mask"].written(False)
-        limits.append(("reset_attention_mask", documents, without))
-    if model.num_experts is not None:
-        limits.append(("num_experts", rows, ""))
-    if config.engine.zero_stage > 1:
-        limits.append(
-            (
-                "zero_stage",
-                "the memory of gradients or weights moves",
-                options["zero_stage"].written(1),
+    torch_drops = model.attention_dropout and not unfused
+    packed = config.data.data_packing == "best-fit"
+    for holds, name, reason, instead in (
+        (
+            torch_drops and kernels.attention_backend != "blocked",
+            "attention_dropout",
+            masks,
+            "--attention-dropout 0.0, --attention-backend blocked",
+        ),
+        (
+            (model.hidden_dropout or (model.attention_dropout and unfused))
+            and not kernels.bias_dropout_fusion,
+            "bias_dropout_fusion",
+            masks,
+            "--bias-dropout-fusion",
+        ),
+        (
+            model.hidden_dropout and model.fp32_residual_connection and narrow,
+            "fp32_residual_connection",
+            f"with dropout {masks}",
+            "--hidden-dropout 0.0",
+        ),
+        (packed, "data_packing", documents, "--data-packing concat"),
+        (
+            config.data.reset_attention_mask and not packed,
+            "reset_attention_mask",
+            documents,
+            "--no-reset-attention-mask",
+        ),
+        (
+            model.num_experts is not None,
+            "num_experts",
+            "the host reads how many tokens each expert gets",
+            "",
+        ),
+        (
+            config.engine.zero_stage > 1,
+            "zero_stage",
+            "the memory of gradients or weights moves",
+            "--zero-stage 1",
+        ),
+        (
+            parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a",
+            "cp_comm_type",
+            "the messages of a ring are no collectives",
+            "--cp-comm-type a2a",
+        ),
+    ):
+        if holds:
+            yield (
+                f"{all_options()[name].written(config.get(name))} does not work with "
+                f"--cuda-graph-impl {kernels.cuda_graph_impl}: {reason}. Use "
+                f"{instead and instead + ', or '}--cuda-graph-impl none"
             )
-        )
-    if parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a":
-        limits.append(
-            ("cp_comm_type", "the messages of a ring are no collectives", "--cp-comm-type a2a")
-        )
-    for name, reason, instead in limits:
-        yield (
-            f"{options[name].written(config.get(name))} does not work with --cuda-graph-impl "
-            f"{kernels.cuda_graph_impl}: {reason}. Use {instead and instead + ', or '}"
-            "--cuda-graph-impl none"
-        )

@@ -13,25 +13,28 @@ from megatron.config.settings import Settings, all_options
 from megatron.config.training_checks import own_passes
 
 # Settings of which at most one may be chosen.
-EXCLUSIVE = (
-    ("swiglu", "geglu", "squared_relu", "openai_gelu"),
-    ("exact_gelu", "swiglu"),
-    ("exact_gelu", "squared_relu"),
-    ("exact_gelu", "openai_gelu"),
-    ("fp16", "bf16"),
-    ("train_iters", "train_samples"),
-    ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"),
-    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction"),
-    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    ("data_path", "data_file_list", "mock_data", "train_data_path"),
-    ("data_path", "data_file_list", "mock_data", "valid_data_path"),
-    ("data_path", "data_file_list", "mock_data", "test_data_path"),
-    ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"),
-    ("rampup_batch_size", "step_batch_size_schedule"),
-    *(("lr_schedule", f"lr_warmup_{unit}") for unit in ("iters", "samples", "tokens", "fraction")),
-    *(("lr_schedule", f"lr_decay_{unit}") for unit in ("iters", "samples", "tokens")),
-    *(("lr_schedule", f"lr_wsd_decay_{unit}") for unit in ("iters", "samples")),
-)
+EXCLUSIVE = [
+    group.split()
+    for group in (
+        "swiglu geglu squared_relu openai_gelu",
+        "exact_gelu swiglu",
+        "exact_gelu squared_relu",
+        "exact_gelu openai_gelu",
+        "fp16 bf16",
+        "train_iters train_samples",
+        "lr_decay_iters lr_decay_samples lr_decay_tokens",
+        "lr_warmup_iters lr_warmup_samples lr_warmup_tokens lr_warmup_fraction",
+        "lr_wsd_decay_iters lr_wsd_decay_samples",
+        "data_path data_file_list mock_data train_data_path",
+        "data_path data_file_list mock_data valid_data_path",
+        "data_path data_file_list mock_data test_data_path",
+        "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
+        "rampup_batch_size step_batch_size_schedule",
+        *(f"lr_schedule lr_warmup_{unit}" for unit in ("iters", "samples", "tokens", "fraction")),
+        *(f"lr_schedule lr_decay_{unit}" for unit in ("iters", "samples", "tokens")),
+        *(f"lr_schedule lr_wsd_decay_{unit}" for unit in ("iters", "samples")),
+    )
+]
 # Settings of which the first must not be greater than the second.
 ASCENDING = (
     ("min_lr", "lr"),
@@ -39,60 +42,68 @@ ASCENDING = (
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
-_MUON = (
-    "muon_momentum",
-    "muon_nesterov",
-    "muon_split_qkv",
-    "muon_scale_mode",
-    "muon_extra_scale_factor",
-    "muon_num_ns_steps",
-    "muon_coefficient_type",
-    "muon_fp32_matmul_prec",
-)
 # A setting that must be given (None) or have this value, and the settings that need it when they
 # do not have their default value.
-NEEDED: tuple[tuple[str, object, tuple[str, ...]], ...] = (
-    ("save_hf", None, ("save_hf_ema",)),
-    ("save", None, ("save_interval_minutes", "async_save", "keep_last", "requeue")),
-    ("load", None, ("finetune", "reset_iteration", "load_tag")),
-    ("load", None, ("use_checkpoint_args", "exit_on_missing_checkpoint")),
-    ("keep_last", None, ("keep_every",)),
-    ("bf16", True, ("main_grads_dtype",)),
-    ("recompute_granularity", "full", ("recompute_method",)),
-    ("optimizer", "adam", ("optimizer_implementation", "exp_avg_dtype", "exp_avg_sq_dtype")),
-    ("optimizer", "adam", ("adam_beta1_schedule", "adam_beta2_schedule")),
-    ("ema_decay", None, ("ema_warmup", "ema_interval", "eval_ema", "save_hf_ema")),
-    ("optimizer", "lion", ("lion_beta1", "lion_beta2")),
-    ("optimizer", "muon", _MUON),
-    ("qk_clip", True, ("qk_clip_alpha", "qk_clip_threshold")),
-    ("cuda_graph_impl", "local", ("cuda_graph_warmup_steps",)),
-    ("qk_layernorm", True, ("qk_layernorm_over",)),
-    ("use_mup", True, ("mup_base_hidden_size", "mup_base_num_layers", "mup_base_ffn_hidden_size")),
-    ("use_mup", True, ("mup_base_num_attention_heads", "mup_base_num_key_value_heads")),
-    ("use_mup", True, ("mup_base_head_dim",)),
-    ("use_mup", True, ("mup_embedding_mult", "mup_output_mult", "mup_attn_scale_power")),
-    ("cp_comm_type", "a2a+p2p", ("hierarchical_context_parallel_sizes",)),
-    ("position_embedding_type", "rope", ("rotary_interleaved", "rope_scaling")),
-    ("rope_scaling", None, ("rope_scaling_factor", "rope_original_positions")),
-    ("rope_scaling", "llama3", ("rope_low_freq_factor", "rope_high_freq_factor")),
-    ("rope_scaling", "yarn", ("yarn_beta_fast", "yarn_beta_slow", "yarn_attention_factor")),
-)
-
-
-# The sections, in the order of their problems.
-_ORDER = (
-    *("model", "parallel", "batch", "optimizer", "recompute", "data", "checkpoint", "training"),
-    *("kernels", "logging", "tokenizer"),
-)
-CHECKS = sorted(
+NEEDED: tuple[tuple[str, object, str], ...] = (
+    ("save_hf", None, "save_hf_ema"),
+    ("save", None, "save_interval_minutes async_save keep_last requeue"),
     (
-        each
-        for module in (model_checks, parallel_checks, training_checks, files_checks)
-        for each in vars(module).values()
-        if isinstance(each, Check)
+        "load",
+        None,
+        "finetune reset_iteration load_tag use_checkpoint_args exit_on_missing_checkpoint "
+        "moe_use_upcycling",
     ),
-    key=lambda each: _ORDER.index(each.section),
+    ("keep_last", None, "keep_every"),
+    ("bf16", True, "main_grads_dtype"),
+    ("recompute_granularity", "full", "recompute_method"),
+    (
+        "optimizer",
+        "adam",
+        "optimizer_implementation exp_avg_dtype exp_avg_sq_dtype adam_beta1_schedule "
+        "adam_beta2_schedule",
+    ),
+    ("ema_decay", None, "ema_warmup ema_interval eval_ema save_hf_ema"),
+    ("optimizer", "lion", "lion_beta1 lion_beta2"),
+    (
+        "optimizer",
+        "muon",
+        "muon_momentum muon_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor "
+        "muon_num_ns_steps muon_coefficient_type muon_fp32_matmul_prec",
+    ),
+    ("qk_clip", True, "qk_clip_alpha qk_clip_threshold"),
+    ("cuda_graph_impl", "local", "cuda_graph_warmup_steps"),
+    ("qk_layernorm", True, "qk_layernorm_over"),
+    (
+        "use_mup",
+        True,
+        "mup_base_hidden_size mup_base_num_layers mup_base_ffn_hidden_size "
+        "mup_base_num_attention_heads mup_base_num_key_value_heads mup_base_head_dim "
+        "mup_embedding_mult mup_output_mult mup_attn_scale_power",
+    ),
+    ("cp_comm_type", "a2a+p2p", "hierarchical_context_parallel_sizes"),
+    ("position_embedding_type", "rope", "rotary_interleaved rope_scaling"),
+    ("rope_scaling", None, "rope_scaling_factor rope_original_positions"),
+    ("rope_scaling", "llama3", "rope_low_freq_factor rope_high_freq_factor"),
+    ("rope_scaling", "yarn", "yarn_beta_fast yarn_beta_slow yarn_attention_factor"),
+    ("window_size", None, "window_attn_skip_freq"),
+    (
+        "moe_shared_expert_intermediate_size",
+        None,
+        "moe_shared_expert_gate moe_shared_expert_overlap",
+    ),
+    ("moe_router_score_function", "softmax", "moe_router_pre_softmax"),
+    ("moe_router_score_function", "sigmoid", "moe_router_enable_expert_bias"),
+    ("moe_router_num_groups", None, "moe_router_group_topk"),
+    ("moe_router_group_topk", None, "moe_router_num_groups"),
 )
+
+
+CHECKS = [
+    each
+    for module in (model_checks, parallel_checks, training_checks, files_checks)
+    for each in vars(module).values()
+    if isinstance(each, Check)
+]
 
 
 def validate(settings: Settings) -> None:
@@ -116,8 +127,7 @@ def _problems_of_tables(settings: Settings) -> Iterator[str]:
     bad = settings.bad
 
     def written(name: str) -> str:
-        option = options[name]
-        return option.flag if option.many else option.written(values[name])
+        return options[name].written(values[name])
 
     for group in EXCLUSIVE:
         chosen = [name for name in group if values[name]]
@@ -139,7 +149,7 @@ def _problems_of_tables(settings: Settings) -> Iterator[str]:
             remedy += f", not {found}" if found else ""
         if is_met or needed in bad:
             continue
-        for name in names:
+        for name in names.split():
             if name not in bad and values[name] not in (None, options[name].default):
                 yield f"{written(name)} needs {remedy}"
 
