@@ -110,7 +110,7 @@ def model_settings(argv: Sequence[str]) -> dict[str, Any]:
         flag = flag_table()[spelling]
         if flag.option is None:
             problems.append(f"{spelling} is not a setting of a model")
-        elif flag.kind == "value":
+        elif flag.value is None:
             try:
                 found[flag.option.name] = flag.option.parse(words)
             except ValueError as error:

@@ -12,18 +12,19 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron.config.config import Config, default_of, finish
+from megatron.config.config import Config, Export, default_of, finish
 from megatron.config.files import hugging_face_folder
 from megatron.config.flags_of_others import Foreign, foreign_flags
 from megatron.config.help_text import render_config, render_help
-from megatron.config.model import ModelConfig
 from megatron.config.option import Option, shown
 from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset, yielding
 from megatron.config.settings import Settings, all_options, did_you_mean
-from megatron.config.translate import DIRECT, LATE, is_off, meaning, translate_late
+from megatron.config.translate import DIRECT, LATE, Flags, is_off, meaning, translate_late
+from megatron.config.validate import DATA, REQUIRED
 from megatron.errors import CheckpointError, ConfigError
 
 # Returns where a checkpoint's settings are, those that must hold, and those that are taken where
@@ -33,18 +34,9 @@ ReadCheckpoint = Callable[
     [Mapping[str, object]], tuple[str, Mapping[str, object], Mapping[str, object]]
 ]
 
-OWN_FLAGS: Mapping[str, str] = {
-    "--help": "0",
-    "-h": "0",
-    "--print-config": "0",
-    "--complete": "0",
-    "--dry-run": "0",
-    "--rank": "1",
-    "--preset": "1",
-    "--pieces": "1",
-    "--config": "1",
-    "--trust-config": "0",
-}
+OWN_SWITCHES = frozenset("--help -h --print-config --complete --dry-run --trust-config".split())
+OWN_FLAGS = OWN_SWITCHES | {"--rank", "--preset", "--pieces", "--config"}
+_FLAG = re.compile(r"-(?!\.?[0-9])\S+")  # neither a negative number nor text with spaces
 GROUPED = "--group-query-attention"  # without which --num-query-groups does not count
 
 
@@ -52,14 +44,14 @@ GROUPED = "--group-query-attention"  # without which --num-query-groups does not
 class Flag:
     """Meaning of one spelling.
 
-    kind: 'value', 'set' (to `value`), 'weak' (set unless another flag sets it), 'translated' (by
-    `read`, or late), 'foreign' or 'own'. settings: the names of the settings that it may set.
+    settings: the names of the settings that it may set, to `value` unless words are given, or by
+    `read`. weak: only unless another flag sets them.
     """
 
-    kind: str
     settings: tuple[str, ...] = ()
     option: Option | None = None
     value: object = None
+    weak: bool = False
     foreign: Foreign | None = None
     read: Callable[[list[str]], dict[str, object]] | None = None
 
@@ -84,20 +76,19 @@ def settings_flags() -> Mapping[str, Flag]:
     for option in all_options().values():
         named = (option.name,)
         for spelling in option.flags:
-            kind = "set" if option.kind is bool else "value"
-            add(spelling, Flag(kind, named, option, True))
+            add(spelling, Flag(named, option, True if option.kind is bool else None))
         for spelling in option.off_flags:
-            add(spelling, Flag("set", named, option, False))
+            add(spelling, Flag(named, option, False))
         for spelling, value in option.shortcuts.items():
-            add(spelling, Flag("set", named, option, value))
+            add(spelling, Flag(named, option, value))
         for spelling, value in option.weak_shortcuts.items():
-            add(spelling, Flag("weak", named, option, value))
+            add(spelling, Flag(named, option, value, weak=True))
     for spelling, direct in DIRECT.items():
-        add(spelling, Flag("translated", direct.settings, read=direct.read))
+        add(spelling, Flag(direct.settings, read=direct.read))
     for spelling, settings in LATE.items():
-        add(spelling, Flag("translated", settings))
+        add(spelling, Flag(settings))
     for spelling in OWN_FLAGS:
-        add(spelling, Flag("own"))
+        add(spelling, Flag())
     return table
 
 
@@ -111,14 +102,13 @@ def flag_table() -> Mapping[str, Flag]:
     table = dict(settings_flags())
     for spelling, foreign in foreign_flags().items():
         assert spelling not in table, f"two meanings of {spelling}"
-        flag = table[spelling] = Flag("foreign", foreign=foreign)
+        flag = table[spelling] = Flag(foreign=foreign)
         table.setdefault(spelling.replace("_", "-"), flag)
         table.setdefault("--" + spelling[2:].replace("-", "_"), flag)
     return table
 
 
-@dataclass
-class Scanned:
+class Scanned(NamedTuple):
     """Words of a command line by flag.
 
     `flags` has each spelling once, with the words of its last use.
@@ -164,7 +154,7 @@ def scan(argv: Sequence[str]) -> Scanned:
         if word == "--":
             problems += [f"'{shown(stray)}' belongs to no flag" for stray in argv[place + 1 :]]
             break
-        if not _is_flag(spelling):
+        if not _FLAG.fullmatch(spelling):
             if words is None:
                 problems.append(f"'{shown(word)}' belongs to no flag")
             else:
@@ -181,25 +171,12 @@ def scan(argv: Sequence[str]) -> Scanned:
     return Scanned(flags, problems)
 
 
-def _is_flag(word: str) -> bool:
-    """Return whether a word is a flag.
-
-    A flag begins with a dash, and is neither a negative number nor text with spaces.
-    """
-    return (
-        word.startswith("-")
-        and len(word) > 1
-        and not re.match(r"-\.?[0-9]", word)
-        and not re.search(r"\s", word)
-    )
-
-
 def parse_args(
     argv: Sequence[str],
     world_size: int | None = None,
     pieces: Pieces = PLAIN,
     checkpoint: ReadCheckpoint | None = None,
-    export: Callable[[ModelConfig, Pieces], str] | None = None,
+    export: Export | None = None,
 ) -> Config:
     """Return the configuration of a training command line.
 
@@ -265,10 +242,9 @@ def _give_launch(settings: Settings, world_size: int | None, printing: bool) -> 
     settings.give(name, world_size, "launcher")
 
 
-def _give_flags(
-    settings: Settings, flags: Mapping[str, list[str]], checkpoint: ReadCheckpoint | None
-) -> None:
+def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | None) -> None:
     chosen = _chosen_values(settings, flags)
+    defaults = set[str]()
     if "--config" in flags:
         file, origins, defaults = _flags_of_file(settings, flags, _values_of(chosen))
         below = _chosen_values(settings, file, origins)
@@ -278,19 +254,16 @@ def _give_flags(
             won = chosen[winner]
             if winner != name or lost.value != won.value:
                 settings.notices.append(f"{won.written} overrides {lost.written} ({lost.origin})")
-        for spelling in file.keys() & flags.keys() & OWN_FLAGS.keys():
+        for spelling in file.keys() & flags.keys() & OWN_FLAGS:
             settings.notices.append(f"{spelling} overrides {origins[spelling]}")
         flags = {**file, **flags}
         chosen = below | chosen
-    else:
-        defaults = set()
     groups = chosen.get("num_key_value_heads")
-    as_in_megatron = "--preset" not in flags  # whose models may group queries
     if (
         groups is not None
         and "--num-query-groups" in groups.written
-        and as_in_megatron
-        and not _is_on(flags, GROUPED)
+        and "--preset" not in flags  # whose models may group queries
+        and is_off(flags.get(GROUPED, ["none"]))
     ):
         del chosen["num_key_value_heads"]
         settings.notices.append(
@@ -315,38 +288,26 @@ def _give_flags(
         _give_checkpoint(settings, checkpoint)
     if settings.given.get("deepspeed") or "--no-deepspeed" in flags:
         settings.notices.append("--deepspeed has no effect: the engine is always DeepSpeed")
-    if LATE.keys() & flags.keys():
-        translate_late(settings, flags)
+    translate_late(settings, flags)
     for spelling, words in flags.items():
-        if spelling == GROUPED and "--num-query-groups" in flags:
-            continue
-        if (foreign := flag_table()[spelling].foreign) is not None:
+        foreign = flag_table()[spelling].foreign
+        if foreign is not None and not (spelling == GROUPED and "--num-query-groups" in flags):
             foreign.judge(settings, spelling, words)
-
-
-def _is_on(flags: Mapping[str, list[str]], spelling: str) -> bool:
-    return spelling in flags and not is_off(flags[spelling])
 
 
 def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
     """Give the settings of the checkpoint, and record what contradicts its architecture."""
+    place = ""
+    fixed: Mapping[str, object] = {}
+    others: Mapping[str, object] = {}
     try:
-        place, fixed, others = read(settings.given) if "load" in settings.given else ("", {}, {})
+        if "load" in settings.given:
+            place, fixed, others = read(settings.given)
     except CheckpointError as error:
         settings.problems.append(f"--load {settings.given['load']}: {error}")
-        place = ""
-        fixed = {}
-        others = {}
     if not place:  # their absence is no further problem
-        settings.bad |= {
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "seq_length",
-            "vocab_size",
-        }
+        settings.bad.update((*REQUIRED, "vocab_size"))
     for name, value in {**others, **fixed}.items():
-        option = all_options()[name]
         chosen = settings.given.get(name)
         if value is None or name in settings.bad:
             continue
@@ -355,13 +316,13 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
             settings.give(name, value, f"checkpoint {place}")
         elif name in fixed and chosen != value:
             settings.problems.append(
-                f"{option.written(chosen)} ({settings.origins[name]}) contradicts "
+                f"{all_options()[name].written(chosen)} ({settings.origins[name]}) contradicts "
                 f"{name} {value} of {place}, whose model is loaded: remove one of them"
             )
 
 
 def _flags_of_file(
-    settings: Settings, given: Mapping[str, list[str]], chosen: Mapping[str, Any]
+    settings: Settings, given: Flags, chosen: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, str], set[str]]:
     """Return the flags of the file that --config names, with their words, their origins, and the
     origins of values that were a run's defaults: while they still are, nobody chose them.
@@ -374,19 +335,17 @@ def _flags_of_file(
     from megatron.config.settings_file import read_settings_file, words_of
 
     words = given["--config"]
-    trusted = "--trust-config" in given
-    flags: dict[str, list[str]] = {}
-    origins: dict[str, str] = {}
-    defaults: set[str] = set()
-    left_out: list[str] = []
+    flags = dict[str, list[str]]()
+    origins = dict[str, str]()
+    defaults = set[str]()
+    left_out = list[str]()
     try:
         if len(words) != 1:
             raise ConfigError(f"takes one file, got {len(words)}")
-        read, of_a_run = read_settings_file(words[0])
+        entries, of_a_run = read_settings_file(words[0])
     except ConfigError as error:
         settings.problems.append(f"--config {error}")
         return flags, origins, defaults
-    entries = list(read)
     folders = {
         os.path.abspath(word) for key, values, *_ in entries if key == "save" for word in values
     }
@@ -403,15 +362,16 @@ def _flags_of_file(
         problems = scanned.problems if spelling or scanned.problems else ["it names no flag"]
         if spelling in flags:
             problems = [f"{spelling} is given twice: remove one"]
-        elif spelling in OWN_FLAGS.keys() - {"--preset", "--pieces"}:
+        elif spelling in OWN_FLAGS - {"--preset", "--pieces"}:
             problems = [f"{spelling} is for the command line only: remove it"]
-        elif _names_code(spelling) and not (trusted or spelling in given):
+        elif _names_code(spelling) and given.keys().isdisjoint(("--trust-config", spelling)):
             problems = [
                 f"{' '.join([spelling, *values])} names code, which a file may not: give it on the "
                 "command line, or --trust-config if you trust whoever wrote the file"
             ]
         elif spelling:
-            flags[spelling], origins[spelling] = values, origin
+            flags[spelling] = values
+            origins[spelling] = origin
             defaults |= {origin} if default else set()
         settings.problems += [f"{problem} ({origin})" for problem in problems]
     if left_out:
@@ -443,7 +403,7 @@ def _give_pieces(settings: Settings, words: Sequence[str]) -> None:
 
 
 def _chosen_values(
-    settings: Settings, flags: Mapping[str, list[str]], origins: Mapping[str, str] | None = None
+    settings: Settings, flags: Flags, origins: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Chosen]:
     """Return what is chosen by setting.
 
@@ -455,11 +415,11 @@ def _chosen_values(
     for spelling, words in flags.items():
         flag = flag_table()[spelling]
         written = " ".join([spelling, *words])
-        origin = (origins or {}).get(spelling, "command line")
-        if flag.kind == "own" and OWN_FLAGS[spelling] == "0" and words:
+        origin = origins.get(spelling, "command line")
+        if spelling in OWN_SWITCHES and words:
             settings.problems.append(f"{written}: {spelling} takes no value")
         for name, value in _values(settings, spelling, flag, words, origin).items():
-            if flag.kind == "weak":
+            if flag.weak:
                 weak[name] = Chosen(written, value, origin)
             elif name in chosen and chosen[name].value != value:
                 both = chosen[name], Chosen(written, value, origin)
@@ -467,7 +427,8 @@ def _chosen_values(
                     said = f"{both[0].written} and {written} contradict each other: choose one"
                     settings.mark_bad(name, said, origin)
                 else:
-                    chosen[name], loser = winner, both[both[0] is winner]
+                    chosen[name] = winner
+                    loser = both[both[0] is winner]
                     settings.notices.append(f"{winner.written} overrides {loser.written}")
             else:
                 chosen[name] = Chosen(written, value, origin)
@@ -498,8 +459,7 @@ def _winner(one: Chosen, other: Chosen) -> Chosen | None:
 
 def _last_source(settings: Settings, chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
     """Return what is chosen; of --mock-data and files of data, only the last ones."""
-    files = ("data_path", "data_file_list", "train_data_path", "valid_data_path", "test_data_path")
-    sources = [name for name, one in chosen.items() if name in (*files, "mock_data") and one.value]
+    sources = [n for n, one in chosen.items() if n in (*DATA, "mock_data") and one.value]
     if "mock_data" not in sources or len(sources) == 1:
         return dict(chosen)
     last = sources[-1]
@@ -533,7 +493,7 @@ def _values(
 
 
 def _value(flag: Flag, option: Option, words: list[str]) -> Any:
-    if flag.kind in ("set", "weak"):
+    if flag.value is not None:
         if not words:
             return flag.value
         if option.kind is bool and flag.value is True and len(words) == 1:

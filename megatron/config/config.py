@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron.config.deepspeed_json import merge_deepspeed_json
 from megatron.config.model import ModelConfig
-from megatron.config.option import options_of
 from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.parallel_checks import ring_limits
 from megatron.config.phases import parse_batch_sizes
@@ -29,6 +28,9 @@ from megatron.config.settings import (
 from megatron.config.training_checks import own_passes
 from megatron.config.validate import run_requirements, validate
 from megatron.errors import ConfigError
+
+Export = Callable[[ModelConfig, Pieces], str]
+"""Says why --save-hf could not write a model; "" if it could."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,8 @@ class Config(Sections):
     @property
     def schedule_name(self) -> str:
         """Return the name of the pipeline schedule."""
-        own = self.pieces.schedule
-        return (
-            self.parallel.schedule
-            if own is None
-            else str(getattr(own, "__name__", type(own).__name__))
-        )
+        own = self.pieces.schedule or self.parallel.schedule
+        return own if isinstance(own, str) else getattr(own, "__name__", type(own).__name__)
 
     def origin(self, name: str) -> str:
         """Return the origin of a setting.
@@ -121,7 +119,7 @@ class Config(Sections):
 
         It is that of the full global batch, or of the given one.
         """
-        size = self.batch.global_batch_size if global_batch_size is None else global_batch_size
+        size = global_batch_size or self.batch.global_batch_size
         per_round = self.batch.micro_batch_size * self.parallel.data_parallel_size
         if size % per_round:
             raise ConfigError(
@@ -143,11 +141,10 @@ class Config(Sections):
         invalid value.
         """
         options = all_options()
-        default = {n: _plain(o.default) for n, o in options.items()}
         chosen = {
             n: v
             for n, v in values.items()
-            if n not in options or (not options[n].internal and v != default[n])
+            if n not in options or (not options[n].internal and v != _plain(options[n].default))
         }
         follows = {n for n in chosen if n in options and options[n].derived}
         first = Settings()
@@ -169,11 +166,8 @@ def _plain(value: Any) -> Any:
 def _note_inert(settings: Settings) -> None:
     for name, value in settings.given.items():
         option = all_options()[name]
-        if (
-            option.inert
-            and value != option.default
-            and not settings.origins[name].startswith("preset ")
-        ):
+        preset = settings.origins[name].startswith("preset ")
+        if option.inert and value != option.default and not preset:
             settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
         # many scripts name runs of a project that they do not have
         if name.startswith("wandb_") and not settings.values["wandb_project"]:
@@ -187,7 +181,7 @@ def finish(
     *,
     merge_json: bool = True,
     run: bool = False,
-    export: Callable[[ModelConfig, Pieces], str] | None = None,
+    export: Export | None = None,
 ) -> Config:
     """Merge the DeepSpeed JSON, derive dependent settings, check everything and freeze it.
 
@@ -228,11 +222,9 @@ def _located(settings: Settings, problem: str) -> str:
     return f"{problem} ({', '.join(places)})" if places else problem
 
 
-def _check_export(settings: Settings, export: Callable[[ModelConfig, Pieces], str]) -> None:
-    values = settings.values
+def _check_export(settings: Settings, export: Export) -> None:
     try:
-        model = ModelConfig(**{o.name: values[o.name] for o in options_of(ModelConfig)})
-        problem = export(model, settings.pieces)
+        problem = export(settings.sections().model, settings.pieces)
     except Exception:
         if not settings.problems:  # with others there may be no such model at all
             raise
@@ -275,12 +267,10 @@ def resolve(settings: Settings) -> None:
     # Megatron-LM's examples quote it twice
     settings.values["split"] = settings.values["split"].strip("'\"")
     for name, (value, origin) in _FALLBACKS.items():
-        if settings.is_unset(name):
-            settings.derive(name, value, origin)
+        settings.fill(name, value, origin)
     for name, other in _SAME_AS.items():
-        if settings.is_unset(name) and settings.usable(other):
-            origin = f"derived from {other.replace('_', '-')}"
-            settings.derive(name, settings.values[other], origin)
+        if settings.usable(other):
+            settings.fill(name, settings.values[other], f"derived from {other.replace('_', '-')}")
     _tokenizer(settings)
     _model(settings)
     _parallel(settings)
@@ -306,8 +296,8 @@ def _context(s: Settings) -> None:
 def _tokenizer(s: Settings) -> None:
     v = s.values
     chosen = v["vocab_size"] is not None and not s.origins["vocab_size"].startswith("preset ")
-    if s.is_unset("tokenizer_type") and v["vocab_file"] and v["merge_file"] and not chosen:
-        s.derive("tokenizer_type", "GPT2BPETokenizer", "derived from vocab-file and merge-file")
+    if v["vocab_file"] and v["merge_file"] and not chosen:
+        s.fill("tokenizer_type", "GPT2BPETokenizer", "derived from vocab-file and merge-file")
     # A preset has the vocabulary size of the model's own tokenizer; another tokenizer has its own.
     kind = v["tokenizer_type"]
     if kind not in (None, "NullTokenizer") and s.origins["vocab_size"].startswith("preset "):
@@ -351,8 +341,8 @@ def _experts(s: Settings) -> None:
                 said = said if said.startswith("--") else option.written(v[name])
                 s.notices.append(f"{said} has no effect: there are no experts")
                 s.derive(name, option.default, "derived: there are no experts")
-    elif s.is_unset("moe_ffn_hidden_size") and s.usable("ffn_hidden_size"):
-        s.derive("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")
+    elif s.usable("ffn_hidden_size"):
+        s.fill("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")
 
 
 def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:
@@ -360,8 +350,7 @@ def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:
     v = s.values
 
     def derive(name: str, value: object) -> None:
-        if s.is_unset(name):
-            s.derive(name, value, "derived from use-mup")
+        s.fill(name, value, "derived from use-mup")
 
     derive("mup_base_hidden_size", v["hidden_size"])
     derive("mup_base_num_layers", v["num_layers"])
@@ -393,10 +382,9 @@ def _parallel(s: Settings) -> None:
     if s.usable(*SIZES):
         tensor, pipeline, context, expert = (v[name] for name in SIZES)
         replica = tensor * pipeline * context
-        if s.is_unset("world_size"):
-            line = math.lcm(context, expert)
-            one = "derived: one replica" if line == context else "derived: the ranks of all experts"
-            s.derive("world_size", tensor * pipeline * line, one)
+        line = math.lcm(context, expert)
+        one = "one replica" if line == context else "the ranks of all experts"
+        s.fill("world_size", tensor * pipeline * line, f"derived: {one}")
         if s.usable("world_size") and v["world_size"] % replica == 0:
             s.derive(
                 "data_parallel_size",
@@ -404,15 +392,14 @@ def _parallel(s: Settings) -> None:
                 "derived from world size, tensor, pipeline and context size",
             )
     own = "expert_tensor_parallel_size"
-    tensor = v["tensor_model_parallel_size"]
-    if v["num_experts"] is None and v[own] not in (None, tensor) and own not in s.bad:
+    ranks = v["tensor_model_parallel_size"]
+    if v["num_experts"] is None and v[own] not in (None, ranks) and own not in s.bad:
         s.notices.append(f"--expert-tensor-parallel-size {v[own]} has no effect: no experts")
         s.derive(own, None, "derived: there are no experts")
-    if s.is_unset("expert_tensor_parallel_size") and s.usable("tensor_model_parallel_size"):
-        size = v["tensor_model_parallel_size"]
-        s.derive("expert_tensor_parallel_size", size, "derived from tensor-model-parallel-size")
     _chunks(s)
     tensor = "tensor_model_parallel_size"
+    if s.usable(tensor):
+        s.fill(own, v[tensor], "derived from tensor-model-parallel-size")
     pipeline = "pipeline_model_parallel_size"
     for name, size in (
         ("sequence_parallel", tensor),
@@ -453,13 +440,13 @@ def _chunks(s: Settings) -> None:
 
 def _batch(s: Settings) -> None:
     v = s.values
-    if s.is_unset("global_batch_size") and s.usable("step_batch_size_schedule"):
+    if s.usable("step_batch_size_schedule"):
         with contextlib.suppress(ValueError):  # which is a problem of its own
             size = parse_batch_sizes(v["step_batch_size_schedule"])[-1][1]
-            s.derive("global_batch_size", size, "derived from step-batch-size-schedule")
-    if s.is_unset("global_batch_size") and s.usable("micro_batch_size", "data_parallel_size"):
+            s.fill("global_batch_size", size, "derived from step-batch-size-schedule")
+    if s.usable("micro_batch_size", "data_parallel_size"):
         size = v["micro_batch_size"] * v["data_parallel_size"]
-        s.derive("global_batch_size", size, "derived from micro-batch-size and data-parallel size")
+        s.fill("global_batch_size", size, "derived from micro-batch-size and data-parallel size")
     if s.is_unset("train_iters", "train_samples", "train_tokens"):
         # Long enough for a warm-up and a final decay that were given, in their unit.
         unit = (
@@ -488,16 +475,14 @@ def _learning_rate(s: Settings) -> None:
 
 def _rest(s: Settings) -> None:
     v = s.values
-    if v["recompute_granularity"] == "full" and s.is_unset("recompute_method"):
-        s.derive("recompute_method", "uniform", "derived from recompute-granularity full")
+    if v["recompute_granularity"] == "full":
+        s.fill("recompute_method", "uniform", "derived from recompute-granularity full")
     if v["loss_scale"] == 0:
         s.derive("loss_scale", None, s.origins["loss_scale"])
     if v["zero_allgather_bucket_size"] == 0:
         s.derive("zero_allgather_bucket_size", 50_000_000, "derived: 0 means the default")
-    if s.is_unset("exit_signal_handler"):
-        s.derive("exit_signal_handler", v["save"] is not None, "derived from save")
-    if s.is_unset("max_consecutive_skips"):
-        s.derive("max_consecutive_skips", 100 if v["fp16"] else 10, "derived from fp16")
+    s.fill("exit_signal_handler", v["save"] is not None, "derived from save")
+    s.fill("max_consecutive_skips", 100 if v["fp16"] else 10, "derived from fp16")
     if v["save_interval"] is not None and v["save"] is None:
         s.notices.append(
             f"--save-interval {v['save_interval']} has no effect: nothing is saved without --save "

@@ -57,15 +57,12 @@ def all_options() -> Mapping[str, Option]:
 
 
 @functools.cache
-def _sections_of_names() -> Mapping[str, str]:
-    return {o.name: name for name, section in SECTIONS.items() for o in options_of(section)}
-
-
 def section_of(name: str) -> str:
     """Return the section that holds a setting. Raises ConfigError for an unknown name."""
-    if name not in _sections_of_names():
-        raise ConfigError(f"unknown setting '{name}'{did_you_mean(name, all_options())}")
-    return _sections_of_names()[name]
+    for attribute, section in SECTIONS.items():
+        if any(option.name == name for option in options_of(section)):
+            return attribute
+    raise ConfigError(f"unknown setting '{name}'{did_you_mean(name, all_options())}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -74,12 +71,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     Names that begin with the word come first.
     """
     names = sorted(known)
-    longer = [n for n in names if n.startswith(word)] if len(word.strip("-_")) >= 2 else []
-    near = (
-        longer
-        if 1 <= len(longer) <= 3
-        else difflib.get_close_matches(word, names, n=3, cutoff=0.75)
-    )
+    near = [n for n in names if n.startswith(word)] if len(word.strip("-_")) >= 2 else []
+    if not 1 <= len(near) <= 3:
+        near = difflib.get_close_matches(word, names, n=3, cutoff=0.75)
     return f", did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -112,13 +106,13 @@ class Settings:
     notices: list[str] = field(default_factory=list)
     pieces: Pieces = PLAIN
 
-    def give(self, name: str, value: Any, origin: str) -> None:
+    def give(self, name: str, value: object, origin: str) -> None:
         """Choose a value. None resets the setting to its derived or default value."""
-        known = all_options()
-        if name not in known:
-            self.problems.append(f"unknown setting '{name}'{did_you_mean(name, known)}")
+        option = all_options().get(name)
+        if option is None:
+            self.problems.append(f"unknown setting '{name}'{did_you_mean(name, all_options())}")
             return
-        if known[name].internal:
+        if option.internal:
             self.problems.append(f"{name} is computed from other settings and cannot be set")
             return
         if value is None:
@@ -126,12 +120,10 @@ class Settings:
             self.origins.pop(name, None)
             return
         try:
-            value = known[name].accept(value)
+            self.given[name] = option.accept(value)
+            self.origins[name] = origin
         except ValueError as error:
-            self.mark_bad(name, f"{known[name].flag} {error}", origin)
-            return
-        self.given[name] = value
-        self.origins[name] = origin
+            self.mark_bad(name, f"{option.flag} {error}", origin)
 
     def mark_bad(self, name: str, problem: str, origin: str) -> None:
         """Record that a setting has no valid value."""
@@ -146,10 +138,15 @@ class Settings:
         self.values.update(defaults | self.given)
         self.origins = dict.fromkeys(defaults, "default") | self.origins
 
-    def derive(self, name: str, value: Any, origin: str) -> None:
+    def derive(self, name: str, value: object, origin: str) -> None:
         """Set a derived value; `origin` says how it was derived."""
         self.values[name] = value
         self.origins[name] = origin
+
+    def fill(self, name: str, value: object, origin: str) -> None:
+        """Derive a value where there is none, valid or not."""
+        if self.is_unset(name):
+            self.derive(name, value, origin)
 
     def sections(self) -> Sections:
         """Return `values` as sections; what has no valid value is None or the default."""

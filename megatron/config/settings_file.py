@@ -29,8 +29,10 @@ _FIRST_LINE = "# Every setting of a run."  # of the files that runs write, in al
 _DEFAULT = "# default"  # ends the lines of settings that nobody chose
 _START = "start"
 
+Entry = tuple[str, list[str], str, bool]
 
-def read_settings_file(path: str) -> tuple[Iterator[tuple[str, list[str], str, bool]], bool]:
+
+def read_settings_file(path: str) -> tuple[list[Entry], bool]:
     """Return each key of a file, its value as the words of a flag, 'FILE:LINE: key', and whether a
     run wrote it as a default.
 
@@ -40,7 +42,7 @@ def read_settings_file(path: str) -> tuple[Iterator[tuple[str, list[str], str, b
     text = read_text(path, _MOST_BYTES, error=ConfigError)
     of_a_run = text.startswith(_FIRST_LINE)
 
-    def entries(table: dict[str, object]) -> Iterator[tuple[str, list[str], str, bool]]:
+    def entries(table: dict[str, object]) -> Iterator[Entry]:
         for key, value in table.items():
             if key in (*SECTIONS, _START) and isinstance(value, dict):
                 yield from entries(value)
@@ -52,7 +54,7 @@ def read_settings_file(path: str) -> tuple[Iterator[tuple[str, list[str], str, b
             default = of_a_run and line is not None and line[0].rstrip().endswith(_DEFAULT)
             yield key, words_of(value), f"{path}{at}: {shown(key)}", default
 
-    return entries(content), of_a_run
+    return list(entries(content)), of_a_run
 
 
 def words_of(value: object) -> list[str]:

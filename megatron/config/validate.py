@@ -106,9 +106,15 @@ CHECKS = [
 ]
 
 
+# Settings that have no default.
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+DATA = ("data_path", "data_file_list", "train_data_path", "valid_data_path", "test_data_path")
+"""Settings that name files of data."""
+
+
 def validate(settings: Settings) -> None:
     """Add every problem of `settings.values` to `settings.problems`."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+    for name in REQUIRED:
         if settings.values[name] is None and name not in settings.bad:
             settings.problems.append(
                 f"{all_options()[name].flag} is missing: give it, or a --preset"
@@ -169,9 +175,8 @@ def run_requirements(settings: Settings) -> None:
         add("--lr is missing: give the maximum learning rate, such as --lr 3e-4")
     if "micro_batch_size" not in known:
         add("--micro-batch-size is missing: give the samples of one forward pass")
-    paths = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_file_list"}
     own = settings.pieces.datasets is not None
-    if not own and not known & paths and not settings.given.get("mock_data"):
+    if not own and known.isdisjoint(DATA) and not settings.given.get("mock_data"):
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")

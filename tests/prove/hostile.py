@@ -485,7 +485,7 @@ def flags_of(script: str) -> list[tuple[str, str]]:
 def settings() -> list[tuple[str, str]]:
     """Return the same for pretrain_gpt.py."""
     return [
-        (spelling, "value" if flag.kind == "value" else "")
+        (spelling, "value" if flag.option and flag.value is None else "")
         for spelling, flag in sorted(flag_table().items())
     ]
 
