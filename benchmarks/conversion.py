@@ -28,7 +28,7 @@ def make(folder: Path, layers: int, type_name: str) -> None:
     """Write the model."""
     import torch
 
-    from megatron.checkpoint.huggingface_save import write_model
+    from megatron.checkpoint.huggingface_save import Parameters, write_model
     from megatron.config import Config
     from megatron.model.gpt import global_shapes
     from megatron.parallel.layout import Layout
@@ -47,7 +47,7 @@ def make(folder: Path, layers: int, type_name: str) -> None:
         return tensor
 
     alone = Topology.from_layout(Layout(), 0)
-    write_model(folder, config, alone, shapes, whole, dtype)
+    write_model(folder, config, alone, Parameters(shapes, whole), dtype)
 
 
 def copy(source: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint import family_rules as rules
@@ -77,9 +78,10 @@ class Family:
 
     def may_be_null(self, name: str) -> bool:
         """Return whether null is a value of a field."""
-        derived = {"num_key_value_heads", "n_inner"}
-        caps = {"attn_logit_softcapping", "final_logit_softcapping"}
-        return name in derived | caps or (name == "head_dim" and self.absent[name] is None)
+        caps = "attn_logit_softcapping", "final_logit_softcapping"
+        return name in ("num_key_value_heads", "n_inner", *caps) or (
+            name == "head_dim" and self.absent[name] is None
+        )
 
     @property
     def experts(self) -> bool:
@@ -133,20 +135,22 @@ _GROUPED = {
     "num_key_value_heads": "num_key_value_heads",
     "layernorm_epsilon": "rms_norm_eps",
 }
-_HEAD_DIM = {"kv_channels": "head_dim"}
 _ROPE = {
     "rope_theta": 10000.0,
     "rope_scaling": None,
     "rope_parameters": None,
     "original_max_position_embeddings": None,
 }
-_USUAL = {"num_key_value_heads": None, "head_dim": None, "attention_dropout": 0.0, **_ROPE}
-_WINDOWS = {
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
+_USUAL = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    **_ROPE,
 }
+_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_WINDOWS = {**_WINDOW, "layer_types": None}
+_SILU = {"hidden_act": "silu"}
 _NO_BIAS = {"attention_bias": False}
 _GATED = {
     "normalization": "rmsnorm",
@@ -185,7 +189,9 @@ _EXPERTS_TOO = _GROUPED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
 _SPARSE = {"mlp_only_layers": None, "decoder_sparse_step": 1, "norm_topk_prob": False}
 
 
-def _expert_modules(block: str = "mlp", names: str = "gate_proj up_proj down_proj") -> Any:
+def _expert_modules(
+    block: str = "mlp", names: str = "gate_proj up_proj down_proj"
+) -> dict[str, Theirs]:
     """Return the entries of a router and its experts; `names`: of gate, value and output."""
     gate, up, down = (f"model.layers.{{}}.{block}.experts.{{}}.{name}" for name in names.split())
     return {
@@ -203,6 +209,32 @@ _SHARED_EXPERTS = _layer(
         tuple(f"model.layers.{{}}.mlp.shared_expert.{name}_proj" for name in ("gate", "up"))
     )
 }
+_EXPERTS = {"num_experts": "num_local_experts"}
+
+
+def _llama(
+    architecture: str,
+    settings: Mapping[str, object],
+    rest: tuple[Rule, ...],
+    absent: Fields,
+    modules: Mapping[str, Theirs] = _LLAMA_MODULES,
+    fields: Mapping[str, str] = _GROUPED,
+    only: Fields = _SILU,
+    older: Mapping[str, str] = MappingProxyType({}),
+) -> Family:
+    """Return a family that differs from Llama's in these entries, and in the rest of the rules."""
+    return Family(
+        architecture,
+        {**_GATED, **settings},
+        {**fields, "kv_channels": "head_dim"},
+        modules,
+        (rules.TIED, rules.rope(), *rest),
+        {**_USUAL, **absent},
+        only,
+        older,
+    )
+
+
 _MEGATRONS = {  # GPT-NeoX and BLOOM keep Megatron's matrices
     "mlp__dense_h_to_4h": "mlp.dense_h_to_4h",
     "mlp__dense_4h_to_h": "mlp.dense_4h_to_h",
@@ -283,173 +315,98 @@ FAMILIES: Mapping[str, Family] = {
         },
         "transformer.",
     ),
-    "llama": Family(
-        "LlamaForCausalLM",
-        {name: value for name, value in _GATED.items() if name != "add_bias_linear"},
-        _GROUPED | _HEAD_DIM,
-        _LLAMA_MODULES,
-        (rules.TIED, rules.rope(), rules.BIASES),
-        {**_USUAL, "tie_word_embeddings": False, "mlp_bias": False, **_NO_BIAS},
-        {"hidden_act": "silu"},
-    ),
-    "mistral": Family(
+    "llama": _llama("LlamaForCausalLM", {}, (rules.BIASES,), {"mlp_bias": False, **_NO_BIAS}),
+    "mistral": _llama(
         "MistralForCausalLM",
-        _GATED,
-        _GROUPED | _HEAD_DIM,
-        _LLAMA_MODULES,
-        (rules.TIED, rules.rope(), rules.WINDOW_OF_ALL),
-        {
-            **_USUAL,
-            "num_key_value_heads": 8,
-            "tie_word_embeddings": False,
-            "sliding_window": 4096,
-        },
-        {"hidden_act": "silu"},
+        {},
+        (rules.WINDOW_OF_ALL,),
+        {"num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "qwen2": Family(
+    "qwen2": _llama(
         "Qwen2ForCausalLM",
-        {**_GATED, "add_qkv_bias": True},
-        _GROUPED | _HEAD_DIM,
-        _LLAMA_MODULES,
-        (rules.TIED, rules.rope(), rules.WINDOW_OF_LAST),
-        {**_USUAL, **_WINDOWS, "num_key_value_heads": 32, "tie_word_embeddings": False},
-        {"hidden_act": "silu"},
+        {"add_qkv_bias": True},
+        (rules.WINDOW_OF_LAST,),
+        {**_WINDOWS, "num_key_value_heads": 32},
     ),
-    "qwen3": Family(
+    "qwen3": _llama(
         "Qwen3ForCausalLM",
-        {**_GATED, "qk_layernorm": True},
-        _GROUPED | _HEAD_DIM,
+        {"qk_layernorm": True},
+        (rules.WINDOW_OF_LAST,),
+        {**_WINDOWS, "num_key_value_heads": 32, "head_dim": 128},
         _LLAMA_MODULES | _QK_NORMS,
-        (rules.TIED, rules.rope(), rules.WINDOW_OF_LAST),
-        {
-            **_USUAL,
-            **_WINDOWS,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "tie_word_embeddings": False,
-        },
-        {"hidden_act": "silu", **_NO_BIAS},
+        only=_SILU | _NO_BIAS,
     ),
-    "olmo2": Family(
+    "olmo2": _llama(
         "Olmo2ForCausalLM",
-        {**_GATED, "qk_layernorm": True, "qk_layernorm_over": "all", "norm_position": "post"},
-        _GROUPED | _HEAD_DIM,
+        {"qk_layernorm": True, "qk_layernorm_over": "all", "norm_position": "post"},
+        (),
+        {},
         _LLAMA_MODULES | _QK_NORMS | _NORMS_AFTER,
-        (rules.TIED, rules.rope()),
-        {**_USUAL, "tie_word_embeddings": False},
-        {"hidden_act": "silu", **_NO_BIAS},
+        only=_SILU | _NO_BIAS,
     ),
-    "mixtral": Family(
+    "mixtral": _llama(
         "MixtralForCausalLM",
-        _GATED,
-        _EXPERTS_ALONE | _HEAD_DIM,
-        _LLAMA_MODULES | _expert_modules("block_sparse_moe", "w1 w3 w2"),
-        (rules.TIED, rules.rope(), rules.WINDOW_OF_ALL, rules.experts("num_local_experts", None)),
+        {},
+        (rules.WINDOW_OF_ALL, rules.experts("num_local_experts", None)),
         {
-            **_USUAL,
             "num_key_value_heads": 8,
             "rope_theta": 1e6,
-            "tie_word_embeddings": False,
             "sliding_window": None,
             "num_experts_per_tok": 2,
             "num_local_experts": 8,
         },
+        _LLAMA_MODULES | _expert_modules("block_sparse_moe", "w1 w3 w2"),
+        _EXPERTS_ALONE,
         # it also scales what the experts get, which no setting here does
-        {"hidden_act": "silu", "router_jitter_noise": 0.0},
+        {**_SILU, "router_jitter_noise": 0.0},
         {"num_local_experts": "num_experts"},
     ),
-    "olmoe": Family(
+    "olmoe": _llama(
         "OlmoeForCausalLM",
-        {**_GATED, "qk_layernorm": True, "qk_layernorm_over": "all"},
-        _EXPERTS_ALONE | _HEAD_DIM,
+        {"qk_layernorm": True, "qk_layernorm_over": "all"},
+        (rules.experts("num_experts"),),
+        {"norm_topk_prob": False, "num_experts_per_tok": 8, "num_experts": 64},
         _LLAMA_MODULES | _QK_NORMS | _expert_modules(),
-        (rules.TIED, rules.rope(), rules.experts("num_experts")),
-        {
-            **_USUAL,
-            "tie_word_embeddings": False,
-            "norm_topk_prob": False,
-            "num_experts_per_tok": 8,
-            "num_experts": 64,
-        },
-        {"hidden_act": "silu", "clip_qkv": None, **_NO_BIAS},
-        {"num_experts": "num_local_experts"},
+        _EXPERTS_ALONE,
+        {**_SILU, "clip_qkv": None, **_NO_BIAS},
+        _EXPERTS,
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": _llama(
         "Qwen3MoeForCausalLM",
-        {**_GATED, "qk_layernorm": True},
-        _EXPERTS_TOO | _HEAD_DIM,
-        _LLAMA_MODULES | _QK_NORMS | _expert_modules(),
-        (
-            rules.TIED,
-            rules.rope(),
-            rules.WINDOW_IF_USED,
-            rules.experts("num_experts"),
-            rules.LAYERS_WITH_EXPERTS,
-        ),
+        {"qk_layernorm": True},
+        (rules.WINDOW_IF_USED, rules.experts("num_experts"), rules.LAYERS_WITH_EXPERTS),
         {
-            **_USUAL,
             **_SPARSE,
-            **{name: value for name, value in _WINDOWS.items() if name != "layer_types"},
+            **_WINDOW,
             "num_key_value_heads": 4,
-            "tie_word_embeddings": False,
             "num_experts_per_tok": 8,
             "num_experts": 128,
         },
-        {"hidden_act": "silu", **_NO_BIAS},
-        {"num_experts": "num_local_experts"},
+        _LLAMA_MODULES | _QK_NORMS | _expert_modules(),
+        _EXPERTS_TOO,
+        _SILU | _NO_BIAS,
+        _EXPERTS,
     ),
-    "qwen2_moe": Family(
+    "qwen2_moe": _llama(
         "Qwen2MoeForCausalLM",
-        {**_GATED, "add_qkv_bias": True, "moe_shared_expert_gate": True},
+        {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+        (rules.WINDOW_OF_FIRST, rules.experts("num_experts"), rules.LAYERS_WITH_EXPERTS),
         {
-            **_EXPERTS_TOO,
-            **_HEAD_DIM,
-            "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
-        },
-        _LLAMA_MODULES | _expert_modules() | _SHARED_EXPERTS,
-        (
-            rules.TIED,
-            rules.rope(),
-            rules.WINDOW_OF_FIRST,
-            rules.experts("num_experts"),
-            rules.LAYERS_WITH_EXPERTS,
-        ),
-        {
-            **_USUAL,
             **_SPARSE,
             **_WINDOWS,
             "num_key_value_heads": 16,
-            "tie_word_embeddings": False,
             "num_experts_per_tok": 4,
             "num_experts": 60,
         },
-        {"hidden_act": "silu", "qkv_bias": True},
+        _LLAMA_MODULES | _expert_modules() | _SHARED_EXPERTS,
+        {**_EXPERTS_TOO, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
+        {**_SILU, "qkv_bias": True},
     ),
-    "gemma2": Family(
+    "gemma2": _llama(
         "Gemma2ForCausalLM",
+        {"apply_layernorm_1p": True, "swiglu": False, "geglu": True, "norm_position": "both"},
+        (rules.WINDOW_OF_EVERY_OTHER, rules.SCALES),
         {
-            "normalization": "rmsnorm",
-            "apply_layernorm_1p": True,
-            "geglu": True,
-            "add_bias_linear": False,
-            "position_embedding_type": "rope",
-            "hidden_dropout": 0.0,
-            "norm_position": "both",
-        },
-        {
-            **_GROUPED,
-            **_HEAD_DIM,
-            "attention_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        {
-            **_LLAMA_MODULES,
-            **_NORMS_AFTER,
-            **_layer(post_attention_layernorm="model.layers.{}.pre_feedforward_layernorm"),
-        },
-        (rules.TIED, rules.rope(), rules.WINDOW_OF_EVERY_OTHER, rules.SCALES),
-        {
-            **_USUAL,
             "num_key_value_heads": 4,
             "head_dim": 256,
             "tie_word_embeddings": True,
@@ -458,6 +415,16 @@ FAMILIES: Mapping[str, Family] = {
             "layer_types": None,
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
+        },
+        {
+            **_LLAMA_MODULES,
+            **_NORMS_AFTER,
+            **_layer(post_attention_layernorm="model.layers.{}.pre_feedforward_layernorm"),
+        },
+        {
+            **_GROUPED,
+            "attention_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
         },
         {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None, **_NO_BIAS},
         {"hidden_activation": "hidden_act"},

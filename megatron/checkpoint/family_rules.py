@@ -19,6 +19,8 @@ _MOST_EXPERTS = 1 << 18  # of all layers
 
 Fields = Mapping[str, Any]
 """Fields of a config.json."""
+Values = dict[str, Any]
+"""Settings or fields, by name."""
 
 
 class Rule(NamedTuple):
@@ -28,8 +30,8 @@ class Rule(NamedTuple):
     TypeError or ValueError for what is not supported here.
     """
 
-    read: Callable[[Fields], dict[str, Any]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    read: Callable[[Fields], Values]
+    write: Callable[[ModelConfig], Values]
 
 
 def flag(fields: Fields, name: str) -> bool:
@@ -39,7 +41,7 @@ def flag(fields: Fields, name: str) -> bool:
     return value
 
 
-def unsupported(name: str, value: Any) -> ValueError:
+def unsupported(name: str, value: object) -> ValueError:
     return ValueError(f"{name} {value!r:.60} is not supported")
 
 
@@ -50,6 +52,13 @@ def _number(fields: Fields, name: str, kind: type = float) -> Any:
     most = MOST_POSITIONS if kind is int else 1e30
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < most:
         raise ValueError(f"{name} is {value!r:.60}, expected a number from 0 to below {most}")
+    return value
+
+
+def _positive(fields: Fields, name: str, kind: type = float) -> Any:
+    """Return a field that has to be a number other than 0."""
+    if not (value := _number(fields, name, kind)):
+        raise unsupported(name, value)
     return value
 
 
@@ -80,17 +89,16 @@ TIED = Rule(
 
 def gelu(name: str) -> Rule:
     """Return the rule of a field that names a form of GELU."""
-    forms = {"gelu": True, "gelu_new": False, "gelu_fast": False, "gelu_pytorch_tanh": False}
 
-    def read(fields: Fields) -> dict[str, Any]:
-        if not isinstance(fields[name], str) or fields[name] not in forms:
+    def read(fields: Fields) -> Values:
+        if fields[name] not in ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
             raise unsupported(name, fields[name])
-        return {"exact_gelu": forms[fields[name]]}
+        return {"exact_gelu": fields[name] == "gelu"}
 
     return Rule(read, lambda m: {name: "gelu" if m.exact_gelu else "gelu_new"})
 
 
-def _biases(fields: Fields) -> dict[str, Any]:
+def _biases(fields: Fields) -> Values:
     attention = flag(fields, "attention_bias")
     mlp = flag(fields, "mlp_bias")
     if attention != mlp:
@@ -131,7 +139,7 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
     of transformers 5.23.
     """
 
-    def read(fields: Fields) -> dict[str, Any]:
+    def read(fields: Fields) -> Values:
         rope = fields["rope_scaling"] or fields["rope_parameters"] or {}
         if not isinstance(rope, dict):
             raise ValueError(f"rope_parameters is {rope!r:.60}, expected an object")
@@ -143,7 +151,7 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
             for name, value in rope.items()
             if value is not None
         }
-        found: dict[str, Any] = {
+        found: Values = {
             "rotary_base": _number(rope, base),
             "rotary_percent": _number(rope, "partial_rotary_factor"),
         }
@@ -171,8 +179,8 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
         settings = {_ROPE_SCALING[kind][name]: value for name, value in rope.items()}
         return found | {"rope_scaling": kind} | settings
 
-    def write(model: ModelConfig) -> dict[str, Any]:
-        found: dict[str, Any] = {base: model.rotary_base}
+    def write(model: ModelConfig) -> Values:
+        found: Values = {base: model.rotary_base}
         if share:
             found[share] = model.rotary_percent
         if model.rope_scaling is not None:
@@ -193,7 +201,7 @@ def windows_of(model: ModelConfig) -> list[int | None]:
     return [model.window(layer) for layer in range(model.num_layers)]
 
 
-def _window(size: Any, windowed: list[bool]) -> dict[str, Any]:
+def _window(size: object, windowed: list[bool]) -> Values:
     """Return the settings of a window of `size` tokens, itself included, in some layers."""
     if size is None or not any(windowed):
         return {}
@@ -212,28 +220,31 @@ def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
     layers = _layers(fields)
     types = fields["layer_types"]
     if types is None:
-        return [usual(layer) for layer in layers]
-    kinds = {"sliding_attention": True, "full_attention": False}
-    names = isinstance(types, list) and all(isinstance(t, str) and t in kinds for t in types)
-    if not names or len(types) != len(layers):
+        return list(map(usual, layers))
+    kinds = ["sliding_attention", "full_attention"]
+    if (
+        not isinstance(types, list)
+        or len(types) != len(layers)
+        or any(t not in kinds for t in types)
+    ):
         raise ValueError(
             f"layer_types does not have one of {', '.join(kinds)} for each of num_hidden_layers "
             f"{len(layers)}"
         )
-    if "sliding_attention" in types and not fields["sliding_window"]:
+    if kinds[0] in types and not fields["sliding_window"]:
         raise ValueError(
             "layer_types has windows, but sliding_window is null or use_sliding_window false"
         )
-    return [kinds[one] for one in types]
+    return [kind == kinds[0] for kind in types]
 
 
-def _window_size(model: ModelConfig) -> dict[str, Any]:
+def _window_size(model: ModelConfig) -> Values:
     """Return the field of the window, which counts the token itself, too."""
     sizes = [size for size in windows_of(model) if size is not None]
     return {"sliding_window": sizes[0] + 1 if sizes else None}
 
 
-def _windows_by_layer(model: ModelConfig) -> dict[str, Any]:
+def _windows_by_layer(model: ModelConfig) -> Values:
     names = [
         "full_attention" if size is None else "sliding_attention" for size in windows_of(model)
     ]
@@ -246,23 +257,22 @@ WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_siz
 def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
     """Return the rule of a window; `windowed`: (layer, max_window_layers) -> without layer_types."""
 
-    def read(fields: Fields) -> dict[str, Any]:
+    def write(model: ModelConfig) -> Values:
+        without = [size is None for size in windows_of(model)]
+        return {
+            "use_sliding_window": not all(without),
+            "max_window_layers": [*without, False].index(False),
+            **_windows_by_layer(model),
+        }
+
+    def read(fields: Fields) -> Values:
         used = flag(fields, "use_sliding_window")
         fields = fields if used else {**fields, "sliding_window": None}
         most = _number(fields, "max_window_layers", int)
         types = _layer_types(fields, lambda layer: used and windowed(layer, most))
         return _window(fields["sliding_window"], types)
 
-    return Rule(read, _write_window_of_last)
-
-
-def _write_window_of_last(model: ModelConfig) -> dict[str, Any]:
-    without = [size is None for size in windows_of(model)]
-    return {
-        "use_sliding_window": not all(without),
-        "max_window_layers": [*without, False].index(False),
-        **_windows_by_layer(model),
-    }
+    return Rule(read, write)
 
 
 WINDOW_OF_LAST = _window_by_layer(lambda layer, most: layer >= most)
@@ -282,7 +292,7 @@ def experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
                  softmax over these
     """
 
-    def read(fields: Fields) -> dict[str, Any]:
+    def read(fields: Fields) -> Values:
         experts = _number(fields, count, int)
         most = _MOST_EXPERTS // max(len(_layers(fields)), 1)
         if not 2 <= experts <= most:
@@ -294,24 +304,21 @@ def experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
             "moe_router_pre_softmax": over_all,
         }
 
-    def write(model: ModelConfig) -> dict[str, Any]:
-        found = {count: model.num_experts, "num_experts_per_tok": model.moe_router_topk}
-        return (
-            found if normalised is None else found | {normalised: not model.moe_router_pre_softmax}
-        )
+    def write(model: ModelConfig) -> Values:
+        fields = {count: model.num_experts, "num_experts_per_tok": model.moe_router_topk}
+        if normalised is not None:
+            fields[normalised] = not model.moe_router_pre_softmax
+        return fields
 
     return Rule(read, write)
 
 
-def _layers_with_experts(fields: Fields) -> dict[str, Any]:
+def _layers_with_experts(fields: Fields) -> Values:
     dense = fields["mlp_only_layers"] or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         raise ValueError(f"mlp_only_layers is {dense!r:.60}, expected a list of layers")
-    step = _number(fields, "decoder_sparse_step", int)
-    if not step:
-        raise unsupported("decoder_sparse_step", step)
-    without = set(dense)
-    which = [int(layer not in without and (layer + 1) % step == 0) for layer in _layers(fields)]
+    step = _positive(fields, "decoder_sparse_step", int)
+    which = [int(layer not in dense and (layer + 1) % step == 0) for layer in _layers(fields)]
     return {"moe_layer_freq": (1,) if all(which) else tuple(which)}
 
 
@@ -328,11 +335,9 @@ WINDOW_IF_USED = Rule(
 )
 
 
-def _scales(fields: Fields) -> dict[str, Any]:
-    scalar = _number(fields, "query_pre_attn_scalar")
+def _scales(fields: Fields) -> Values:
+    scalar = _positive(fields, "query_pre_attn_scalar")
     width = _number(fields, "hidden_size", int)
-    if not scalar:
-        raise unsupported("query_pre_attn_scalar", scalar)
     return {"softmax_scale": 1.0 / math.sqrt(scalar), "embedding_scale": math.sqrt(width)}
 
 
@@ -350,7 +355,7 @@ LENGTH = Rule(  # without positions to learn or to scale; old files have it for 
 )
 
 
-def dropout_of_embedding(fields: Fields) -> dict[str, Any]:
+def dropout_of_embedding(fields: Fields) -> Values:
     if fields["embd_pdrop"] != fields["resid_pdrop"]:
         raise ValueError(
             f"embd_pdrop {fields['embd_pdrop']!r:.60} other than resid_pdrop is not supported"

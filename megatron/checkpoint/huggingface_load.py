@@ -38,6 +38,8 @@ SINGLE = "model.safetensors"
 ADAPTER = "adapter_config.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INDEX_LIMIT_BYTES = 1 << 28
+Shapes = Mapping[str, Index]
+"""Global shapes of tensors, by name."""
 # Constants that old files have beside the parameters.
 _NO_PARAMETERS = re.compile(
     r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$"
@@ -68,14 +70,14 @@ class Matrix:
     transposed   their tensors are [columns, rows]
     """
 
-    shape: tuple[int, ...]
+    shape: Index
     counts: Mapping[str, int]
     columns: int | None
     order: torch.Tensor | None
     transposed: bool
 
     @property
-    def their_shapes(self) -> dict[str, tuple[int, ...]]:
+    def their_shapes(self) -> dict[str, Index]:
         """Return the shape of each of their tensors."""
         columns = () if self.columns is None else (self.columns,)
         return {
@@ -102,7 +104,7 @@ class Matrix:
             yield (rows.t() if self.transposed else rows).contiguous()
 
 
-def matrix_of(family: Family, model: ModelConfig, name: str, shape: tuple[int, ...]) -> Matrix:
+def matrix_of(family: Family, model: ModelConfig, name: str, shape: Index) -> Matrix:
     """Return where a parameter of ours is in a model of this family. Raises CheckpointError."""
     theirs, names = family.theirs(name, shape[0])
     vector = len(shape) == 1 or name.endswith(".bias")
@@ -120,14 +122,12 @@ def matrix_of(family: Family, model: ModelConfig, name: str, shape: tuple[int, .
     return Matrix(shape, named_counts, columns, order, theirs.transposed and not vector)
 
 
-def tensors_of(
-    family: Family, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
     """Return the shapes of their tensors, by name, for parameters of these global shapes."""
-    found: dict[str, tuple[int, ...]] = {}
+    theirs: dict[str, Index] = {}
     for name, shape in shapes.items():
-        found |= matrix_of(family, model, name, shape).their_shapes
-    return found
+        theirs |= matrix_of(family, model, name, shape).their_shapes
+    return theirs
 
 
 # ---- files
@@ -147,7 +147,7 @@ def open_tensors(path: Path) -> Any:
         ) from error
 
 
-def find_tensors(folder: Path, family: Family, shapes: Mapping[str, tuple[int, ...]]) -> Places:
+def find_tensors(folder: Path, family: Family, shapes: Shapes) -> Places:
     """Return where the tensors of a model are, by the headers of all files.
 
     shapes   of the model's tensors
@@ -263,7 +263,12 @@ class Reader:
                 values = self(name).t() if matrix.transposed else self(name)
                 if matrix.columns is not None:
                     values = values.narrow(1, offset[-1], target.shape[-1])
-                picked = _pick(values, index[here] - start)
+                rows = index[here] - start
+                first = int(rows[0])
+                if bool((rows.diff() == 1).all()):  # a view
+                    picked = values[first : first + len(rows)]
+                else:
+                    picked = values.index_select(0, rows)
                 if here.all():
                     target.copy_(picked.reshape(target.shape))
                     break
@@ -290,15 +295,6 @@ def check_finite(values: torch.Tensor, what: str) -> None:
             f"{bad:,} of {values.numel():,} values of {what} are not finite (NaN or infinite): the "
             "weights are damaged, or too large for the format"
         )
-
-
-def _pick(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return some rows: a view where they follow each other."""
-    first = int(rows[0])
-    last = int(rows[-1])
-    if last - first + 1 == len(rows) and bool((rows.diff() == 1).all()):
-        return values[first : last + 1]
-    return values.index_select(0, rows)
 
 
 # ---- a whole model

@@ -21,12 +21,12 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron.checkpoint.export import family_of, without_mup
 from megatron.checkpoint.families import FAMILIES, Family
+from megatron.checkpoint.family_rules import Values
 from megatron.checkpoint.files import to_json, write_text
 from megatron.checkpoint.folder import start_folder, sync_directory
 from megatron.checkpoint.huggingface_config import (
@@ -42,6 +42,7 @@ from megatron.checkpoint.huggingface_load import (
     INDEX,
     SINGLE,
     Matrix,
+    Shapes,
     check_finite,
     matrix_of,
 )
@@ -50,7 +51,7 @@ from megatron.checkpoint.writer import Alive, SyncedFile, nothing
 from megatron.config import Config
 from megatron.config.files import TokenizerConfig
 from megatron.config.model import ModelConfig
-from megatron.config.settings import all_options
+from megatron.config.option import options_of
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.optimizer import unique_parameters
 from megatron.errors import CheckpointError, ConfigError
@@ -66,11 +67,7 @@ FILE_BYTES = 2 << 30
 TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
+    *"special_tokens_map.json added_tokens.json tokenizer.model vocab.json merges.txt".split(),
     "chat_template.jinja",
     "chat_template.json",
     GENERATION,
@@ -137,35 +134,33 @@ class Companions:
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
-    ids: Mapping[str, Any] = field(default_factory=dict)
+    ids: Mapping[str, object] = field(default_factory=dict)
     kind: str | None = None
     note: str = ""
 
 
 _OF_TRAINING = (
-    "moe_expert_capacity_factor",
-    "moe_aux_loss_coeff",
-    "moe_z_loss_coeff",
-    "moe_input_jitter_eps",
-    "logit_z_loss",
-)
+    "moe_expert_capacity_factor moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps "
+    "logit_z_loss"
+).split()
 
 
 def lacking(model: ModelConfig) -> list[str]:
     """Return sentences on the settings of a model for which config.json has no place."""
-    known = all_options()
-    found = list[str]()
+    notes = list[str]()
     flags = [
-        known[name].written(value)
-        for name in _OF_TRAINING
-        if (value := getattr(model, name)) != known[name].default
+        option.written(value)
+        for option in options_of(ModelConfig)
+        if option.name in _OF_TRAINING and (value := getattr(model, option.name)) != option.default
     ]
     if flags:
-        found.append(f"config.json does not hold {', '.join(flags)}: to train on, give them again")
-    if model.moe_eval_capacity_factor is not None:
-        flag = known["moe_eval_capacity_factor"].written(model.moe_eval_capacity_factor)
-        found.append(f"transformers drops no tokens, evaluation here does ({flag}): results differ")
-    return found
+        notes.append(f"config.json does not hold {', '.join(flags)}: to train on, give them again")
+    if (factor := model.moe_eval_capacity_factor) is not None:
+        notes.append(
+            "transformers drops no tokens, evaluation here does (--moe-eval-capacity-factor "
+            f"{factor}): results differ"
+        )
+    return notes
 
 
 def companions_of(config: Config) -> Companions:
@@ -173,43 +168,37 @@ def companions_of(config: Config) -> Companions:
 
     Raises DataError or CheckpointError for files that cannot be read.
     """
-    found = _of_model(config)
-    notes = [found.note] if found.note else []
-    return dataclasses.replace(found, note="; ".join(notes + lacking(config.model)))
-
-
-def _of_model(config: Config) -> Companions:
     tokenizer = config.tokenizer
-    theirs = None
     kind = tokenizer.tokenizer_type
+    notes = lacking(config.model)
     if kind in (None, "NullTokenizer"):
-        return Companions(note="no tokenizer is written: the model has none")
+        notes = ["no tokenizer is written: the model has none", *notes]
+        return Companions(note="; ".join(notes))
     place = Path(tokenizer.tokenizer_model or tokenizer.vocab_file or "")
     folder = place if place.is_dir() else place.parent
     fields = read_config(folder) if is_huggingface(folder) else {}
-    if fields.get("model_type") in FAMILIES:
+    theirs = fields.get("model_type")
+    if theirs in FAMILIES:
         files = read_files(folder)
-        theirs = str(fields["model_type"])
         ids = {name: fields[name] for name in _TOKEN_IDS if name in fields}
     else:
+        theirs = None
         files, ids = _of_tokenizer(tokenizer, folder)
     if not ids:
         known = build_tokenizer(**dataclasses.asdict(tokenizer), vocab_size=config.model.vocab_size)
         ids = {"eos_token_id": known.eod}
-    note = (
-        ""
-        if files
-        else f"no tokenizer is written: transformers has none for the files of {kind}; "
-        "docs/huggingface.md says how to add it"
-    )
+    if not files:
+        notes.insert(
+            0,
+            f"no tokenizer is written: transformers has none for the files of {kind}; "
+            "docs/huggingface.md says how to add it",
+        )
     named = {name: i for name, i in ids.items() if i is not None}
     files.setdefault(GENERATION, to_json(named, GENERATION).encode())
-    return Companions(files, ids, theirs, note)
+    return Companions(files, ids, theirs, "; ".join(notes))
 
 
-def _of_tokenizer(
-    tokenizer: TokenizerConfig, folder: Path
-) -> tuple[dict[str, bytes], dict[str, Any]]:
+def _of_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> tuple[dict[str, bytes], Values]:
     """Return files for transformers, and special ids as far as they are known without more."""
     kind = tokenizer.tokenizer_type
     model = Path(tokenizer.tokenizer_model or "")
@@ -223,18 +212,18 @@ def _of_tokenizer(
         return {name: _read(path or "") for name, path in files.items()} | {
             TOKENIZER_CONFIG: settings
         }, {}
-    if kind != "TikTokenizer":
-        fields, ids = _of_sentence_piece(tokenizer)
-        settings = to_json(fields, TOKENIZER_CONFIG).encode()
-        return {"tokenizer.model": _read(model), TOKENIZER_CONFIG: settings}, ids
-    return {}, {}
+    if kind == "TikTokenizer":
+        return {}, {}
+    fields, ids = _of_sentence_piece(tokenizer)
+    settings = to_json(fields, TOKENIZER_CONFIG).encode()
+    return {"tokenizer.model": _read(model), TOKENIZER_CONFIG: settings}, ids
 
 
 def _read(path: str | Path) -> bytes:
     return read_bytes(path, _TOKENIZER_LIMIT_BYTES, error=CheckpointError)
 
 
-def _of_sentence_piece(tokenizer: TokenizerConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+def _of_sentence_piece(tokenizer: TokenizerConfig) -> tuple[Values, Values]:
     """Return tokenizer_config.json and special ids of a SentencePiece model."""
     known = build_tokenizer(**dataclasses.asdict(tokenizer))
     path = Path(tokenizer.tokenizer_model or "")
@@ -263,7 +252,7 @@ def read_files(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> dict[str
     return {name: _read(folder / name) for name in names if (folder / name).is_file()}
 
 
-def config_fields(config: Config, companions: Companions, dtype: torch.dtype) -> dict[str, Any]:
+def config_fields(config: Config, companions: Companions, dtype: torch.dtype) -> Values:
     """Return the content of config.json. Raises ConfigError where no family has the model."""
     kind = family_of(config.model, companions.kind)
     fields = write_fields(kind, without_mup(config.model))
@@ -274,44 +263,55 @@ def config_fields(config: Config, companions: Companions, dtype: torch.dtype) ->
 # ---- tensors
 
 
-def _matrices(
-    family: Family, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Matrix]:
-    return {name: matrix_of(family, model, name, shape) for name, shape in shapes.items()}
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of this rank's pipeline stages.
+
+    shapes   their global shapes, by name
+    whole    returns a whole parameter on the first of the ranks that hold it together, over which
+             tensors and experts are divided, None on the others; all of these call it, for the same
+             names in the same order
+    passes   called in place of `whole` for the parameters that other data-parallel ranks write,
+             where it takes all of them to have one
+    """
+
+    shapes: Shapes
+    whole: Callable[[str], torch.Tensor | None]
+    passes: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A file: the parameters in it (ours), and its header."""
+    """A file: the parameters in it (ours), its header, and the bytes of its tensors."""
 
-    parameters: tuple[str, ...]
+    parameters: Mapping[str, Matrix]
     header: bytes
     tensors: Mapping[str, int]
 
 
-def _parts(matrices: Mapping[str, Matrix], dtype: torch.dtype, limit: int) -> list[_Part]:
+def _parts(family: Family, model: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> list[_Part]:
     """Distribute parameters over files, in order."""
-    groups: list[list[str]] = []
-    filled = limit
-    for name, matrix in matrices.items():
-        size = math.prod(matrix.shape) * dtype.itemsize
-        if not groups or filled + size > limit:
-            groups.append([])
+    groups: list[dict[str, Matrix]] = []
+    filled = FILE_BYTES
+    for name, shape in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
+        if not groups or filled + size > FILE_BYTES:
+            groups.append({})
             filled = 0
-        groups[-1].append(name)
+        groups[-1][name] = matrix_of(family, model, name, shape)
         filled += size
-    return [_part(group, matrices, dtype) for group in groups]
+    return [_part(group, dtype) for group in groups]
 
 
-def _part(group: list[str], matrices: Mapping[str, Matrix], dtype: torch.dtype) -> _Part:
+def _part(group: Mapping[str, Matrix], dtype: torch.dtype) -> _Part:
     """Return a file with its header, whose format is described at
     https://github.com/huggingface/safetensors.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: Values = {"__metadata__": {"format": "pt"}}
     sizes = {}
     at = 0
-    for parameter in group:
-        for name, shape in matrices[parameter].their_shapes.items():
+    for matrix in group.values():
+        for name, shape in matrix.their_shapes.items():
             sizes[name] = math.prod(shape) * dtype.itemsize
             header[name] = {
                 "dtype": _DTYPE_NAMES[dtype],
@@ -321,15 +321,11 @@ def _part(group: list[str], matrices: Mapping[str, Matrix], dtype: torch.dtype) 
             at += sizes[name]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return _Part(tuple(group), len(text).to_bytes(8, "little") + text, sizes)
+    return _Part(group, len(text).to_bytes(8, "little") + text, sizes)
 
 
 def _write_part(
-    path: Path | None,
-    part: _Part,
-    matrices: Mapping[str, Matrix],
-    values: Iterator[torch.Tensor | None],
-    dtype: torch.dtype,
+    path: Path | None, part: _Part, values: Iterator[torch.Tensor | None], dtype: torch.dtype
 ) -> Exception | None:
     """Write a file, or take part in it where `path` is None; return what went wrong.
 
@@ -340,8 +336,14 @@ def _write_part(
         if path is not None:
             with contextlib.closing(SyncedFile(path)) as file:
                 file.write(part.header)
-                for name in part.parameters:
-                    _write_tensors(file, matrices[name], next(values), dtype)
+                for matrix, tensor in zip(part.parameters.values(), values, strict=True):
+                    assert tensor is not None, "the first rank has the whole of each parameter"
+                    tensor = tensor.to(dtype)
+                    named = ", ".join(list(matrix.counts)[:2])
+                    check_finite(tensor, f"{named}, written in {dtype}")
+                    for cut in matrix.cut(tensor):
+                        file.write(cut.view(-1).view(torch.uint8).numpy().data)
+                    del tensor  # before the next one is made
                 file.finish()
     except (OSError, CheckpointError) as error:
         failure = error
@@ -350,52 +352,46 @@ def _write_part(
     return failure
 
 
-def _write_tensors(
-    file: SyncedFile, matrix: Matrix, whole: torch.Tensor | None, dtype: torch.dtype
-) -> None:
-    assert whole is not None, "the first tensor rank has the whole of each parameter"
-    values = whole.to(dtype)
-    check_finite(values, f"{', '.join(list(matrix.counts)[:2])}, written in {dtype}")
-    for cut in matrix.cut(values):
-        file.write(cut.view(-1).view(torch.uint8).numpy().data)
-
-
 def write_model(
     folder: Path,
     config: Config,
     topology: Topology,
-    shapes: Mapping[str, tuple[int, ...]],
-    whole: Callable[[str], torch.Tensor | None],
+    parameters: Parameters,
     dtype: torch.dtype,
-    *,
     companions: Companions | None = None,
     alive: Alive = nothing,
-    passes: Callable[[str], None] | None = None,
 ) -> int:
     """Write a model in the format of Hugging Face; return the bytes of its tensors.
 
-    shapes       global shapes of the parameters of this rank's pipeline stages, by name
-    whole        returns a whole parameter on the first of the ranks that hold it together, over
-                 which tensors and experts are divided, None on the others; all of these call it,
-                 for the same names in the same order
     dtype        of the tensors in the files
     companions   by default those of `config`
     alive        called after every parameter
-    passes       called in place of `whole` for the parameters that other data-parallel ranks write,
-                 where it takes all of them to have one
 
     All ranks call it. Raises CheckpointError on every rank; then the folder is as before.
     """
+
+    def prepare() -> tuple[Companions, Values]:
+        if os.path.lexists(folder):
+            raise ConfigError(f"{folder} exists: choose another folder for the model, or remove it")
+        beside = companions_of(config) if companions is None else companions
+        return beside, config_fields(config, beside, dtype)
+
+    def values(part: _Part) -> Iterator[torch.Tensor | None]:
+        for name in part.parameters:
+            tensor = parameters.whole(name)
+            if tensor is not None and config.model.use_mup:
+                tensor = take_up(config.model, name, tensor)
+            yield tensor
+            del tensor  # before the next one is made
+            alive()
+
     what = f"writing {folder}"
-    limit = FILE_BYTES
-    model = config.model
-    beside, fields = decided_by_first(topology, lambda: _prepare(folder, config, companions, dtype))
+    beside, fields = decided_by_first(topology, prepare)
+    owners = gather_objects(parameters.shapes, topology.pipeline)
     with together(topology, what):
         family = FAMILIES[fields["model_type"]]
-        matrices = _matrices(family, config.model, shapes)
-    owners = gather_objects(shapes, topology.pipeline)
-    listed = [_parts(_matrices(family, config.model, of), dtype, limit) for of in owners]
-    total = sum(map(len, listed))
+        listed = [_parts(family, config.model, shapes, dtype) for shapes in owners]
+    parts = [part for of_owner in listed for part in of_owner]
     before = sum(map(len, listed[: topology.pipeline.rank]))
     temporary = decided_by_first(topology, lambda: start_folder(folder))
     try:
@@ -406,56 +402,20 @@ def write_model(
         writer = topology.tensor.is_first and expert.is_first
         for number, part in enumerate(listed[topology.pipeline.rank]):
             if number % lines == line:
-                path = temporary / _file_name(before + number, total)
-                values = _each(whole, part.parameters, alive, model)
-                writes = path if writer else None
-                failures.append(_write_part(writes, part, matrices, values, dtype))
-            elif passes is not None:
+                path = temporary / _file_name(before + number, len(parts)) if writer else None
+                failures.append(_write_part(path, part, values(part), dtype))
+            elif parameters.passes is not None:
                 for name in part.parameters:
-                    passes(name)
+                    parameters.passes(name)
         with together(topology, what):
-            for failure in failures:
-                if failure is not None:
-                    raise failure
-
-        def finish() -> int:
-            try:
-                parts = [part for of in listed for part in of]
-                return _finish(temporary, folder, parts, fields, beside)
-            except OSError as error:
-                raise CheckpointError(f"{what} failed: {error}") from error
-
-        return decided_by_first(topology, finish)
+            for failure in filter(None, failures):
+                raise failure
+        return decided_by_first(
+            topology, lambda: _finish(temporary, folder, parts, fields, beside.files)
+        )
     finally:
         if topology.world.is_first:
             shutil.rmtree(temporary, ignore_errors=True)  # where it has not got its name
-
-
-def _each(
-    whole: Callable[[str], torch.Tensor | None],
-    names: Iterable[str],
-    alive: Alive,
-    model: ModelConfig,
-) -> Iterator[torch.Tensor | None]:
-    for name in names:
-        values = whole(name)
-        if values is not None and model.use_mup:
-            values = take_up(model, name, values)
-        yield values
-        del values  # before the next one is made
-        alive()
-
-
-def _prepare(
-    folder: Path,
-    config: Config,
-    companions: Companions | None,
-    dtype: torch.dtype,
-) -> tuple[Companions, dict[str, Any]]:
-    if os.path.lexists(folder):
-        raise ConfigError(f"{folder} exists: choose another folder for the model, or remove it")
-    beside = companions_of(config) if companions is None else companions
-    return beside, config_fields(config, beside, dtype)
 
 
 def _file_name(number: int, total: int) -> str:
@@ -463,27 +423,26 @@ def _file_name(number: int, total: int) -> str:
 
 
 def _finish(
-    temporary: Path,
-    folder: Path,
-    parts: list[_Part],
-    fields: Mapping[str, Any],
-    companions: Companions,
+    temporary: Path, folder: Path, parts: list[_Part], fields: Values, files: Mapping[str, bytes]
 ) -> int:
     """Write the small files and give the folder its name; return the bytes of all tensors."""
     size = sum(sum(part.tensors.values()) for part in parts)
-    if len(parts) > 1:
-        places = {
-            name: _file_name(number, len(parts))
-            for number, part in enumerate(parts)
-            for name in part.tensors
-        }
-        listed = {"metadata": {"total_size": size}, "weight_map": places}
-        write_text(temporary / INDEX, to_json(listed, INDEX))
-    write_text(temporary / CONFIG, to_json(fields, CONFIG))
-    write_files(temporary, companions.files)
-    sync_directory(temporary)
-    temporary.rename(folder)
-    sync_directory(folder.parent)
+    try:
+        if len(parts) > 1:
+            places = {
+                name: _file_name(number, len(parts))
+                for number, part in enumerate(parts)
+                for name in part.tensors
+            }
+            listed = {"metadata": {"total_size": size}, "weight_map": places}
+            write_text(temporary / INDEX, to_json(listed, INDEX))
+        write_text(temporary / CONFIG, to_json(fields, CONFIG))
+        write_files(temporary, files)
+        sync_directory(temporary)
+        temporary.rename(folder)
+        sync_directory(folder.parent)
+    except OSError as error:
+        raise CheckpointError(f"writing {folder} failed: {error}") from error
     return size
 
 
@@ -531,8 +490,8 @@ def export(
         for _ in arriving(own[name]):
             pass
 
-    beside = passes if on_all else None
-    return write_model(folder, config, topology, shapes, whole, dtype, alive=alive, passes=beside)
+    parameters = Parameters(shapes, whole, passes if on_all else None)
+    return write_model(folder, config, topology, parameters, dtype, alive=alive)
 
 
 def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.Tensor | None:

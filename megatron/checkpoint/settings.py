@@ -27,77 +27,20 @@ from megatron.model.formulas import parameters_of
 if TYPE_CHECKING:
     from megatron.config import Config
 
-EXPERTS = (
-    "num_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_enable_expert_bias",
+_OF_TRAINING = frozenset(
+    """
+    seq_length max_position_embeddings make_vocab_size_divisible_by logit_z_loss attention_dropout
+    hidden_dropout fp32_residual_connection apply_query_key_layer_scaling attention_softmax_in_fp32
+    init_method_std init_method_xavier_uniform mup_attn_scale_power moe_use_upcycling
+    moe_shared_expert_overlap moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
+    moe_router_bias_update_rate moe_input_jitter_eps moe_expert_capacity_factor
+    moe_eval_capacity_factor moe_token_drop_policy
+    """.split()
 )
-"""Those of ARCHITECTURE that a model without experts does not have."""
-
-ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "kv_channels",
-    "num_key_value_heads",
-    "vocab_size",
-    "normalization",
-    "apply_layernorm_1p",
-    "layernorm_epsilon",
-    "swiglu",
-    "geglu",
-    "squared_relu",
-    "openai_gelu",
-    "exact_gelu",
-    "norm_position",
-    "embedding_layernorm",
-    "qk_layernorm",
-    "qk_layernorm_over",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "parallel_residual",
-    "softmax_scale",
-    "attention_logit_softcapping",
-    "final_logit_softcapping",
-    "window_size",
-    "window_attn_skip_freq",
-    "untie_embeddings_and_output_weights",
-    "position_embedding_type",
-    "rotary_percent",
-    "rotary_base",
-    "rotary_interleaved",
-    "rope_scaling",
-    "rope_scaling_factor",
-    "rope_original_positions",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_attention_factor",
-    "embedding_scale",
-    "apply_residual_connection_post_layernorm",
-    "use_mup",
-    "mup_base_hidden_size",
-    "mup_base_num_layers",
-    "mup_base_ffn_hidden_size",
-    "mup_base_head_dim",
-    "mup_base_num_attention_heads",
-    "mup_base_num_key_value_heads",
-    "mup_embedding_mult",
-    "mup_output_mult",
-    *EXPERTS,
-)
-"""Fields of config.model that determine which weights exist or what they mean."""
+ARCHITECTURE = [o.name for o in options_of(ModelConfig) if o.name not in _OF_TRAINING]
+"""Settings of the model that determine which weights exist or what they mean: all but these."""
+EXPERTS = [name for name in ARCHITECTURE if name.startswith(("num_experts", "moe_"))]
+"""Those that a model without experts does not have."""
 
 
 # Megatron-LM's --use-checkpoint-args takes these as well.

@@ -13,9 +13,9 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.checkpoint.settings import checkpoint_bytes, settings_to_take
 from megatron.config import Config, parse_args
@@ -50,31 +50,18 @@ Job options come from the command line, the environment and #SBATCH lines; they 
 if Slurm is installed. A script that sources examples/frontier/job.sh is run with DRY_RUN=1: it prints its training
 command instead of starting it, but its other commands are executed. Any other script is only read: give its training
 command after --. The training command is resolved as in the job, and checked against memory, limits and files on disk.
-The last lines give the cost of the run, and list what was not checked.
 
 Exit codes: 0 no errors; 2 errors."""
 _OURS = re.compile(
     r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|experiment)\.sh", re.MULTILINE
 )
-_MOST_BYTES = 1 << 24  # of a script
 _TIGHT = 0.9  # of the memory: the runtime and the communication library take a few gigabytes
-_LONG_S = 30 * 86400
-_LEVELS = ("error", "warning", "note")
 _LETTERS = dict(A="account", D="chdir", J="job-name", N="nodes", p="partition", q="qos", t="time")
 _NO_VALUE = (
     "hold overcommit oversubscribe quiet verbose version help contiguous requeue no-requeue "
     "parsable test-only usage use-min-nodes spread-job reboot ignore-pbs no-kill exclusive "
     "get-user-env nice propagate x11 wait H O s Q v V h k I W"
 ).split()
-_VARIABLES = dict(
-    SBATCH_ACCOUNT="account",
-    SBATCH_JOB_NAME="job-name",
-    SBATCH_NETWORK="network",
-    SBATCH_OPEN_MODE="open-mode",
-    SBATCH_PARTITION="partition",
-    SBATCH_QOS="qos",
-    SBATCH_TIMELIMIT="time",
-)
 # Messages of sbatch without a reachable controller.
 _NO_SLURM = re.compile(
     r"contact|connect|configuration source|resolve|munge|timed out|plugin|slurm\.conf",
@@ -109,6 +96,8 @@ class Job:
     cluster: Cluster | None = None
     words: list[str] | None = None
     config: Config | None = None
+    tokenizer: Tokenizer | None = None
+    vocabulary_known: bool = True
     known: dict[str, str] = field(default_factory=dict)
     findings: list[tuple[str, str, str]] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -117,6 +106,10 @@ class Job:
         """Record a problem; if `about` is a Slurm option, also where it is given."""
         where = f" [{self.options[about].where}]" if about in self.options else ""
         self.findings.append((level, about, text + where))
+
+    error = partialmethod(find, "error")
+    warn = partialmethod(find, "warning")
+    note = partialmethod(find, "note")
 
     def value(self, name: str) -> str | None:
         """Return the value of a Slurm option."""
@@ -139,12 +132,8 @@ def run(argv: Sequence[str]) -> int:
     Raises ConfigError.
     """
     parser = Parser("preflight.py check", usage=USAGE, description=DESCRIPTION)
-    parser.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        help="machine to check against; none: no machine (default: MEGATRON_CLUSTER of the script "
-        "or the environment, then SITE_CLUSTER)",
-    )
+    text = "machine to check against, or none (default: MEGATRON_CLUSTER, then SITE_CLUSTER)"
+    parser.add_argument("--cluster", metavar="NAME|FILE", help=text)
     _, at = parse_options(argv)
     at -= at > 0 and argv[at - 1] == "--"
     args, rest = parser.parse_known_args(argv[:at])
@@ -166,27 +155,20 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
     named = job.environ.get("MEGATRON_CLUSTER")
     if job.words is not None:  # resolved as on the ranks
         try:
-            job.config = parse_args(
-                [*(["--cluster", named] if named else []), *job.words],
-                job.tasks,
-                checkpoint=settings_to_take,
-            )
+            flags = ["--cluster", named, *job.words] if named else job.words
+            job.config = parse_args(flags, job.tasks, checkpoint=settings_to_take)
         except ConfigError as problem:
-            job.find("error", "configuration", str(problem))
-    cluster = (
-        cluster or os.environ.get("MEGATRON_CLUSTER") or os.environ.get("SITE_CLUSTER") or named
-    )
-    cluster = cluster or (job.config.parallel.cluster if job.config else None)
-    if cluster and cluster != "none":
+            job.error("configuration", str(problem))
+    known = (cluster, os.environ.get("MEGATRON_CLUSTER"), os.environ.get("SITE_CLUSTER"), named)
+    cluster = next(filter(None, known), job.config.parallel.cluster if job.config else None)
+    if cluster not in (None, "none"):
         job.cluster = load_cluster(cluster)
     else:
-        job.unchecked.append(
-            "limits, memory and cost: no machine is given (--cluster, MEGATRON_CLUSTER)"
-        )
+        job.unchecked.append("limits, memory and cost: no machine is given (--cluster)")
     check_options(job)
     if job.config is not None:
         check_training(job, job.config)
-    job.findings.sort(key=lambda finding: _LEVELS.index(finding[0]))
+    job.findings.sort(key=lambda finding: ("error", "warning", "note").index(finding[0]))
     return job
 
 
@@ -198,11 +180,8 @@ def lines(job: Job) -> Iterator[str]:
     yield from (f"{name:<12}{text}" for name, text in job.known.items())
     yield from (f"{level}: {about}: {text}" for level, about, text in job.findings)
     yield from (f"not checked: {text}" for text in job.unchecked)
-    found = Counter(level for level, _, _ in job.findings)
-    yield (
-        f"{found['error']} error(s), {found['warning']} warning(s), {len(job.unchecked)} item(s) "
-        "not checked"
-    )
+    levels = Counter(level for level, _, _ in job.findings)
+    yield f"{levels['error']} error(s), {levels['warning']} warning(s)"
 
 
 # -- what is asked of Slurm ------------------------------------------------------------------------
@@ -264,9 +243,9 @@ def directives(text: str) -> tuple[Options, list[str]]:
 def winning(line: Options, environ: Mapping[str, str], script: Options) -> Options:
     """Merge options: the command line overrides variables, which override the script's lines."""
     variables = {
-        name: Given(environ[key], f"variable {key}")
-        for key, name in _VARIABLES.items()
-        if environ.get(key)
+        name.replace("timelimit", "time").replace("_", "-"): Given(value, f"variable {key}")
+        for key, value in environ.items()
+        if (name := key.lower().removeprefix("sbatch_")) != key.lower() and value
     }
     return script | variables | line
 
@@ -277,7 +256,9 @@ def count(text: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
-def output_of(command: Sequence[str], limit_s: float, **options: Any) -> tuple[int, list[str]]:
+def output_of(
+    command: Sequence[str], env: Mapping[str, str] | None = None, cwd: str | None = None
+) -> tuple[int, list[str]]:
     """Run a command; return exit code and lines. Raises OSError and SubprocessError."""
     done = subprocess.run(
         command,
@@ -286,8 +267,9 @@ def output_of(command: Sequence[str], limit_s: float, **options: Any) -> tuple[i
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        timeout=limit_s,
-        **options,
+        timeout=120.0,
+        env=env,
+        cwd=cwd,
     )
     return done.returncode, done.stdout.strip().splitlines()
 
@@ -298,64 +280,43 @@ def ask_slurm(job: Job, words: Sequence[str]) -> None:
     It knows the machine's partitions and limits and, with Slurm accounting, the user's.
     """
     if "account" not in job.options:
-        job.find(
-            "warning",
-            "account",
-            "no -A and no SBATCH_ACCOUNT: Slurm uses your default account, or rejects the job",
-        )
-    job.unchecked.append(
-        "whether the account has node-hours left, and how long the job waits in the queue"
-    )
+        job.warn("account", "no -A, no SBATCH_ACCOUNT: Slurm uses your default account or refuses")
+    job.unchecked.append("the node-hours that the account has left, and the wait in the queue")
     try:
-        code, told = output_of(["sbatch", "--test-only", *words], 60.0)
-        said = " / ".join(
-            line.removeprefix("sbatch: ").removeprefix("error: ") for line in told[-3:]
-        )
-        answered = code == 0 or not _NO_SLURM.search(said)
+        code, told = output_of(["sbatch", "--test-only", *words])
+        said = " / ".join(told[-3:]).replace("sbatch: ", "").replace("error: ", "")
     except (OSError, subprocess.SubprocessError) as error:
         code = 1
-        said = f"sbatch cannot be run here: {error}"
-        answered = False
-    if answered:
-        job.find("error" if code else "note", "sbatch --test-only", said)
+        said = f"sbatch cannot be run to contact Slurm: {error}"
+    if code and _NO_SLURM.search(said):
+        job.unchecked.append(f"account, partition and limits by sbatch --test-only: {said}")
     else:
-        job.unchecked.append(
-            f"account, partition, limits and features by sbatch --test-only: {said}"
-        )
+        job.find("error" if code else "note", "sbatch --test-only", said)
 
 
 def check_options(job: Job) -> None:
     """Check nodes and wall time against the machine's limits, and options that interact."""
     cluster = job.cluster
-    given = job.value("time")
-    wall_s = duration_s(given or "")
-    if given is None:
+    limit = job.value("time")
+    wall_s = duration_s(limit or "")
+    if limit is None:
         if "nodes" in job.options:
-            job.find(
-                "warning", "time", "no -t: the partition's default applies. Add #SBATCH -t HH:MM:SS"
-            )
-    elif wall_s is None and given not in ("UNLIMITED", "INFINITE", "0"):
-        job.find("error", "time", f"{given} is not a time: give minutes, HH:MM:SS or D-HH:MM:SS")
+            job.warn("time", "no -t: the partition's default applies. Add #SBATCH -t HH:MM:SS")
+    elif wall_s is None and limit not in ("UNLIMITED", "INFINITE", "0"):
+        job.error("time", f"{limit} is not a time: give minutes, HH:MM:SS or D-HH:MM:SS")
     if cluster is not None and {"time", "nodes"} & set(job.options):
+        nodes = job.asked_nodes
         try:
-            hours = cluster.wall_limit_hours(
-                job.asked_nodes, job.value("partition"), job.value("qos")
+            most_s = 3600 * cluster.wall_limit_hours(
+                nodes, job.value("partition"), job.value("qos")
             )
-            if wall_s is not None and wall_s > 3600 * hours:
-                job.find(
-                    "error",
-                    "time",
-                    f"{given} is more than {job.asked_nodes} nodes get on {cluster.name}: request "
-                    f"at most {show_duration(3600 * hours)}",
-                )
+            if wall_s is not None and wall_s > most_s:
+                text = f"more than {nodes} nodes get on {cluster.name}"
+                job.error("time", f"{limit} is {text}: request at most {show_duration(most_s)}")
         except ConfigError as problem:
-            job.find("error", "nodes", str(problem))
+            job.error("nodes", str(problem))
     if "requeue" in job.options and not (job.value("open-mode") or "").startswith("a"):
-        job.find(
-            "warning",
-            "requeue",
-            "no --open-mode=append: a requeued job overwrites the log of its first start",
-        )
+        job.warn("requeue", "no --open-mode=append: a requeued job overwrites its first log")
 
 
 # -- the script ------------------------------------------------------------------------------------
@@ -368,19 +329,15 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
     """
     script = words[at]
     arguments = list(words[at + 1 :])
-    content = read_bytes(script, _MOST_BYTES, error=ConfigError)
+    content = read_bytes(script, 1 << 24, error=ConfigError)
     text = content.decode(errors="replace")
     options, problems = directives(text)
     job = Job(winning(line, os.environ, options), os.environ)
     job.nodes = job.asked_nodes
     for problem in problems:
-        job.find("error", "options", problem)
+        job.error("options", problem)
     if not text.startswith("#!"):
-        job.find(
-            "error",
-            "script",
-            "the first line does not name an interpreter, and sbatch rejects it: add #!/bin/bash",
-        )
+        job.error("script", "its first line names no interpreter, as sbatch needs: add #!/bin/bash")
     ask_slurm(job, words)
     ours = _OURS.search(text)
     if ours and ours[1] == "job":
@@ -393,12 +350,8 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
     elif "--" in arguments:
         read_command(job, arguments[arguments.index("--") + 1 :])
     else:
-        job.find(
-            "warning",
-            "script",
-            "it does not source examples/frontier/job.sh, so only its #SBATCH lines are checked: "
-            "give its training command after --",
-        )
+        text = "only its #SBATCH lines are checked: give its training command after --"
+        job.warn("script", f"it does not source examples/frontier/job.sh, so {text}")
     return job
 
 
@@ -419,10 +372,9 @@ def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
             "SBATCH_ACCOUNT": job.value("account") or "",
             "SITE_NET_FOLDER": folder,
         }
+        command = ["bash", str(copy), *arguments]
         try:
-            code, told = output_of(
-                ["bash", str(copy), *arguments], 120.0, env=environ, cwd=job.value("chdir")
-            )
+            code, told = output_of(command, environ, job.value("chdir"))
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(f"the script cannot be run: {error}") from error
     for line in told:
@@ -435,46 +387,29 @@ def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
             try:
                 words = shlex.split(line)[1:]
             except ValueError as error:
-                raise ConfigError(
-                    f"the script's command cannot be read ({error}): {line[:200]}"
-                ) from error
+                raise ConfigError(f"{line[:200]} cannot be read: {error}") from error
             if words[0] == "export":
-                job.environ = os.environ | dict(
-                    word.split("=", 1) for word in words[1:] if "=" in word
-                )
+                pairs = (word.split("=", 1) for word in words[1:] if "=" in word)
+                job.environ = os.environ | dict(pairs)
             elif "pretrain_gpt.py" in line:
                 read_command(job, words)
     if job.words is None or (code and not any(level == "error" for level, _, _ in job.findings)):
-        job.find(
-            "error", "script", f"its dry run ends with exit code {code}: {' / '.join(told[-3:])}"
-        )
+        job.error("script", f"its dry run ends with exit code {code}: {' / '.join(told[-3:])}")
 
 
 def read_command(job: Job, command: Sequence[str]) -> None:
     """Read a training command's flags and number of processes (srun, torchrun or one)."""
-    programs = (
-        i
-        for i, word in enumerate(command)
-        if re.fullmatch(r"pretrain_gpt\w*(\.py)?", os.path.basename(word))
-    )
-    at = next(programs, None)
-    if at is None:
-        job.find(
-            "error", "command", f"it does not run pretrain_gpt.py: {shlex.join(command)[:200]}"
-        )
+    runs = [bool(re.fullmatch(r"(.*/)?pretrain_gpt\w*(\.py)?", word)) for word in command]
+    if not any(runs):
+        job.error("command", f"it does not run pretrain_gpt.py: {shlex.join(command)[:200]}")
         return
+    at = runs.index(True)
     job.words = list(command[at + 1 :])
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (
-        "-N --nodes --nnodes",
-        "-n --ntasks",
-        "--ntasks-per-node",
-        "--nproc-per-node --nproc_per_node",
-    ):
-        parser.add_argument(*names.split(), dest=names, nargs="?")
-    nodes, tasks, each, processes = map(
-        count, vars(parser.parse_known_args(command[:at])[0]).values()
-    )
+    flags = "-N --nodes --nnodes, -n --ntasks, --ntasks-per-node, --nproc-per-node --nproc_per_node"
+    for names in flags.split(", "):
+        parser.add_argument(*names.split(), dest=names, nargs="?", type=count)
+    nodes, tasks, each, processes = vars(parser.parse_known_args(command[:at])[0]).values()
     if os.path.basename(command[0]) == "srun":
         job.nodes = nodes or (math.ceil((tasks or 1) / each) if each else job.nodes)
     else:
@@ -492,22 +427,14 @@ def check_network(job: Job, cluster: Cluster) -> None:
     """
     if job.tasks != job.nodes * cluster.devices_per_node:
         where = f"{job.nodes} nodes of {cluster.devices_per_node} devices"
-        job.find("warning", "tasks", f"{job.tasks} processes on {where}")
+        job.warn("tasks", f"{job.tasks} processes on {where}")
     if job.nodes == 1 or not any(nic.startswith("hsn") for nic in cluster.nics):
         return
     if job.environ.get("NCCL_NET", "Socket") in ("", "Socket"):
-        job.find(
-            "warning",
-            "network",
-            "NCCL_NET is not OFI: without the plugin RCCL silently falls back to TCP. "
-            "examples/frontier/env.sh sets it",
-        )
+        text = "without the plugin RCCL falls back to TCP. examples/frontier/env.sh sets it"
+        job.warn("network", f"NCCL_NET is not OFI: {text}")
     if job.environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
-        job.find(
-            "error",
-            "network",
-            "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2 or userfaultfd",
-        )
+        job.error("network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2")
 
 
 def check_training(job: Job, config: Config) -> None:
@@ -515,31 +442,26 @@ def check_training(job: Job, config: Config) -> None:
     if job.cluster is not None and "gloo" not in (job.words or ()):
         check_network(job, job.cluster)
     for notice in config.notices:
-        job.find("note", "configuration", notice)
+        job.note("configuration", notice)
     config, tokenizer, unknown = with_vocabulary(config)
     if config.model.vocab_size is None:
         config = config.replace(vocab_size=GPT2_VOCABULARY)
     if unknown:
         level = "note" if config.tokenizer.tokenizer_type is None else "error"
-        job.find(
-            level, "tokenizer", f"{unknown}: assuming a vocabulary of {config.model.vocab_size}"
-        )
+        job.find(level, "tokenizer", f"{unknown}: assuming {config.model.vocab_size} entries")
     job.known["processes"] = f"{job.tasks} on {job.nodes} node(s)"
     job.known["layout"] = candidate_of(config).write(math.ceil(job.tasks / job.nodes))
-    for about, body in (
-        ("data", partial(check_data, tokenizer=tokenizer, unknown=bool(unknown))),
-        ("saving", check_saving),
-        ("memory", check_memory),
-        ("cost", check_cost),
-    ):
+    job.tokenizer = tokenizer
+    job.vocabulary_known = not unknown
+    for check_it in (check_data, check_saving, check_memory, check_cost):
+        about = check_it.__name__.removeprefix("check_")
         try:
-            body(job, config)
+            check_it(job, config)
         except ImportError as problem:  # on a login node without torch
             job.unchecked.append(f"{about}: {problem}")
-        except CheckpointError as problem:
-            job.find("error", "checkpoint", str(problem))
         except (MegatronError, OSError) as problem:
-            job.find("error", about, str(problem))
+            checkpoint = isinstance(problem, CheckpointError)
+            job.error("checkpoint" if checkpoint else about, str(problem))
     job.unchecked += (
         "quotas of the file system (lfs quota)",
         "whether the code runs with these flags and fits (the figures above are predictions): add "
@@ -548,35 +470,29 @@ def check_training(job: Job, config: Config) -> None:
     )
 
 
-def check_data(
-    job: Job, config: Config, *, tokenizer: Tokenizer | None, unknown: bool = False
-) -> None:
-    """Open the token files and compare them with the tokenizer.
-
-    `unknown`: the size of the vocabulary is. Raises DataError.
-    """
+def check_data(job: Job, config: Config) -> None:
+    """Open the token files and compare them with the tokenizer. Raises DataError."""
     from megatron.data import datasets
 
     if not (prefixes := datasets.data_prefixes(config)):
         return
     job.unchecked.append(
-        "whether the data's indices are built: if not, the first start builds them while all ranks "
-        "wait (tools/build_index.py with the same flags builds them in advance)"
+        "whether the data's indices are built (tools/build_index.py with the same flags does it)"
     )
     if local := [prefix for prefix in prefixes if job.is_local(prefix)]:
         job.unchecked.append(f"data {', '.join(local)}, on node-local disks")
         return
     samples = planned_samples(config, BatchSchedule.from_config(config))[0]
-    if unknown:  # no id is beyond it
+    if not job.vocabulary_known:  # no id is beyond it
         config = config.replace(vocab_size=MOST)
-    epochs, notices = datasets.check_data(config, tokenizer, samples)
+    epochs, notices = datasets.check_data(config, job.tokenizer, samples)
     for notice in notices:
-        job.find("note", "data", notice)
+        job.note("data", notice)
     text, warning = datasets.describe_epochs(epochs)
     if text:
         job.known["data"] = text
     if warning:
-        job.find("warning", "data", warning)
+        job.warn("data", warning)
 
 
 def check_saving(job: Job, config: Config) -> None:
@@ -585,46 +501,28 @@ def check_saving(job: Job, config: Config) -> None:
     load = config.checkpoint.load
     keep = config.checkpoint.keep_last
     if not save:
-        job.find(
-            "warning",
-            "saving",
-            "no --save: the model is lost at the end of the job. Give --save FOLDER --load FOLDER",
-        )
+        job.warn("saving", "no --save: the model is lost. Give --save FOLDER --load FOLDER")
         return
     if job.is_local(save):
-        job.find(
-            "error",
-            "saving",
-            f"--save {save} is on node-local disks, which are erased after the job",
-        )
+        job.error("saving", f"--save {save} is on node-local disks, which are erased after the job")
         return
     if load != save:
-        job.find(
-            "warning",
-            "saving",
-            f"--load is {load or 'absent'}, --save is {save}: a restarted job does not resume from "
-            f"its checkpoints. Give --load {save}",
-        )
+        text = f"--load is {load or 'absent'}, --save is {save}: a restarted job does not resume"
+        job.warn("saving", f"{text}. Give --load {save}")
     if config.checkpoint.save_interval is None and config.checkpoint.save_interval_minutes is None:
-        job.find("warning", "saving", "no --save-interval: the run saves only at its end")
+        job.warn("saving", "no --save-interval: the run saves only at its end")
     folder = Path(save).absolute()
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
-        job.find(
-            "error", "saving", f"--save {save} cannot be written: no write permission in {folder}"
-        )
+        job.error("saving", f"--save {save} cannot be written: no write permission in {folder}")
     size = checkpoint_bytes(config)
     free = shutil.disk_usage(folder).free
     job.known["checkpoint"] = f"{size / 1e9:.1f} GB in {save}"
     most = (1 if keep is None else keep) + 1  # the next one is written before the oldest goes
     if most * size > free:
-        job.find(
-            "error",
-            "saving",
-            f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB of "
-            f"free space on the file system of {folder}",
-        )
+        text = f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB"
+        job.error("saving", f"{text} that are free on the file system of {folder}")
 
 
 def check_memory(job: Job, config: Config) -> None:
@@ -633,27 +531,21 @@ def check_memory(job: Job, config: Config) -> None:
         return
     peak = max(rank.total for rank in memory_of_ranks(config, cluster.device_type))
     peak_gib = process_bytes(peak, cluster.device_type) / 2**30
-    job.known["memory"] = text = (
-        f"{peak_gib:.1f} of {cluster.memory_gib:g} GiB on the device with the highest peak, "
-        "predicted"
-    )
+    text = f"{peak_gib:.1f} of {cluster.memory_gib:g} GiB on the device with the highest peak"
+    job.known["memory"] = f"{text}, predicted"
     if peak_gib > _TIGHT * cluster.memory_gib:
         job.find(
             "error" if peak_gib > cluster.memory_gib else "warning",
             "memory",
-            f"{text}, without the runtime: use more tensor or pipeline parallelism, or "
+            f"{text}, predicted, without the runtime: use more tensor or pipeline parallelism, or "
             "--recompute-granularity full",
         )
     ranks = range(config.parallel.pipeline_model_parallel_size)
     held = max(host_bytes(config, rank, cluster.device_type) for rank in ranks)
     held_gib = held * min(config.parallel.world_size, cluster.devices_per_node) / 2**30
     if cluster.host_memory_gib is not None and held_gib > cluster.host_memory_gib:
-        job.find(
-            "error",
-            "host memory",
-            f"--cpu-offload keeps {held_gib:.1f} GiB on a node, which has "
-            f"{cluster.host_memory_gib:g}: use more nodes",
-        )
+        text = f"{held_gib:.1f} GiB on a node, which has {cluster.host_memory_gib:g}"
+        job.error("host memory", f"--cpu-offload keeps {text}: use more nodes")
 
 
 def check_cost(job: Job, config: Config) -> None:
@@ -664,27 +556,22 @@ def check_cost(job: Job, config: Config) -> None:
     if (cluster := job.cluster) is None:
         return
     start, end, consumed = remaining_steps(config)
-    found = estimate(config, cluster)
+    step = estimate(config, cluster)
     wall_s = duration_s(job.value("time") or "")
     nodes = max(job.nodes, job.asked_nodes)  # spares are paid for
-    costs = run_costs(config, nodes, start, consumed).at(
-        found.tokens_per_s, consumed * config.model.seq_length
-    )
+    costs = run_costs(config, nodes, start, consumed)
+    costs = costs.at(step.tokens_per_s, consumed * config.model.seq_length)
     seconds = costs.seconds or 0.0
     hours = costs.node_hours or 0.0
     job.known["the run"] = costs.size
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
     job.known["it costs"] = (
         f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to "
-        f"{end:,} of {found.seconds:.3g} s (predicted), without starts, saves and the queue"
+        f"{end:,} of {step.seconds:.3g} s (predicted), without starts, saves and the queue"
     )
-    if seconds > _LONG_S:
-        job.find(
-            "warning",
-            "cost",
-            f"the run takes {seconds / 86400:,.0f} days on {job.nodes} node(s): shorten it "
-            "(--train-tokens, --train-iters) or use more nodes",
-        )
+    if seconds > 30 * 86400:
+        text = f"the run takes {seconds / 86400:,.0f} days on {job.nodes} node(s)"
+        job.warn("cost", f"{text}: shorten it (--train-tokens, --train-iters), or use more nodes")
 
 
 def remaining_steps(config: Config) -> tuple[int, int, int]:
@@ -692,26 +579,20 @@ def remaining_steps(config: Config) -> tuple[int, int, int]:
 
     Raises CheckpointError and ConfigError.
     """
-    from megatron.checkpoint.find import find, open_checkpoint, required
+    from megatron.checkpoint.find import Found, find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
 
     settings = config.checkpoint
     iteration = 0
     consumed = 0
-    found = find(settings.load, settings.load_tag) if settings.load else None
-    if (
-        settings.load
-        and found
-        and (found.folder or found.rejected or settings.exit_on_missing_checkpoint)
-    ):
-        checkpoint = open_checkpoint(required(settings.load, found))
+    there = find(settings.load, settings.load_tag) if settings.load else Found(None)
+    if there.folder or there.rejected or (settings.load and settings.exit_on_missing_checkpoint):
+        checkpoint = open_checkpoint(required(settings.load or "", there))
         check_architecture(checkpoint.config, config, str(checkpoint.folder))
         if not settings.finetune and not settings.reset_iteration:
             iteration = checkpoint.iteration
             consumed = checkpoint.state["state"].get("consumed_samples", 0)
             if not is_count(consumed):
-                raise CheckpointError(
-                    f"{checkpoint.folder} has {consumed!r} as its number of consumed samples"
-                )
+                raise CheckpointError(f"{checkpoint.folder} has {consumed!r} consumed samples")
     batches = BatchSchedule.from_config(config)
     return iteration, total_iterations(config, batches, iteration, consumed), consumed

@@ -48,6 +48,10 @@ FIGURES = {
 }
 
 
+Results = Mapping[int, Mapping[str, Any]]
+"""Host, device, figures and errors of each rank."""
+
+
 class Process:
     """Process of the test: its figures, and its errors by step. Each step may take `seconds`."""
 
@@ -103,7 +107,7 @@ class Process:
         if BETWEEN in self.figures:
             self.errors.pop(BETWEEN, None)
 
-    def exchange(self) -> dict[int, dict[str, object]]:
+    def exchange(self) -> Results:
         """Test the network between nodes whose devices work; return all figures on rank 0."""
         store = self._connection.store
         limit = timedelta(seconds=4 * self._seconds + _MARGIN_S)
@@ -119,9 +123,7 @@ class Process:
             store.wait(["network"], limit)  # a group ends with its first member
         return found
 
-    def share(
-        self, phase: str, ranks: Iterable[int], limit: timedelta
-    ) -> dict[int, dict[str, object]]:
+    def share(self, phase: str, ranks: Iterable[int], limit: timedelta) -> Results:
         """Send this process's results to rank 0, which returns those in time and the good nodes."""
         launch = self.launch
         store = self._connection.store
@@ -185,7 +187,7 @@ class Process:
         seconds = self._median_seconds(lambda: group.allreduce([tensor.zero_()]).wait())
         return 2 * (size - 1) / size * length / seconds / 1e9
 
-    def _median_seconds(self, work: Callable[[], Any]) -> float:
+    def _median_seconds(self, work: Callable[[], object]) -> float:
         seconds = []
         for _ in range(20):  # the same number on each member of a group
             begin = time.perf_counter()
@@ -207,9 +209,7 @@ class Verdict(NamedTuple):
     lines: list[str]
 
 
-def judge(
-    found: Mapping[int, Mapping[str, Any]], hosts: Sequence[str], bands: Mapping[str, float]
-) -> Verdict:
+def judge(found: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> Verdict:
     """Judge the results of each rank; `hosts` has its host, in the order of the allocation.
 
     A rank is slow if it is far below the median, or below the machine's band while most ranks are
@@ -219,12 +219,8 @@ def judge(
     lines = list[str]()
     reached = any(BETWEEN in told["figures"] for told in found.values())
     for rank, host in enumerate(hosts):
-        errors = (
-            found[rank]["errors"]
-            if rank in found
-            else {"process": "it did not start, died or hangs"}
-        )
-        for step, text in errors.items():
+        told = found.get(rank, {"errors": {"process": "it did not start, died or hangs"}})
+        for step, text in told["errors"].items():
             if step != BETWEEN or reached:
                 faults[host].append(f"rank {rank}: {step}: {text}")
     for name, (unit, share, band) in FIGURES.items():
@@ -244,7 +240,7 @@ def judge(
                 text = f"{value:.3g} {unit}, expected at least {least:.3g} (median {median:.3g})"
                 faults[hosts[rank]].append(f"rank {rank}: {name}: {text}")
     lines += (f"FAULT {host} {text}" for host, texts in faults.items() for text in texts)
-    every = list(dict.fromkeys(hosts))
+    every = dict.fromkeys(hosts)
     good = [host for host in every if host not in faults]
     alone = [told["errors"][BETWEEN] for told in found.values() if BETWEEN in told["errors"]]
     if alone and not faults:
@@ -256,7 +252,7 @@ def judge(
     return Verdict(good, list(faults), lines)
 
 
-def rank_hosts(launch: Launch, found: Mapping[int, Mapping[str, Any]]) -> list[str]:
+def rank_hosts(launch: Launch, found: Results) -> list[str]:
     """Return the host of each rank: as reported by a process there, or from Slurm's node list."""
     each = launch.local_world_size
     names = dict(enumerate(_slurm_hosts()))
@@ -284,7 +280,7 @@ def run(args: argparse.Namespace) -> int:
     if launch.rank == 0:
         _write_hosts(args.out, [], [])  # discard those of an earlier start
 
-    def work() -> dict[int, dict[str, Any]]:
+    def work() -> Results:
         connection = StoreConnection(launch, timedelta(seconds=2 * args.seconds))
         connection.open()
         process = Process(connection, args.seconds)

@@ -7,10 +7,10 @@ need torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron import metrics_file
 from megatron.config import Config, parse_args
@@ -18,7 +18,7 @@ from megatron.config.duration import show_duration
 from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs.result import DONE, FAILED, REFUSED, Result, earlier
-from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, Source
+from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, Say, Source
 from megatron.jobs.scaling import METRICS, POINT
 from megatron.metrics_file import read_beside
 from megatron.model.formulas import paper_flops
@@ -148,7 +148,7 @@ class Point:
         """Return whether the time limit of a job on this point's nodes suffices, if known."""
         return self.total_s is None or self.limit_h is None or self.total_s <= 3600 * self.limit_h
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> dict[str, object]:
         """Return the content of point.json: the varied value, and all settings."""
         kind = KINDS[self.request.kind]
         request = self.request
@@ -318,7 +318,7 @@ class Experiment(Source):
         points: Sequence[Point],
         limit_s: float | None = None,
         retry_failed: bool = False,
-        say: Callable[[str], object] = print,
+        say: Say = print,
     ) -> None:
         super().__init__(say)
         self._root = root
@@ -474,49 +474,21 @@ def table(points: Sequence[Point], root: Path) -> Table:
                 f"{100 * bubble_of(point.config):.1f} %",
             ]
         if point.total_s is not None:
-            longest = (
-                ""
-                if point.limit_h is None
-                else f"{point.limit_h:g} h" + ": too short" * (not point.fits_alone)
-            )
             times = [
                 f"{point.iteration_s or 0.0:,.0f}",
                 show_duration(point.total_s),
-                longest,
+                "" if point.limit_h is None else f"{point.limit_h:g} h",
                 f"{point.nodes * point.total_s / 3600:,.1f}",
             ]
-        rows.append(
-            (
-                point.name,
-                f"{point.nodes}",
-                f"{point.world:,}",
-                *sizes,
-                *times,
-                state_of(root / point.name, point)[0],
-            )
-        )
+            times[2] += ": too short" * (not point.fits_alone)
+        state = state_of(root / point.name, point)[0]
+        rows.append((point.name, f"{point.nodes}", f"{point.world:,}", *sizes, *times, state))
+    head = "point,nodes,GCDs,TPxPPxDP,micro,batch,bubble,s/step,time,longest job,node-hours,state"
     title = (
         f"{first.experiment}: {first.warm_up} warm-up and {first.iterations} measured step(s) at "
         "each point"
     )
-    return Table(
-        title,
-        (
-            "point",
-            "nodes",
-            "GCDs",
-            "TPxPPxDP",
-            "micro",
-            "batch",
-            "bubble",
-            "s/step",
-            "time",
-            "longest job",
-            "node-hours",
-            "state",
-        ),
-        rows,
-    )
+    return Table(title, tuple(head.split(",")), rows)
 
 
 def remarks(
@@ -568,8 +540,6 @@ def least_time_s(
     (40.0, 50.0)
     """
     times = [seconds for _, seconds in points]
-    return (
-        max(*times, sum(n * s for n, s in points) / nodes, 0.0)
-        if side_by_side and times
-        else sum(times)
-    )
+    if not side_by_side:
+        return sum(times)
+    return max(sum(n * s for n, s in points) / nodes, *times, 0.0)

@@ -149,13 +149,8 @@ def _cause(exit_codes: Iterable[int] | None, tails: Sequence[str]) -> int | None
 
 
 def _precedence(code: int) -> tuple[int, int]:
-    by_signal = code < 0 or code > 128
-    order = (
-        0
-        if by_signal
-        else {EXIT_ERROR: 1, EXIT_USER_ERROR: 3, EXIT_LOST_RANK: 4, 0: 5}.get(code, 2)
-    )
-    return order, abs(code)
+    order = {EXIT_ERROR: 1, EXIT_USER_ERROR: 3, EXIT_LOST_RANK: 4, 0: 5}.get(code, 2)
+    return 0 if code < 0 or code > 128 else order, abs(code)
 
 
 DONE = "done"
@@ -206,7 +201,7 @@ def is_complete(folder: Path, steps: int) -> bool:
     return (folder / METRICS).is_file() and all_done(read_records(folder / METRICS), steps)
 
 
-def all_done(records: Sequence[Mapping[str, object]], steps: int) -> bool:
+def all_done(records: Iterable[Mapping[str, object]], steps: int) -> bool:
     ends = [r for r in records if r["event"] == "end"]
     return bool(ends) and ends[-1].get("reason") == "done" and ends[-1].get("iteration") == steps
 

@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron.config.duration import duration_s, show_duration
 from megatron.data.file_lock import LOCK_NAME, renamed_into
@@ -73,6 +72,10 @@ _MOST_LOST = 2  # nodes that may die under a run; after one more, the run is at 
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+Say = Callable[[str], object]
+"""Is called with a line for users."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Place of runs. launcher: local or slurm; hosts: () for this machine; parallel: most at once."""
@@ -96,7 +99,7 @@ class Job:
 
     name: str
     folder: Path
-    point: Mapping[str, Any]
+    point: Mapping[str, object]
     flags: Sequence[str]
     processes: int
     nodes: int
@@ -130,17 +133,6 @@ class Attempt:
     interrupted: str = ""
     inquiry: Inquiry | None = None
 
-    def note(self, record: Mapping[str, Any]) -> None:
-        """Write result.json: these figures and the circumstances. Raises ConfigError."""
-        more = {
-            "exit_code": cause(self.run.exit_codes),
-            "started": self.started,
-            "ended": self.ended,
-            "hosts": list(self.hosts),
-        }
-        with _disk(self.job):
-            write_json(self.job.folder / RESULT, {**record, **more})
-
 
 class Source:
     """Source of a runner's jobs, with the books of what each has given.
@@ -149,7 +141,7 @@ class Source:
     finished  those that ended since the start, not interrupted
     """
 
-    def __init__(self, say: Callable[[str], object]) -> None:
+    def __init__(self, say: Say) -> None:
         self.say = say
         self.results = dict[str, Result]()
         self.finished = list[str]()
@@ -168,13 +160,22 @@ class Source:
     def ended(self, end: Attempt) -> None:
         """Record the end of a job. Raises ConfigError if it cannot be written."""
         result = RUNNING
-        name = end.job.folder.name
+        folder = end.job.folder
         if not end.interrupted:
-            failed = end.why and Result(FAILED, end.why.kind, end.why.reason)
-            result = self.figures(end.job) if end.complete or not failed else failed
-            end.note(vars(result))
-            self.finished.append(name)
-        self.results[name] = result
+            if end.complete or end.why is None:
+                result = self.figures(end.job)
+            else:
+                result = Result(FAILED, end.why.kind, end.why.reason)
+            circumstances = {
+                "exit_code": cause(end.run.exit_codes),
+                "started": end.started,
+                "ended": end.ended,
+                "hosts": end.hosts,
+            }
+            with _disk(end.job):
+                write_json(folder / RESULT, vars(result) | circumstances)
+            self.finished.append(folder.name)
+        self.results[folder.name] = result
         self.report(end, result)
 
 
@@ -188,7 +189,7 @@ class Runner:
     def __init__(
         self,
         place: Place,
-        say: Callable[[str], object] = print,
+        say: Say = print,
         *,
         left_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -262,20 +263,14 @@ class Runner:
             _set_aside(job.folder)
             write_json(job.folder / POINT, {**job.point, "hosts": list(hosts)})
             if self._local:
-                run = start_here(
-                    training_command(flags), job.processes, job.folder, clock=self._clock
-                )
+                run = start_here(training_command(flags), job.processes, job.folder, self._clock)
             else:
                 # Another search or experiment may run in this Slurm job: step names include our
                 # process id.
-                step = Step(
-                    f"{job.name}-{os.getpid()}",
-                    hosts,
-                    job.processes // job.nodes,
-                    self._turn,
-                    job.limit_s,
-                )
-                run = start_step(slurm_command(flags), step, job.folder, clock=self._clock)
+                name = f"{job.name}-{os.getpid()}"
+                tasks = job.processes // job.nodes
+                step = Step(name, hosts, tasks, self._turn, job.limit_s)
+                run = start_step(slurm_command(flags), step, job.folder, self._clock)
         self._running.append(Attempt(job, hosts, run, Watch(job, self._clock())))
 
     def _settle(self, each: Attempt, source: Source) -> None:
@@ -364,8 +359,11 @@ class Runner:
         def note(number: int, _frame: object) -> None:
             self.signal = signal.Signals(number).name
 
-        taken = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        handlers = {number: signal.signal(number, note) for number in taken}
+        handlers = {
+            number: signal.signal(number, note)
+            for number in _SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         try:
             yield
         finally:
@@ -409,11 +407,8 @@ class Watch:
         still_s = now - self._changed
         if self._complete:
             return Ending(HANG, "did not end after its last step") if still_s > _EXIT_S else None
-        where = (
-            f"after step {len(self._steps)} of {self.job.steps}"
-            if self._steps
-            else "before its first step"
-        )
+        done = len(self._steps)
+        where = f"after step {done} of {self.job.steps}" if done else "before its first step"
         if now - self._begun > self.job.limit_s:
             return Ending(
                 TIME_OUT, f"stopped after its limit of {show_duration(self.job.limit_s)}, {where}"
@@ -502,7 +497,7 @@ _ANSWER_S = 60.0  # for a node to start a task that only prints its name
 class Nodes:
     """Free nodes and left-out nodes; `say` is called with a line for each of the latter."""
 
-    def __init__(self, hosts: Sequence[str], say: Callable[[str], object]) -> None:
+    def __init__(self, hosts: Sequence[str], say: Say) -> None:
         self._hosts = tuple(hosts)
         self._say = say
         self.free = list(hosts)

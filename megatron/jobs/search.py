@@ -6,6 +6,7 @@ a killed search resumes as if it had not been interrupted.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import operator
@@ -92,11 +93,8 @@ def find_search(name: str) -> str:
     Raises ConfigError if its library is missing or has an incompatible version.
     """
     try:
-        if name == "optuna":
-            import optuna  # noqa: F401
-        else:
-            import deephyper.hpo  # noqa: F401
-            import sklearn  # noqa: F401
+        for module in ("optuna",) if name == "optuna" else ("deephyper.hpo", "sklearn"):
+            importlib.import_module(module)
         return "optuna" if name == "optuna" else "deephyper"
     except ImportError as error:
         if name == "auto":

@@ -109,9 +109,8 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         space = replace(space, tokens=args.tokens)
     in_job = args.hosts_file is not None or args.nodes is not None or os.environ.get("SLURM_JOB_ID")
     launcher = args.launcher or ("slurm" if in_job else "local")
-    name = args.cluster
-    if name is None:
-        name = os.environ.get("MEGATRON_CLUSTER") or (space.cluster if launcher == "slurm" else "")
+    usual = os.environ.get("MEGATRON_CLUSTER") or (space.cluster if launcher == "slurm" else "")
+    name = usual if args.cluster is None else args.cluster
     cluster = None if name in ("", "none") else load_cluster(name)
     # --dry-run and --report-only work on a login node without the search libraries.
     shows = args.dry_run or args.report_only
@@ -190,16 +189,10 @@ def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) 
 
 def _most(space: Space, name: str) -> int:
     """Return the largest number of nodes or processes that a space names, or 0."""
-    found = [
-        value
-        for parameter in space.parameters
-        if parameter.name == name
-        for value in parameter.values
-    ]
+    values = {parameter.name: parameter.values for parameter in space.parameters}.get(name, ())
     text = space.derived[name].text if name in space.derived else ""
-    return max(
-        (n for n in (*found, int(text) if text.isdigit() else 0) if isinstance(n, int)), default=0
-    )
+    fixed = int(text) if text.isdigit() else 0
+    return max(n for n in (*values, fixed) if isinstance(n, int))
 
 
 def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:

@@ -129,25 +129,13 @@ Value = int | float | str | bool | tuple[int, ...] | None
 SPACES = Path(__file__).with_name("spaces")
 CHUNK = "num_layers_per_virtual_pipeline_stage"
 _MOST_BYTES = 1 << 22  # of a file
+_TABLES = ("parameters", "variables", "derived", "constraints")
 _KEYS: Mapping[str, type] = {
-    "title": str,
-    "source": str,
-    "cluster": str,
+    **dict.fromkeys(("title", "source", "cluster"), str),
     "flags": list,
-    "parameters": dict,
-    "variables": dict,
-    "derived": dict,
-    "constraints": dict,
-    "trial": dict,
+    **dict.fromkeys((*_TABLES, "trial"), dict),
 }
-_TRIAL = {
-    "iterations": 5,
-    "warm_up": 3,
-    "tokens": 0,
-    "evaluations": 4,
-    "valid_samples": 64,
-    "halving": 2,
-}
+_TRIAL = dict(iterations=5, warm_up=3, tokens=0, evaluations=4, valid_samples=64, halving=2)
 _DIMENSIONS = [d.name for d in DIMENSIONS]
 _SHORT = (*_DIMENSIONS, "processes", "preset", "dp")
 SETTING = {d.name: d.setting for d in DIMENSIONS if d.setting and d.name != "nodes"}
@@ -294,9 +282,7 @@ def flags_of(name: str, value: Any) -> list[str]:
     if name in ("nodes", "processes"):
         settings = {}
     elif name == "recompute":
-        chosen = {
-            setting: own for setting, own in recompute_settings(value).items() if own is not None
-        }
+        chosen = {name: own for name, own in recompute_settings(value).items() if own is not None}
         settings = chosen or {"recompute_granularity": None}
     elif name == "schedule":
         settings = {"enable_zbh1_pipeline": value == "zb-h1"}
@@ -310,10 +296,9 @@ def _words(option: Option, value: Any) -> list[str]:
         return [option.flag, "none"] if option.has_none and not option.many else []
     if option.kind is bool and isinstance(value, bool):
         return [option.written(value)]
-    words = (
-        list(value) if isinstance(value, tuple) else str(value).split() if option.many else [value]
-    )
-    return [option.flag, *map(str, words)]
+    if isinstance(value, tuple):
+        return [option.flag, *map(str, value)]
+    return [option.flag, *(str(value).split() if option.many else [str(value)])]
 
 
 def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -377,7 +362,7 @@ def load_space(name_or_path: str) -> Space:
             for setting, written in settings_of_flags(scanned.flags).items()
         }
     found: dict[str, dict[str, Any]] = {}
-    for table in ("parameters", "variables", "derived", "constraints"):
+    for table in _TABLES:
         entries = found[table] = {}
         for key, given in file[table].items():
             with _at(path, f"[{table}] {key}"):

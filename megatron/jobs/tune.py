@@ -13,7 +13,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +51,7 @@ from megatron.jobs.runner import (
     Attempt,
     Job,
     Runner,
+    Say,
     Source,
     slurm_time_left_s,
     time_left,
@@ -151,13 +152,10 @@ class Search(Source):
     Raises ConfigError if the folder has trials of another search.
     """
 
-    def __init__(
-        self, setup: Setup, found: Enumeration, say: Callable[[str], object] = lambda text: None
-    ) -> None:
+    def __init__(self, setup: Setup, found: Enumeration, say: Say = lambda text: None) -> None:
         super().__init__(say)
         self.setup = setup
         self.found = found
-        self._objective = setup.args.objective
         self._took_s = list[float]()
         self._held: Trial | None = None
         self._trials = list[Trial]()
@@ -188,16 +186,17 @@ class Search(Source):
     @property
     def layouts(self) -> list[Measured]:
         """Return all layouts that were tried."""
-        return measured(self.trials.values(), self._objective)
+        return measured(self.trials.values(), self.objective)
 
     @property
     def ranked(self) -> list[Measured]:
         """Return layouts with figures, the best first."""
         return ranked(self.layouts)
 
-    def written(self, cost: float) -> str:
-        """Format a cost for users."""
-        return written(cost, self._objective)
+    @property
+    def objective(self) -> str:
+        """Name of what is minimized."""
+        return str(self.setup.args.objective)
 
     def _read(self, folder: Path, by_key: dict[str, Candidate]) -> None:
         """Load a trial of an earlier start. Raises ConfigError for a file not of the tuner."""
@@ -283,7 +282,7 @@ class Search(Source):
         if not (waiting or lacking or runs) and confirmed < args.confirm:
             # After nodes died, the first in turn may have too few. Do not skip it: other layouts,
             # measured more often instead, would win on more evidence.
-            turn = in_turn(trials, self._objective)
+            turn = in_turn(trials, self.objective)
             for candidate in turn:
                 if runner.ever(candidate.nodes):
                     return Trial(number, candidate, CONFIRM)
@@ -304,7 +303,7 @@ class Search(Source):
         running = [t for t in trials if not t.result.status and t not in self._waiting]
         pending = {t.candidate.index for t in running if t.by != CONFIRM}
         out = {trial.candidate.index for trial in trials} | ruled_out(candidates, trials)
-        prior = [math.log(c.cost(c.step_s, self._objective)) for c in candidates if c.step_s]
+        prior = [math.log(c.cost(c.step_s, self.objective)) for c in candidates if c.step_s]
         open_ = [index for index in range(len(candidates)) if index not in out]
         return History(
             candidates,
@@ -372,7 +371,7 @@ class Search(Source):
         said = f"{result.said}: {result.reason}; {end.job.folder}"
         best = self.ranked
         if result.figure:
-            said = self.written(trial.candidate.cost(result.figure, self._objective))
+            said = written(trial.candidate.cost(result.figure, self.objective), self.objective)
         if best:
             near = "".join(
                 f", {one.numbers} within the noise" for one in rivals(best, noise_of(self.layouts))
@@ -476,7 +475,7 @@ def summary(search: Search) -> list[str]:
         near = ", ".join(f"{one.candidate.key} ({one.numbers})" for one in rivals(best, noise))
         lines += [
             f"Best: {best[0].candidate.key} ({best[0].numbers}, {best[0].spread}): "
-            f"{search.written(best[0].cost)}"
+            f"{written(best[0].cost, search.objective)}"
             + ("." if search.setup.space.tokens else f", {best[0].step_s:.4g} s per step."),
             "Equally good within the noise (trials of a layout scatter by about "
             f"{100 * noise:.1f} %): {near or 'none'}.",
@@ -526,7 +525,7 @@ def _table(search: Search) -> Table:
         (
             one.numbers.partition(" ")[2],
             one.candidate.key,
-            search.written(one.cost),
+            written(one.cost, search.objective),
             one.spread,
             f"{statistics.median(t.result.step_s for t in one.trials if t.result.step_s):.4g}",
             f"{one.candidate.step_s or 0:.4g}",
@@ -538,18 +537,9 @@ def _table(search: Search) -> Table:
     for trial in search.trials.values():
         if trial.result.status and not trial.result.figure:
             reason = " ".join((trial.result.reason or "").split()).replace("|", "/")
-            rows.append(
-                (
-                    str(trial.number),
-                    trial.candidate.key,
-                    trial.result.said,
-                    reason,
-                    "",
-                    "",
-                    "",
-                    trial.by,
-                )
-            )
+            layout = trial.candidate.key
+            said = trial.result.said
+            rows.append((str(trial.number), layout, said, reason, "", "", "", trial.by))
     return Table(
         "",
         ("trials", "layout", "value", "measured", "s/step", "planner's s/step", "GiB", "chosen by"),
@@ -560,7 +550,7 @@ def _table(search: Search) -> Table:
 def _picture(search: Search, path: Path) -> Path:
     """Draw all trials in order, with the best so far."""
     plot = pyplot()
-    objective = search.setup.args.objective
+    objective = search.objective
     done = [trial for trial in search.trials.values() if trial.result.figure]
     numbers = [trial.number for trial in done]
     costs = [trial.candidate.cost(trial.result.figure or 0.0, objective) for trial in done]

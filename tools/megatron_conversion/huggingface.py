@@ -26,6 +26,7 @@ from megatron.checkpoint.huggingface_load import Places, Reader, find_tensors, m
 from megatron.checkpoint.huggingface_save import (
     TOKENIZER_FILES,
     Companions,
+    Parameters,
     read_files,
     write_files,
     write_model,
@@ -301,10 +302,9 @@ def to_huggingface(
         target,
         outgoing.config,
         topology,
-        outgoing.shapes,
-        whole,
+        Parameters(outgoing.shapes, whole),
         outgoing.dtype,
-        companions=companions,
+        companions,
     )
     if target != folder:
         decided_by_first(topology, lambda: put_in_place(target, folder))
