@@ -180,8 +180,9 @@ def lines(job: Job) -> Iterator[str]:
     yield from (f"{name:<12}{text}" for name, text in job.known.items())
     yield from (f"{level}: {about}: {text}" for level, about, text in job.findings)
     yield from (f"not checked: {text}" for text in job.unchecked)
-    levels = Counter(level for level, _, _ in job.findings)
-    yield f"{levels['error']} error(s), {levels['warning']} warning(s)"
+    n = Counter(level for level, _, _ in job.findings)
+    unchecked = len(job.unchecked)
+    yield f"{n['error']} error(s), {n['warning']} warning(s), {unchecked} item(s) not checked"
 
 
 # -- what is asked of Slurm ------------------------------------------------------------------------
