@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from megatron.data.gpt_dataset import GPTDataset, IndexRequest  # noqa: E402
 from megatron.data.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.data.indexed_writer import IndexedDatasetWriter  # noqa: E402
-from megatron.data.sampler import MicroBatchStream  # noqa: E402
+from megatron.data.sampler import MicroBatchStream, Share  # noqa: E402
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB_SIZE = 1024, 2, 50257
 # Without it a step on a CPU spends its time on fresh pages, and would hide what the loader takes.
@@ -74,7 +74,7 @@ def open_stream(prefix: str, mmap: bool, workers: int, samples: int) -> MicroBat
         indexed.sizes,
     )
     data = GPTDataset(indexed, request)
-    return MicroBatchStream(data, MICRO_BATCH, num_workers=workers, vocab_size=VOCAB_SIZE)
+    return MicroBatchStream(data, Share(MICRO_BATCH), num_workers=workers, vocab_size=VOCAB_SIZE)
 
 
 def loader_rate(prefix: str, mmap: bool, workers: int, samples: int, cold: bool) -> float:

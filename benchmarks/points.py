@@ -256,8 +256,8 @@ def alibi(place: Place) -> Pair:
 def peak_bytes(config: Config, topology: Topology) -> float:
     """Return a training pass's memory above the weights; on a CPU only the saved tensors."""
     model = build_chunks(config, topology)["0"]
-    batch = make_micro_batch(
-        np.zeros((1, config.model.seq_length + 1), np.int64), device=topology.device
+    batch = make_micro_batch(np.zeros((1, config.model.seq_length + 1), np.int64)).to(
+        topology.device
     )
     saved: dict[int, int] = {}
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import parity
 from benchmarks.parity import CAPTURED, LOSS, NO_DROPOUT, NORM, ON_CPU, PRECISION
 from megatron.config import Config
-from megatron.data.sampler import make_micro_batch
+from megatron.data.sampler import Separation, make_micro_batch
 from megatron.kernels.ops.attention import Law
 from megatron.layers import ring
 from megatron.layers.attention_fused import flash_attention, torch_attention
@@ -199,8 +199,8 @@ def test_loss_and_gradients_of_a_model(
         topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
         model = build_chunks(config, topology)["0"]
         batch = make_micro_batch(
-            tokens, eod=0, reset_attention_mask=True, segments=segments, device=device
-        )
+            tokens, separation=Separation(0, reset_attention_mask=True), segments=segments
+        ).to(device)
         loss = model(batch, None)
         loss.backward()
         results.append((loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters()}))

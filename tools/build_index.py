@@ -59,10 +59,11 @@ def read_config(flags: Sequence[str]) -> Config:
 def build(config: Config, workers: int) -> None:
     """Build the indices that the run reads, from its start or from the checkpoint of --load."""
     from megatron.checkpoint.find import find, open_checkpoint, required
-    from megatron.data.datasets import prebuild
+    from megatron.data import index_cache
+    from megatron.data.datasets import Datasets, Reading, build_datasets
     from megatron.training.report.reporter import Reporter
     from megatron.training.run.checkpoints import progress_from
-    from megatron.training.run.resume import with_checkpoint_settings
+    from megatron.training.run.resume import stored_settings, with_checkpoint_settings
     from megatron.training.run.schedules import (
         BatchSchedule,
         Progress,
@@ -76,7 +77,8 @@ def build(config: Config, workers: int) -> None:
     found = find(load, config.checkpoint.load_tag) if load else None
     if load and found is not None and (found.folder is not None or found.rejected):
         folder = required(load, found)
-        config = with_checkpoint_settings(config, folder, Reporter(config, rank=1))
+        stored = stored_settings(folder, config)
+        config = with_checkpoint_settings(config, stored, Reporter(config, rank=1))
         if not (config.checkpoint.finetune or config.checkpoint.reset_iteration):
             progress = progress_from(open_checkpoint(folder).state["state"], folder)
     batches = BatchSchedule.from_config(config)
@@ -85,7 +87,12 @@ def build(config: Config, workers: int) -> None:
         f"{name} {count}" for name, count in zip(("train", "valid", "test"), planned, strict=True)
     )
     say(f"global batch {batches.global_batch_size_at_end}, samples: {listed}")
-    prepare = partial(prebuild, config, workers=workers, say=say)
+
+    def prepare(train: int, valid: int, test: int) -> Datasets:
+        reading = Reading(verify=True, workers=workers)
+        with index_cache.heard(say):
+            return build_datasets(config, train, valid, test, reading=reading)
+
     datasets = prepare(*planned)
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     extended(config, batches, datasets, prepare, planned, progress, end)

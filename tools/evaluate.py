@@ -357,7 +357,7 @@ class Input:
         """Return up to `size` windows as a micro-batch; places without one do not count."""
         import torch
 
-        from megatron.data.sampler import make_micro_batch
+        from megatron.data.sampler import Separation, make_micro_batch
 
         config, tokenizer = self._trained.config, self._trained.tokenizer
         context, data = config.model.seq_length, config.data
@@ -366,14 +366,10 @@ class Input:
         for row, window in enumerate(windows):
             ids[row] = window.tokens
             counts[row, window.start : window.stop] = 1.0
-        batch = make_micro_batch(
-            ids,
-            eod=None if tokenizer is None else tokenizer.eod,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            # best-fit packing trains no prediction of a document's first token either
-            eod_mask_loss=data.eod_mask_loss or data.data_packing == "best-fit",
-        )
+        # best-fit packing trains no prediction of a document's first token either
+        unseen = data.eod_mask_loss or data.data_packing == "best-fit"
+        separation = dataclasses.replace(Separation.of(data, tokenizer), eod_mask_loss=unseen)
+        batch = make_micro_batch(ids, separation=separation)
         mask = batch.loss_mask * torch.from_numpy(counts)
         return dataclasses.replace(batch, loss_mask=mask).to(self._trained.topology.device)
 

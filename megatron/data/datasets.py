@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megatron.config.files import named_corpus
-from megatron.data import index_cache
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     GPTDataset,
@@ -19,6 +18,7 @@ from megatron.data.gpt_dataset import (
     MockDataset,
     OwnDataset,
     Source,
+    TokenDataset,
 )
 from megatron.data.indexed_dataset import IndexedDataset, data_files
 from megatron.data.packed_dataset import PackedDataset
@@ -46,10 +46,10 @@ class Datasets:
     corpora   named validation sets, each one epoch; there is no `valid` beside them
     """
 
-    train: Source | BlendedDataset | None = None
-    valid: Source | BlendedDataset | None = None
-    test: Source | BlendedDataset | None = None
-    corpora: Mapping[str, Source] = field(default_factory=dict, kw_only=True)
+    train: TokenDataset | None = None
+    valid: TokenDataset | None = None
+    test: TokenDataset | None = None
+    corpora: Mapping[str, TokenDataset] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,27 @@ class SplitPlan:
     blend: tuple[BlendPart, ...]
     split: str
     names: tuple[str, ...] = ()
+
+    def bounds(self, index: int, size: int) -> tuple[int, int]:
+        """Return the first and past-the-last of `size` sequences for split `index`."""
+        return (0, size) if self.split == WHOLE else split_bounds(self.split, size)[index]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Options for reading data files.
+
+    locations  {prefix: the copy to read} (--stage-data-to)
+    pad_id     fills packed samples
+    verify     read all of an index that is found and compare it with its digests; one rank of a job
+               does this for all
+    workers    indices of a blend that are built at the same time
+    """
+
+    locations: Mapping[str, str] = field(default_factory=dict)
+    pad_id: int = 0
+    verify: bool = False
+    workers: int = 1
 
 
 def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
@@ -116,7 +137,8 @@ def read_data_file_list(path: str) -> tuple[BlendPart, ...]:
         if not fields or fields[0].startswith("#"):
             continue
         try:
-            weight, prefix = float(fields[0]), fields[1]
+            weight = float(fields[0])
+            prefix = fields[1]
             if not 0 <= weight < math.inf:
                 raise ValueError("not a weight")
         except (ValueError, IndexError):
@@ -228,10 +250,7 @@ def check_data(
         return {}, notices
     for part in plan.blend:
         indexed = opened[part.prefix]
-        bounds = (
-            (0, len(indexed)) if plan.split == WHOLE else split_bounds(plan.split, len(indexed))[0]
-        )
-        if tokens := indexed.tokens_between(*bounds):
+        if tokens := indexed.tokens_between(*plan.bounds(0, len(indexed))):
             share = part.weight * samples * config.model.seq_length / tokens
             epochs[part.prefix] = epochs.get(part.prefix, 0.0) + share
     return epochs, notices
@@ -262,54 +281,41 @@ def build_datasets(
     valid_samples: int,
     test_samples: int,
     *,
-    locations: Mapping[str, str] | None = None,
-    pad_id: int = 0,
-    verify: bool = False,
-    workers: int = 1,
+    reading: Reading = Reading(),
     plans: Sequence[SplitPlan | None] | None = None,
 ) -> Datasets:
     """Return the data sets of a run, with at least as many samples as requested; 0 requests none.
 
-    `locations` maps a prefix to the copy to read (--stage-data-to), `pad_id` fills packed samples.
-    `verify` reads all of an index that is found and compares it with its digest; one rank of a job
-    does this for all. `workers` indices of a blend are built at the same time. Of several callers,
-    one builds each index and the others wait for its files. `plans` replaces the data that the flags
-    name. Raises DataError for files that are
-    missing or damaged, and for training without data; ConfigError for contradictory data flags.
+    Of several callers, one builds each index and the others wait for its files. `plans` replaces the
+    data that the flags name. Raises DataError for files that are missing or damaged, and for
+    training without data; ConfigError for contradictory data flags.
     """
     counts = (train_samples, valid_samples, test_samples)
     if config.pieces.datasets is not None:
         return _own(config, counts)
     if config.data.mock_data:
         return _mock(config, counts)
-    opened: dict[str, IndexedDataset] = {}
-    plans = plans or plan_splits(config.data)
-    made = list[Source | BlendedDataset | None]()
-    corpora: dict[str, Source] = {}
-    for index, (plan, count) in enumerate(zip(plans, counts, strict=True)):
+    opened = cache(lambda prefix: open_data(prefix, config.data, reading.locations.get(prefix)))
+    build = partial(_build_split, config, reading, opened)
+    made = list[TokenDataset | None]()
+    corpora: dict[str, TokenDataset] = {}
+    for index, (plan, count) in enumerate(
+        zip(plans or plan_splits(config.data), counts, strict=True)
+    ):
         if plan is None or count == 0:
             made.append(None)
             continue
-        for part in plan.blend:
-            if part.prefix not in opened:
-                location = (locations or {}).get(part.prefix)
-                opened[part.prefix] = open_data(part.prefix, config.data, location)
+        made.append(None if plan.names else build(index, plan, count))
         for name, part in zip(plan.names, plan.blend, strict=False):
-            alone = SplitPlan((part,), plan.split)
-            if opened[part.prefix].num_tokens <= config.model.seq_length:
+            tokens = opened(part.prefix).num_tokens
+            if tokens <= config.model.seq_length:
                 raise DataError(
-                    f"--valid-data-path {name}={part.prefix}: {opened[part.prefix].num_tokens} "
-                    f"tokens are less than one sample of {config.model.seq_length + 1}: leave it "
-                    "out"
+                    f"--valid-data-path {name}={part.prefix}: {tokens} tokens are less than one "
+                    f"sample of {config.model.seq_length + 1}: leave it out"
                 )
-            corpus = _build_split(config, index, alone, opened, 1, pad_id, verify, 1)
-            assert corpus is not None and not isinstance(corpus, BlendedDataset), "one with tokens"
+            corpus = build(index, SplitPlan((part,), plan.split), 1)
+            assert corpus is not None, "one with tokens"
             corpora[name] = corpus
-        made.append(
-            None
-            if plan.names
-            else _build_split(config, index, plan, opened, count, pad_id, verify, workers)
-        )
     if train_samples and made[0] is None:
         raise DataError(
             f"there is no training data: change --split {config.data.split!r}, or give "
@@ -361,15 +367,13 @@ def _mock(config: Config, counts: tuple[int, int, int]) -> Datasets:
 
 def _build_split(
     config: Config,
+    reading: Reading,
+    opened: Callable[[str], IndexedDataset],
     index: int,
     plan: SplitPlan,
-    opened: Mapping[str, IndexedDataset],
     num_samples: int,
-    pad_id: int,
-    verify: bool,
-    workers: int,
-) -> Source | BlendedDataset | None:
-    """Build split number `index` (train, valid, test) from opened files; None without data.
+) -> TokenDataset | None:
+    """Build split number `index` (train, valid, test) from `opened` files; None without data.
 
     A data set too small for this split is omitted, and the weights of the others grow in
     proportion.
@@ -378,9 +382,8 @@ def _build_split(
     seq_length = config.model.seq_length
     parts = []
     for part in plan.blend:
-        indexed = opened[part.prefix]
-        size = len(indexed)
-        bounds = (0, size) if plan.split == WHOLE else split_bounds(plan.split, size)[index]
+        indexed = opened(part.prefix)
+        bounds = plan.bounds(index, len(indexed))
         tokens = indexed.tokens_between(*bounds)
         if tokens:
             parts.append((part.weight, indexed, bounds, tokens))
@@ -398,11 +401,11 @@ def _build_split(
     ]
     make: Callable[..., Source] = partial(
         PackedDataset if data.data_packing == "best-fit" else GPTDataset,
-        pad_id=pad_id,
+        pad_id=reading.pad_id,
         data_cache_path=data.data_cache_path,
-        verify=verify,
+        verify=reading.verify,
     )
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(reading.workers) as pool:
         futures = []
         for (_, indexed, bounds, tokens), count in zip(parts, wanted, strict=True):
             request = IndexRequest(
@@ -421,7 +424,7 @@ def _build_split(
     if len(datasets) == 1:
         return datasets[0]
     return BlendedDataset(
-        datasets, weights, num_samples, data_cache_path=data.data_cache_path, verify=verify
+        datasets, weights, num_samples, data_cache_path=data.data_cache_path, verify=reading.verify
     )
 
 
@@ -448,19 +451,3 @@ def _samples_of_exact_epochs(
             "--dataloader-type cyclic"
         )
     return available
-
-
-def prebuild(
-    config: Config,
-    train_samples: int,
-    valid_samples: int,
-    test_samples: int,
-    *,
-    workers: int = 1,
-    say: Callable[[str], None],
-) -> Datasets:
-    """Call build_datasets, verify the indices that are found, and report each with `say`."""
-    with index_cache.heard(say):
-        return build_datasets(
-            config, train_samples, valid_samples, test_samples, verify=True, workers=workers
-        )

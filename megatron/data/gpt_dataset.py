@@ -12,20 +12,20 @@ are shuffled separately, so that the earlier epochs are used up first.
 from __future__ import annotations
 
 import hashlib
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron.data.arrays import Int32Array, Int64Array, IntArray, StrPath
 from megatron.data.index_cache import Arrays, load_or_build
 from megatron.data.indexed_dataset import (
     INT32_MAX,
     IndexedDataset,
+    Pieces,
     bin_path,
     build_blend_index,
     build_sample_index,
@@ -33,50 +33,67 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.errors import DataError
 
-Tokens = npt.NDArray[np.int64]
-# Sequence, first token and number of tokens of the pieces of a sample.
-Pieces = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+if TYPE_CHECKING:
+    from megatron.protocols import Dataset
+
 # Place of the first token and number of tokens: the place of token n of sequence s is s * 2^32 + n.
-Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+Spans = tuple[Int64Array, Int64Array]
 MOCK = "mock data"
 PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
 _UINT32_LIMIT = 2**32 - 2
 BLOCK = 1 << 20  # sequences or pieces processed at once: bounds temporary memory
-SPOT_CHECKS = 16
+_SPOT_CHECKS = 16
 
 
-class TokenDataset(Protocol):
+class TokenDataset(ABC):
     """A data set that a stream of micro-batches reads."""
 
+    @property
+    @abstractmethod
+    def sources(self) -> tuple[Source, ...]:
+        """Return the data sets of a blend, or the data set itself."""
+
+    @abstractmethod
+    def locate(self, indices: Int64Array) -> Iterator[tuple[Source, Int64Array]]:
+        """Yield each source of these samples, and their numbers within it."""
+
+    def by_source(self, indices: Int64Array) -> Iterator[tuple[Source, Int64Array]]:
+        """Yield each source of those of these samples that exist, and their numbers within it.
+
+        A checkpoint without a record may have consumed more than the data set of a run with nothing
+        left to do.
+        """
+        return self.locate(indices[indices < len(self)])
+
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of samples."""
-        ...
 
-    def __getitem__(self, index: int, /) -> Tokens:
+    @abstractmethod
+    def __getitem__(self, index: int, /) -> Int64Array:
         """Return sample `index`, int64 [seq_length + 1]."""
-        ...
 
-    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+    def segments(self, index: int, /) -> Int64Array | None:
         """Return the lengths of the pieces of sample `index`, from its first token on.
 
-        The rest is padding. None if pieces are not separated: then the id that ends a document
-        tells where documents end.
+        The rest is padding. None if pieces are not separated: as in Megatron, a sample is one text,
+        and the id that ends a document tells where documents end.
         """
-        ...
+        return None
 
-    def loss_tokens(self, index: int, /) -> Tokens | None:
+    def loss_tokens(self, index: int, /) -> Int64Array | None:
         """Return which tokens of sample `index` are in the loss as labels, 0 or 1, like the sample.
 
         None if all are.
         """
-        ...
+        return None
 
+    @abstractmethod
     def where(self, index: int, token: int = 0, /) -> str:
         """Return file, document and byte of a token of sample `index`, for messages."""
-        ...
 
 
-class Source(TokenDataset, Protocol):
+class Source(TokenDataset):
     """A data set whose samples come from one pair of files.
 
     It is a part of a blend, and the unit whose consumption is counted. `name` is the prefix of the
@@ -86,39 +103,30 @@ class Source(TokenDataset, Protocol):
 
     name: str
     description: str
+    seq_length: int
     tokens_per_epoch: int
 
-    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self,)
+
+    def locate(self, indices: Int64Array) -> Iterator[tuple[Source, Int64Array]]:
+        yield self, indices
+
+    @property
+    def masked(self) -> bool:
+        """Return whether the data have a loss mask that is in use."""
+        return "loss_tokens" in vars(self)
+
+    def tokens_in(self, indices: Int64Array, /) -> int:
         """Return the number of tokens trained on in these samples, without padding."""
-        ...
-
-    def spans(self, indices: npt.NDArray[np.int64], /) -> Spans:
-        """Return the tokens that these samples train on, each once, by their places in the data."""
-        ...
-
-
-class _Unpacked:
-    """Members shared by all data sets whose samples are not packed."""
-
-    seq_length: int
-
-    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        """Return None: as in Megatron, a sample is one text.
-
-        The end-of-document id ends documents in it.
-        """
-        return None
-
-    def loss_tokens(self, index: int, /) -> Tokens | None:
-        """Return None: all tokens are in the loss."""
-        return None
-
-    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
-        """Return the number of all tokens: training uses each of them."""
         return len(indices) * self.seq_length
 
-    def spans(self, indices: npt.NDArray[np.int64], /) -> Spans:
-        """Return a span for each sample, as if it was a sequence of its own."""
+    def spans(self, indices: Int64Array, /) -> Spans:
+        """Return the tokens that these samples train on, each once, by their places in the data.
+
+        Without places each sample has a span, as if it was a sequence of its own.
+        """
         return indices << 32, np.full(len(indices), self.seq_length)
 
 
@@ -139,7 +147,7 @@ class IndexRequest:
     num_samples: int
     seq_length: int
     seed: int
-    sizes: npt.NDArray[np.int32]
+    sizes: Int32Array
 
     @property
     def sample_tokens(self) -> int:
@@ -154,15 +162,13 @@ class IndexRequest:
         """
         return max(1, -(-(self.num_samples * self.seq_length + 1) // self.tokens_per_epoch))
 
-    def covers(self, sequences: npt.NDArray[np.int32]) -> bool:
+    def covers(self, sequences: IntArray) -> bool:
         """Return whether these sequences, at least one, are all in the split."""
         return bool(self.start <= sequences.min() and sequences.max() < self.stop)
 
-    def piece_lengths(
-        self, sequences: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def piece_lengths(self, sequences: IntArray, offsets: Int64Array) -> Int64Array:
         """Return the tokens of each piece of a bin: to the end of its sequence, or a whole bin."""
-        left: npt.NDArray[np.int64] = self.sizes[sequences].astype(np.int64) - offsets
+        left: Int64Array = self.sizes[sequences].astype(np.int64) - offsets
         return np.minimum(left, self.sample_tokens)
 
     def samples_in(self, epochs: int) -> int:
@@ -216,43 +222,25 @@ def build_index(request: IndexRequest) -> Arrays:
     4 more bytes per document are needed.
     """
     random = np.random.RandomState(request.seed)
-    last_apart = request.separate_last_epoch
-    document_index = _document_index(request, last_apart, random)
-    num_samples = request.samples_in(request.num_epochs)
-    sample_index = build_sample_index(
-        request.sizes, document_index, request.seq_length, num_samples
-    )
-    first = request.samples_in(request.num_epochs - 1) if last_apart else num_samples
-    return {
-        "doc_idx": document_index,
-        "sample_idx": sample_index,
-        "shuffle_idx": _shuffle_index(first, num_samples, random),
-    }
+    epochs = request.num_epochs
+    total = request.samples_in(epochs)
+    documents = np.tile(np.arange(request.start, request.stop, dtype=np.int32), epochs)
+    order: IntArray = np.arange(total, dtype=np.int64 if total >= _UINT32_LIMIT else np.uint32)
+    first_documents = len(documents)
+    first_samples = total
+    if request.separate_last_epoch:
+        first_documents -= request.stop - request.start
+        first_samples = request.samples_in(epochs - 1)
+    # an empty part draws nothing
+    shuffle(documents[:first_documents], random)
+    shuffle(documents[first_documents:], random)
+    shuffle(order[:first_samples], random)
+    shuffle(order[first_samples:], random)
+    rows = build_sample_index(request.sizes, documents, request.seq_length, total)
+    return {"doc_idx": documents, "sample_idx": rows, "shuffle_idx": order}
 
 
-def _document_index(
-    request: IndexRequest, last_apart: bool, random: np.random.RandomState
-) -> npt.NDArray[np.int32]:
-    epoch = np.arange(request.start, request.stop, dtype=np.int32)
-    index = np.tile(epoch, request.num_epochs)
-    apart = len(epoch) if last_apart else 0
-    shuffle(index[: len(index) - apart], random)
-    shuffle(index[len(index) - apart :], random)  # an empty part draws nothing
-    return index
-
-
-def _shuffle_index(
-    first: int, total: int, random: np.random.RandomState
-) -> npt.NDArray[np.uint32 | np.int64]:
-    index: npt.NDArray[Any] = np.arange(
-        total, dtype=np.int64 if total >= _UINT32_LIMIT else np.uint32
-    )
-    shuffle(index[:first], random)
-    shuffle(index[first:], random)
-    return index
-
-
-class FileDataset(ABC):
+class FileDataset(Source):
     """Samples concatenated from pieces of the sequences that `request` names.
 
     `description` names the index in the cache. It is looked up in `index-cache` beside the data,
@@ -260,15 +248,13 @@ class FileDataset(ABC):
     for an .idx file with impossible sizes, and the errors of load_or_build.
     """
 
-    description: str
-
     def __init__(
         self,
         indexed: IndexedDataset,
         request: IndexRequest,
         *,
         pad_id: int = 0,
-        data_cache_path: str | os.PathLike[str] | None = None,
+        data_cache_path: StrPath | None = None,
         verify: bool = False,
     ) -> None:
         if request.stop > INT32_MAX:
@@ -276,9 +262,13 @@ class FileDataset(ABC):
                 f"{request.prefix}: more than {INT32_MAX} sequences: preprocess it in parts and "
                 "blend them"
             )
-        self.name, self.seq_length = request.prefix, request.seq_length
+        self.name = request.prefix
+        self.seq_length = request.seq_length
         self.tokens_per_epoch = request.tokens_per_epoch
-        self._indexed, self._request, self._pad_id, self._verify = indexed, request, pad_id, verify
+        self._indexed = indexed
+        self._request = request
+        self._pad_id = pad_id
+        self._verify = verify
         self._directories = [Path(request.prefix).parent / "index-cache"]
         if data_cache_path:
             self._directories.append(Path(data_cache_path))
@@ -289,19 +279,23 @@ class FileDataset(ABC):
         description: str,
         parts: Sequence[str],
         build: Callable[[], Arrays],
-        fits: Callable[[Arrays], bool],
-    ) -> tuple[npt.NDArray[Any], ...]:
-        """Return arrays from the cache, or build them from checked sizes."""
+        take: Callable[[Arrays], bool],
+    ) -> None:
+        """Let `take` have arrays from the cache, or build them from checked sizes.
+
+        `take` keeps arrays for reading and returns whether they belong to this data. The description
+        does not cover the content of the data files, so a cache may outlive data that were
+        preprocessed again under the same name.
+        """
 
         def build_checked() -> Arrays:
             self._check_sizes()
             return build()
 
         self.description = description
-        arrays = load_or_build(
-            description, parts, self._directories, build_checked, fits=fits, verify=self._verify
+        load_or_build(
+            description, parts, self._directories, build_checked, fits=take, verify=self._verify
         )
-        return tuple(arrays[part] for part in parts)
 
     def _check_sizes(self) -> None:
         """Raise DataError if the size of a sequence in the split is damaged."""
@@ -315,38 +309,33 @@ class FileDataset(ABC):
     def _find(self, index: int) -> Pieces | None:
         """Return the pieces of a sample; None if the index is damaged."""
 
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, index: int, /) -> Tokens:
+    def __getitem__(self, index: int, /) -> Int64Array:
         pieces = self._pieces(index)
-        filled = int(pieces[2].sum())
+        filled = int(pieces.lengths.sum())
         tokens = np.empty(self.seq_length + 1, np.int64)
         tokens[filled:] = self._pad_id
-        self._indexed.gather(*pieces, tokens[:filled])
+        self._indexed.gather(pieces, tokens[:filled])
         return tokens
 
     @property
     def masked(self) -> bool:
-        """Return whether the data have a loss mask that is in use."""
         return self._indexed.mask is not None
 
-    def loss_tokens(self, index: int, /) -> Tokens | None:
+    def loss_tokens(self, index: int, /) -> Int64Array | None:
         """Return which tokens the loss mask marks; padding is not marked."""
         if self._indexed.mask is None:
             return None
         pieces = self._pieces(index)
         marks = np.zeros(self.seq_length + 1, np.int64)
-        self._indexed.gather_mask(*pieces, marks[: int(pieces[2].sum())])
+        self._indexed.gather_mask(pieces, marks[: int(pieces.lengths.sum())])
         return marks
 
     def where(self, index: int, token: int = 0, /) -> str:
         """Return file, document and byte of a token of sample `index`, for messages."""
         pieces = self._pieces(index)
-        if token >= pieces[2].sum():
+        if token >= pieces.lengths.sum():
             return f"{bin_path(self._indexed.location)}, padding of sample {index}"
-        return self._indexed.where(*pieces, token)
+        return self._indexed.where(pieces, token)
 
     def _pieces(self, index: int) -> Pieces:
         found = self._find(index)
@@ -361,27 +350,37 @@ class FileDataset(ABC):
         return found
 
 
-class GPTDataset(FileDataset, _Unpacked):
+class GPTDataset(FileDataset):
     """Samples cut from the concatenated documents, overlapping by one token, in shuffled order."""
 
     def _load(self) -> None:
         request = self._request
-        self._documents, self._rows, self._shuffle = self._cached(
-            request.description,
-            PARTS,
-            build=lambda: build_index(request),
-            fits=lambda found: index_fits(found, request),
+        self._cached(request.description, PARTS, lambda: build_index(request), self._take)
+
+    def _take(self, arrays: Arrays) -> bool:
+        """Keep arrays; return whether their shapes, and a few samples, belong to this data."""
+        self._documents, self._rows, self._shuffle = (arrays[part] for part in PARTS)
+        request = self._request
+        samples = request.samples_in(request.num_epochs)
+        shapes = [
+            (request.num_epochs * (request.stop - request.start),),
+            (samples + 1, 2),
+            (samples,),
+        ]
+        return (
+            [arrays[part].shape for part in PARTS] == shapes
+            and samples > 0
+            and all(self._find(i) is not None for i in spread(samples))
         )
 
     def __len__(self) -> int:
         return len(self._shuffle)
 
-    def spans(self, indices: npt.NDArray[np.int64], /) -> Spans:
+    def spans(self, indices: Int64Array, /) -> Spans:
         """Return the pieces of these samples, without the last token of each, which is a label."""
         rows = self._shuffle[indices].astype(np.int64)
-        (first, offset), (last, end) = (
-            self._rows[at].astype(np.int64).T for at in (rows, rows + 1)
-        )
+        first, offset = self._rows[rows].astype(np.int64).T
+        last, end = self._rows[rows + 1].astype(np.int64).T
         count = last - first + 1
         places = within(count)
         sequences = self._documents[np.repeat(first, count) + places].astype(np.int64)
@@ -392,63 +391,36 @@ class GPTDataset(FileDataset, _Unpacked):
 
     def _find(self, index: int) -> Pieces | None:
         row = int(self._shuffle[index])
-        return pieces_of_sample(self._documents, self._rows[row : row + 2], self._request)
+        rows = self._rows[row : row + 2]
+        if len(rows) != 2:
+            return None
+        (first, offset), (last, last_offset) = rows.tolist()
+        sequences = self._documents[first : last + 1]
+        request = self._request
+        if not 0 <= first <= last < len(self._documents) or not request.covers(sequences):
+            return None
+        lengths = request.sizes[sequences].astype(np.int64)
+        offsets = np.zeros_like(lengths)
+        inside = 0 <= offset <= lengths[0] and 0 <= last_offset < lengths[-1]
+        offsets[0] = offset
+        lengths[-1] = last_offset + 1
+        lengths -= offsets
+        fits = inside and lengths.sum() == request.sample_tokens
+        return Pieces(sequences, offsets, lengths) if fits else None
 
 
-def pieces_of_sample(
-    documents: npt.NDArray[np.int32], rows: npt.NDArray[Any], request: IndexRequest
-) -> Pieces | None:
-    """Return the pieces between two rows of sample_idx.
-
-    None unless they are a sample of seq_length + 1 tokens.
-    """
-    if len(rows) != 2:
-        return None
-    (first, offset), (last, last_offset) = rows.tolist()
-    sequences = documents[first : last + 1]
-    if not 0 <= first <= last < len(documents) or not request.covers(sequences):
-        return None
-    lengths, offsets = request.sizes[sequences].astype(np.int64), np.zeros(len(sequences), np.int64)
-    inside = 0 <= offset <= lengths[0] and 0 <= last_offset < lengths[-1]
-    offsets[0], lengths[-1] = offset, last_offset + 1
-    lengths -= offsets
-    fits = inside and lengths.sum() == request.sample_tokens
-    return (sequences, offsets, lengths) if fits else None
-
-
-def index_fits(arrays: Arrays, request: IndexRequest) -> bool:
-    """Return whether cached arrays belong to this data.
-
-    The description does not cover the content of the data files, so a cache may outlive data that
-    were preprocessed again under the same name. Shapes are compared, and a few samples are checked
-    as they would be read.
-    """
-    documents, rows, shuffled = (arrays[part] for part in PARTS)
-    num_samples = request.samples_in(request.num_epochs)
-    shapes = (
-        (request.num_epochs * (request.stop - request.start),),
-        (num_samples + 1, 2),
-        (num_samples,),
-    )
-    if (documents.shape, rows.shape, shuffled.shape) != shapes or num_samples == 0:
-        return False
-    return all(
-        pieces_of_sample(documents, rows[i : i + 2], request) is not None
-        for i in spread(num_samples, SPOT_CHECKS).tolist()
-    )
-
-
-def within(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def within(counts: Int64Array) -> Int64Array:
     """Return 0 .. n-1 for each n of `counts`, one after the other."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def spread(count: int, number: int) -> npt.NDArray[np.int64]:
-    """Return about `number` of the indices 0..count-1 at equal distances."""
-    return np.linspace(0, count - 1, number).astype(np.int64)
+def spread(count: int) -> list[int]:
+    """Return some of the indices 0..count-1 at equal distances, for checks."""
+    some: list[int] = np.linspace(0, count - 1, _SPOT_CHECKS).astype(np.int64).tolist()
+    return some
 
 
-class BlendedDataset:
+class BlendedDataset(TokenDataset):
     """`size` samples of several data sets.
 
     Their order keeps every share as close as possible to its weight. Each data set must have at
@@ -462,17 +434,18 @@ class BlendedDataset:
         weights: Sequence[float],
         size: int,
         *,
-        data_cache_path: str | os.PathLike[str] | None = None,
+        data_cache_path: StrPath | None = None,
         verify: bool = False,
     ) -> None:
         assert len(datasets) == len(weights) > 0, "one weight for each data set"
-        shares = np.asarray(weights, np.float64) / sum(weights)
-        self.datasets = tuple(datasets)
-        parts = zip(shares.tolist(), datasets, strict=True)
+        total = sum(weights)
+        shares = [weight / total for weight in weights]
+        self._sources = tuple(datasets)
+        parts = zip(shares, datasets, strict=True)
         named = "".join(f"Weight {share!r}\n{dataset.description}\n" for share, dataset in parts)
         self.description = f"GPT blend\n\n{named}Size {size}\n"
 
-        def build() -> dict[str, npt.NDArray[Any]]:
+        def build() -> Arrays:
             which, sample = build_blend_index(shares, size)
             return {"index": which, "sample_index": sample}
 
@@ -487,20 +460,21 @@ class BlendedDataset:
                 fits=lambda found: len(found["index"]) == len(found["sample_index"]) == size,
                 verify=verify,
             )
-        self._which, self._sample = arrays["index"], arrays["sample_index"]
+        self._which = arrays["index"]
+        self._sample = arrays["sample_index"]
 
     def __len__(self) -> int:
         return len(self._which)
 
-    def __getitem__(self, index: int, /) -> Tokens:
+    def __getitem__(self, index: int, /) -> Int64Array:
         dataset, sample = self._find(index)
         return dataset[sample]
 
-    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+    def segments(self, index: int, /) -> Int64Array | None:
         dataset, sample = self._find(index)
         return dataset.segments(sample)
 
-    def loss_tokens(self, index: int, /) -> Tokens | None:
+    def loss_tokens(self, index: int, /) -> Int64Array | None:
         dataset, sample = self._find(index)
         return dataset.loss_tokens(sample)
 
@@ -508,17 +482,21 @@ class BlendedDataset:
         dataset, sample = self._find(index)
         return dataset.where(sample, token)
 
-    def locate(
-        self, indices: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """Return the data set of each of these samples, and the sample's number in it."""
-        return self._which[indices], self._sample[indices]
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self._sources
+
+    def locate(self, indices: Int64Array) -> Iterator[tuple[Source, Int64Array]]:
+        which = self._which[indices]
+        samples = self._sample[indices].astype(np.int64, copy=False)
+        for number in np.unique(which).tolist():
+            yield self._sources[number], samples[which == number]
 
     def _find(self, index: int) -> tuple[Source, int]:
-        return self.datasets[int(self._which[index])], int(self._sample[index])
+        return self._sources[int(self._which[index])], int(self._sample[index])
 
 
-class OwnDataset(_Unpacked):
+class OwnDataset(Source):
     """A user's data set, completed by the other members of Source.
 
     It has a length and samples by number. Members of Source that it defines are used; without them
@@ -526,10 +504,12 @@ class OwnDataset(_Unpacked):
     form.
     """
 
-    def __init__(self, dataset: Any, name: str, seq_length: int) -> None:
-        self._dataset, self.seq_length = dataset, seq_length
+    def __init__(self, dataset: Dataset, name: str, seq_length: int) -> None:
+        self._dataset = dataset
+        self.seq_length = seq_length
         self.name: str = getattr(dataset, "name", f"{type(dataset).__name__} ({name})")
-        self.description, self.tokens_per_epoch = self.name, len(dataset) * seq_length
+        self.description = self.name
+        self.tokens_per_epoch = len(dataset) * seq_length
         members = ("description", "tokens_per_epoch", "segments", "loss_tokens", "where")
         for member in (*members, "tokens_in", "spans"):
             if hasattr(dataset, member):
@@ -538,7 +518,7 @@ class OwnDataset(_Unpacked):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int, /) -> Tokens:
+    def __getitem__(self, index: int, /) -> Int64Array:
         tokens = np.asarray(self._dataset[index])
         if tokens.shape != (self.seq_length + 1,) or not np.issubdtype(tokens.dtype, np.integer):
             raise DataError(
@@ -551,7 +531,7 @@ class OwnDataset(_Unpacked):
         return f"token {token} of sample {index} of {self.name}"
 
 
-class MockDataset(_Unpacked):
+class MockDataset(Source):
     """Generated samples for runs without data: the same for the same arguments, and learnable.
 
     A sample is a row of short documents. Each is a run of ids with a fixed step, ended by the id
@@ -565,7 +545,9 @@ class MockDataset(_Unpacked):
             raise DataError(
                 f"--mock-data needs a vocabulary of 2 or more, --vocab-size is {vocab_size}"
             )
-        self.num_samples, self.seq_length, self.vocab_size = num_samples, seq_length, vocab_size
+        self.num_samples = num_samples
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
         self.name = self.description = MOCK
         self.tokens_per_epoch = num_samples * seq_length
         self._key = int.from_bytes(hashlib.sha256(f"{name} {seed}".encode()).digest()[:8], "little")
@@ -573,7 +555,7 @@ class MockDataset(_Unpacked):
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int, /) -> Tokens:
+    def __getitem__(self, index: int, /) -> Int64Array:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} generated samples")
         random = np.random.RandomState(

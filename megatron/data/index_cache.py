@@ -25,17 +25,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from megatron.data.arrays import IntArray, StrPath
 from megatron.data.file_lock import FileLock, flush_directory, renamed_into
 from megatron.errors import DataError
 from megatron.untrusted import read_bytes
 
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays = dict[str, IntArray]
 WAIT_S = 1800.0
 log = logging.getLogger(__name__)
 
@@ -121,7 +120,7 @@ def _digests(arrays: Arrays) -> str:
 def load_or_build(
     description: str,
     parts: Sequence[str],
-    directories: Sequence[str | os.PathLike[str]],
+    directories: Sequence[StrPath],
     build: Callable[[], Arrays],
     *,
     fits: Callable[[Arrays], bool] = lambda _: True,

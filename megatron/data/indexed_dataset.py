@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from mmap import ACCESS_READ
 from mmap import mmap as Mapping
 from pathlib import Path
@@ -35,14 +35,15 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron.data.arrays import Int32Array, Int64Array, IntArray, StrPath
 from megatron.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPE_CODES: dict[int, np.dtype[Any]] = {
+DType = np.dtype[np.generic]
+DTYPE_CODES: dict[int, DType] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
@@ -56,20 +57,20 @@ TYPE_CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
 _BLOCK = 1 << 20  # sequences checked at once
 _PROBES = 256  # lengths compared when a mask is opened
 
-Integers = Sequence[int] | npt.NDArray[Any]
+Integers = Sequence[int] | IntArray
 
 
-def bin_path(prefix: str | os.PathLike[str]) -> Path:
+def bin_path(prefix: StrPath) -> Path:
     """Return the name of the token file."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
-def idx_path(prefix: str | os.PathLike[str]) -> Path:
+def idx_path(prefix: StrPath) -> Path:
     """Return the name of the index file."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
-def record_path(prefix: str | os.PathLike[str]) -> Path:
+def record_path(prefix: StrPath) -> Path:
     """Return the name of the file that says which tokenizer wrote a data set."""
     return Path(f"{os.fspath(prefix)}.tokenizer.json")
 
@@ -77,12 +78,12 @@ def record_path(prefix: str | os.PathLike[str]) -> Path:
 MASK_DTYPE = np.dtype("u1")
 
 
-def mask_prefix(prefix: str | os.PathLike[str]) -> str:
+def mask_prefix(prefix: StrPath) -> str:
     """Return the prefix of the loss mask of a data set."""
     return f"{os.fspath(prefix)}_mask"
 
 
-def data_files(prefix: str | os.PathLike[str]) -> list[Path]:
+def data_files(prefix: StrPath) -> list[Path]:
     """Return the names of the two files of a data set, and those of its loss mask that exist."""
     mask = mask_prefix(prefix)
     return [bin_path(prefix), idx_path(prefix)] + [
@@ -90,12 +91,20 @@ def data_files(prefix: str | os.PathLike[str]) -> list[Path]:
     ]
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
+def token_dtype(vocab_size: int) -> DType:
     """Return the type that Megatron writes.
 
     It is uint16 for a vocabulary under 65,500 entries, int32 from there on.
     """
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+class Pieces(NamedTuple):
+    """Pieces of sequences: piece i is lengths[i] tokens of sequence sequences[i] from offsets[i] on."""
+
+    sequences: IntArray
+    offsets: Int64Array
+    lengths: Int64Array
 
 
 class IndexedDataset:
@@ -118,10 +127,10 @@ class IndexedDataset:
 
     def __init__(
         self,
-        prefix: str | os.PathLike[str],
+        prefix: StrPath,
         *,
         mmap: bool = True,
-        location: str | os.PathLike[str] | None = None,
+        location: StrPath | None = None,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.location = self.prefix if location is None else os.fspath(location)
@@ -137,7 +146,7 @@ class IndexedDataset:
             index = map_index(self._idx_path)
             with open(self._bin_path, "rb") as file:
                 self._bin_bytes = os.fstat(file.fileno()).st_size
-                self._map: npt.NDArray[np.uint8] | None = None
+                self._map: IntArray | None = None
                 if mmap and self._bin_bytes:
                     mapping = Mapping(file.fileno(), self._bin_bytes, access=ACCESS_READ)
                     self._map = np.frombuffer(mapping, np.uint8)
@@ -232,11 +241,11 @@ class IndexedDataset:
             raise self._damaged(start)
         return tokens
 
-    def tokens_at(self, first: int, count: int) -> npt.NDArray[Any]:
+    def tokens_at(self, first: int, count: int) -> IntArray:
         """Return `count` tokens of .bin from number `first` on, across sequences."""
         return self._tokens_at(first * self.dtype.itemsize, count)
 
-    def read(self, sequence: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
+    def read(self, sequence: int, offset: int = 0, length: int | None = None) -> IntArray:
         """Return tokens offset..offset+length-1 of a sequence, in the file's type.
 
         A length of None reads to its end. Raises IndexError outside of the data set and DataError,
@@ -244,25 +253,22 @@ class IndexedDataset:
         """
         if length is None:
             length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
-        start = int(self._byte_starts([sequence], [offset], [length])[0][0])
-        return self._tokens_at(start, length)
+        (start,), _ = self._byte_starts(Pieces(*np.array([[sequence], [offset], [length]])))
+        return self._tokens_at(int(start), length)
 
-    def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
+    def __getitem__(self, sequence: int) -> IntArray:
         return self.read(sequence)
 
-    def gather(
-        self, sequences: Integers, offsets: Integers, lengths: Integers, out: npt.NDArray[np.int64]
-    ) -> None:
+    def gather(self, pieces: Pieces, out: Int64Array) -> None:
         """Read many pieces, concatenated in this order, into `out`, which has exactly their length.
 
-        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Raises
-        as `read` does, and DataError for tokens that are not integers.
+        Raises as `read` does, and DataError for tokens that are not integers.
         """
         if self.dtype.kind not in "iu":
             raise DataError(
                 f"{self._idx_path}: tokens of type {self.dtype}, and a model reads integers"
             )
-        starts, counts = self._byte_starts(sequences, offsets, lengths)
+        starts, counts = self._byte_starts(pieces)
         assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
         if self._map is not None:
             code = TYPE_CODES[self.dtype]
@@ -274,16 +280,14 @@ class IndexedDataset:
             out[at : at + count] = self._tokens_at(start, count)
             at += count
 
-    def gather_mask(
-        self, sequences: Integers, offsets: Integers, lengths: Integers, out: npt.NDArray[np.int64]
-    ) -> None:
+    def gather_mask(self, pieces: Pieces, out: Int64Array) -> None:
         """Read the mask of pieces as `gather` does; raises also for values other than 0 and 1."""
         assert self.mask is not None, "open_mask has opened it"
-        self.mask.gather(sequences, offsets, lengths, out)
+        self.mask.gather(pieces, out)
         if len(out) and not 0 <= out.min() <= out.max() <= 1:
             bad = int(np.argmax((out < 0) | (out > 1)))
             raise DataError(
-                f"{self.mask.where(sequences, offsets, lengths, bad)}: {out[bad]} in a loss mask, "
+                f"{self.mask.where(pieces, bad)}: {out[bad]} in a loss mask, "
                 "which has 0 and 1: the file is damaged; copy or preprocess it again"
             )
 
@@ -296,23 +300,20 @@ class IndexedDataset:
             last = min(first + _BLOCK, stop)
             self._entries(np.arange(first, last))
 
-    def where(self, sequences: Integers, offsets: Integers, lengths: Integers, token: int) -> str:
+    def where(self, pieces: Pieces, token: int) -> str:
         """Return file, document and byte of a token in the pieces of `gather`, for messages."""
+        sequences, offsets, lengths = pieces
         ends = np.cumsum(lengths)
         piece = int(np.searchsorted(ends, token, side="right"))
         sequence = int(sequences[piece])
         offset = int(offsets[piece] + token - (ends[piece] - lengths[piece]))
         document = int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
         byte = int(self.pointers[sequence]) + offset * self.dtype.itemsize
-        return f"{bin_path(self.location)}, document {document}, byte {byte}"
+        return f"{self._bin_path}, document {document}, byte {byte}"
 
-    def _byte_starts(
-        self, sequences: Integers, offsets: Integers, lengths: Integers
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _byte_starts(self, pieces: Pieces) -> tuple[Int64Array, Int64Array]:
         """Return where pieces start in .bin and their lengths; each lies within its sequence."""
-        wanted = np.asarray(sequences, np.int64)
-        first = np.asarray(offsets, np.int64)
-        count = np.ascontiguousarray(lengths, np.int64)
+        wanted, first, count = (np.ascontiguousarray(part, np.int64) for part in pieces)
         if not len(wanted):
             return wanted, count
         if not 0 <= wanted.min() <= wanted.max() < len(self):
@@ -329,9 +330,7 @@ class IndexedDataset:
             )
         return pointers + first * self.dtype.itemsize, count
 
-    def _entries(
-        self, wanted: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _entries(self, wanted: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return sizes and pointers of sequences.
 
         Raises DataError for the first one that is damaged. Sequences are contiguous, so a size, its
@@ -361,7 +360,7 @@ class IndexedDataset:
             "--validate"
         )
 
-    def _tokens_at(self, start: int, count: int) -> npt.NDArray[Any]:
+    def _tokens_at(self, start: int, count: int) -> IntArray:
         """Return `count` tokens from byte `start` of .bin, mapped or read by position."""
         num_bytes = count * self.dtype.itemsize
         if self._map is not None:
@@ -387,11 +386,11 @@ class IndexedDataset:
 class Index(NamedTuple):
     """Content of an .idx file, mapped; IndexedDataset describes the fields."""
 
-    dtype: np.dtype[Any]
-    sizes: npt.NDArray[np.int32]
-    pointers: npt.NDArray[np.int64]
-    document_indices: npt.NDArray[np.int64]
-    modes: npt.NDArray[np.int8] | None
+    dtype: DType
+    sizes: Int32Array
+    pointers: Int64Array
+    document_indices: Int64Array
+    modes: IntArray | None
 
 
 def map_index(path: Path) -> Index:
@@ -462,7 +461,7 @@ def _loops() -> ModuleType:
     return compiled
 
 
-def shuffle(array: npt.NDArray[Any], random: np.random.RandomState) -> None:
+def shuffle(array: IntArray, random: np.random.RandomState) -> None:
     """Do `random.shuffle(array)` for integers of 4 or 8 bytes, with the same result.
 
     Order and state of the generator afterwards are the same. In C++ it is several times faster for
@@ -478,11 +477,11 @@ def shuffle(array: npt.NDArray[Any], random: np.random.RandomState) -> None:
 
 
 def build_sample_index(
-    sizes: npt.NDArray[np.int32],
-    document_index: npt.NDArray[np.int32],
+    sizes: Int32Array,
+    document_index: Int32Array,
     seq_length: int,
     num_samples: int,
-) -> npt.NDArray[Any]:
+) -> IntArray:
     """Return where each sample starts: [num_samples + 1, 2] of (document, token offset).
 
     The document is a position in document_index. Sample i starts at token i * seq_length of the
@@ -494,16 +493,12 @@ def build_sample_index(
     sizes = np.ascontiguousarray(sizes, np.int32)  # no copy for the unaligned ones of an index file
     document_index = np.require(document_index, np.int32, ["C", "A"])
     small = len(document_index) <= INT32_MAX
-    function = _loops().build_sample_index_int32 if small else _loops().build_sample_index_int64
-    result: npt.NDArray[Any] = function(
-        sizes.view(np.uint8), document_index, seq_length, num_samples
-    )
-    return result
+    build: Callable[..., IntArray]
+    build = _loops().build_sample_index_int32 if small else _loops().build_sample_index_int64
+    return build(sizes.view(np.uint8), document_index, seq_length, num_samples)
 
 
-def build_blend_index(
-    weights: npt.NDArray[np.float64], size: int
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+def build_blend_index(weights: Sequence[float], size: int) -> tuple[IntArray, Int64Array]:
     """Return the data set of each of `size` samples of a blend, and the sample's number in it.
 
     Sample k comes from the data set with the largest weight * max(k, 1) - (samples taken from it so
@@ -522,17 +517,13 @@ def build_blend_index(
     Takes time proportional to size * n, and memory for the result. A sample takes about 25 ns +
     0.15 ns * n: 10^9 samples of 100 data sets take 40 seconds.
     """
-    weights = np.ascontiguousarray(weights, np.float64)
-    function = (
-        _loops().build_blend_index_uint8
-        if len(weights) <= 255
-        else _loops().build_blend_index_int32
-    )
-    result: tuple[npt.NDArray[Any], npt.NDArray[np.int64]] = function(weights, size)
-    return result
+    few = len(weights) <= 255
+    build: Callable[..., tuple[IntArray, Int64Array]]
+    build = _loops().build_blend_index_uint8 if few else _loops().build_blend_index_int32
+    return build(np.ascontiguousarray(weights, np.float64), size)
 
 
-def best_fit_pack(lengths: npt.NDArray[np.int32], capacity: int) -> tuple[npt.NDArray[Any], int]:
+def best_fit_pack(lengths: Int32Array, capacity: int) -> tuple[IntArray, int]:
     """Return the bin of each piece, for bins of `capacity` tokens, and the number of bins.
 
     Best fit, decreasing (Ding et al., "Fewer Truncations Improve Language Modeling", ICML 2024,
@@ -545,18 +536,16 @@ def best_fit_pack(lengths: npt.NDArray[np.int32], capacity: int) -> tuple[npt.ND
     piece (result and order) and 4 per bin besides the lengths.
     """
     small = len(lengths) <= INT32_MAX
-    function = _loops().best_fit_pack_int32 if small else _loops().best_fit_pack_int64
-    result: tuple[npt.NDArray[Any], int] = function(lengths, capacity)
-    return result
+    pack: Callable[..., tuple[IntArray, int]]
+    pack = _loops().best_fit_pack_int32 if small else _loops().best_fit_pack_int64
+    return pack(lengths, capacity)
 
 
-def group_by_bin(
-    bins: npt.NDArray[np.signedinteger[Any]], num_bins: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+def group_by_bin(bins: IntArray, num_bins: int) -> tuple[Int64Array, IntArray]:
     """Return (starts int64 [num_bins + 1], order [pieces] in the type of `bins`).
 
     The pieces of bin b are order[starts[b]..starts[b + 1]-1], in order. Raises ValueError for a bin
     from `num_bins` on.
     """
-    result: tuple[npt.NDArray[np.int64], npt.NDArray[Any]] = _loops().group_by_bin(bins, num_bins)
-    return result
+    group: Callable[..., tuple[Int64Array, IntArray]] = _loops().group_by_bin
+    return group(bins, num_bins)

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.arrays import IntArray, StrPath
 from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk
 from megatron.data.indexed_dataset import (
     HEADER,
@@ -72,10 +73,10 @@ class IndexedDatasetWriter:
 
     def __init__(
         self,
-        prefix: str | os.PathLike[str],
+        prefix: StrPath,
         dtype: npt.DTypeLike,
         *,
-        directory: str | os.PathLike[str] | None = None,
+        directory: StrPath | None = None,
         resume: WriterPosition | None = None,
     ) -> None:
         assert resume is None or directory is not None, "only parts in a given directory stay"
@@ -119,7 +120,7 @@ class IndexedDatasetWriter:
                 self._files[name] = open_at(self._parts[name], length, buffering=_BUFFER_BYTES)
 
     def add_batch(
-        self, tokens: npt.NDArray[Any], sequence_sizes: Integers, document_sequences: Integers
+        self, tokens: IntArray, sequence_sizes: Integers, document_sequences: Integers
     ) -> None:
         """Append whole documents.
 
@@ -131,7 +132,7 @@ class IndexedDatasetWriter:
         self.append_sequences(sequence_sizes)
         self.append_document_ends(self._ended + np.cumsum(document_sequences, dtype=np.int64))
 
-    def add_sequence(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
+    def add_sequence(self, tokens: Sequence[int] | IntArray) -> None:
         """Append a sequence to the current document.
 
         Raises DataError for ids that the type cannot represent.
@@ -143,12 +144,12 @@ class IndexedDatasetWriter:
         """End the current document."""
         self.append_document_ends([self.num_sequences])
 
-    def add_document(self, tokens: Sequence[int] | npt.NDArray[Any]) -> None:
+    def add_document(self, tokens: Sequence[int] | IntArray) -> None:
         """Append a document of one sequence."""
         self.add_sequence(tokens)
         self.end_document()
 
-    def append_tokens(self, tokens: npt.NDArray[Any]) -> None:
+    def append_tokens(self, tokens: IntArray) -> None:
         """Append to .bin only.
 
         Use it with append_sequences and append_document_ends, for data in pieces that do not end
@@ -188,7 +189,7 @@ class IndexedDatasetWriter:
             self.num_documents = self.num_documents + len(values)
             self._ended = int(values[-1])
 
-    def _write(self, name: str, values: npt.NDArray[Any]) -> None:
+    def _write(self, name: str, values: IntArray) -> None:
         with self._explained():
             self._files[name].write(values.data.cast("B") if len(values) else b"")
 
@@ -243,7 +244,7 @@ class IndexedDatasetWriter:
         self.discard()
 
     @staticmethod
-    def publish(prefix: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
+    def publish(prefix: StrPath, directory: StrPath) -> None:
         """Rename the files sealed in `directory`. Can be repeated after an interruption.
 
         Raises DataError if there is nothing to publish or the files cannot be renamed.
@@ -342,11 +343,11 @@ def open_at(path: Path, length: int, buffering: int = -1) -> BinaryIO:
     return file
 
 
-def _part(folder: Path, prefix: str | os.PathLike[str], name: str) -> Path:
+def _part(folder: Path, prefix: StrPath, name: str) -> Path:
     return folder / f"{Path(prefix).name}.{name}.part"
 
 
-def _blocks(path: Path, dtype: npt.DTypeLike) -> Iterator[npt.NDArray[Any]]:
+def _blocks(path: Path, dtype: npt.DTypeLike) -> Iterator[IntArray]:
     with path.open("rb") as file:
         while block := file.read(_BLOCK_ENTRIES * np.dtype(dtype).itemsize):
             yield np.frombuffer(block, dtype)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron.data.arrays import Int64Array
 from megatron.data.tokenizer_adapters import MOST_BYTES, Ids, Places, Tokenizer
 from megatron.errors import DataError
 from megatron.limited import LimitedProcess
@@ -45,7 +45,7 @@ class LimitedTokenizer(Tokenizer):
         found: list[str] = self._process.ask(("texts", count), count)
         return found
 
-    def _encode(self, texts: list[str]) -> list[npt.NDArray[np.int64]]:
+    def _encode(self, texts: list[str]) -> list[Int64Array]:
         size = sum(len(text.encode()) for text in texts)
         found = np.frombuffer(self._process.ask(("encode", texts), size), np.int64)
         sizes = found[: len(texts)]

@@ -19,23 +19,13 @@ sample (of 1,100 tokens each: 46 %), all of one length that does not divide the 
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from megatron.data.gpt_dataset import (
-    BLOCK,
-    SPOT_CHECKS,
-    FileDataset,
-    IndexRequest,
-    Pieces,
-    Spans,
-    spread,
-    within,
-)
+from megatron.data.arrays import Int32Array, Int64Array, IntArray
+from megatron.data.gpt_dataset import BLOCK, FileDataset, IndexRequest, Spans, spread, within
 from megatron.data.index_cache import Arrays
-from megatron.data.indexed_dataset import best_fit_pack, group_by_bin, shuffle
+from megatron.data.indexed_dataset import Pieces, best_fit_pack, group_by_bin, shuffle
 from megatron.errors import DataError
 
 BIN_PARTS = ("pieces", "bin_starts", "counts")
@@ -73,14 +63,14 @@ def build_packing(request: IndexRequest) -> Arrays:
     return {"pieces": grouped.view(np.int32).reshape(-1, 2), "bin_starts": starts, "counts": counts}
 
 
-def build_order(num_bins: int, epochs: int, seed: int) -> npt.NDArray[np.uint32 | np.int64]:
+def build_order(num_bins: int, epochs: int, seed: int) -> IntArray:
     """Return the bin of each sample, [epochs * bins], uint32, or int64 for 2^32 bins.
 
     One RandomState(seed) shuffles the bins of each epoch in turn, so more epochs only append to the
     result.
     """
     dtype = np.uint32 if num_bins <= 2**32 else np.int64
-    bins: npt.NDArray[Any] = np.arange(num_bins, dtype=dtype)
+    bins: IntArray = np.arange(num_bins, dtype=dtype)
     order = np.tile(bins, (epochs, 1))
     random = np.random.RandomState(seed)
     for row in order:
@@ -88,15 +78,7 @@ def build_order(num_bins: int, epochs: int, seed: int) -> npt.NDArray[np.uint32 
     return order.reshape(-1)
 
 
-def waste_of(num_bins: int, num_pieces: int, predictions: int, capacity: int) -> float:
-    """Return the share of the bins' tokens that is padding.
-
-    A piece has one token more than predictions.
-    """
-    return 1 - (predictions + num_pieces) / (num_bins * capacity)
-
-
-def _cut(request: IndexRequest) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def _cut(request: IndexRequest) -> tuple[Int32Array, Int32Array]:
     """Cut the sequences of the split into pieces.
 
     Return int32 [pieces, 2] of (sequence, first token) in text order, and int32 [pieces], the
@@ -104,8 +86,8 @@ def _cut(request: IndexRequest) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.i
     rounded up.
     """
     seq_length = np.int32(request.seq_length)
-    pieces = list[npt.NDArray[np.int32]]()
-    lengths = list[npt.NDArray[np.int32]]()
+    pieces = list[Int32Array]()
+    lengths = list[Int32Array]()
     for first in range(request.start, request.stop, BLOCK):
         part = request.sizes[first : min(first + BLOCK, request.stop)]
         counts = np.maximum(-((1 - part) // seq_length), 0)
@@ -127,49 +109,6 @@ def _probe(request: IndexRequest) -> int:
     return zlib.crc32(request.sizes[where].astype("<i4").tobytes())
 
 
-def pieces_of_bin(
-    pieces: npt.NDArray[np.int32],
-    starts: npt.NDArray[np.int64],
-    number: int,
-    request: IndexRequest,
-) -> Pieces | None:
-    """Return the pieces of a bin.
-
-    None if there are none or they are not within the split and the bin.
-    """
-    if not 0 <= number < len(starts) - 1:
-        return None
-    first, stop = starts[number : number + 2].tolist()
-    if not 0 <= first < stop <= len(pieces):
-        return None
-    sequences = pieces[first:stop, 0]
-    offsets = pieces[first:stop, 1].astype(np.int64)
-    if not request.covers(sequences) or offsets.min() < 0:
-        return None
-    lengths = request.piece_lengths(sequences, offsets)
-    fits = lengths.min() >= 2 and lengths.sum() <= request.sample_tokens
-    return (sequences, offsets, lengths) if fits else None
-
-
-def packing_fits(arrays: Arrays, request: IndexRequest) -> bool:
-    """Return whether cached arrays belong to this data.
-
-    Shapes, a checksum of sizes and a few bins are compared.
-    """
-    pieces, starts, counts = (arrays[part] for part in BIN_PARTS)
-    if counts.shape != (3,) or pieces.shape[1:] != (2,) or starts.ndim != 1 or len(starts) < 2:
-        return False
-    return bool(
-        counts[0] == request.tokens_per_epoch
-        and counts[2] == _probe(request)
-        and starts[-1] == len(pieces)
-        and all(
-            pieces_of_bin(pieces, starts, number, request) is not None
-            for number in spread(len(starts) - 1, SPOT_CHECKS).tolist()
-        )
-    )
-
-
 class PackedDataset(FileDataset):
     """Samples that are packed from documents and shuffled, in whole epochs.
 
@@ -180,37 +119,52 @@ class PackedDataset(FileDataset):
 
     def _load(self) -> None:
         request = self._request
-        self._table, self._starts, counts = self._cached(
-            request.bins_description,
-            BIN_PARTS,
-            build=lambda: build_packing(request),
-            fits=lambda found: packing_fits(found, request),
-        )
-        self.num_bins = len(self._starts) - 1
-        self.tokens_per_epoch = int(counts[1])
+        bins = request.bins_description
+        self._cached(bins, BIN_PARTS, lambda: build_packing(request), self._take)
         epochs = -(-request.num_samples // self.num_bins)
-        (self._order,) = self._cached(
-            f"{request.bins_description}Number of epochs {epochs}\nRandom seed {request.seed}\n",
+        self._cached(
+            f"{bins}Number of epochs {epochs}\nRandom seed {request.seed}\n",
             ["order"],
-            build=lambda: {"order": build_order(self.num_bins, epochs, request.seed)},
-            fits=lambda found: found["order"].shape == (self.num_bins * epochs,),
+            lambda: {"order": build_order(self.num_bins, epochs, request.seed)},
+            self._take_order,
         )
-        pieces = len(self._table)
-        predictions = self.tokens_per_epoch
-        self.waste = waste_of(self.num_bins, pieces, predictions, request.sample_tokens)
+        # a piece has one token more than predictions
+        filled = self.tokens_per_epoch + len(self._table)
+        self.waste = 1 - filled / (self.num_bins * request.sample_tokens)
+
+    def _take(self, arrays: Arrays) -> bool:
+        """Keep arrays; return whether shapes, a checksum and a few bins belong to this data."""
+        self._table, self._starts, counts = (arrays[part] for part in BIN_PARTS)
+        starts = self._starts
+        if counts.shape != (3,) or self._table.shape[1:] != (2,) or starts.ndim != 1:
+            return False
+        self.num_bins = len(starts) - 1
+        tokens, self.tokens_per_epoch, checksum = counts.tolist()
+        return (
+            self.num_bins > 0
+            and tokens == self._request.tokens_per_epoch
+            and checksum == _probe(self._request)
+            and starts[-1] == len(self._table)
+            and all(self._bin(number) is not None for number in spread(self.num_bins))
+        )
+
+    def _take_order(self, arrays: Arrays) -> bool:
+        self._order = arrays["order"]
+        epochs = -(-self._request.num_samples // self.num_bins)
+        return self._order.shape == (self.num_bins * epochs,)
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def segments(self, index: int, /) -> npt.NDArray[np.int64]:
+    def segments(self, index: int, /) -> Int64Array:
         """Return the tokens of each piece of sample `index`; the rest of the sample is padding."""
-        return self._pieces(index)[2]
+        return self._pieces(index).lengths
 
-    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
+    def tokens_in(self, indices: Int64Array, /) -> int:
         """Return the number of predictions within documents in these samples."""
         return int(self.spans(indices)[1].sum())
 
-    def spans(self, indices: npt.NDArray[np.int64], /) -> Spans:
+    def spans(self, indices: Int64Array, /) -> Spans:
         """Return the pieces of these samples, without the last token of each, which is a label."""
         bins = self._order[indices].astype(np.int64)
         first = self._starts[bins]
@@ -220,4 +174,19 @@ class PackedDataset(FileDataset):
         return (sequences.astype(np.int64) << 32) + offsets, lengths - 1
 
     def _find(self, index: int) -> Pieces | None:
-        return pieces_of_bin(self._table, self._starts, int(self._order[index]), self._request)
+        return self._bin(int(self._order[index]))
+
+    def _bin(self, number: int) -> Pieces | None:
+        """Return the pieces of a bin; None if it has none or they are not within split and bin."""
+        if not 0 <= number < self.num_bins:
+            return None
+        first, stop = self._starts[number : number + 2].tolist()
+        if not 0 <= first < stop <= len(self._table):
+            return None
+        sequences, offsets = self._table[first:stop].T
+        request = self._request
+        if not request.covers(sequences) or offsets.min() < 0:
+            return None
+        lengths = request.piece_lengths(sequences, offsets.astype(np.int64))
+        fits = lengths.min() >= 2 and lengths.sum() <= request.sample_tokens
+        return Pieces(sequences, offsets, lengths) if fits else None

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron.data.arrays import Int64Array
 from megatron.parallel.keyed_random import GOLDEN, scramble
 
 # 4 suffice for a large table; with a few entries, orders are equally likely only after 8
 _ROUNDS = 8
 
 
-def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArray[np.int64]:
+def permute(positions: Int64Array, size: int, key: int) -> Int64Array:
     """Return the values at `positions` of permutation number `key` of 0..size-1.
 
     Each value is computed independently, so that 10^9 samples need neither memory nor time to

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron.data.gpt_dataset import BlendedDataset, Source, Spans
-from megatron.data.sampler import SampleOrder, by_source, sources
+from megatron.data.gpt_dataset import Spans, TokenDataset
+from megatron.data.sampler import SampleOrder
 from megatron.parallel.keyed_random import GOLDEN
 
 _BLOCK = 1 << 20  # samples looked up at once
@@ -26,7 +26,7 @@ _NOTHING = np.zeros(0, np.int64)
 class Ordered:
     """A data set and the order in which its samples are consumed."""
 
-    dataset: Source | BlendedDataset
+    dataset: TokenDataset
     order: SampleOrder
 
 
@@ -58,7 +58,7 @@ def reordered(
     new = _take(after, 0, consumed, share)
     rest = _take(after, consumed, end, share)
     found = {}
-    for name in dict.fromkeys(source.name for source in sources(after.dataset)):
+    for name in dict.fromkeys(source.name for source in after.dataset.sources):
         taken, counted, coming = (
             part.get(name, _Taken()) for part in ({} if name in others else old, new, rest)
         )
@@ -86,7 +86,7 @@ def _take(data: Ordered, start: int, stop: int, share: float) -> dict[str, _Take
     found: dict[str, _Taken] = {}
     for first in range(start, stop, _BLOCK):
         indices = data.order.indices(np.arange(first, min(first + _BLOCK, stop)))
-        for source, samples in by_source(data.dataset, indices):
+        for source, samples in data.dataset.by_source(indices):
             starts, lengths = source.spans(samples)
             if share < 1:
                 number = (starts >> _PART_BITS).astype(np.uint64) * np.uint64(GOLDEN)

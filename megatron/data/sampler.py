@@ -9,22 +9,27 @@ import dataclasses
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.pool import AsyncResult, ThreadPool
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from megatron.data.gpt_dataset import BlendedDataset, Source, TokenDataset
+from megatron.data.arrays import BoolArray, Int64Array
+from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.permutation import permute
 from megatron.errors import DataError
 
-Indices = npt.NDArray[np.int64]
+if TYPE_CHECKING:
+    from megatron.config.files import DataConfig
+    from megatron.data.tokenizer_adapters import Tokenizer
+
 Range = tuple[int, int]
+Records = Mapping[str, Mapping[str, Any]]  # of Ledger.record
 _BLOCK = 1 << 20  # samples that the ledger looks up at once
 _SHOWN = 6  # sources listed in a line
 
@@ -48,7 +53,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
     return tuple(found)
 
 
-def around(positions: Indices, ranges: Sequence[Range]) -> Indices:
+def around(positions: Int64Array, ranges: Sequence[Range]) -> Int64Array:
     """Return entries `positions` of the sequence 0, 1, 2, ... without the numbers in `ranges`.
 
     `ranges` are merged ones.
@@ -63,7 +68,7 @@ def around(positions: Indices, ranges: Sequence[Range]) -> Indices:
     return positions + missing[np.searchsorted(starts - missing[:-1], positions, side="right")]
 
 
-def are_ranges(value: Any) -> bool:
+def are_ranges(value: object) -> bool:
     """Return whether this is a list of [start, stop] as in a checkpoint.
 
     Both are whole numbers with 0 <= start < stop.
@@ -113,7 +118,7 @@ class SampleOrder:
                 "other data"
             )
 
-    def indices(self, positions: Indices) -> Indices:
+    def indices(self, positions: Int64Array) -> Int64Array:
         """Return the samples at these positions; position n is consumed after n others."""
         found = around(positions, self.left_out)
         if not self.cyclic:
@@ -139,50 +144,79 @@ def sample_order(
 
 _READ_ENDS_S = 1.0
 """Longest wait for each thread of a closed stream."""
+_NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class Separation:
+    """Separation of documents in samples that are not packed. A document ends with `eod`.
+
+    eod_mask_loss         leave positions out of the loss whose input is eod: their label begins
+                          another document
+    reset_position_ids    positions start at 0 after eod
+    reset_attention_mask  another document for attention begins after eod
+    """
+
+    eod: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    @classmethod
+    def of(cls, data: DataConfig, tokenizer: Tokenizer | None) -> Separation:
+        """Return the separation that the flags ask for, by the end that the tokenizer writes."""
+        eod = None if tokenizer is None else tokenizer.eod
+        return cls(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Positions r*mbs .. (r+1)*mbs of each mbs * `size`: the micro-batches of rank r."""
+
+    micro_batch_size: int
+    rank: int = 0
+    size: int = 1
 
 
 class MicroBatchStream:
     """Micro-batches of this rank from `consumed_samples` on, to the end of the order if it has one.
 
-    Each chunk of micro_batch_size * data_size positions of the order is one micro-batch for every
-    rank: rank r takes positions r*mbs .. (r+1)*mbs of it.
-
     Threads read ahead: forked processes hang once an OFI network is open. `num_workers=0` reads on
     demand. With workers, as many micro-batches are read ahead as the last `take` returned, at least
     two per worker. This changes neither order nor content. Call `take` from one thread only.
 
-    consumed_samples counts the samples that all ranks together have taken; positions in the ranges
-    `left_out` are neither taken nor counted. batch_options are the options of make_micro_batch
-    about documents; they apply where the data set does not separate pieces itself.
+    dataset           None on ranks that read no data: micro-batches without content, which have
+                      only the number of their first sample
+    order             by default the samples as they are, once
+    consumed_samples  counts the samples that all ranks together have taken, without those that the
+                      order leaves out
+    documents         applies where the data set does not separate pieces itself
     """
 
     def __init__(
         self,
-        dataset: TokenDataset,
-        micro_batch_size: int,
-        data_rank: int = 0,
-        data_size: int = 1,
+        dataset: TokenDataset | None,
+        share: Share,
         consumed_samples: int = 0,
-        device: Any = "cpu",
         *,
-        dataloader_type: str | None = "single",
+        order: SampleOrder | None = None,
+        separation: Separation = Separation(),
+        device: torch.device | str = "cpu",
         num_workers: int = 0,
         vocab_size: int | None = None,
-        left_out: Iterable[Sequence[int]] = (),
-        **batch_options: Any,
     ) -> None:
         self.consumed_samples = consumed_samples
         self._dataset = dataset
-        self._order = sample_order(dataloader_type, len(dataset), left_out)
+        self._share = share
+        self._chunk = share.micro_batch_size * share.size
+        self._order = order or SampleOrder(0 if dataset is None else len(dataset))
+        self._separation = separation
         self._device = torch.device(device)
-        self._chunk = micro_batch_size * data_size
-        self._own = np.arange(micro_batch_size, dtype=np.int64) + micro_batch_size * data_rank
         self._vocab_size = vocab_size
-        self._batch_options = batch_options
-        self._num_workers = num_workers
+        self._num_workers = num_workers if dataset is not None else 0
         # These threads end with the process, even during a read that a dead file system never
         # answers; those of concurrent.futures would block its exit.
-        self._threads = ThreadPool(num_workers) if num_workers > 0 else None
+        self._threads = ThreadPool(self._num_workers) if self._num_workers else None
         self._ahead: deque[AsyncResult[MicroBatch]] = deque()
         self._next_read = consumed_samples  # start of the next micro-batch to read ahead
 
@@ -225,36 +259,40 @@ class MicroBatchStream:
 
         The memory is pinned if the micro-batch is for an accelerator.
         """
+        first = start + self._share.rank * self._share.micro_batch_size
+        if self._dataset is None:
+            return MicroBatch(_NOTHING, _NOTHING, _NOTHING, _NOTHING, None, first)
         self._order.check(start + self._chunk)
-        positions = self._own + start
-        indices = self._order.indices(positions).tolist()
-        samples = [self._sample(*pair) for pair in zip(positions.tolist(), indices, strict=True)]
-        segments = [pieces for _, pieces, _ in samples if pieces is not None]
-        assert len(segments) in (0, len(samples)), (
-            "a data set separates the pieces of all samples or of none"
-        )
-        marks = [marked for *_, marked in samples]
+        positions = range(first, first + self._share.micro_batch_size)
+        indices = self._order.indices(np.array(positions)).tolist()
+        samples = map(partial(self._sample, self._dataset), positions, indices)
+        tokens, segments, marks = zip(*samples, strict=True)
+        packed = {pieces is not None for pieces in segments}
+        assert len(packed) == 1, "a data set separates the pieces of all samples or of none"
         batch = make_micro_batch(
-            np.stack([tokens for tokens, *_ in samples]),
-            segments=segments or None,
-            loss_tokens=None if all(marked is None for marked in marks) else marks,
-            first_sample=int(positions[0]),
-            **self._batch_options,
+            np.stack(tokens),
+            segments=segments if True in packed else None,
+            loss_tokens=marks,
+            separation=self._separation,
+            first_sample=first,
         )
         return batch if self._device.type == "cpu" else batch.pin_memory()
 
-    def _sample(self, position: int, index: int) -> tuple[Indices, Indices | None, Indices | None]:
+    def _sample(
+        self, dataset: TokenDataset, position: int, index: int
+    ) -> tuple[Int64Array, Int64Array | None, Int64Array | None]:
         """Return the tokens and pieces of a sample, and which tokens are in the loss.
 
         Raises DataError with the sample, the fault and its place.
         """
         try:
-            tokens, segments = self._dataset[index], self._dataset.segments(index)
-            marked = self._dataset.loss_tokens(index)
+            tokens = dataset[index]
+            segments = dataset.segments(index)
+            marked = dataset.loss_tokens(index)
         except (DataError, IndexError, OSError) as error:
             place = ""
             with suppress(DataError, IndexError):  # the place may be damaged as well
-                place = f", which starts at {self._dataset.where(index)}"
+                place = f", which starts at {dataset.where(index)}"
             raise DataError(f"sample {position}{place}: {error}") from error
         limit = self._vocab_size
         if limit is not None and (tokens.min() < 0 or tokens.max() >= limit):
@@ -262,7 +300,7 @@ class MicroBatchStream:
             raise DataError(
                 f"sample {position}: token id {tokens[bad]}, but the vocabulary has {limit} "
                 "entries: the data were written with another tokenizer "
-                f"({self._dataset.where(index, bad)})"
+                f"({dataset.where(index, bad)})"
             )
         return tokens, segments, marked
 
@@ -296,14 +334,14 @@ class MicroBatch:
     position_ids: torch.Tensor
     cu_seqlens: torch.Tensor | None
     first_sample: int
-    document_lengths: npt.NDArray[np.int64] | None = None
+    document_lengths: Int64Array | None = None
     padding: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         both = (self.cu_seqlens is None) == (self.document_lengths is None)
         assert both, "cu_seqlens and document_lengths are given together"
 
-    def to(self, device: Any) -> MicroBatch:
+    def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on `device`; from pinned memory the copy is asynchronous."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -321,27 +359,19 @@ class MicroBatch:
 
 
 def make_micro_batch(
-    tokens: npt.NDArray[np.int64],
+    tokens: Int64Array,
     *,
-    segments: Sequence[npt.NDArray[np.int64]] | None = None,
-    loss_tokens: Sequence[npt.NDArray[np.int64] | None] | None = None,
-    eod: int | None = None,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
-    device: Any = "cpu",
+    segments: Sequence[Int64Array] | None = None,
+    loss_tokens: Sequence[Int64Array | None] | None = None,
+    separation: Separation = Separation(),
     first_sample: int = 0,
 ) -> MicroBatch:
     """Make a micro-batch from samples of s + 1 tokens, int64 [b, s + 1].
 
-    A document ends with `eod`. `eod_mask_loss` excludes positions from the loss whose input is eod
-    (their label begins another document); after eod, `reset_position_ids` restarts positions at 0
-    and `reset_attention_mask` starts another document for attention.
-
     segments: for packed samples, the lengths of each sample's pieces, from its first token on; the
     rest is padding. The pieces are the documents: positions start at 0 in each, attention stays
     within, and a position whose label is in another piece or in the padding is excluded from the
-    loss. The two resets have no effect.
+    loss. The two resets of `separation` have no effect.
 
     loss_tokens: for each sample, which of its s + 1 tokens are in the loss as labels, 0 or 1; None:
     all of them.
@@ -349,16 +379,17 @@ def make_micro_batch(
     Raises DataError for pieces that do not fit their sample, and if one of the three options needs
     eod and it is unknown.
     """
-    if eod is None and (
-        eod_mask_loss or (segments is None and (reset_position_ids or reset_attention_mask))
-    ):
+    apart = segments is not None
+    resets = not apart and (separation.reset_position_ids or separation.reset_attention_mask)
+    if separation.eod is None and (separation.eod_mask_loss or resets):
         raise DataError(
             "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need the "
             "end-of-document id: give a tokenizer with --tokenizer-type"
         )
-    inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # [b, s]
-    ends = inputs == eod if eod is not None else np.zeros(inputs.shape, bool)
-    in_loss = ~ends if eod_mask_loss else np.ones(inputs.shape, bool)
+    inputs = tokens[:, :-1].copy()  # [b, s]
+    labels = tokens[:, 1:].copy()
+    ends = inputs == (-1 if separation.eod is None else separation.eod)
+    in_loss = ~ends if separation.eod_mask_loss else np.ones(inputs.shape, bool)
     opens = np.ones(tokens.shape, bool)  # the first token of each document, labels included
     padding = np.zeros(inputs.shape, bool)
     if segments is None:
@@ -373,11 +404,11 @@ def make_micro_batch(
     starts = np.flatnonzero(opens[:, :-1])
     lengths = np.diff(starts, append=inputs.size)
     positions = np.arange(inputs.size)
-    if reset_position_ids or segments is not None:
+    if separation.reset_position_ids or apart:
         positions -= np.repeat(starts, lengths)
     else:
         positions %= inputs.shape[1]
-    apart = reset_attention_mask or segments is not None
+    apart = apart or separation.reset_attention_mask
     return MicroBatch(
         tokens=torch.from_numpy(inputs),
         labels=torch.from_numpy(labels),
@@ -389,12 +420,12 @@ def make_micro_batch(
         first_sample=first_sample,
         document_lengths=lengths if apart else None,
         padding=torch.from_numpy(padding) if padding.any() else None,
-    ).to(device)
+    )
 
 
 def _pieces(
-    segments: Sequence[npt.NDArray[np.int64]], shape: tuple[int, ...], first_sample: int
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    segments: Sequence[Int64Array], shape: tuple[int, ...], first_sample: int
+) -> tuple[BoolArray, BoolArray]:
     """Return which of tokens 1 ... s start a piece or the padding, and which are no padding.
 
     Samples are [b, s + 1].
@@ -451,15 +482,15 @@ class Ledger:
 
     def __init__(
         self,
-        dataset: Source | BlendedDataset,
+        dataset: TokenDataset,
         order: SampleOrder,
         consumed_samples: int = 0,
-        carried: Mapping[str, Mapping[str, Any]] | None = None,
+        carried: Records | None = None,
     ) -> None:
         self._dataset = dataset
         self._order = order
         self.counts = {name: Consumed(**fields) for name, fields in (carried or {}).items()}
-        for source in sources(dataset):
+        for source in dataset.sources:
             self.counts.setdefault(source.name, Consumed())
         self._carried = {name: dataclasses.replace(count) for name, count in self.counts.items()}
         self._position = consumed_samples if carried else 0
@@ -474,7 +505,7 @@ class Ledger:
         while self._position < consumed_samples:
             stop = min(self._position + _BLOCK, consumed_samples)
             indices = self._order.indices(np.arange(self._position, stop))
-            for source, samples in by_source(self._dataset, indices):
+            for source, samples in self._dataset.by_source(indices):
                 count = self.counts[source.name]
                 carried = self._carried[source.name]
                 count.samples += len(samples)
@@ -496,7 +527,7 @@ class Ledger:
         self,
         ranges: Iterable[Sequence[int]],
         consumed_samples: int,
-        carried: Mapping[str, Mapping[str, Any]],
+        carried: Records,
         positions: range,
     ) -> Ledger:
         """Return the ledger of a run that rolled back to the checkpoint at `consumed_samples`.
@@ -509,7 +540,7 @@ class Ledger:
         for name, count in self.counts.items():
             back.counts.setdefault(name, Consumed()).left_out = count.left_out
         left_out = self._order.indices(np.array(positions, np.int64))
-        for source, samples in by_source(self._dataset, left_out):
+        for source, samples in self._dataset.by_source(left_out):
             back.counts[source.name].left_out += len(samples)
         return back
 
@@ -546,22 +577,7 @@ class Ledger:
         return f" data: {tokens} tokens, epochs of each source: {', '.join(parts)}{end}"
 
 
-def by_source(
-    dataset: Source | BlendedDataset, indices: Indices
-) -> Iterator[tuple[Source, Indices]]:
-    """Yield each source of a data set, and the numbers of these samples within the source."""
-    # A checkpoint without a record may have consumed more than the data set of a run with nothing
-    # left to do.
-    indices = indices[indices < len(dataset)]
-    if not isinstance(dataset, BlendedDataset):
-        yield dataset, indices
-        return
-    which, samples = dataset.locate(indices)
-    for number in np.unique(which).tolist():
-        yield dataset.datasets[number], samples[which == number]
-
-
-def is_consumed(record: Any) -> bool:
+def is_consumed(record: object) -> bool:
     """Return whether this is a record of one source, as `Ledger.record` writes it."""
     names = {field.name for field in dataclasses.fields(Consumed)}
     return (
@@ -571,11 +587,6 @@ def is_consumed(record: Any) -> bool:
             isinstance(value, int | float) and 0 <= value < math.inf for value in record.values()
         )
     )
-
-
-def sources(dataset: Source | BlendedDataset) -> tuple[Source, ...]:
-    """Return the data sets of a blend, or the data set itself."""
-    return dataset.datasets if isinstance(dataset, BlendedDataset) else (dataset,)
 
 
 def short_names(prefixes: Iterable[str]) -> dict[str, str]:

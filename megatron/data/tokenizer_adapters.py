@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.added_tokens import add_tokens
+from megatron.data.arrays import Int32Array, Int64Array, IntArray
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import read_json
 
 MOST_BYTES = 1 << 28  # of a tokenizer's files: ten times the largest in use
 _SURROGATE = re.compile("[\ud800-\udfff]")
-Ids = Sequence[int] | npt.NDArray[Any]
-Places = npt.NDArray[np.int64] | Sequence[tuple[int, int]]
+Ids = Sequence[int] | IntArray
+Places = Int64Array | Sequence[tuple[int, int]]
 # Names that end a text in published models, for a tokenizer.json without the files that name it.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 # The patterns that cut a text into pieces before pairs are merged. The ids of data depend on them,
@@ -104,7 +105,7 @@ class Tokenizer(ABC):
 
     def encode_batch_arrays(
         self, texts: Sequence[str], dtype: npt.DTypeLike
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+    ) -> tuple[IntArray, Int32Array]:
         """Return the concatenated ids of all texts in `dtype`, and the number of ids of each text.
 
         The numbers are int32 [len(texts)]. Preprocessing calls this: the ids are those of
@@ -122,7 +123,7 @@ class Tokenizer(ABC):
 
     def encode_with_places(
         self, text: str, *, special: bool = True
-    ) -> tuple[list[int], npt.NDArray[np.int64]]:
+    ) -> tuple[list[int], Int64Array]:
         """Return the ids of a text, and the characters of each: int64 [ids, 2], start and end.
 
         A token without a character of its own, such as one that the tokenizer puts around a text,
@@ -224,7 +225,7 @@ class RankTokenizer(Tokenizer):
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
         return [self._encode_text(text) for text in texts]
 
-    def _encode_text(self, text: str) -> npt.NDArray[np.uint32]:
+    def _encode_text(self, text: str) -> IntArray:
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeError:

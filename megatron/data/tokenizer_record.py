@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from megatron.data.arrays import StrPath
 from megatron.data.file_lock import renamed_into
 from megatron.data.indexed_dataset import IndexedDataset, record_path
 from megatron.data.tokenizer_adapters import NullTokenizer, Tokenizer
@@ -46,7 +46,7 @@ class TokenizerRecord:
     largest_id: int
     job: str = ""
 
-    def write(self, prefix: str | os.PathLike[str]) -> None:
+    def write(self, prefix: StrPath) -> None:
         """Write it beside a data set. Raises OSError."""
         with renamed_into(record_path(prefix)) as file:
             file.write(json.dumps(asdict(self)).encode())
@@ -67,7 +67,7 @@ def digest(tokenizer: Tokenizer, size: int) -> str:
     return hashlib.sha256(json.dumps([ids, texts]).encode()).hexdigest()
 
 
-def read_record(prefix: str | os.PathLike[str]) -> TokenizerRecord | None:
+def read_record(prefix: StrPath) -> TokenizerRecord | None:
     """Return the record of a data set; None without one. Raises DataError for a damaged one."""
     path = record_path(prefix)
     if not path.exists():

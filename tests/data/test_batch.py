@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megatron.data.sampler import MicroBatch, make_micro_batch
+from megatron.data.sampler import MicroBatch, Separation, make_micro_batch
 from megatron.errors import DataError
 
 EOD = 3
@@ -41,10 +41,7 @@ def test_against_loop(
 ) -> None:
     batch = make_micro_batch(
         tokens.copy(),
-        eod=EOD,
-        reset_position_ids=reset_position_ids,
-        reset_attention_mask=reset_attention_mask,
-        eod_mask_loss=eod_mask_loss,
+        separation=Separation(EOD, reset_position_ids, reset_attention_mask, eod_mask_loss),
         first_sample=17,
     )
     samples, length = tokens.shape[0], tokens.shape[1] - 1
@@ -92,7 +89,9 @@ def test_pieces_against_loop(
     length, samples = case
     tokens = np.random.RandomState(seed).randint(0, 5, (len(samples), length + 1))
     segments = [np.array(lengths, np.int64) for lengths in samples]
-    batch = make_micro_batch(tokens, segments=segments, eod=EOD, eod_mask_loss=eod_mask_loss)
+    batch = make_micro_batch(
+        tokens, segments=segments, separation=Separation(EOD, eod_mask_loss=eod_mask_loss)
+    )
     bounds = []
     for b, lengths in enumerate(samples):
         # Piece of each of the s + 1 tokens and its position there; padding is in none and counts
@@ -125,7 +124,7 @@ def test_refuses() -> None:
     tokens = np.array([[0, 1, 9]], np.int64)
     for options in ({}, {"segments": [np.array([3])]}):
         with pytest.raises(DataError, match="--eod-mask-loss"):
-            make_micro_batch(tokens, eod_mask_loss=True, **options)
+            make_micro_batch(tokens, separation=Separation(eod_mask_loss=True), **options)
     for pieces in ([2, 2], [3, 0], [4, -1]):
         with pytest.raises(DataError, match=r"sample 5: .*\[\d, -?\d\].* 3\b"):
             make_micro_batch(tokens, segments=[np.array(pieces)], first_sample=5)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.config.files import DataConfig
 from megatron.config.pieces import Pieces
-from megatron.data.datasets import Datasets, build_datasets, data_prefixes
+from megatron.data.datasets import Datasets, Reading, build_datasets, data_prefixes
 from megatron.data.gpt_dataset import BlendedDataset, TokenDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
@@ -167,7 +167,7 @@ def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
     """
     (tmp_path / "node").mkdir()
     prefix, copy = write(tmp_path, "a", 10), write(tmp_path / "node", "a", 10, first_token=100)
-    built = build_datasets(config(data_path=(prefix,)), 40, 7, 0, locations={prefix: copy})
+    built = build_datasets(config(data_path=(prefix,)), 40, 7, 0, reading=Reading({prefix: copy}))
     assert tokens_in(built.train) == set(range(100, 108)) and tokens_in(built.valid) == {108}
     assert (tmp_path / "index-cache").is_dir() and not (tmp_path / "node" / "index-cache").exists()
 
@@ -209,7 +209,11 @@ def test_packing(tmp_path: Path) -> None:
     """
     prefix = write(tmp_path, "a", 10, first_token=1)
     built = build_datasets(
-        config(data_path=(prefix,), data_packing="best-fit", split="1"), 40, 0, 0, pad_id=49
+        config(data_path=(prefix,), data_packing="best-fit", split="1"),
+        40,
+        0,
+        0,
+        reading=Reading(pad_id=49),
     )
     train = built.train
     assert train is not None and len(train) >= 40

@@ -239,8 +239,9 @@ def test_blend(tmp_path: Path) -> None:
     # _index and _sample_index
     assert len(list(cache.glob("*_index.npy"))) == 2 and len(blend) == 12
     assert blend.where(1, 3) == parts[1].where(0, 3) != blend.where(0, 3) == parts[0].where(0, 3)
-    which, sample = blend.locate(np.array([4, 0, 5]))
-    assert which.tolist() == [1, 0, 0] and sample.tolist() == [1, 0, 3]
+    first, second = blend.by_source(np.array([4, 0, 5]))
+    assert (first[0], first[1].tolist()) == (parts[0], [0, 3])
+    assert (second[0], second[1].tolist()) == (parts[1], [1])
     assert blend.segments(3) is None
     with pytest.raises(IndexError):
         blend[12]

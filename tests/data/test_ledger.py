@@ -58,7 +58,7 @@ def test_counts(blend: BlendedDataset, kind: str, steps: list[tuple[int, bool]])
         counted.advance(consumed)
         counted = Ledger(blend, order, consumed, counted.record()) if anew else counted
     taken = by_hand(blend, order, consumed)
-    for part, token, size in ((blend.datasets[0], 1, 100), (blend.datasets[1], 2, 300)):
+    for part, token, size in ((blend.sources[0], 1, 100), (blend.sources[1], 2, 300)):
         tokens = taken[token] * SEQ_LENGTH
         assert counted.counts[part.name] == Consumed(
             taken[token], tokens, pytest.approx(tokens / size)
@@ -102,8 +102,8 @@ def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> 
     'a' stays, 'b' goes, and 'c' comes with more tokens to an epoch.
     """
     before = Ledger(blend, SampleOrder(60), 30).record()
-    a, b = (part.name for part in blend.datasets)
-    new = BlendedDataset([blend.datasets[0], source(tmp_path, "c", 500, 3, 31)], [1, 1], 60)
+    a, b = (part.name for part in blend.sources)
+    new = BlendedDataset([blend.sources[0], source(tmp_path, "c", 500, 3, 31)], [1, 1], 60)
     after = Ledger(new, SampleOrder(60), 30, before)
     assert after.record()[b] == before[b] and after.counts[str(tmp_path / "c")] == Consumed()
     after.advance(50)

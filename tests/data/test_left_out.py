@@ -16,6 +16,7 @@ from megatron.data.sampler import (
     Consumed,
     Ledger,
     MicroBatchStream,
+    Share,
     are_ranges,
     around,
     is_consumed,
@@ -90,9 +91,7 @@ def test_every_layout_goes_around_the_same_samples(
     order.check(total)
     assert order.indices(np.arange(len(expected))).tolist() == expected
     data = Numbered(total)
-    streams = [
-        MicroBatchStream(data, mbs, r, dp, dataloader_type=kind, left_out=ranges) for r in range(dp)
-    ]
+    streams = [MicroBatchStream(data, Share(mbs, r, dp), order=order) for r in range(dp)]
     taken = [stream.take(steps) for stream in streams]
     assert [
         int(t) for i in range(steps) for rank in taken for t in rank[i].tokens[:, 0]
@@ -128,8 +127,8 @@ def test_the_ledger_counts_what_is_left_out_and_keeps_it_over_a_roll_back() -> N
     assert "left_out" not in next(iter(whole.record().values()))
 
     def samples_of(positions: range) -> dict[str, int]:
-        which, _ = blend.locate(np.array(positions, np.int64))
-        return {source.name: int((which == i).sum()) for i, source in enumerate(blend.datasets)}
+        located = blend.by_source(np.array(positions, np.int64))
+        return {source.name: len(numbers) for source, numbers in located}
 
     at_16 = Ledger(blend, sample_order("single", 80), 16).record()
     ranges = [(40, 48)]

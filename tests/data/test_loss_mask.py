@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron.config import Config
-from megatron.data.datasets import build_datasets, open_data
+from megatron.data.datasets import Reading, build_datasets, open_data
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.sampler import MicroBatchStream
+from megatron.data.sampler import MicroBatchStream, Share
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.data import copy_to_node
 
@@ -51,9 +51,10 @@ def config(**fields: Any) -> Config:
 
 def batches(config: Config, samples: int, **options: Any) -> Iterator[tuple[int, int, int, float]]:
     """Yield input, label, document-start flag and mask of each place of some samples."""
-    dataset = build_datasets(config, samples, 0, 0, pad_id=PAD, **options).train
+    reading = Reading(pad_id=PAD, **options)
+    dataset = build_datasets(config, samples, 0, 0, reading=reading).train
     assert dataset is not None
-    stream = MicroBatchStream(dataset, 2, num_workers=0)
+    stream = MicroBatchStream(dataset, Share(2))
     for batch in stream.take(samples // 2):
         places = (batch.tokens, batch.labels, batch.position_ids == 0, batch.loss_mask)
         yield from zip(*(place.flatten().tolist() for place in places), strict=True)

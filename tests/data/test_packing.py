@@ -17,7 +17,7 @@ from megatron.data import packed_dataset
 from megatron.data.gpt_dataset import IndexRequest
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.packed_dataset import PackedDataset, build_packing, waste_of
+from megatron.data.packed_dataset import PackedDataset, build_packing
 from megatron.errors import DataError
 from tests.data.implementations import request_for
 from tests.helpers.examples import examples
@@ -142,9 +142,8 @@ def pack(sizes: npt.NDArray[np.int32], seq_length: int) -> tuple[dict[str, npt.N
     )
     predictions = int(arrays["counts"][1])
     assert predictions == tokens - np.count_nonzero(sizes)
-    return arrays, waste_of(
-        len(arrays["bin_starts"]) - 1, len(arrays["pieces"]), predictions, seq_length + 1
-    )
+    filled = predictions + len(arrays["pieces"])
+    return arrays, 1 - filled / ((len(arrays["bin_starts"]) - 1) * (seq_length + 1))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import MockDataset
 from megatron.data.permutation import permute
-from megatron.data.sampler import MicroBatch, MicroBatchStream
+from megatron.data.sampler import MicroBatch, MicroBatchStream, Separation, Share, sample_order
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 
@@ -90,9 +90,9 @@ def test_resizes_drop_and_repeat_nothing(
     for dp, mbs, workers, steps in phases:
         if kind == "single":
             steps = min(steps, (total - consumed) // (dp * mbs))
-        options = {"dataloader_type": kind, "num_workers": workers}
+        options = {"order": sample_order(kind, total), "num_workers": workers}
         streams = [
-            MicroBatchStream(Counting(total), mbs, rank, dp, consumed, **options)
+            MicroBatchStream(Counting(total), Share(mbs, rank, dp), consumed, **options)
             for rank in range(dp)
         ]
         read += in_order([stream.take(steps) for stream in streams])
@@ -106,21 +106,13 @@ def test_resizes_drop_and_repeat_nothing(
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_workers_and_resuming_change_nothing(num_workers: int, kind: str) -> None:
     data = MockDataset("train", 30, 16, 40, seed=5)
-    options = {
-        "eod": 39,
-        "reset_position_ids": True,
-        "reset_attention_mask": True,
-        "eod_mask_loss": True,
-    }
-    plain = MicroBatchStream(data, 2, 1, 2, dataloader_type=kind, **options).take(7)
-    stream = MicroBatchStream(
-        data, 2, 1, 2, dataloader_type=kind, num_workers=num_workers, **options
-    )
+    options = {"order": sample_order(kind, 30), "separation": Separation(39, True, True, True)}
+    share = Share(2, 1, 2)
+    plain = MicroBatchStream(data, share, **options).take(7)
+    stream = MicroBatchStream(data, share, num_workers=num_workers, **options)
     # as the batch ramps up
     taken = stream.take(1) + stream.take(4) + stream.take(0) + stream.take(2)
-    resumed = MicroBatchStream(
-        data, 2, 1, 2, 4 * 4, dataloader_type=kind, num_workers=num_workers, **options
-    ).take(3)
+    resumed = MicroBatchStream(data, share, 4 * 4, num_workers=num_workers, **options).take(3)
     for expected, got in zip(plain + plain[4:], taken + resumed, strict=True):
         assert expected.first_sample == got.first_sample
         for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
@@ -129,7 +121,7 @@ def test_workers_and_resuming_change_nothing(num_workers: int, kind: str) -> Non
 
 
 def test_pieces_of_packed_samples_are_kept_apart() -> None:
-    (batch,) = MicroBatchStream(Packed(10), 2).take(1)
+    (batch,) = MicroBatchStream(Packed(10), Share(2)).take(1)
     # s = 2 positions of 3 tokens: the first piece is the first position, whose label belongs to the
     # second piece
     assert batch.position_ids.tolist() == [[0, 0], [0, 0]] and batch.loss_mask.tolist() == [
@@ -141,7 +133,7 @@ def test_pieces_of_packed_samples_are_kept_apart() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_end_of_data(num_workers: int) -> None:
-    stream = MicroBatchStream(Counting(10), 2, 0, 2, num_workers=num_workers)
+    stream = MicroBatchStream(Counting(10), Share(2, 0, 2), num_workers=num_workers)
     assert samples(stream.take(2)) == [0, 1, 4, 5]  # reading ahead past the end is no error
     with pytest.raises(DataError, match=r" 10 .* 11\b"):
         stream.take(1)
@@ -151,7 +143,7 @@ def test_end_of_data(num_workers: int) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_bad_data_is_reported_when_it_is_taken(num_workers: int) -> None:
-    stream = MicroBatchStream(Counting(10), 1, num_workers=num_workers, vocab_size=5)
+    stream = MicroBatchStream(Counting(10), Share(1), num_workers=num_workers, vocab_size=5)
     assert samples(stream.take(3)) == [0, 1, 2]
     with pytest.raises(DataError, match=r"\b3\b.* 5\b.*numbers\.bin.* 3\b.* 16\b"):
         stream.take(1)
@@ -169,7 +161,9 @@ def test_a_read_that_fails_names_its_sample(num_workers: int, error: Exception) 
                 raise error
             return super().__getitem__(index)
 
-    stream = MicroBatchStream(Failing(20), 2, 1, 2, num_workers=num_workers)  # reads 2 3, 6 7, ...
+    stream = MicroBatchStream(
+        Failing(20), Share(2, 1, 2), num_workers=num_workers
+    )  # reads 2 3, 6 7, ...
     assert samples(stream.take(1)) == [2, 3]
     with pytest.raises(DataError, match=r"\b6\b.*numbers\.bin.* 6\b.* 0\b.*a\.bin"):
         stream.take(1)
@@ -187,7 +181,7 @@ def test_closing_does_not_wait_for_a_read_without_end() -> None:
                 release.wait()
             return super().__getitem__(index)
 
-    stream = MicroBatchStream(Stuck(100), 1, num_workers=2)
+    stream = MicroBatchStream(Stuck(100), Share(1), num_workers=2)
     assert samples(stream.take(1)) == [0]
     assert entered.wait(60)
     stream.close()
@@ -201,9 +195,7 @@ def test_closing_does_not_wait_for_a_read_without_end() -> None:
 
 
 def test_orders() -> None:
-    assert samples(MicroBatchStream(Counting(1), 2, 1, 2, dataloader_type="cyclic").take(1)) == [
-        0,
-        0,
-    ]
+    order = sample_order("cyclic", 1)
+    assert samples(MicroBatchStream(Counting(1), Share(2, 1, 2), order=order).take(1)) == [0, 0]
     with pytest.raises(DataError, match="--seq-length"):
-        MicroBatchStream(Counting(0), 1, dataloader_type="cyclic").take(1)
+        MicroBatchStream(Counting(0), Share(1), order=sample_order("cyclic", 0)).take(1)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron.config import Config
-from megatron.data.sampler import MicroBatch, make_micro_batch
+from megatron.data.sampler import MicroBatch, Separation, make_micro_batch
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
@@ -84,7 +84,7 @@ def test_packed_documents_equal_documents_alone(positions):
 
 
 def test_documents_by_their_end_equal_the_pieces():
-    """Documents found by eod and documents given as pieces have the same scores.
+    """Separation found by eod and documents given as pieces have the same scores.
 
     Only the loss masks differ.
     """
@@ -92,7 +92,7 @@ def test_documents_by_their_end_equal_the_pieces():
     t[t == 0] = 1
     t[0, 5] = t[0, 8] = t[1, 11] = 0
     model = build(reset_attention_mask=True, reset_position_ids=True)
-    by_end = make_micro_batch(t.numpy(), eod=0, reset_position_ids=True, reset_attention_mask=True)
+    by_end = make_micro_batch(t.numpy(), separation=Separation(0, True, True))
     pieces = make_micro_batch(t.numpy(), segments=[np.array([6, 3, 8]), np.array([12, 5])])
     with torch.no_grad():
         assert torch.equal(model.logits(by_end, None), model.logits(pieces, None))

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed_dataset import IndexedDataset, bin_path
+from megatron.data.indexed_dataset import IndexedDataset, Pieces, bin_path
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
 from megatron_preparation.encode import PreprocessOptions, texts_of_block
@@ -104,9 +104,10 @@ def _encode(
     texts: Sequence[str], source: Source, tokenizer: Tokenizer
 ) -> tuple[Ids, npt.NDArray[np.int32]]:
     try:
-        tokens, sizes = tokenizer.encode_batch_arrays(texts, np.int64)
+        ids, sizes = tokenizer.encode_batch_arrays(texts, np.int64)
     except DataError as error:
         raise DataError(f"{source.path}: {error}") from error
+    tokens = ids.astype(np.int64, copy=False)
     if tokenizer.behind:  # EOD precedes every document, so it does not follow it too
         ends = np.cumsum(sizes, dtype=np.int64)[sizes > 0] - 1
         ended = tokens[ends] == tokenizer.eod
@@ -190,9 +191,9 @@ def file_parts(
             yield Part(np.array([tokenizer.eod], np.int64), 0, before)
             last = data[len(data) - 1] if len(data) else np.empty(0)
             left -= len(last) > 0 and int(last[-1]) == tokenizer.eod
-        for sequences, offsets, lengths in _runs(data.sizes):
-            tokens = np.empty(int(lengths.sum()), np.int64)
-            data.gather(sequences, offsets, lengths, tokens)
+        for pieces in _runs(data.sizes):
+            tokens = np.empty(int(pieces.lengths.sum()), np.int64)
+            data.gather(pieces, tokens)
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
                 raise DataError(
                     f"{prefix}: token ids from {tokens.min()} to {tokens.max()}, but the model has "
@@ -201,7 +202,7 @@ def file_parts(
             before += len(tokens) * data.dtype.itemsize
             text_bytes = None
             if count_bytes and tokenizer is not None:
-                texts = np.split(tokens, np.cumsum(lengths)[:-1])
+                texts = np.split(tokens, np.cumsum(pieces.lengths)[:-1])
                 text_bytes = sum(
                     len(tokenizer.decode(ids[~np.isin(ids, marks)].tolist()).encode())
                     for ids in texts
@@ -210,8 +211,8 @@ def file_parts(
             left -= len(tokens)
 
 
-def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[tuple[Ids, Ids, Ids]]:
-    """Yield (sequences, offsets, lengths) of runs of about PART_TOKENS."""
+def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[Pieces]:
+    """Yield pieces of sequences, together about PART_TOKENS."""
     first = 0
     while first < len(sizes):
         ends = np.cumsum(sizes[first : first + PART_TOKENS], dtype=np.int64)
@@ -220,10 +221,10 @@ def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[tuple[Ids, Ids, Ids]]:
         if size > PART_TOKENS:
             for offset in range(0, size, PART_TOKENS):
                 length = min(PART_TOKENS, size - offset)
-                yield np.array([first]), np.array([offset]), np.array([length])
+                yield Pieces(*np.array([[first], [offset], [length]]))
         else:
             sequences = np.arange(first, first + count)
-            yield sequences, np.zeros(count, np.int64), sizes[sequences].astype(np.int64)
+            yield Pieces(sequences, np.zeros_like(sequences), sizes[sequences].astype(np.int64))
         first += count
 
 

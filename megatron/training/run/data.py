@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron.config import Config
@@ -26,36 +25,12 @@ from megatron.data.datasets import Datasets, data_prefixes
 from megatron.data.file_lock import flush_to_disk, temporary_name
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.indexed_dataset import data_files
-from megatron.data.sampler import MicroBatch, MicroBatchStream
+from megatron.data.sampler import MicroBatchStream, Separation, Share, sample_order
+from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError, LaunchError
 from megatron.parallel.topology import Topology
 
 WAIT_S = 4 * 3600.0
-
-
-class PlaceholderStream:
-    """Micro-batches without content, only sample numbers, for stages between first and last."""
-
-    def __init__(
-        self, micro_batch_size: int, data_rank: int, data_size: int, consumed_samples: int = 0
-    ) -> None:
-        self.consumed_samples = consumed_samples
-        self._chunk = micro_batch_size * data_size
-        self._offset = micro_batch_size * data_rank
-        self._empty = torch.empty(0)
-
-    def take(self, n: int) -> list[MicroBatch]:
-        """Return the next n placeholders, with the first_sample of the real micro-batches."""
-        e = self._empty
-        start = self.consumed_samples + self._offset
-        self.consumed_samples += n * self._chunk
-        return [MicroBatch(e, e, e, e, None, start + i * self._chunk) for i in range(n)]
-
-    def close(self) -> None:
-        return None
-
-
-Stream = MicroBatchStream | PlaceholderStream
 
 
 def reads_data(config: Config, topology: Topology) -> bool:
@@ -74,37 +49,29 @@ def open_stream(
     topology: Topology,
     dataset: TokenDataset | None,
     consumed_samples: int,
-    eod: int | None,
+    tokenizer: Tokenizer | None,
     left_out: Iterable[Sequence[int]] = (),
     *,
     cyclic: bool = False,
-) -> Stream:
+) -> MicroBatchStream:
     """Return this rank's micro-batches of `dataset` after the first `consumed_samples`.
 
-    Positions in `left_out` are skipped. `cyclic`: as with --dataloader-type cyclic. Returns
-    placeholders where this rank reads no data. Close the stream when done.
+    Positions in `left_out` are skipped. `cyclic`: as with --dataloader-type cyclic. They are without
+    content where this rank reads no data. Close the stream when done.
     """
     data = config.data
-    size = config.batch.micro_batch_size
-    replica = topology.replica
-    replicas = topology.layout.replicas
-    if dataset is None or not reads_data(config, topology):
-        return PlaceholderStream(size, replica, replicas, consumed_samples)
+    if not reads_data(config, topology):
+        dataset = None
+    kind = "cyclic" if cyclic else data.dataloader_type
     return MicroBatchStream(
         dataset,
-        size,
-        replica,
-        replicas,
+        Share(config.batch.micro_batch_size, topology.replica, topology.layout.replicas),
         consumed_samples,
-        topology.device,
-        dataloader_type="cyclic" if cyclic else data.dataloader_type,
+        order=sample_order(kind, 0 if dataset is None else len(dataset), left_out),
+        separation=Separation.of(data, tokenizer),
+        device=topology.device,
         num_workers=data.num_workers,
-        eod=eod,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
         vocab_size=config.model.vocab_size,
-        left_out=left_out,
     )
 
 

@@ -8,13 +8,10 @@ from megatron.config import Config
 from megatron.config.help_text import render_differences
 from megatron.data.datasets import SPLIT_NAMES, Datasets, check_data, describe_epochs
 from megatron.data.gpt_dataset import (
-    BlendedDataset,
-    FileDataset,
-    Source,
     TokenDataset,
 )
 from megatron.data.packed_dataset import PackedDataset
-from megatron.data.sampler import MicroBatchStream, sources
+from megatron.data.sampler import MicroBatchStream, Separation, Share
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
 from megatron.kernels import choose
@@ -139,14 +136,14 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
     )
     reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
     if datasets.train is not None and config.data.loss_mask in ("required", "optional"):
-        masked = [isinstance(s, FileDataset) and s.masked for s in sources(datasets.train)]
+        masked = [source.masked for source in datasets.train.sources]
         reporter.say(
             f" > loss masks: {sum(masked)} of {len(masked)} sources of training data have one, "
             "and the loss is on the tokens that it marks"
         )
     if datasets.train is not None and config.data.data_packing == "best-fit":
         padding = {
-            s.name: 100 * s.waste for s in sources(datasets.train) if isinstance(s, PackedDataset)
+            s.name: 100 * s.waste for s in datasets.train.sources if isinstance(s, PackedDataset)
         }
         if padding:
             most = max(padding, key=padding.__getitem__)
@@ -168,7 +165,7 @@ def check_loss_masks(
     topology: Topology,
     datasets: Datasets,
     samples: Sequence[int],
-    eod: int | None,
+    tokenizer: Tokenizer | None,
     reporter: Reporter,
 ) -> None:
     """Print how many samples have no token in the loss, where masks may leave some without.
@@ -185,7 +182,7 @@ def check_loss_masks(
             if dataset is None or not _masks(config, dataset):
                 continue
             among = min(len(dataset), limits.get(name, len(dataset)))
-            without, looked = samples_without_loss(config, dataset, among, eod)
+            without, looked = samples_without_loss(config, dataset, among, tokenizer)
             line = f"{without} of {looked} {name} samples have no token in the loss"
             if looked < among:
                 line += f" (looked at of {among}, at equal distances)"
@@ -202,28 +199,19 @@ def check_loss_masks(
         raise DataError(problem)
 
 
-def _masks(config: Config, dataset: Source | BlendedDataset) -> bool:
+def _masks(config: Config, dataset: TokenDataset) -> bool:
     """Return whether samples of a data set may have no token in the loss."""
-    return config.data.eod_mask_loss or any(
-        source.masked if isinstance(source, FileDataset) else "loss_tokens" in vars(source)
-        for source in sources(dataset)
-    )
+    return config.data.eod_mask_loss or any(source.masked for source in dataset.sources)
 
 
 def samples_without_loss(
-    config: Config, dataset: TokenDataset, among: int, eod: int | None
+    config: Config, dataset: TokenDataset, among: int, tokenizer: Tokenizer | None
 ) -> tuple[int, int]:
     """Return how many samples have no token in the loss, and how many `among` the first it read."""
-    data = config.data
     count = min(among, _LOOKED_AT)
+    separation = Separation.of(config.data, tokenizer)
     stream = MicroBatchStream(
-        dataset,
-        1,
-        eod=eod,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        vocab_size=config.model.vocab_size,
+        dataset, Share(1), separation=separation, vocab_size=config.model.vocab_size
     )
     without = 0
     for number in range(count):

@@ -14,12 +14,12 @@ import torch
 from megatron.config import Config
 from megatron.data.datasets import Datasets
 from megatron.data.gpt_dataset import TokenDataset
-from megatron.data.sampler import MicroBatch
+from megatron.data.sampler import MicroBatch, MicroBatchStream
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
 from megatron.protocols import Callback
 from megatron.training.report.events import TaskEvaluated, Validation
-from megatron.training.run.data import Stream, open_stream
+from megatron.training.run.data import open_stream
 from megatron.training.run.schedules import BatchSchedule
 from megatron.training.run.state import Run
 from megatron.training.run.step import finish_step
@@ -215,7 +215,7 @@ def measure(
 
     # cyclic, because the last micro-batches of a corpus may reach beyond its end
     stream = open_stream(
-        run.config, run.topology, dataset, samples.start, run.eod, cyclic=corpus is not None
+        run.config, run.topology, dataset, samples.start, run.tokenizer, cyclic=corpus is not None
     )
     run.chunks.eval()
     try:
@@ -262,7 +262,7 @@ def report_validation(
     )
 
 
-def batches_of(run: Run, stream: Stream, samples: int) -> Iterator[list[MicroBatch]]:
+def batches_of(run: Run, stream: MicroBatchStream, samples: int) -> Iterator[list[MicroBatch]]:
     """Yield global batches of the next `samples` samples; the loss of others is masked."""
     stop = stream.consumed_samples + samples
     batches = run.batches

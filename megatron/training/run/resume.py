@@ -29,7 +29,7 @@ from megatron.data.datasets import (
     data_prefixes,
     plan_splits,
 )
-from megatron.data.gpt_dataset import MOCK, BlendedDataset, Source
+from megatron.data.gpt_dataset import MOCK, TokenDataset
 from megatron.data.reorder import Ordered, reordered
 from megatron.data.sampler import sample_order, short_names
 from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
@@ -132,7 +132,7 @@ def with_checkpoint_settings(config: Config, stored: Stored | None, reporter: Re
 def describe_resume(
     stored: Stored,
     config: Config,
-    dataset: Source | BlendedDataset | None,
+    dataset: TokenDataset | None,
     train_samples: int,
     progress: Progress,
     end: int,
@@ -289,7 +289,7 @@ class _Course:
 def describe_data(
     stored: Stored,
     config: Config,
-    dataset: Source | BlendedDataset,
+    dataset: TokenDataset,
     train_samples: int,
     progress: Progress,
     end: int,
@@ -398,7 +398,7 @@ class _FormerData:
         with _checked(self._stored):
             return planned_samples(theirs, BatchSchedule.from_config(theirs))[0]
 
-    def build(self) -> Source | BlendedDataset:
+    def build(self) -> TokenDataset:
         """Return the data set as it was, as far as its files are there. Raises MegatronError."""
         if self._own:
             raise DataError("the data set is your own")

@@ -23,10 +23,7 @@ from megatron.config.duration import duration_s
 from megatron.config.files import hugging_face_folder
 from megatron.config.help_text import differences
 from megatron.config.settings_file import render_settings, write_settings
-from megatron.data.datasets import (
-    Datasets,
-    build_datasets,
-)
+from megatron.data.datasets import Datasets, Reading, build_datasets
 from megatron.data.file_lock import FolderClaim
 from megatron.data.limited_tokenizer import LimitedTokenizer
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -286,8 +283,7 @@ def assemble(
         saves.saved_iteration = progress.iteration
     wall_time = build_wall_time(config, topology, reporter, saves, started, batches, datasets)
     position = progress.consumed_samples
-    eod = tokenizer.eod if tokenizer is not None else None
-    stream = open_stream(config, topology, datasets.train, position, eod, progress.left_out)
+    stream = open_stream(config, topology, datasets.train, position, tokenizer, progress.left_out)
     run = Run(
         config=config,
         topology=topology,
@@ -347,9 +343,8 @@ def build_data(
     with reporter.console.doing("copying data to the node"):
         staged = staged_locations(config, topology, reporter.say)
     eod = tokenizer.eod if tokenizer is not None else None
-    build = partial(
-        build_datasets, config, locations=staged, pad_id=eod or 0, verify=topology.rank == 0
-    )
+    reading = Reading(staged, pad_id=eod or 0, verify=topology.rank == 0)
+    build = partial(build_datasets, config, reading=reading)
     check = partial(report_data, config, tokenizer, samples[0], staged, reporter.say)
     build_in_turn = first_builds(config, topology, build, reporter.say, check=check)
     with reporter.console.doing("index of the data"):
@@ -357,7 +352,7 @@ def build_data(
     describe_data(config, datasets, reporter)
     if config.data.dataloader_type == "cyclic":
         samples = (sys.maxsize,) * 3  # any of the data
-    check_loss_masks(config, topology, datasets, samples, eod, reporter)
+    check_loss_masks(config, topology, datasets, samples, tokenizer, reporter)
     return datasets, samples, build_in_turn
 
 

@@ -10,7 +10,7 @@ import torch
 
 from megatron.config import Config
 from megatron.data.datasets import Datasets
-from megatron.data.sampler import MicroBatch
+from megatron.data.sampler import MicroBatch, MicroBatchStream
 from megatron.data.tokenizer import Tokenizer
 from megatron.engine.engine import Engine
 from megatron.parallel.topology import Topology
@@ -25,7 +25,6 @@ from megatron.training.report.metrics import (
 )
 from megatron.training.report.reporter import Reporter
 from megatron.training.run.checkpoints import Saves
-from megatron.training.run.data import Stream
 from megatron.training.run.schedules import (
     BatchSchedule,
     Progress,
@@ -71,7 +70,7 @@ class LoopState:
     went_back   how often the run went back to the checkpoint of an iteration, after loss spikes
     """
 
-    train_stream: Stream
+    train_stream: MicroBatchStream
     under_way: StepUnderWay | None = None
     skips: Skips = field(default_factory=Skips)
     went_back: Counter[int] = field(default_factory=Counter)
@@ -109,11 +108,6 @@ class Run:
     loop: LoopState
     callbacks: list[Callback] = field(default_factory=list)
     watch: Stopwatch = field(default_factory=Stopwatch)
-
-    @property
-    def eod(self) -> int | None:
-        """Return the token id that ends a document; None without a tokenizer."""
-        return self.tokenizer.eod if self.tokenizer is not None else None
 
     @property
     def eval_samples(self) -> int:

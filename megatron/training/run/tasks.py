@@ -148,10 +148,8 @@ def _batch(
     """Return up to `size` requests as a micro-batch, padded at their ends to a multiple."""
     import torch
 
-    from megatron.data.sampler import make_micro_batch
+    from megatron.data.sampler import Separation, make_micro_batch
 
-    data = model.config.data
-    tokenizer = model.tokenizer
     length = max((len(request.ids) for request in requests), default=2) - 1
     length = -(-length // multiple) * multiple
     ids = np.zeros((size, length + 1), np.int64)
@@ -160,11 +158,7 @@ def _batch(
         ids[row, : len(request.ids)] = request.ids
         marks[row, request.start - 1 : len(request.ids) - 1] = 1.0
     batch = make_micro_batch(
-        ids,
-        eod=None if tokenizer is None else tokenizer.eod,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        first_sample=number,
+        ids, separation=Separation.of(model.config.data, model.tokenizer), first_sample=number
     )
     lengths = np.array([len(request.ids) - 1 for request in requests] + [0] * size)[:size]
     padding = torch.from_numpy(np.arange(length) >= lengths[:, None])

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.sampler import MicroBatch
+from megatron.data.sampler import MicroBatch, MicroBatchStream, Share
 from megatron.errors import ConfigError
 from megatron.kernels import choose, library, measured
 from megatron.model.gpt import build_chunks
@@ -41,7 +41,6 @@ from megatron.training.report.metrics import (
     summarise,
 )
 from megatron.training.report.timeline import Recording, Timeline
-from megatron.training.run.data import PlaceholderStream
 from megatron.training.run.evaluation import mean_loss
 from megatron.training.run.generate import Sampling, generate
 from megatron.training.run.host import (
@@ -172,8 +171,8 @@ def tokens_of(first_sample: int) -> int:
     return first_sample % 5
 
 
-class MaskedStream(PlaceholderStream):
-    """Stream of placeholders whose loss mask has as many ones as tokens_of says."""
+class MaskedStream(MicroBatchStream):
+    """Stream without content whose loss mask has as many ones as tokens_of says."""
 
     def take(self, n: int) -> list[MicroBatch]:
         masks = torch.arange(5)
@@ -192,7 +191,9 @@ def evaluate(topology: Topology, folder: str) -> Any:
         )
 
     def measure(per_token: bool) -> tuple[float, float] | None:
-        stream = MaskedStream(3, topology.data.rank, topology.data.size, consumed_samples=12)
+        stream = MaskedStream(
+            None, Share(3, topology.data.rank, topology.data.size), consumed_samples=12
+        )
         batches = (stream.take(2) for _ in range(3))
         return mean_loss(forward, batches, topology, per_token=per_token)
 

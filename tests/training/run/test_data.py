@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.datasets import Datasets, Reading, build_datasets
 from megatron.errors import DataError, LaunchError
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
@@ -71,7 +71,7 @@ def test_the_copy_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(said) == 1 and locations[prefix] in said[0]
     before = build_datasets(asked, 4, 0, 0).train
     (tmp_path / "x.bin").write_bytes(bytes(160))  # the same size, all zeros
-    built = build_datasets(asked, 4, 0, 0, locations=locations).train
+    built = build_datasets(asked, 4, 0, 0, reading=Reading(locations)).train
     assert before is not None and built is not None
     assert all(
         built[i].tolist() == list(range(built[i][0], built[i][0] + 9)) for i in range(len(built))
