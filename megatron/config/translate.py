@@ -8,9 +8,11 @@ meaning.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from megatron.config.option import COUNT, NATURAL, Option, Range
@@ -68,11 +70,7 @@ def meaning(written: str, values: Mapping[str, Any]) -> str:
     said = " ".join(all_options()[name].written(value) for name, value in values.items())
     if not said:
         return f"{written} has no effect: this is always the case"
-    return (
-        f"{written} means {said}"
-        if len(said) <= _NOTICE
-        else f"{written} means {said[:_NOTICE]}..."
-    )
+    return f"{written} means {said[:_NOTICE]}{'...' * (len(said) > _NOTICE)}"
 
 
 _TEXT = Option()
@@ -151,10 +149,11 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, object]:
         fields = part.split()
         if len(fields) != 3 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?:[0-9]+(\.[0-9]*)?", fields[1]):
             raise ValueError(f"has '{part.strip()[:80]}' where {_WEIGHTED} is expected")
-        weight, (start, end), prefix = fields[0], map(float, fields[1].split(":")), fields[2]
+        weight, part_of_file, prefix = fields
+        start, end = map(float, part_of_file.split(":"))
         if (start, end) != (0, 1):
             raise ValueError(
-                f"uses the part {fields[1]} of {prefix}, but only whole files (0:1) are supported: "
+                f"uses the part {part_of_file} of {prefix}, but only whole files (0:1) are supported: "
                 "use --data-path with --split if all files have the same parts, else separate files"
             )
         pairs += [weight, prefix]
@@ -181,12 +180,11 @@ def _splits_of_file(words: list[str]) -> dict[str, object]:
     found: dict[str, Any] = {}
     for split in ("train", "valid", "test"):
         listed = content.get(split)
-        if listed is not None and not isinstance(listed, (list, str)):
+        if not isinstance(listed, (list, str, NoneType)):
             raise ValueError(f'{words[0]}: "{split}" is not a list of WEIGHT PREFIX pairs')
         if listed:
-            found[f"{split}_data_path"] = (
-                listed.split() if isinstance(listed, str) else list(map(str, listed))
-            )
+            own = listed.split() if isinstance(listed, str) else [*map(str, listed)]
+            found[f"{split}_data_path"] = own
     return found
 
 
@@ -229,8 +227,6 @@ DIRECT: Mapping[str, Direct] = {
 def translate_late(settings: Settings, flags: Flags) -> None:
     """Set the settings that correspond to the LATE flags among `flags`."""
     present = {flag: words for flag, words in flags.items() if flag in LATE and not is_off(words)}
-    if NO_PIPELINE in present:
-        _no_pipeline(settings)
     if NO_DROPS in present:
         for name in LATE[NO_DROPS]:
             settings.give(name, None, NO_DROPS)
@@ -238,52 +234,16 @@ def translate_late(settings: Settings, flags: Flags) -> None:
             f"{NO_DROPS} means no --moe-expert-capacity-factor: all tokens count"
         )
     try:
-        _give_axes(settings, present)
-        _Stages(settings, present).give()
+        _Late(settings, present).give()
     except ValueError as error:
         settings.problems.append(str(error))
 
 
-def _no_pipeline(settings: Settings) -> None:
-    stages = settings.given.get("pipeline_model_parallel_size", 1)
-    if stages > 1:
-        settings.problems.append(
-            f"{NO_PIPELINE} contradicts --pipeline-model-parallel-size {stages} "
-            f"({settings.origins['pipeline_model_parallel_size']}): remove one"
-        )
-    else:
-        settings.notices.append(
-            f"{NO_PIPELINE} has no effect: --pipeline-model-parallel-size alone decides"
-        )
+class _Late:
+    """Settings from flags that depend on others, and layers per stage.
 
-
-def _give_axes(settings: Settings, flags: Flags) -> None:
-    """Set the tensor-parallel size to the product of AxoNN's three. Raises ValueError."""
-    used = [flag for flag in AXES if flag in flags]
-    name = "tensor_model_parallel_size"
-    size = 1
-    for flag in used:
-        try:
-            size *= _COUNT.parse(flags[flag])
-        except ValueError as error:
-            raise ValueError(f"{flag} {error}") from None
-    if not used:
-        return
-    said = " ".join(" ".join([flag, *flags[flag]]) for flag in used)
-    chosen = settings.given.get(name, size)
-    written = all_options()[name].written
-    if chosen != size and not settings.origins[name].startswith("preset "):
-        raise ValueError(
-            f"{said} means {written(size)}, but {written(chosen)} is given: use one of them"
-        )
-    settings.give(name, size, f"command line: {said}")
-    settings.notices.append(meaning(said, {name: size}))
-
-
-class _Stages:
-    """Layers per stage, from flags that describe the first and the last stage.
-
-    These also hold the embedding and the loss.
+    The latter are from flags that describe the first and the last stage, which also hold the
+    embedding and the loss.
     """
 
     def __init__(self, settings: Settings, flags: Flags) -> None:
@@ -291,41 +251,45 @@ class _Stages:
         self.flags = flags
         self.pipeline: int = settings.given.get("pipeline_model_parallel_size", 1)
         self.layers: int | None = settings.given.get("num_layers")
-        self.embedding, self.loss = self._is_on(EMBEDDING), self._is_on(LOSS)
+        self.embedding = self._is_on(EMBEDDING)
+        self.loss = self._is_on(LOSS)
 
     def give(self) -> None:
-        """Set pipeline_layout, or the layers of a chunk.
+        """Set them. Raises ValueError for an impossible layout."""
+        if NO_PIPELINE in self.flags and self.pipeline > 1:
+            self.settings.problems.append(
+                f"{NO_PIPELINE} contradicts --pipeline-model-parallel-size {self.pipeline} "
+                f"({self.settings.origins['pipeline_model_parallel_size']}): remove one"
+            )
+        elif NO_PIPELINE in self.flags:
+            self.settings.notices.append(
+                f"{NO_PIPELINE} has no effect: --pipeline-model-parallel-size alone decides"
+            )
+        axes = [flag for flag in AXES if flag in self.flags]  # AxoNN's
+        if axes:
+            size = math.prod(self._read(flag, _COUNT) for flag in axes)
+            self._say(self._written(axes), {"tensor_model_parallel_size": size})
+        self._give_stages()
 
-        Raises ValueError for an impossible layout.
-        """
-        ways: dict[Callable[[int, int], list[int]], list[str]] = {
-            self._by_partition: [PARTITION],
-            self._by_ends: [FIRST, LAST],
-            self._by_text: [LAYOUT],
-            self._by_embedding_and_loss: [EMBEDDING, LOSS],
+    def _give_stages(self) -> None:
+        """Set pipeline_layout, or the layers of a chunk."""
+        ways: dict[Callable[[int, int], list[int]], tuple[str, ...]] = {
+            self._by_partition: (PARTITION,),
+            self._by_ends: (FIRST, LAST),
+            self._by_text: (LAYOUT,),
+            self._by_embedding_and_loss: (EMBEDDING, LOSS),
         }
-        used = {
-            way: flags
-            for way, listed in ways.items()
-            if (flags := [f for f in listed if f in self.flags])
-        }
+        used = [(way, said) for way, flags in ways.items() if (said := self._written(flags))]
         if len(used) > 1:
-            several = " and ".join(self._written(flags) for flags in used.values())
+            several = " and ".join(said for _, said in used)
             raise ValueError(
                 f"{several} contradict each other: use one of them, or --pipeline-layout"
             )
         self._give_expert_layers()
-        if (
-            self.layers is None
-            or {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad
-        ):
-            return  # reported elsewhere
-        way, flags = next(
-            iter(used.items()), (None, [flag for flag in CHUNKS if flag in self.flags])
-        )
-        if not flags:
-            return
-        said = self._written(flags)
+        bad = {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad
+        way, said = used[0] if used else (None, self._written(CHUNKS))
+        if self.layers is None or bad or not said:
+            return  # reported elsewhere, or nothing to set
         chunks = self._chunks()
         if self.pipeline == 1:
             self.settings.notices.append(f"{said} has no effect: there is one stage")
@@ -353,12 +317,12 @@ class _Stages:
         interval = self._read(EXPERT_INTERVAL, _COUNT)
         if interval is None or not self.layers:
             return
+        said = self._written((EXPERT_INTERVAL,))
         if self.settings.given.get("num_experts") in (None, 0, 1):
-            said = self._written([EXPERT_INTERVAL])
             self.settings.notices.append(f"{said} has no effect: there are no experts")
             return
         freq = [int(layer % interval == 0) for layer in range(1, self.layers + 1)]
-        self._say(self._written([EXPERT_INTERVAL]), {"moe_layer_freq": freq})
+        self._say(said, {"moe_layer_freq": freq})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
         """Return counts by Megatron-DeepSpeed's partition method.
@@ -383,7 +347,7 @@ class _Stages:
         each, rest = divmod(layers + more, self.pipeline * chunks)
         if rest:
             raise ValueError(
-                f"{self._written([EMBEDDING, LOSS])}: {layers} layers and {more} more are not a "
+                f"{self._written((EMBEDDING, LOSS))}: {layers} layers and {more} more are not a "
                 f"multiple of {self.pipeline * chunks} stages: use --pipeline-layout with the "
                 "layers of each stage"
             )
@@ -400,7 +364,7 @@ class _Stages:
         if rest or left < 0 or any(rank % chunks for rank in ranks):
             within = f" in {chunks} chunks each" if chunks > 1 else ""
             raise ValueError(
-                f"{self._written([FIRST, LAST])} leaves {left} of {layers} layers, which {middle} "
+                f"{self._written((FIRST, LAST))} leaves {left} of {layers} layers, which {middle} "
                 f"stages{within} cannot share evenly: use --pipeline-layout with the layers of "
                 "each stage"
             )
@@ -436,10 +400,8 @@ class _Stages:
             raise ValueError(
                 f"{' and '.join(numbers)} both set the number of chunks: use one of them"
             )
-        for number in numbers.values():
-            return number
-        if per_chunk is None:
-            return 1
+        if numbers or per_chunk is None:
+            return next(iter(numbers.values()), 1)
         assert self.layers is not None
         return max(1, (self.layers + self.embedding + self.loss) // (self.pipeline * per_chunk))
 

@@ -133,6 +133,17 @@ class Attempt:
     interrupted: str = ""
     inquiry: Inquiry | None = None
 
+    def note(self, record: Mapping[str, object]) -> None:
+        """Write result.json: these figures and the circumstances. Raises ConfigError."""
+        circumstances = {
+            "exit_code": cause(self.run.exit_codes),
+            "started": self.started,
+            "ended": self.ended,
+            "hosts": self.hosts,
+        }
+        with _disk(self.job):
+            write_json(self.job.folder / RESULT, {**record, **circumstances})
+
 
 class Source:
     """Source of a runner's jobs, with the books of what each has given.
@@ -166,14 +177,7 @@ class Source:
                 result = self.figures(end.job)
             else:
                 result = Result(FAILED, end.why.kind, end.why.reason)
-            circumstances = {
-                "exit_code": cause(end.run.exit_codes),
-                "started": end.started,
-                "ended": end.ended,
-                "hosts": end.hosts,
-            }
-            with _disk(end.job):
-                write_json(folder / RESULT, vars(result) | circumstances)
+            end.note(vars(result))
             self.finished.append(folder.name)
         self.results[folder.name] = result
         self.report(end, result)
