@@ -2,8 +2,8 @@
 
 "auto" leaves a value to the command line. A value that only the JSON has is used. A value that
 contradicts a chosen one is a problem that names both values, both places and the line of the file.
-deepspeed_json.toml lists the entries that set something, are refused or have no effect; unknown
-ones are passed to DeepSpeed unchanged.
+deepspeed_json.toml lists the entries that set something, are refused, have no effect or are passed
+to DeepSpeed; so are unknown ones, with a notice.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class _Merge:
             self._problem(
                 "optimizer", f"optimizer has entries that are not supported: {unknown}: remove them"
             )
-        for key in rest:
+        for key in rest.keys() - _tables()["passed_on"]:
             hint = "" if key in self.known else did_you_mean(key, self.known)
             self.settings.notices.append(f"{self._at(key)}: {key} is passed on to DeepSpeed{hint}")
         if rest:

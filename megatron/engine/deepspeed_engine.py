@@ -41,6 +41,7 @@ _COMMUNICATION = "deepspeed.comm.torch"
 for two minutes."""
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 """Imported without torch.compile where there is one: otherwise every start costs 2 to 4 s more."""
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
 class Model(torch.nn.Module):
@@ -166,15 +167,18 @@ def import_deepspeed(device: Any = "cpu") -> Any:
 def deepspeed_json(config: Config) -> dict[str, Any]:
     """Return the configuration for DeepSpeed.
 
-    Settings of the Engine override entries that the user passes through. Batch sizes, precision and
-    ZeRO's stage are placeholders: the Engine has its own.
+    Settings of the Engine override entries that the user passes through. Precision and ZeRO's stage
+    are placeholders: the Engine has its own. So has the flops profiler, whose engine sees no forward
+    pass (training/run/deepspeed_reports.py).
     """
     extra: Mapping[str, Any] = config.engine.extra or {}
+    batch = config.batch
     return {
         **extra,
-        "train_batch_size": 1,
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+        "flops_profiler": {**extra.get("flops_profiler", {}), "enabled": False},
+        "train_batch_size": batch.global_batch_size,
+        "train_micro_batch_size_per_gpu": batch.micro_batch_size,
+        "gradient_accumulation_steps": batch.global_batch_size // batch.micro_batch_size,
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "zero_optimization": {**extra.get("zero_optimization", {}), "stage": 0},
@@ -207,6 +211,9 @@ def start_engine(
         # The device is the one the topology chose: LOCAL_RANK is not its number where each task
         # sees one device.
         args = SimpleNamespace(device_rank=index)
+        if dist.get_backend() == "fake":  # of a dry run, which writes nothing
+            kept = {name: x for name, x in arguments["config"].items() if name not in _MONITORS}
+            arguments["config"] = kept
         try:
             engine, *_ = deepspeed.initialize(args=args, **arguments)
         except importlib.import_module("pydantic").ValidationError as error:
@@ -217,6 +224,7 @@ def start_engine(
             raise ConfigError(
                 f"{where}DeepSpeed rejects this {error.title}: {wrong}, with {_installed()}{remedy}"
             ) from error
+    engine.set_gradient_accumulation_boundary(True)  # each step is that of a global batch
     return engine
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -230,3 +231,38 @@ def test_what_users_of_deepspeed_have_of_its_engine() -> None:
     """Its steps, learning rate, module and optimizer are those of the run."""
     (found,) = run_processes(1, what_deepspeed_has)
     assert found == {"moved": True, "steps": 2, "module": True, "rate": 0.1, "optimizer": True}
+
+
+def read_csv(file: Path) -> list[tuple[int, float]]:
+    rows = [line.split(",") for line in file.read_text().split()]
+    return [(int(step), float(value)) for step, value in rows if step != "step"]
+
+
+@pytest.mark.slow
+def test_deepspeed_reports_what_its_json_asks_for(tmp_path: Path) -> None:
+    """Its reports, over a resume, are those of a run without them, written once for all ranks."""
+    asked = {
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"},
+        "comms_logger": {"enabled": True, "prof_all": True},
+        "flops_profiler": {"enabled": True, "profile_step": 3, "output_file": f"{tmp_path}/flops"},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(asked))
+    words = [*TINY, "--pipeline-model-parallel-size", "2"]
+    reports = ["--deepspeed_config", f"{tmp_path}/ds.json", "--save", f"{tmp_path}/saved"]
+    plain = launch(4, [*words, "--metrics-file", f"{tmp_path}/plain"])
+    first = launch(4, [*words, *reports, "--exit-interval", "2"])
+    second = launch(4, [*words, *reports, "--load", f"{tmp_path}/saved"])
+    outcomes = [outcome for some in (plain, first, second) for outcome in some]
+    assert all(outcome is not None and outcome.code == 0 for outcome in outcomes), outcomes
+    records = [json.loads(line) for line in (tmp_path / "plain").read_text().splitlines()]
+    steps = [record for record in records if record["event"] == "iteration"]
+    for name, key in (("train_loss", "lm_loss"), ("lr", "learning_rate")):
+        written = read_csv(tmp_path / f"csv/Train_Samples_{name}.csv")
+        assert written == [(s["consumed_samples"], s[key]) for s in steps]
+    # two layers of rank 0 with 64 tokens: linear layers, and attention of all pairs, twice
+    expected = 2 * (64 * 12 * 32**2 + 2 * 2 * 32**3)
+    (macs,) = re.findall(r"fwd MACs per GPU: +([\d.]+) MMACs", (tmp_path / "flops").read_text())
+    assert float(macs) * 1e6 == pytest.approx(expected, abs=5e3)
+    # each of two steps sums a loss over all ranks: three numbers of fp64
+    (rows,) = (o.output for o in second if o is not None and "Comm. Op" in o.output)
+    assert re.search(r"^ +24\.0 B +2 ", rows, re.M), rows

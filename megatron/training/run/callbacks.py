@@ -220,6 +220,10 @@ def build_callbacks(
         ledger = Ledger(train, order, progress.consumed_samples, progress.sources)
         yield DataLedger(ledger, progress.iteration)
     yield TimeLeft(costs)
+    if config.engine.extra:
+        from megatron.training.run.deepspeed_reports import DeepSpeedReports
+
+        yield DeepSpeedReports(run)
     yield from config.pieces.callbacks
     yield EmptySteps()
     if config.logging.straggler_report:

@@ -34,10 +34,13 @@ def train_step(run: Run) -> Spike | None:
         )
     finish_step(run)  # the previous one
     values = run.schedules.at(progress)
+    samples = batches.global_batch_size(progress.consumed_samples)
+    deepspeed = run.engine.deepspeed  # which knows neither a resumed run nor sizes by schedule
+    deepspeed.global_steps = progress.iteration
+    deepspeed.global_samples = progress.consumed_samples + samples - deepspeed.train_batch_size()
     with run.timers("optimizer"):
         run.engine.start_step(values)
     loss = local_loss(losses, None if weights is None else weights.tensor, run.topology)
-    samples = batches.global_batch_size(progress.consumed_samples)
     progress.advance(samples, length)
     for callback in run.callbacks:
         callback.on_advance(run)
