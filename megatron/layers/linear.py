@@ -199,7 +199,10 @@ class _Linear(torch.autograd.Function):
         if again is None:
             # As autograd would, but before the product: recomputation ends with the last tensor
             # that is to be saved, and needs no product after it.
-            ctx.hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            hooks = getattr(
+                torch._C._autograd, "_top_saved_tensors_default_hooks", None
+            )  # from 2.7
+            ctx.hooks = hooks and hooks(True)
             if ctx.hooks is None:
                 ctx.save_for_backward(x)
             else:

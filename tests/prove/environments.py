@@ -131,6 +131,8 @@ def prepare(environment: Environment, cache: Path) -> tuple[Path, Path]:
         # DeepSpeed is built from source and wants to see torch: it is not built apart from it.
         _pip(python, ["--no-build-isolation", *options, environment.torch, *environment.others])
         mark.write_text(made_of)
+    for file in tree.rglob("*.py"):  # the clone may no longer have it
+        file.unlink()
     tree.mkdir(exist_ok=True)
     copy_tree(tree)
     _pip(python, ["--no-build-isolation", "--no-deps", "-e", str(tree)])
