@@ -25,7 +25,7 @@ from megatron.kernels.choose import ALL
 from megatron.kernels.choose import flash_attention as look_for_flash
 from megatron.layers.attention_blocked import blocked_attention
 from megatron.layers.attention_fused import flash_attention, torch_attention
-from megatron.layers.attention_unfused import unfused_attention
+from megatron.layers.attention_unfused import Scoring, unfused_attention
 
 # Sequence, micro-batch, groups, queries of a group, head dimension: 2048 tokens of 12 heads, or as
 # much.
@@ -51,15 +51,16 @@ def parts(mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
+FUSED = Scoring(fusions=ALL)
 WAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "torch": lambda x: torch_attention(*parts(x), None, None, 0.0),
-    "unfused": lambda x: unfused_attention(*parts(x), None, None, 0.0, None, ALL),
-    "blocked": lambda x: blocked_attention((x,), None, None, 0.0, None, True),
-    "blocked, torch's operators": lambda x: blocked_attention((x,), None, None, 0.0, None, False),
+    "torch": lambda x: torch_attention(*parts(x)),
+    "unfused": lambda x: unfused_attention(*parts(x), FUSED),
+    "blocked": lambda x: blocked_attention((x,), FUSED),
+    "blocked, torch's operators": lambda x: blocked_attention((x,)),
 }
 GPU_WAYS = {
     "torch": WAYS["torch"],
-    "flash-attn": lambda x: flash_attention(*parts(x), None, None, 0.0),
+    "flash-attn": lambda x: flash_attention(*parts(x)),
 }
 
 

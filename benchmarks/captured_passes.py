@@ -35,7 +35,7 @@ from megatron.model.gpt import build_chunks, layer_context, stages_of  # noqa: E
 from megatron.parallel.gradient_accumulator import GradientSink  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402
 from megatron.parallel.topology import Topology  # noqa: E402
-from megatron.pipeline.captured import Captures  # noqa: E402
+from megatron.pipeline.captured import Captures, Pool  # noqa: E402
 from megatron.pipeline.executor import Executor  # noqa: E402
 from megatron.planner.cluster import load_cluster  # noqa: E402
 from megatron.planner.stage import rates_of, stage_seconds  # noqa: E402
@@ -104,8 +104,9 @@ def micro_batch(layers: int, captured: bool, **more: Any) -> tuple[float, int]:
     captures = None
     if captured:
         of = {0: (stages[0], chunks["0"])}
-        captures = Captures(of, 0, message, topology.device, topology.flight, 1, lambda: None)
-    executor = Executor(topology, stages, "1f1b", 1, *message, captures=captures)
+        pool = Pool(topology.device, topology.flight, message)
+        captures = Captures(of, 0, pool, 1, lambda: None)
+    executor = Executor(topology, stages, "1f1b", message, captures=captures)
     tokens = torch.randint(VOCABULARY, (1, TOKENS + 1)).numpy()
     batches = [make_micro_batch(tokens)]
     least = float("inf")

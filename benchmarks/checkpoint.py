@@ -48,8 +48,7 @@ class Training:
         from megatron.engine.engine import Engine
         from megatron.model.gpt import (
             build_chunks,
-            hidden_dtype,
-            hidden_shape,
+            hidden_state,
             layer_context,
             stages_of,
         )
@@ -79,9 +78,7 @@ class Training:
             self.topology,
             stages_of(chunks),
             self.config.parallel.schedule,
-            1,
-            hidden_shape(self.config),
-            hidden_dtype(self.config),
+            hidden_state(self.config),
             context.weight_gradients,
             before_training=self.engine.begin,
         )

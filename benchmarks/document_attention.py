@@ -26,6 +26,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.layers.attention_fused import torch_attention
+from megatron.layers.attention_unfused import Scoring
 from megatron.layers.positions import Documents
 
 Attention = Callable[..., torch.Tensor]
@@ -78,7 +79,9 @@ def measure(options: argparse.Namespace, mean: float) -> str:
     sides: dict[str, Attention] = {
         "mask": lambda: under_a_mask(q, k, v, lengths),
         # The batches are made anew each time; a model makes them once for all layers.
-        "documents": lambda: torch_attention(q, k, v, None, Documents(bounds, lengths, b), 0.0),
+        "documents": lambda: torch_attention(
+            q, k, v, Scoring(documents=Documents(bounds, lengths, b))
+        ),
     }
     times: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(options.repeats + 1):

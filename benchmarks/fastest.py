@@ -20,7 +20,7 @@ from megatron.kernels import choose, library, measured
 from megatron.kernels.measured import Measured
 from megatron.layers.attention_blocked import blocked_attention
 from megatron.layers.attention_fused import torch_attention
-from megatron.layers.attention_unfused import PLAIN
+from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.training.run.host import tune_allocator
 
 Run = Callable[[], object]
@@ -119,15 +119,15 @@ def passes(way: Callable[..., Any], x: torch.Tensor) -> Run:
     return partial(both_passes, way, (x,), [x])
 
 
-def by_torch(x: torch.Tensor, scoring: Any = PLAIN) -> torch.Tensor:
+def by_torch(x: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
     """Return attention of a projection [s, b, heads, 3, 64] by torch."""
     q, k, v = x.unbind(3)
-    return torch_attention(q, k, v, None, None, 0.0, scoring)
+    return torch_attention(q, k, v, scoring)
 
 
-def by_blocks(x: torch.Tensor, scoring: Any = PLAIN) -> torch.Tensor:
+def by_blocks(x: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
     """Return the same by products of blocks."""
-    return blocked_attention((x,), None, None, 0.0, None, True, scoring=scoring)
+    return blocked_attention((x,), scoring._replace(fusions=choose.ALL))
 
 
 def chosen(case: str, way: str, run: Run) -> Run:

@@ -148,13 +148,13 @@ def _masked_bytes(shape: Shape, e: int) -> tuple[float, float]:
 
 def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     """Scores become weights in their place; what is there the next time are small scores."""
-    law = (None, 0, shape[2] - shape[1], 1, SCALE, 0.0, 0)
+    place = (None, 0, shape[2] - shape[1], None, attention.Law(1, SCALE))
 
     def way(operator: Way) -> Way:
         scores, logarithms = drawn.clone(), torch.empty(shape[0], shape[2], device=device)
 
         def call() -> tuple[Tensor, Tensor]:
-            operator(scores, logarithms, *law)
+            operator(attention.Block(scores, logarithms, *place))
             return scores, logarithms[:, -shape[1] :]
 
         return call
@@ -165,14 +165,14 @@ def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
 def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     """Overwrite scores and gradients in place, without letting either vanish over time."""
-    law = (None, 0, shape[2] - shape[1], 0, 1, SCALE, 0.0, 0)
+    place = (None, 0, shape[2] - shape[1], 0, attention.Law(1, SCALE))
     ones = torch.ones(shape[0], shape[2], device=device)  # logarithms and dots
 
     def way(operator: Way) -> Way:
         scores, gradients = drawn.clone(), drawn.flip(0).contiguous()
 
         def call() -> tuple[Tensor, Tensor]:
-            operator(scores, gradients, ones, ones, *law)
+            operator(attention.GradientBlock(scores, ones, *place, gradients, ones))
             return scores, gradients
 
         return call

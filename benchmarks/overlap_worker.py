@@ -115,9 +115,7 @@ class SleepingPipeline:
             topology,
             stages,
             job["schedule"],
-            job["chunks"],
-            (job["numel"],),
-            torch.float32,
+            ((job["numel"],), torch.float32),
             self.queue,
         )
         self._micro_batches = list(range(job["micro_batches"]))

@@ -110,7 +110,7 @@ def executor(data: int, repeat: int) -> list[Row]:
     made = Topology.create(TENSOR, PIPELINE)
     weight = torch.ones(4, requires_grad=True)
     stage = made.pipeline.rank
-    run = Executor(made, {stage: lambda _, hidden: hidden * weight}, "1f1b", 1, (4,), torch.float32)
+    run = Executor(made, {stage: lambda _, hidden: hidden * weight}, "1f1b", ((4,), torch.float32))
     micro_batches = list(range(MICRO_BATCHES))
     first, _ = measured(
         f"first step of {MICRO_BATCHES} micro-batches", lambda: run.train(micro_batches)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import types
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from benchmarks import parity
 from benchmarks.parity import CAPTURED, LOSS, NO_DROPOUT, NORM, ON_CPU, PRECISION
 from megatron.config import Config
 from megatron.data.sampler import Separation, make_micro_batch
-from megatron.kernels.ops.attention import Law
+from megatron.kernels.ops.attention import REFERENCES, Law
 from megatron.layers import ring
+from megatron.layers.attention_blocked import Weigher
 from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.layers.context import ParameterFactory, normal
@@ -269,13 +269,14 @@ def documents_on(device: torch.device, lengths: np.ndarray) -> Documents:
 
 
 def run_attention(
-    core, case: tuple, dtype: torch.dtype, device: torch.device
+    core, case: tuple, dtype: torch.dtype, device: torch.device, scoring: Scoring = PLAIN
 ) -> list[torch.Tensor]:
     """Return output and gradients of q, k and v, in float64 on the CPU."""
     q, k, v = (x.detach().to(device, dtype, copy=True).requires_grad_() for x in case[:3])
     alibi, lengths = case[3], case[4]
     documents = None if lengths is None else documents_on(device, lengths)
-    out = core(q, k, v, None if alibi is None else Alibi(alibi.slopes.to(device)), documents, 0.0)
+    alibi = None if alibi is None else Alibi(alibi.slopes.to(device))
+    out = core(q, k, v, scoring._replace(alibi=alibi, documents=documents))
     weights = torch.arange(out.numel(), dtype=torch.float64).cos().view(out.shape)
     out.backward(weights.to(device, dtype))
     return [x.detach().cpu().double() for x in (out, q.grad, k.grad, v.grad)]
@@ -318,10 +319,9 @@ class AttentionOperators(TorchDispatchMode):
 @pytest.mark.parametrize("scoring", [PLAIN, Scoring(0.2, window=20)], ids=["all", "window"])
 def test_torch_gets_all_documents_in_one_call(scoring, groups, head_dim) -> None:
     case = attention_case(8, groups, False, True, head_dim)
-    attend = partial(torch_attention, scoring=scoring)
-    expected = run_attention(attend, case, torch.float64, torch.device("cpu"))
+    expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"), scoring)
     with AttentionOperators() as seen:
-        found = run_attention(attend, case, torch.bfloat16, DEVICE)
+        found = run_attention(torch_attention, case, torch.bfloat16, DEVICE, scoring)
     close(found, expected, 2e-2)
     assert seen.names == ["_flash_attention_forward", "_flash_attention_backward"]
 
@@ -333,9 +333,10 @@ def test_cudnn_makes_no_plans_for_shapes_that_change(alibi) -> None:
     q, k, v = (x.to(DEVICE, torch.bfloat16).requires_grad_() for x in (q, k, v))
     bias = None if bias is None else Alibi(bias.slopes.to(DEVICE))
     with AttentionOperators() as seen:
-        torch_attention(q, k, v, bias, documents_on(DEVICE, lengths), 0.0).sum().backward()
+        scoring = Scoring(alibi=bias, documents=documents_on(DEVICE, lengths))
+        torch_attention(q, k, v, scoring).sum().backward()
         with torch.no_grad():
-            torch_attention(q, k, v, bias, None, 0.0)
+            torch_attention(q, k, v, Scoring(alibi=bias))
     assert len(seen.names) >= 3 and not any("cudnn" in name for name in seen.names)
 
 
@@ -359,10 +360,11 @@ def test_a_ring_of_one_place(monkeypatch, backend, heads, groups, documents) -> 
     nothing = types.SimpleNamespace(wait=lambda: torch.zeros((), device=DEVICE))
     monkeypatch.setattr(ring.Ring, "rotate", lambda self, x: nothing)
 
-    def attend(q, k, v, alibi, documents, dropout):
-        law = Law(heads // groups, q.shape[-1] ** -0.5, 0.0, 0)
+    def attend(q, k, v, scoring):
+        law = Law(heads // groups, q.shape[-1] ** -0.5)
         flash = Flash(backend, law.share, law.scale) if backend else None
-        of = ring.Ring(Group((0,), 0), 1, 1, law, None, False, documents, flash)
+        weigher = Weigher(REFERENCES, None, law)
+        of = ring.Ring(Group((0,), 0), 1, 1, weigher, scoring.documents, flash)
         return ring._Ring.apply(of, q.unflatten(2, (-1, law.share)), k, v).flatten(2, 3)
 
     case = attention_case(heads, groups, False, documents)
@@ -402,9 +404,8 @@ def test_documents_are_attended_to_without_waiting_for_the_device(core: str) -> 
         try:
             moved = batch.to(DEVICE)
             assert moved.cu_seqlens is not None and moved.document_lengths is not None
-            attend(
-                q, k, v, None, Documents(moved.cu_seqlens, moved.document_lengths, 2), 0.1
-            ).sum().backward()
+            documents = Documents(moved.cu_seqlens, moved.document_lengths, 2)
+            attend(q, k, v, Scoring(documents=documents, dropout=0.1)).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -421,6 +422,6 @@ def test_attention_dropout_is_a_function_of_its_key(core: str, documents: bool) 
     outputs = []
     for seed in (5, 5, 6):
         with seeded(DEVICE, seed):
-            outputs.append(attend(q, k, v, None, cut, 0.3))
+            outputs.append(attend(q, k, v, Scoring(documents=cut, dropout=0.3)))
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)

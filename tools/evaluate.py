@@ -221,7 +221,7 @@ def evaluate_with_lm_eval(args: argparse.Namespace, trained: Trained) -> None:
 
 def evaluate(args: argparse.Namespace, trained: Trained) -> None:
     """Evaluate and print the result on rank 0."""
-    from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
+    from megatron.model.gpt import hidden_state, stages_of
     from megatron.pipeline.executor import Executor
     from megatron.training.report.events import Evaluated
     from megatron.training.run.evaluation import mean_loss
@@ -231,9 +231,7 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
         topology,
         stages_of(trained.chunks),
         config.schedule,
-        config.parallel.num_chunks,
-        hidden_shape(config),
-        hidden_dtype(config),
+        hidden_state(config),
     )
     start, first = time.perf_counter(), topology.world.is_first
     with ExitStack() as stack:

@@ -59,12 +59,12 @@ from megatron.errors import ConfigError
 from megatron.kernels.choose import Fusions
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.ops.optimizer import FusedAdamW
-from megatron.model.gpt import hidden_dtype, hidden_shape, stages_of
+from megatron.model.gpt import hidden_state, stages_of
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Shards, Topology
-from megatron.pipeline.captured import Captures
+from megatron.pipeline.captured import Captures, Pool
 from megatron.pipeline.executor import Executor
 
 if TYPE_CHECKING:
@@ -743,15 +743,13 @@ def build_executor(
     """
     some: Any = next(iter(chunks.values()))
     stages, captures = stages_of(chunks), None
-    message = hidden_shape(config), hidden_dtype(config)
+    message = hidden_state(config)
     if config.kernels.cuda_graph_impl is not None and topology.device.type != "meta":
         _check_masks(config, some.context.fusions)
         captures = Captures(
             {number: (stages[number], chunks[str(number)]) for number in stages},
             config.parallel.num_stages - 1,
-            message,
-            topology.device,
-            topology.flight,
+            Pool(topology.device, topology.flight, message),
             config.kernels.cuda_graph_warmup_steps,
             engine.wait_for_weights,
         )
@@ -759,8 +757,7 @@ def build_executor(
         topology,
         stages,
         config.schedule,
-        config.parallel.num_chunks,
-        *message,
+        message,
         some.context.weight_gradients,
         before_training=engine.begin,
         after_backward=engine.pass_ends,

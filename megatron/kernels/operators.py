@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from megatron.errors import KernelError
 from megatron.kernels.library import TYPES, library_of
 from megatron.kernels.work import Computation
+from megatron.parallel.autograd import Context
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ WORK: dict[str, str | Callable[..., Computation]] = {}
 class Gradient(NamedTuple):
     """Functions that differentiate an operator.
 
-    save      (ctx, inputs, output): keeps what the backward pass needs
+    save      (ctx, inputs or their record, output): keeps what the backward pass needs
     backward  (ctx, *gradients): one gradient or None for each input; a second derivative is an
               error, since torch would treat the gradients as constants
     hidden    how many of the results, the last ones, are for the backward pass alone: a call does
@@ -53,13 +54,14 @@ class Gradient(NamedTuple):
 def operator(
     schema: str,
     kernel: Callable[..., object],
-    reference: Callable[..., object],
+    reference: Callable[..., T],
     shapes: Callable[..., object] | None = None,
     *,
+    record: Callable[..., object] | None = None,
     check: Callable[..., None] | None = None,
     gradient: Gradient | None = None,
     work: str | Callable[..., Computation] = "copy",
-) -> Any:
+) -> Callable[..., T]:
     """Define `megatron::<schema>` and return it, ready to call.
 
     kernel     computes it with the compiled library: (results of `shapes`, if there are any,
@@ -67,6 +69,7 @@ def operator(
     reference  computes it with torch's operators
     shapes     makes empty results of the right shape, dtype and device; None for an operator
                without results
+    record     makes a record of the inputs, which all these functions get instead
     check      (name, *inputs): raises KernelError if an input does not fit; None for the backward
                passes, which get what autograd and the forward pass have checked
     work       the kind of a memory-bound kernel that reads its inputs and writes its results once
@@ -75,9 +78,11 @@ def operator(
     name = schema.partition("(")[0]
 
     def run(*inputs: Any) -> Any:
+        first = inputs[0]
+        if record is not None:
+            inputs = (record(*inputs),)
         if check is not None:
             check(name, *inputs)
-        first = inputs[0]
         if isinstance(first, Tensor):
             compiled = library_of(first).handle is not None and first.numel() > 0
         else:
@@ -94,8 +99,12 @@ def operator(
     _LIBRARY.define(schema)
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, run, key)
-    torch.library.register_fake(f"megatron::{name}", shapes or (lambda *_: None), lib=_LIBRARY)
-    differentiable = None if gradient is None else _differentiable(name, run, gradient)
+
+    def empty(*inputs: Any) -> object:
+        return shapes and shapes(*inputs if record is None else [record(*inputs)])
+
+    torch.library.register_fake(f"megatron::{name}", empty, lib=_LIBRARY)
+    differentiable = None if gradient is None else _differentiable(name, run, gradient, record)
     visible = gradient.visible if gradient is not None and gradient.hidden else None
     registered = getattr(torch.ops.megatron, name).default
     writes = shapes is None  # to its inputs: autograd has to know, where it records
@@ -114,29 +123,37 @@ def operator(
     return call
 
 
-def _differentiable(name: str, run: Callable[..., Any], gradient: Gradient) -> Any:
+def _differentiable(
+    name: str,
+    run: Callable[..., Any],
+    gradient: Gradient,
+    record: Callable[..., object] | None,
+) -> Any:
     """Register how an operator is differentiated, and return a function that does it by itself."""
     hidden = gradient.hidden
 
-    def once(ctx: Any, *gradients: Any) -> Any:
+    def once(ctx: Context, *gradients: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             raise KernelError(
                 f"{name} has no second derivative; use torch's own operators where one is needed"
             )
         return gradient.backward(ctx, *gradients)
 
-    def forward(ctx: Any, *inputs: Any) -> Any:
+    def forward(ctx: Context, *inputs: Any) -> Any:
         results = run(*inputs)
-        gradient.save(ctx, inputs, results)
+        save(ctx, inputs, results)
         return gradient.visible(results)
 
-    def save_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(ctx: Context, inputs: tuple[Any, ...], output: Any) -> None:
+        gradient.save(ctx, inputs if record is None else record(*inputs), output)
+
+    def save_all(ctx: Context, inputs: tuple[Any, ...], output: Any) -> None:
         """Save the same where torch's dispatcher differentiates, and returns all results."""
-        gradient.save(ctx, inputs, output)
+        save(ctx, inputs, output)
         if hidden:
             ctx.mark_non_differentiable(*output[-hidden:])
 
-    def backward_of_all(ctx: Any, *gradients: Any) -> Any:
+    def backward_of_all(ctx: Context, *gradients: Any) -> Any:
         return once(ctx, *(gradients[:-hidden] if hidden else gradients))
 
     torch.library.register_autograd(
@@ -145,24 +162,6 @@ def _differentiable(name: str, run: Callable[..., Any], gradient: Gradient) -> A
     passes = {"forward": staticmethod(forward), "backward": staticmethod(once)}
     function: Any = type(f"megatron::{name}", (torch.autograd.Function,), passes)
     return function.apply
-
-
-def takes(
-    record: Callable[..., Any], after: int = 0
-) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Make a function of a record one of an operator's inputs, of which `record` makes the record.
-
-    `after`: how many other arguments come first.
-    """
-
-    def decorate(function: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(function)
-        def call(*inputs: object) -> T:
-            return function(*inputs[:after], record(*inputs[after:]))
-
-        return call
-
-    return decorate
 
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple})
@@ -253,20 +252,13 @@ def check_type(
             )
 
 
-def check_device(operator: str, **tensors: Tensor | None) -> None:
-    """Check that the tensors are on one device."""
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    first = next(iter(devices))
-    for name, device in devices.items():
-        if device != devices[first]:
-            raise KernelError(f"{operator}: {name} is on {device} but {first} on {devices[first]}")
-
-
-def check_contiguous(operator: str, **tensors: Tensor | None) -> None:
-    """Check that the tensors are contiguous."""
+def check_device(operator: str, x: Tensor, /, **tensors: Tensor | None) -> None:
+    """Check that the tensors are on the device of x."""
     for name, tensor in tensors.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise KernelError(f"{operator}: {name} of strides {tensor.stride()} is not contiguous")
+        if tensor is not None and tensor.device != x.device:
+            raise KernelError(
+                f"{operator}: {name} is on {tensor.device} but others are on {x.device}"
+            )
 
 
 def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -> None:
@@ -278,23 +270,39 @@ def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -
             )
 
 
-def check_all(operator: str, **tensors: Tensor | None) -> None:
-    """Check that the tensors have one floating type and device, are contiguous, and not scalars."""
-    check_type(operator, TYPES, **tensors)
-    check_device(operator, **tensors)
-    check_contiguous(operator, **tensors)
+def check_all(
+    operator: str, shape: Iterable[int] | None = None, /, **tensors: Tensor | None
+) -> None:
+    """Check that the tensors have one floating type and device, are contiguous, and not scalars.
+
+    `shape`: that of each of them, if it is given.
+    """
+    first = next(tensor for tensor in tensors.values() if tensor is not None)
+    check_beside(operator, first, TYPES, shape, **tensors)
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dim() == 0:
             raise KernelError(f"{operator}: {name} has no dimension; [.., n] is needed")
 
 
 def check_beside(
-    operator: str, x: Tensor, allowed: Iterable[torch.dtype], **tensors: Tensor | None
+    operator: str,
+    x: Tensor,
+    allowed: Iterable[torch.dtype],
+    shape: Iterable[int] | None = None,
+    /,
+    **tensors: Tensor | None,
 ) -> None:
-    """Check that the tensors have one type of `allowed`, are on the device of x, and contiguous."""
+    """Check that the tensors have one type of `allowed`, the device of x, and are contiguous.
+
+    `shape`: that of each of them, if it is given.
+    """
     check_type(operator, allowed, **tensors)
-    check_device(operator, x=x, **tensors)
-    check_contiguous(operator, **tensors)
+    check_device(operator, x, **tensors)
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise KernelError(f"{operator}: {name} of strides {tensor.stride()} is not contiguous")
+    if shape is not None:
+        check_shape(operator, shape, **tensors)
 
 
 # -- sums over rows --------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import Scoring, cached_attention, unfused_attention
 from megatron.layers.context import CallContext, Fill, LayerContext
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
-from megatron.layers.positions import Documents, RotaryEmbedding
-from megatron.parallel.keyed_random import WHOLE, Place, Site, mix, seeded
+from megatron.layers.positions import RotaryEmbedding
+from megatron.parallel.keyed_random import Site, mix, seeded
 from megatron.parallel.sharding import Rows
 
 if TYPE_CHECKING:
@@ -52,15 +52,13 @@ class CoreAttention:
         self.parts = context.parts
         self.part = context.heads_part
         self.attention = attention
-        self.fusions = context.fusions
         window = config.window(layer)
         self.scoring = Scoring(
             config.softmax_scale,
             config.attention_logit_softcapping or 0.0,
             NO_WINDOW if window is None else window,
-        )
-        self.alibi = (
-            context.alibi(self.heads) if config.position_embedding_type == "alibi" else None
+            context.alibi(self.heads) if config.position_embedding_type == "alibi" else None,
+            context.fusions,
         )
         self.largest: Tensor | None = None
 
@@ -72,32 +70,31 @@ class CoreAttention:
         if call.cache is not None:
             q, k, v = tensors
             if (stored := call.cache.put(self.layer, k, v)) is not None:
-                return cached_attention(q, *stored, call.cache.padding, self.alibi, self.scoring)
+                return cached_attention(q, *stored, call.cache.padding, self.scoring)
         if self.parts is not None:
             assert self.parts.attend is not None, "the model sets it"
             return self.parts.attend(self.parts, self, call, *tensors)
         return self.within(call, None, *tensors)
 
-    def masks(self, call: CallContext, positions: int) -> tuple[int | None, Place]:
-        """Return seed and place of the masks of the weights [b, this rank's heads, positions, keys].
-
-        No seed if dropout is off.
-        """
+    def scoring_of(self, call: CallContext, positions: int) -> Scoring:
+        """Return the scoring in a call, of weights [b, this rank's heads, positions, keys]."""
+        scoring = self.scoring._replace(documents=call.documents)
         if call.dropout is None:
-            return None, WHOLE
+            return scoring
         place = call.dropout.weights(positions, self.heads // self.part[1], *self.part)
-        return call.dropout.at(self.layer, Site.ATTENTION), place
+        seed = call.dropout.at(self.layer, Site.ATTENTION)
+        return scoring._replace(dropout=self.dropout, seed=seed, place=place)
 
     def within(self, call: CallContext, heads: slice | None, *tensors: Tensor) -> Tensor:
         """Return attention within the rows of the tensors, which are whole sequences.
 
         heads  theirs of the tensor rank's; None: all of them
         """
+        scoring = self.scoring_of(call, tensors[0].shape[0])
         if self.largest is not None and torch.is_grad_enabled():
             largest = self.largest if heads is None else self.largest[heads]
-            update_largest(largest, tensors, call.documents, self.scoring, call.padding)
-        core = partial(self._core, call.documents, *self.masks(call, tensors[0].shape[0]))
-        return self.again(core, *tensors)
+            update_largest(largest, tensors, scoring, call.padding)
+        return self.again(partial(self._core, scoring), *tensors)
 
     def again(self, core: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Return core(*tensors), which is recomputed in the backward pass if configured."""
@@ -112,36 +109,20 @@ class CoreAttention:
             return out
         return core(*tensors)
 
-    def _core(
-        self, documents: Documents | None, seed: int | None, place: Place, *tensors: Tensor
-    ) -> Tensor:
+    def _core(self, scoring: Scoring, *tensors: Tensor) -> Tensor:
         if self.attention == "blocked":
-            fused = self.fusions.attention_block
-            slopes = None if self.alibi is None else self.alibi.slopes
-            return blocked_attention(
-                tensors, slopes, documents, self.dropout, seed, fused, place, self.scoring
-            )
+            return blocked_attention(tensors, scoring)
         q, k, v = tensors
         if self.attention == "unfused":
-            return unfused_attention(
-                q,
-                k,
-                v,
-                self.alibi,
-                documents,
-                self.dropout,
-                seed,
-                self.fusions,
-                place,
-                self.scoring,
-            )
+            return unfused_attention(q, k, v, scoring)
         core = flash_attention if self.attention == "flash" else torch_attention
-        if seed is None or self.dropout == 0.0:
-            return core(q, k, v, self.alibi, documents, 0.0, self.scoring)
+        if not scoring.dropout:
+            return core(q, k, v, scoring)
         # These number the samples and heads of each call from 0, so that masks are those of one
         # micro-batch and rank.
-        with seeded(q.device, mix(seed, place.first())):
-            return core(q, k, v, self.alibi, documents, self.dropout, self.scoring)
+        assert scoring.place is not None, "dropout has a place"
+        with seeded(q.device, mix(scoring.seed, scoring.place.first())):
+            return core(q, k, v, scoring)
 
 
 MakeNorm = Callable[[str, int, Rows | None], torch.nn.Module]

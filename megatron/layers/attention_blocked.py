@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.config.parallel import TILE
 from megatron.kernels import choose
 from megatron.kernels.ops import attention as kernel
 from megatron.kernels.work import Attention, counts_as
 from megatron.layers.attention_unfused import PLAIN, Scoring
-from megatron.layers.positions import Documents
-from megatron.parallel.keyed_random import DropoutKey, Place
+from megatron.parallel.autograd import Context, Node
 
 # Scores of this many elements at once: a buffer of some MiB for any number of heads and samples.
 _SCORES = 1 << 22
 
 
-Settings = tuple[Tensor | None, bool, kernel.Law]
-"""Slopes of ALiBi, fp32 [heads] or None; whether the kernels compute; scale and dropout, as the
-kernels take them.
-"""
+class Weigher(NamedTuple):
+    """The operators that make weights of a block's scores, and their arguments.
+
+    slopes  of ALiBi, fp32 [heads], or None
+    """
+
+    operators: kernel.Operators
+    slopes: Tensor | None
+    law: kernel.Law
+
+
+def weigher(scoring: Scoring, q: Tensor, starts: Tensor, positions: int) -> Weigher:
+    """Return what weighs queries q [.., b, groups, share, d]; see Scoring.law."""
+    fused = scoring.fusions.attention_block and q.dtype != torch.float64
+    slopes = None if scoring.alibi is None else scoring.alibi.slopes
+    operators = kernel.KERNELS if fused else kernel.REFERENCES
+    return Weigher(operators, slopes, scoring.law(q, starts, positions))
 
 
 def block_length(length: int, dtype: torch.dtype) -> int:
@@ -120,18 +131,17 @@ def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return q.unflatten(2, (k.shape[2], -1)), k, v
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Node):
     """out [s, b, groups, share, d] of _split(tensors).
 
     The gradients are written in the layout of the tensors.
     """
 
     @staticmethod
-    def forward(ctx: Any, settings: Settings, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Context, weigher: Weigher, *tensors: Tensor) -> Tensor:
         q, k, v = _split(tensors)
-        slopes, fused, law = settings
+        operators, slopes, law = weigher
         s, b, groups, share, d = q.shape
-        weights = kernel.attention_weights_ if fused else kernel.weights_reference
         # All blocks count as one pass of attention, whose rate is measured as such.
         keys_seen = min(s, law.window + 1)
         with counts_as(Attention(b, groups * share, s, d, keys=keys_seen)):
@@ -154,28 +164,27 @@ class _Attention(torch.autograd.Function):
                     shape = part.stop - part.start, (last - first) * share, last - key
                     scores = buffer[: math.prod(shape)].view(shape)
                     torch.bmm(queries[part, rows], transposed(keys[part, key:last]), out=scores)
-                    weights(scores, logarithms, slopes, part.start, first, *law)
+                    operators.weights(
+                        kernel.Block(scores, logarithms, slopes, part.start, first, None, law)
+                    )
                     _put_product(result.rows[part, rows], scores, values[part, key:last])
             result.put()
         ctx.save_for_backward(out, logarithms, *tensors)
-        ctx.settings = settings
+        ctx.weigher = weigher
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
         out, logarithms, *tensors = ctx.saved_tensors
         gradients = tuple(torch.empty_like(x) for x in tensors)
         q, k, v = _split(tuple(tensors))
         dq, dk, dv = _split(gradients)
-        slopes, fused, law = ctx.settings
+        operators, slopes, law = ctx.weigher
         s, b, groups, share, d = q.shape
-        gradient = kernel.attention_gradient_ if fused else kernel.gradient_reference
-        row_dots = kernel.row_dots if fused else kernel.dots_reference
         keys_seen = min(s, law.window + 1)
         with counts_as(Attention(b, groups * share, s, d, True, keys_seen)):
             dout = dout.contiguous()
-            dots = query_rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+            dots = query_rows(operators.dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
             queries = query_rows(q)
             keys = key_rows(k)
             values = key_rows(v)
@@ -208,9 +217,8 @@ class _Attention(torch.autograd.Function):
                     )
                     torch.bmm(some_queries, transposed(some_keys), out=scores)
                     torch.bmm(some_douts, transposed(values[keys_here]), out=dscores)
-                    gradient(
-                        scores, dscores, logarithms, dots, slopes, part.start, first, first, *law
-                    )
+                    place = logarithms, slopes, part.start, first, first
+                    operators.gradient(kernel.GradientBlock(scores, *place, law, dscores, dots))
                     _put_product(to_values.rows[keys_here], scores.transpose(1, 2), some_douts)
                     _put_product(to_keys.rows[keys_here], dscores.transpose(1, 2), some_queries)
                     for at, stop, fresh in ((row, written, False), (max(row, written), end, True)):
@@ -225,53 +233,30 @@ class _Attention(torch.autograd.Function):
         return None, *gradients
 
 
-def blocked_attention(
-    tensors: tuple[Tensor, ...],
-    slopes: Tensor | None,
-    documents: Documents | None,
-    dropout: float,
-    seed: int | None,
-    fused: bool,
-    place: Place | None = None,
-    scoring: Scoring = PLAIN,
-) -> Tensor:
+def blocked_attention(tensors: tuple[Tensor, ...], scoring: Scoring = PLAIN) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
 
     tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come
                before its key and its value; or q [s, b, heads, d], k and v [s, b, groups, d]
-    slopes     of ALiBi, fp32 [heads], or None
-    dropout    of the weights, with masks by `seed` (megatron.parallel.keyed_random); no seed: none
-    fused      softmax and its gradient through the kernels, whose masks are their own
-    place      of the weights among those of the whole job (DropoutKey.weights); None: they are all
-               of them
     """
     q, k, _ = _split(tensors)
-    positions, samples, groups, share, d = q.shape
-    if dropout >= 1.0 and seed is not None:
+    positions, samples = q.shape[:2]
+    if scoring.dropout >= 1.0:
         return (q * 0.0 + k.unsqueeze(3) * 0.0).flatten(2, 3)
-    fused = fused and q.dtype != torch.float64
-    place = place or DropoutKey(0, 0).weights(positions, groups * share)
-
-    def at(rows: Tensor) -> Settings:
-        """Return the settings for documents that start at these rows of [s, b]."""
-        law = kernel.Law(share, scoring.factor(d), 0.0, 0, cap=scoring.cap, window=scoring.window)
-        if seed is not None and dropout > 0.0:
-            origins = place.after(rows % samples * place.outer + rows // samples)
-            law = law._replace(probability=dropout, seed=seed, origins=origins, positions=positions)
-        return slopes, fused, law
-
+    documents = scoring.documents
     if documents is None:
-        starts = torch.arange(samples, device=tensors[0].device)
-        result: Tensor = _Attention.apply(at(starts), *tensors).flatten(2, 3)  # type: ignore[no-untyped-call]
-        return result
+        starts = torch.arange(samples, device=q.device)
+        of_all = weigher(scoring, q, starts, positions)
+        return _Attention.apply(of_all, *tensors).flatten(2, 3)
     outs = []
     for starts, *batch in zip(
         documents.starts, *(documents.batches(x) for x in tensors), strict=True
     ):
-        out = _Attention.apply(at(starts), *(x.transpose(0, 1) for x in batch))  # type: ignore[no-untyped-call]
+        of_batch = weigher(scoring, q, starts, positions)
+        out = _Attention.apply(of_batch, *(x.transpose(0, 1) for x in batch))
         outs.append(out.transpose(0, 1).flatten(0, 1))
     rows = torch.cat(outs).index_select(0, documents.groups.scatter)
-    return rows.view(positions, samples, -1, d)
+    return rows.view(positions, samples, -1, q.shape[-1])
 
 
 _FEWER_KERNELS = 512
@@ -282,7 +267,6 @@ _FEWER_KERNELS = 512
 def update_largest(
     largest: Tensor,
     tensors: tuple[Tensor, ...],
-    documents: Documents | None,
     scoring: Scoring,
     padding: Tensor | None = None,
 ) -> None:
@@ -301,7 +285,7 @@ def update_largest(
     window = scoring.window
     place = torch.arange(s, device=q.device)
     document = None
-    if documents is not None:
+    if (documents := scoring.documents) is not None:
         rows = torch.arange(s * b, device=q.device)
         document = torch.searchsorted(documents.cu_seqlens, rows, right=True).view(b, s)
         document = document.repeat_interleave(groups, dim=0)

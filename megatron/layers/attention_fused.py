@@ -5,27 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.layers.attention_unfused import PLAIN, Scoring
-from megatron.layers.positions import Alibi, Documents
+from megatron.layers.positions import Documents
+from megatron.parallel.autograd import Context, Node
 
 _aten = torch.ops.aten
 
 
-def _causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    scale: float | None,
-) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scoring) -> Tensor:
     """Return attention [n, l, heads, d], causal if there is no bias.
 
     q [n, l, heads, d], k and v [n, keys, kv heads, d]. Bias, or mask of visible keys: [1, heads, l,
@@ -43,9 +35,9 @@ def _causal(
         k,
         v,
         attn_mask=bias,
-        dropout_p=dropout,
+        dropout_p=scoring.dropout,
         is_causal=bias is None,
-        scale=scale,
+        scale=scoring.scale,
         enable_gqa=grouped,
     )
     return out.transpose(1, 2)
@@ -57,33 +49,24 @@ _LEAST_QUERIES = 128
 _MOST_QUERIES = 512
 
 
-class _Ranges(torch.autograd.Function):
+class _Ranges(Node):
     """Ranges of x [n, l, ...] along l, which may overlap: views, whose gradients are added up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranges: list[slice]) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, x: Tensor, ranges: list[slice]) -> tuple[Tensor, ...]:
         ctx.ranges = ranges
         ctx.shape = x.shape
         return tuple(x[:, part] for part in ranges)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].new_zeros(ctx.shape)
         for part, gradient in zip(ctx.ranges, gradients, strict=True):
             total[:, part] += gradient
         return total, None
 
 
-def _in_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi: Alibi | None,
-    bias: Tensor | None,
-    dropout: float,
-    scoring: Scoring,
-) -> Tensor:
+def _in_window(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scoring) -> Tensor:
     """Return causal attention in a window shorter than l; see _causal.
 
     The first window + 1 queries see all keys before them; `bias` is theirs. The others are computed
@@ -101,17 +84,16 @@ def _in_window(
     place = torch.arange(width, device=q.device)
     distance = place - window - place[:block].unsqueeze(1)  # [block, width]
     mask = (distance <= 0) & (distance >= -window)
-    if alibi is not None:
+    if (alibi := scoring.alibi) is not None:
         behind = distance.to(q.dtype).masked_fill_(~mask, float("-inf"))
         mask = (alibi.slopes.to(q.dtype).view(-1, 1, 1) * behind).unsqueeze(0)
     parts = zip(
         q.split([start, *(block.stop - block.start for block in queries)], dim=1),
-        *(_Ranges.apply(x, [slice(start), *keys]) for x in (k, v)),  # type: ignore[no-untyped-call]
+        *(_Ranges.apply(x, [slice(start), *keys]) for x in (k, v)),
         [bias, *(mask[..., : b.stop - b.start, : window + b.stop - b.start] for b in queries)],
         strict=True,
     )
-    outs = [_causal(q_n, k_n, v_n, own, dropout, scoring.scale) for q_n, k_n, v_n, own in parts]
-    return torch.cat(outs, dim=1)
+    return torch.cat([_causal(q, k, v, own, scoring) for q, k, v, own in parts], dim=1)
 
 
 def _one_sample(x: Tensor) -> Tensor:
@@ -149,8 +131,9 @@ def _takes_bounds(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
     """
     if q.device.type != "cuda" or torch.version.hip is not None or q.shape[-1] % 8:
         return False
-    case: list[Any] = [*(x.permute(1, 2, 0, 3) for x in (q, k, v)), None, dropout, True, True]
-    return torch.backends.cuda.can_use_flash_attention(torch.backends.cuda.SDPAParams(*case))
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    case = torch.backends.cuda.SDPAParams(query, key, value, None, dropout, True, True)
+    return torch.backends.cuda.can_use_flash_attention(case)
 
 
 @contextlib.contextmanager
@@ -164,15 +147,7 @@ def _without_cudnn() -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
-def torch_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi: Alibi | None,
-    documents: Documents | None,
-    dropout: float,
-    scoring: Scoring = PLAIN,
-) -> Tensor:
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v by torch's kernels: [s, b, heads, d].
 
     q [s, b, heads, d], k and v [s, b, kv heads, d].
@@ -183,14 +158,16 @@ def torch_attention(
     the longest document and used for all. There is no soft cap.
     """
     assert not scoring.cap, "torch has no soft cap: see choose_attention"
-    if documents is not None and alibi is None and _takes_bounds(q, k, v, dropout):
+    alibi = scoring.alibi
+    documents = scoring.documents
+    if documents is not None and alibi is None and _takes_bounds(q, k, v, scoring.dropout):
 
-        def by_bounds(*tensors: Any) -> Tensor:
+        def by_bounds(*tensors: object) -> Tensor:
             # torch.nn.attention.varlen calls the same operator, but lacks dropout, and windows
             # before torch 2.11.
             out: Tensor = _aten._flash_attention_forward(
                 *tensors,
-                dropout,
+                scoring.dropout,
                 True,
                 False,
                 scale=scoring.scale,
@@ -204,7 +181,7 @@ def torch_attention(
     plain = documents is None and alibi is None and positions <= scoring.window + 1
     if plain and torch.is_grad_enabled():
         one = _one_sample(q), _one_sample(k), _one_sample(v)
-        return _causal(*one, None, dropout, scoring.scale).reshape(q.shape)
+        return _causal(*one, None, scoring).reshape(q.shape)
     bias = None
     if alibi is not None:
         longest = positions if documents is None else documents.longest
@@ -213,9 +190,8 @@ def torch_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[1]
         corner = None if bias is None else bias[:, :, :length, :length]
-        if length > scoring.window + 1:
-            return _in_window(q, k, v, alibi, corner, dropout, scoring)
-        return _causal(q, k, v, corner, dropout, scoring.scale)
+        inner = _in_window if length > scoring.window + 1 else _causal
+        return inner(q, k, v, corner, scoring)
 
     # cuDNN plans for about a second for each new shape. Documents, prompts and the examples of an
     # evaluation have new ones all the time.
@@ -230,20 +206,13 @@ def torch_attention(
         return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
 
 
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi: Alibi | None,
-    documents: Documents | None,
-    dropout: float,
-    scoring: Scoring = PLAIN,
-) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Return the same from the flash-attn package, with the cumulative lengths of documents."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-    slopes = None if alibi is None else alibi.slopes
-    more: dict[str, Any] = {}  # older versions lack some of these
+    slopes = None if scoring.alibi is None else scoring.alibi.slopes
+    # older versions lack some of the following
+    more: dict[str, object] = {"dropout_p": scoring.dropout, "causal": True}
     if scoring.scale is not None:
         more["softmax_scale"] = scoring.scale
     if scoring.cap:
@@ -252,14 +221,10 @@ def flash_attention(
         more["deterministic"] = True
     if scoring.window < q.shape[0]:
         more["window_size"] = (scoring.window, 0)
-    if documents is None:
-        slopes = None if slopes is None else slopes.repeat(q.shape[1])
-        one = _one_sample(q), _one_sample(k), _one_sample(v)
-        out: Tensor = flash_attn_func(
-            *one, dropout_p=dropout, causal=True, alibi_slopes=slopes, **more
-        )
-        return out.reshape(q.shape)
-    attend = partial(
-        flash_attn_varlen_func, dropout_p=dropout, causal=True, alibi_slopes=slopes, **more
-    )
-    return _by_bounds(attend, q, k, v, documents)
+    if scoring.documents is not None:
+        attend = partial(flash_attn_varlen_func, alibi_slopes=slopes, **more)
+        return _by_bounds(attend, q, k, v, scoring.documents)
+    slopes = None if slopes is None else slopes.repeat(q.shape[1])
+    one = _one_sample(q), _one_sample(k), _one_sample(v)
+    out: Tensor = flash_attn_func(*one, alibi_slopes=slopes, **more)
+    return out.reshape(q.shape)

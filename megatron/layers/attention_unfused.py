@@ -8,53 +8,78 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.choose import Fusions
-from megatron.kernels.ops.attention import NO_WINDOW, causal_softmax, hidden_keys, masked_softmax
+from megatron.kernels.choose import NONE, Fusions
+from megatron.kernels.ops.attention import (
+    NO_WINDOW,
+    Law,
+    causal_softmax,
+    hidden_keys,
+    masked_softmax,
+)
 from megatron.kernels.ops.elementwise import keyed_dropout, soft_cap, wider
 from megatron.layers.positions import Alibi, Documents
 from megatron.parallel.keyed_random import DropoutKey, Place
 
 
 class Scoring(NamedTuple):
-    """Steps from products q k^T to the arguments of the softmax.
+    """How products q k^T become weights, of a layer and in a call.
 
-    scale   factor of the products; None: 1 / sqrt(d)
-    cap     scores x become cap tanh(x / cap); 0: they do not
-    window  keys before its own that a query sees
+    scale      factor of the products; None: 1 / sqrt(d)
+    cap        scores x become cap tanh(x / cap); 0: they do not
+    window     keys before its own that a query sees
+    alibi      the bias of the scores
+    fusions    operators that go through kernels, whose dropout masks are their own
+    documents  whose tokens see each other; None: those of a sample do
+    dropout    of the weights, with masks by `seed` (megatron.parallel.keyed_random)
+    place      of the weights among those of the whole job (DropoutKey.weights); None: all of them
     """
 
     scale: float | None = None
     cap: float = 0.0
     window: int = NO_WINDOW
+    alibi: Alibi | None = None
+    fusions: Fusions = NONE
+    documents: Documents | None = None
+    dropout: float = 0.0
+    seed: int = 0
+    place: Place | None = None
 
     def factor(self, head_dim: int) -> float:
         """Return the factor of the products for heads of this size."""
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
 
+    def at(self, positions: int, heads: int) -> Place:
+        """Return the place of the weights of all positions and these heads."""
+        return self.place or DropoutKey(0, 0).weights(positions, heads)
+
+    def law(self, q: Tensor, starts: Tensor, positions: int) -> Law:
+        """Return the rule for blocks of queries q [.., b, groups, share, d].
+
+        starts     the rows of [s, b] at which samples or documents start
+        positions  of a sequence
+        """
+        samples, groups, share, d = q.shape[1:]
+        law = Law(share, self.factor(d), cap=self.cap, window=self.window)
+        if not self.dropout:
+            return law
+        place = self.at(positions, groups * share)
+        origins = place.after(starts % samples * place.outer + starts // samples)
+        return law._replace(
+            probability=self.dropout, seed=self.seed, origins=origins, positions=positions
+        )
+
 
 PLAIN = Scoring()
 
 
-def unfused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    alibi: Alibi | None,
-    documents: Documents | None,
-    dropout: float,
-    seed: int | None,
-    fusions: Fusions,
-    place: Place | None = None,
-    scoring: Scoring = PLAIN,
-) -> Tensor:
+def unfused_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Return explicit softmax(q k^T / sqrt(d)) v: [s, b, heads, d].
 
     q [s, b, heads, d], k, v [s, b, kv heads, d].
 
     Query head h reads key-value head h // (heads / kv heads). Keys and values are not copied: the
     queries of a group are the rows of one matrix. The weights [b, heads, s, s] are kept for the
-    backward pass, twice with dropout; `place` is their place in the whole job (DropoutKey.weights),
-    None if they are the whole.
+    backward pass, twice with dropout.
     """
     s, b, heads, d = q.shape
     groups = k.shape[2]
@@ -65,35 +90,36 @@ def unfused_attention(
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, heads, s, s)
     scale = scoring.factor(d)
     if scoring.cap:
-        wide = soft_cap(wider(scores) * scale, scoring.cap)
-        scores = wide.to(scores.dtype)
+        scores = soft_cap(wider(scores) * scale, scoring.cap).to(scores.dtype)
         scale = 1.0
-    if alibi is not None:
+    if (alibi := scoring.alibi) is not None:
         scores = scores + alibi.bias(s, s, q.dtype, scale)  # the softmax scales both
-    weights = _softmax(scores, documents, scale, fusions.masked_softmax, scoring.window)
     weights = keyed_dropout(
-        weights, dropout, seed, fusions.bias_dropout, place or DropoutKey(0, 0).weights(s, heads)
+        _softmax(scores, scale, scoring),
+        scoring.dropout,
+        scoring.seed,
+        scoring.fusions.bias_dropout,
+        scoring.at(s, heads),
     )
     out = torch.bmm(weights.view(b * groups, -1, s), values).view(b, groups, heads // groups, s, d)
     return out.permute(3, 0, 1, 2, 4).reshape(s, b, heads, d)
 
 
-def _softmax(
-    scores: Tensor, documents: Documents | None, scale: float, fused: bool, window: int
-) -> Tensor:
+def _softmax(scores: Tensor, scale: float, scoring: Scoring) -> Tensor:
     """Return softmax(scale * scores) over the visible keys, computed in fp32.
 
     [b, heads, s, s] in the scores' dtype.
     """
-    if fused:
-        return (
-            causal_softmax(scores, scale, window)
-            if documents is None
-            else masked_softmax(scores, documents.hidden, scale, window)
-        )
-    hidden = hidden_keys(None if documents is None else documents.hidden, scores, window)
-    wide = wider(scores)
-    return (wide * scale).masked_fill(hidden, float("-inf")).softmax(-1).to(scores.dtype)
+    documents = scoring.documents
+    hidden = None if documents is None else documents.hidden
+    window = scoring.window
+    if not scoring.fusions.masked_softmax:
+        hidden = hidden_keys(hidden, scores, window)
+        wide = wider(scores) * scale
+        return wide.masked_fill(hidden, float("-inf")).softmax(-1).to(scores.dtype)
+    if hidden is None:
+        return causal_softmax(scores, scale, window)
+    return masked_softmax(scores, hidden, scale, window)
 
 
 def cached_attention(
@@ -101,7 +127,6 @@ def cached_attention(
     k: Tensor,
     v: Tensor,
     padding: Tensor | None,
-    alibi: Alibi | None,
     scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Return attention of the newest token of each sample to all its tokens: [1, b, heads, d].
@@ -122,7 +147,7 @@ def cached_attention(
     scores = wider(scores)
     if scoring.cap:
         scores = soft_cap(scores, scoring.cap)
-    if alibi is not None:
+    if (alibi := scoring.alibi) is not None:
         behind = torch.arange(1 - n, 1, device=q.device, dtype=scores.dtype)
         scores = scores + torch.outer(alibi.slopes, behind).view(groups, -1, n)
     if padding is not None:

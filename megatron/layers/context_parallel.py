@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.parallel import collectives
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.keyed_random import DropoutKey, Place
 from megatron.parallel.topology import Group
 
@@ -136,21 +135,19 @@ class ContextParallel:
 
     def _exchanged(self, x: Tensor) -> Tensor:
         """Send x[i] to rank i of those that exchange heads; return what came from each."""
-        found: Tensor = _AllToAll.apply(x, self)  # type: ignore[no-untyped-call]
-        return found
+        return _AllToAll.apply(x, self)
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(Node):
     """An exchange in which rank i's x[j] becomes rank j's x[i]: its gradient is the same exchange."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: ContextParallel) -> Tensor:
+    def forward(ctx: Context, x: Tensor, parts: ContextParallel) -> Tensor:
         ctx.parts = parts
         return _all_to_all(x, parts)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(gradient, ctx.parts), None
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.ops.experts import (
@@ -24,6 +23,7 @@ from megatron.kernels.ops.experts import (
     unpermute,
     unpermute_reference,
 )
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import all_to_all, all_to_all_async
 from megatron.parallel.topology import Group
 
@@ -160,8 +160,7 @@ class Trip:
         """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""
         arrival = Arrival(self.group, self.received, self.sent)
         rows = self.operators.permute(tokens, self.order, self.places)
-        sent: Tensor = _Send.apply(rows, arrival)  # type: ignore[no-untyped-call]
-        return sent, arrival
+        return _Send.apply(rows, arrival), arrival
 
     def send_choices(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and experts [n, k] of the rows that other ranks sent, see Trip.
@@ -170,17 +169,13 @@ class Trip:
         """
         local = experts[self.order] - (self.rank_of * self.each).unsqueeze(1)
         local = local.masked_fill((local < 0) | (local >= self.each), -1)
-        found: tuple[Tensor, Tensor] = _SendChoices.apply(  # type: ignore[no-untyped-call]
-            weights[self.order], local, self
-        )
-        return found
+        sent, local = _SendChoices.apply(weights[self.order], local, self)
+        return sent, local
 
     def back(self, rows: Tensor) -> Tensor:
         """Return results [n, h] to the ranks of their tokens, and their sum in fp32, [t, h]."""
         arrival = Arrival(self.group, self.sent, self.received)
-        arrived = arrival.wait(_Send.apply(rows, arrival))  # type: ignore[no-untyped-call]
-        total: Tensor = _Sum.apply(arrived, self)  # type: ignore[no-untyped-call]
-        return total
+        return _Sum.apply(arrival.wait(_Send.apply(rows, arrival)), self)
 
 
 class Arrival:
@@ -199,62 +194,60 @@ class Arrival:
 
     def wait(self, rows: Tensor) -> Tensor:
         """Return the rows, which have arrived."""
-        arrived: Tensor = _Arrive.apply(rows, self)  # type: ignore[no-untyped-call]
-        return arrived
+        return _Arrive.apply(rows, self)
 
 
-class _Send(torch.autograd.Function):
+class _Send(Node):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Arrival) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, way: Arrival) -> Tensor:
         ctx.way = way
         found, way.work = all_to_all_async(rows, way.group, way.sent, way.received)
         return found
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Context, _: Tensor) -> tuple[Tensor | None, None]:
         gradient, ctx.way.gradient = ctx.way.gradient, None
         ctx.way.work.wait()
         return gradient, None
 
 
-class _Arrive(torch.autograd.Function):
+class _Arrive(Node):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Arrival) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, way: Arrival) -> Tensor:
         ctx.way = way
         way.work.wait()
         return rows.view_as(rows)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         way = ctx.way
         found = all_to_all_async(gradient.contiguous(), way.group, way.received, way.sent)
         way.gradient, way.work = found
         return gradient, None  # of the shape that autograd expects; _Send has the other one
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(Node):
     """The sum of each token's rows. Its gradient needs no rows, as that of a weighted sum does."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
+    def forward(ctx: Context, rows: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
         ones = torch.ones(trip.places.shape, dtype=torch.float32, device=rows.device)
         return trip.operators.unpermute(rows, trip.places, ones)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         trip = ctx.trip
         return trip.operators.permute(gradient, trip.order, trip.places), None
 
 
-class _SendChoices(torch.autograd.Function):
+class _SendChoices(Node):
     """Weights and experts [n, k] of the rows that are sent: those of the rows received."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, experts: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Context, weights: Tensor, experts: Tensor, trip: Trip
+    ) -> tuple[Tensor, Tensor]:
         ctx.trip = trip
         both = torch.cat([weights.float().view(torch.int32), experts.int()], dim=1)
         found = all_to_all(both, trip.group, trip.sent, trip.received)
@@ -264,8 +257,7 @@ class _SendChoices(torch.autograd.Function):
         return weights.contiguous().view(torch.float32), experts
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
         trip = ctx.trip
         gradient = gradient.contiguous()
         return all_to_all(gradient, trip.group, trip.received, trip.sent), None, None

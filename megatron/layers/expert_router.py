@@ -7,16 +7,16 @@ gets the scores of all, so that losses and capacities are of the whole micro-bat
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops.elementwise import wider
 from megatron.layers.context import CallContext, Experts, Fill, LayerContext
 from megatron.layers.expert_dispatch import count_choices
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import gather_first, split_first
 from megatron.parallel.gradient_accumulator import within_backward
 from megatron.parallel.keyed_random import Site, placed_noise
@@ -31,53 +31,50 @@ def shared_by(context: LayerContext) -> Experts:
     return context.experts or Experts()
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Node):
     """Scores [s/n, b, E] of all ranks: [s, b, E]. Each rank has the gradients of all.
 
     tensor  whether these are the tensor ranks, for engine/gradients.py
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, group: Group, tensor: bool) -> Tensor:
+    def forward(ctx: Context, scores: Tensor, group: Group, tensor: bool) -> Tensor:
         ctx.group = group
         if tensor:
             ctx.partial_gradient = True
         return gather_first(scores, group)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None]:
         return split_first(gradient, ctx.group).contiguous(), None, None
 
 
-class _Scores(torch.autograd.Function):
+class _Scores(Node):
     """x [.., h] times the router's fp32 weights [E, h], in fp32; x is kept in its own type."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return F.linear(wider(x), wider(weight))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         dw = rows.t() @ wider(x).flatten(0, -2)
         return (gradient @ wider(weight)).to(x.dtype), dw.to(weight.dtype)
 
 
-class _WithLoss(torch.autograd.Function):
+class _WithLoss(Node):
     """The first argument, with a loss that gets the gradient `experts.loss_scale`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, experts: Experts) -> Tensor:
+    def forward(ctx: Context, x: Tensor, loss: Tensor, experts: Experts) -> Tensor:
         ctx.experts = experts
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         one = torch.ones((), dtype=torch.float32, device=gradient.device)
         return gradient, one * ctx.experts.loss_scale, None
 
@@ -166,11 +163,11 @@ class Router(torch.nn.Module):
             both = zip(x.chunk(len(places)), places, strict=True)
             eps = config.moe_input_jitter_eps
             x = x * torch.cat([placed_noise(part, eps, seed, at) for part, at in both])
-        logits: Tensor = _Scores.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        logits = _Scores.apply(x, self.weight)
         if config.use_mup:
             logits = logits * config.router_scale
         if context.sequence_parallel:
-            logits = _Gather.apply(logits, context.tensor, True)  # type: ignore[no-untyped-call]
+            logits = _Gather.apply(logits, context.tensor, True)
         weights, experts = self.choose(logits.flatten(0, 1))
         if (padding := call.padding) is not None:
             padding = padding if context.parts is None else context.parts.cut(padding)
@@ -259,7 +256,7 @@ class Router(torch.nn.Module):
         """
         losses = list[Tensor]()
         if (parts := self.context.parts) is not None:  # losses are of whole sequences
-            logits = _Gather.apply(logits, parts.group, False)  # type: ignore[no-untyped-call]
+            logits = _Gather.apply(logits, parts.group, False)
             experts = self.choose(logits.detach().flatten(0, 1))[1]
             real = None if real is None else gather_first(real, parts.group)
         shares = self.shares(logits) if self.balancing else logits
@@ -300,9 +297,7 @@ class Router(torch.nn.Module):
         if counts:
             with torch.no_grad():
                 self.losses[: len(found)] += found
-        shared = shared_by(self.context)
-        total = found @ self.factors
-        return _WithLoss.apply(weights, total, shared)  # type: ignore[no-untyped-call, no-any-return]
+        return _WithLoss.apply(weights, found @ self.factors, shared_by(self.context))
 
     @torch.no_grad()
     def _kept(self, weights: Tensor, experts: Tensor, samples: int) -> Tensor | None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.host_copy import HostCopy
@@ -39,6 +38,7 @@ from megatron.layers.expert_dispatch import (
     sorted_choices,
 )
 from megatron.layers.expert_router import Router, shared_by
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import (
     all_reduce,
     gather_first,
@@ -53,36 +53,34 @@ if TYPE_CHECKING:
     from megatron.config import ModelConfig
 
 
-class _Enter(torch.autograd.Function):
+class _Enter(Node):
     """Tokens that each tensor rank's part of all experts gets; their gradients are summed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: LayerContext) -> Tensor:
+    def forward(ctx: Context, x: Tensor, context: LayerContext) -> Tensor:
         ctx.context = context
         ctx.partial_gradient = context.sequence_parallel  # for engine/gradients.py
         return gather_first(x, context.tensor) if context.sequence_parallel else x.view_as(x)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, dx: Tensor) -> tuple[Tensor, None]:
         group = ctx.context.tensor
         if ctx.context.sequence_parallel:
             return reduce_scatter_first(dx, group), None
         return all_reduce(dx.contiguous().clone(), group), None
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(Node):
     """Weights of choices, whose gradients are sums over the tensor ranks' parts of the experts."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Context, weights: Tensor, group: Group) -> Tensor:
         ctx.group = group
         ctx.partial_gradient = False
         return weights.view_as(weights)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return all_reduce(gradient.contiguous().clone(), ctx.group), None
 
 
@@ -163,23 +161,22 @@ class _Grouped(torch.nn.Module):
         bias = wide(self.bias).flatten(1)
         size = self.context.tensor.size
         if self.divided and size > 1:
-            bias = _Part.apply(bias, size)  # type: ignore[no-untyped-call]
+            bias = _Part.apply(bias, size)
         row = torch.arange(len(y), dtype=counts.ends.dtype, device=y.device)
         expert = torch.bucketize(row, counts.ends, right=True)
         return y + F.embedding(expert, bias).to(y.dtype)
 
 
-class _Part(torch.autograd.Function):
+class _Part(Node):
     """The part of a bias that each of `size` tensor ranks adds. Its gradient is whole on each."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, size: int) -> Tensor:
+    def forward(ctx: Context, bias: Tensor, size: int) -> Tensor:
         ctx.partial_gradient = False
         return bias / size
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -261,8 +258,8 @@ class ExpertMLP(torch.nn.Module):
         group = self.context.tensor
         weights, experts = self.router(x, call)
         if group.size > 1:
-            weights = _Whole.apply(weights, group)  # type: ignore[no-untyped-call]
-            x = _Enter.apply(x, context)  # type: ignore[no-untyped-call]
+            weights = _Whole.apply(weights, group)
+            x = _Enter.apply(x, context)
         tokens = x.flatten(0, 1)
         choices = (weights, experts)
         numbers = self._numbers(experts, call)

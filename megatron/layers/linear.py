@@ -33,6 +33,7 @@ from megatron.kernels.ops.elementwise import bias_gradient, bias_parts
 from megatron.kernels.work import recomputed
 from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
+from megatron.parallel.autograd import Context
 from megatron.parallel.deferred_gradients import weight_gradients
 from megatron.parallel.sharding import Rows
 
@@ -186,7 +187,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         column: bool,
         context: LayerContext,
@@ -231,7 +232,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True; cheaper than once_differentiable
             raise KernelError("linear layers have no second derivative")
         if ctx.versions != [weight._version for weight in ctx.weights]:
@@ -262,7 +263,7 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, None, db, *(dw or [None] * len(ctx.weights))
 
     @staticmethod
-    def _column(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+    def _column(ctx: Context, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gather x during the product of dx, and sum dx during that of dW.
 
         A deferred dW gathers x last.
@@ -290,7 +291,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw
 
     @staticmethod
-    def _row(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+    def _row(ctx: Context, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
         needs_x = ctx.needs_input_grad[0]
         needs_weight = any(ctx.needs_input_grad[5:])
         context = ctx.context

@@ -19,31 +19,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops import attention as kernel
 from megatron.kernels.work import Attention, counts_as
 from megatron.layers.attention import CoreAttention
 from megatron.layers.attention_blocked import (
+    Weigher,
     add_product,
     block_length,
     cut_heads,
     key_rows,
     query_rows,
     transposed,
+    weigher,
 )
 from megatron.layers.context import CallContext
 from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.positions import Documents
 from megatron.layers.ring_flash import Flash, Mask
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.topology import Group
 
 _KEYS = 2048
@@ -78,7 +80,7 @@ class Ring:
     """One attention over the ring.
 
     group, places, stride   the context-parallel ranks, and which are neighbours of the ring
-    law                     of the scores, for all rectangles; with dropout, its origins
+    weigher                 of the scores, for all rectangles
     flash                   kernels that compute a rectangle; None: it is computed in blocks
     documents               whose positions see each other; None: a sequence is one
     """
@@ -86,15 +88,17 @@ class Ring:
     group: Group
     places: int
     stride: int
-    law: kernel.Law
-    slopes: Tensor | None
-    fused: bool
+    weigher: Weigher
     documents: Documents | None
     flash: Flash | None = None
 
     @property
     def place(self) -> int:
         return self.group.rank // self.stride
+
+    @property
+    def law(self) -> kernel.Law:
+        return self.weigher.law
 
     def source(self, step: int) -> int:
         """Return the place whose keys are here at a step."""
@@ -265,16 +269,15 @@ class Rotation:
         return self._received
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(Node):
     """out [n, b, groups, share, d] of q, and k and v [n, b, groups, d]."""
 
     @staticmethod
-    def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Context, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n, b, groups, share, d = q.shape
-        law = ring.law
+        operators, slopes, law = ring.weigher
         flash = ring.flash
         wide = torch.promote_types(q.dtype, torch.float32)
-        weights = kernel.attention_weights_ if ring.fused else kernel.weights_reference
         queries = query_rows(q)
         pairs = torch.stack([key_rows(k), key_rows(v)])
         total = queries.new_zeros(queries.shape, dtype=wide)
@@ -293,7 +296,9 @@ class _Ring(torch.autograd.Function):
                     for block in ring.blocks(step, q):
                         part, rows, keys, first, key = block
                         scores = torch.bmm(queries[part, rows], transposed(pairs[0, part, keys]))
-                        weights(scores, new, ring.slopes, part.start, first, *law, key)
+                        operators.weights(
+                            kernel.Block(scores, new, slopes, part.start, first, key, law)
+                        )
                         out = torch.bmm(scores, pairs[1, part, keys])
                         _merge(total[part, rows], sums[part, rows], out, new[block.of_rows(share)])
             if coming is not None:
@@ -304,15 +309,12 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         ring: Ring = ctx.ring
         n, b, groups, share, d = q.shape
-        law = ring.law
+        operators, slopes, law = ring.weigher
         flash = ring.flash
-        differentiate = kernel.attention_gradient_ if ring.fused else kernel.gradient_reference
-        row_dots = kernel.row_dots if ring.fused else kernel.dots_reference
         dout = dout.contiguous()
         queries = query_rows(q)
         douts = query_rows(dout)
@@ -320,7 +322,7 @@ class _Ring(torch.autograd.Function):
         if flash is not None:
             outs = query_rows(out)
         else:
-            dots = query_rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+            dots = query_rows(operators.dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
             dots = ring.by_number(dots, n)
             sums = ring.by_number(sums, n)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
@@ -343,8 +345,8 @@ class _Ring(torch.autograd.Function):
                     for part, rows, keys, first, key in ring.blocks(step, q):
                         scores = torch.bmm(queries[part, rows], transposed(pairs[0, part, keys]))
                         dscores = torch.bmm(douts[part, rows], transposed(pairs[1, part, keys]))
-                        position = part.start, first, key
-                        differentiate(scores, dscores, sums, dots, ring.slopes, *position, *law)
+                        place = sums, slopes, part.start, first, key
+                        operators.gradient(kernel.GradientBlock(scores, *place, law, dscores, dots))
                         turned = dscores.transpose(1, 2)
                         weights = scores.transpose(1, 2)
                         add_product(gradients[0, part, keys], turned, queries[part, rows], False)
@@ -405,28 +407,11 @@ def _rotating(
     parts: ContextParallel, core: CoreAttention, call: CallContext, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """Return attention of tensors that are the two chunks of this place."""
-    n, b, heads, d = q.shape
-    share = heads // k.shape[2]
-    scoring = core.scoring
-    law = kernel.Law(share, scoring.factor(d), 0.0, 0, cap=scoring.cap, window=scoring.window)
-    length = n * parts.places
-    seed, place = core.masks(call, length)
-    if seed is not None and core.dropout > 0.0:
-        origins = place.after(torch.arange(b, device=q.device) * place.outer)
-        law = law._replace(probability=core.dropout, seed=seed, origins=origins, positions=length)
-    ring = Ring(
-        parts.group,
-        parts.places,
-        parts.heads,
-        law,
-        None if core.alibi is None else core.alibi.slopes,
-        core.fusions.attention_block and q.dtype != torch.float64,
-        call.documents,
-        None if core.attention == "blocked" else Flash(core.attention, share, law.scale, law.cap),
-    )
-
-    def rotate(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = _Ring.apply(ring, q.unflatten(2, (-1, share)), k, v)  # type: ignore[no-untyped-call]
-        return out.flatten(2, 3)
-
-    return core.again(rotate, q, k, v)
+    q = q.unflatten(2, (k.shape[2], -1))
+    length = len(q) * parts.places
+    scoring = core.scoring_of(call, length)
+    weighs = weigher(scoring, q, torch.arange(q.shape[1], device=q.device), length)
+    ring = Ring(parts.group, parts.places, parts.heads, weighs, call.documents)
+    if core.attention != "blocked":
+        ring = replace(ring, flash=Flash(core.attention, *weighs.law[:2], weighs.law.cap))
+    return core.again(partial(_Ring.apply, ring), q, k, v).flatten(2, 3)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.ops import elementwise
@@ -30,6 +29,7 @@ from megatron.layers.context import (
     xavier_uniform,
 )
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear, one_token
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import all_reduce, reduce_from_tensor_region
 from megatron.parallel.gradient_accumulator import wide
 from megatron.parallel.keyed_random import WHOLE, Place, Site
@@ -80,10 +80,9 @@ class Norm(torch.nn.Module):
         if self.group is not None:
             weight = wide(self.weight)
             bias = None if self.bias is None else wide(self.bias)
-            result: Tensor = _NormOverRanks.apply(  # type: ignore[no-untyped-call]
+            return _NormOverRanks.apply(
                 x, weight, bias, self.epsilon, float(self.one_plus), self.group
-            )
-            return result.to(self.weight.dtype)
+            ).to(self.weight.dtype)
         weight = self.weight
         if self.fused and x.dtype == weight.dtype:
             bias = self.bias
@@ -147,12 +146,12 @@ def norm_of(
     return Norm(context, name, width, kind, epsilon, one_plus, part)
 
 
-class _NormOverRanks(torch.autograd.Function):
+class _NormOverRanks(Node):
     """The norm of x [.., h/tp], a part of each row, in x's dtype; without bias an RMS norm."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -175,8 +174,7 @@ class _NormOverRanks(torch.autograd.Function):
         return (y if bias is None else y + wider(bias)).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         dy = wider(dy)
         normed = (wider(x) if mean is None else wider(x) - mean) * rstd

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops import vocabulary as kernel
 from megatron.kernels.ops.elementwise import soft_cap
@@ -35,6 +34,7 @@ from megatron.kernels.ops.vocabulary import add_rows_, reference_
 from megatron.layers.context import Fill, LayerContext
 from megatron.layers.linear import column_parallel_matmul, product
 from megatron.parallel import collectives
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import reduce_from_tensor_region, split_first
 from megatron.parallel.gradient_accumulator import sink_of
 from megatron.parallel.topology import Group
@@ -134,8 +134,7 @@ def vocabulary_loss(
     mask = mask.reshape(-1).float()
     weight = vocabulary.weight
     late = late and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = _Loss.apply(x, weight, labels, mask, count, vocabulary, late)  # type: ignore[no-untyped-call]
-    return loss
+    return _Loss.apply(x, weight, labels, mask, count, vocabulary, late)
 
 
 def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
@@ -208,10 +207,10 @@ def _logits(x: Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tuple[sli
         yield part, torch.mm(x[part], v.weight.t(), out=memory[: part.stop - part.start])
 
 
-class _Loss(torch.autograd.Function):
+class _Loss(Node):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -232,8 +231,7 @@ class _Loss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, mask, count = ctx.saved_tensors
         v, (needs_x, needs_weight) = ctx.vocabulary, ctx.needs_input_grad[:2]
         token_gradients = mask * (gradient / _count(mask, count))
@@ -312,18 +310,17 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
-class _LookUp(torch.autograd.Function):
+class _LookUp(Node):
     """Look-up in a table whose gradient has a sink: only the rows in use are added to it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: Context, weight: Tensor, rows: Tensor) -> Tensor:
         ctx.weight = weight
         ctx.save_for_backward(rows)
         return F.embedding(rows, weight)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[None, None]:
         (rows,) = ctx.saved_tensors
         sink = sink_of(ctx.weight)
         assert sink is not None, (
@@ -340,7 +337,7 @@ class _LookUp(torch.autograd.Function):
 
 def look_up(weight: torch.nn.Parameter, rows: Tensor) -> Tensor:
     """Return rows of the weight [n, h] for ids [..]: [.., h]."""
-    return F.embedding(rows, weight) if sink_of(weight) is None else _LookUp.apply(weight, rows)  # type: ignore[no-untyped-call]
+    return F.embedding(rows, weight) if sink_of(weight) is None else _LookUp.apply(weight, rows)
 
 
 class VocabParallelEmbedding(torch.nn.Module):

@@ -344,18 +344,14 @@ def stages_of(
     return {int(stage): partial(chunk, late_loss=True) for stage, chunk in chunks.items()}
 
 
-def hidden_shape(config: Config) -> tuple[int, int, int]:
-    """Return the shape of the messages between stages: [s(/tp), b, h], s being a rank's part."""
+def hidden_state(config: Config) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Return shape and dtype of the messages between stages: [s(/tp), b, h], s being a rank's part."""
     parallel = config.parallel
     model = config.model
-    s = model.seq_length // parallel.sequence_ranks
-    return s, config.batch.micro_batch_size, model.hidden_size
-
-
-def hidden_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of the messages between stages."""
-    return (
-        torch.float32
-        if config.model.fp32_residual_connection
-        else getattr(torch, config.precision.dtype_name)
+    shape = (
+        model.seq_length // parallel.sequence_ranks,
+        config.batch.micro_batch_size,
+        model.hidden_size,
     )
+    wide = model.fp32_residual_connection
+    return shape, torch.float32 if wide else getattr(torch, config.precision.dtype_name)

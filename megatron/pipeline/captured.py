@@ -25,10 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.errors import ConfigError
+from megatron.parallel.autograd import Context
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.gradient_accumulator import GradientSink
 
@@ -54,6 +57,10 @@ _EMPTY = frozenset(
 )
 
 
+MicroBatch = Any  # whatever chunks take: their inputs are attributes of a dataclass
+Chunk = Callable[[MicroBatch, Tensor | None], Tensor]
+
+
 class Root(torch.autograd.Function):
     """A scalar from which a chunk's graph is run backward, without keeping the chunk's output.
 
@@ -62,12 +69,12 @@ class Root(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Context, output: Tensor, gradient: list[Tensor]) -> Tensor:
         ctx.gradient = gradient
         return output.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, *_: Tensor) -> tuple[Tensor, None]:
         return ctx.gradient.pop(), None
 
 
@@ -88,14 +95,21 @@ class _Rules(TorchDispatchMode):
         self._what = what
         self._names = names
         self._calls = calls
-        self._made, self._sent = set[int](), set[int]()  # storages: of results, of messages
-        self.outside = dict[int, torch.Tensor]()
+        self._made = set[int]()  # storages of results
+        self._sent = set[int]()  # storages of messages
+        self.outside = dict[int, Tensor]()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # or torch's compiler would be imported
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         self._check(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -118,7 +132,9 @@ class _Rules(TorchDispatchMode):
             self._calls.append(_again(func, args, kwargs, results))
         return out
 
-    def _check(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _check(
+        self, func: OpOverload[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         packet = func.overloadpacket
         problem = ""
         masks = (torch.bool, torch.uint8)
@@ -131,7 +147,7 @@ class _Rules(TorchDispatchMode):
         elif torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(packet):
             problem = "draws random numbers, which a replay would repeat"
         elif packet in (_aten._to_copy, _aten.copy_):
-            of = [x.device for x in args[:2] if isinstance(x, torch.Tensor)]
+            of = [x.device for x in args[:2] if isinstance(x, Tensor)]
             to = torch.device(kwargs.get("device") or of[0])
             if any(x.type != to.type for x in of):
                 problem = "copies between host and device"
@@ -155,19 +171,21 @@ class _Rules(TorchDispatchMode):
         return code or "the backward pass"
 
 
-def _again(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> Callable[[], object]:
+def _again(
+    func: OpOverload[..., object], args: Any, kwargs: Any, results: list[Tensor]
+) -> Callable[[], object]:
     """Return a function that computes an operator again, into the memory of its results."""
 
-    def bare(x: torch.Tensor) -> torch.Tensor:
+    def bare(x: Tensor) -> Tensor:
         # Without autograd, and with a version of its own: those that autograd has noted stay.
         return x.data
 
-    args, kwargs = tree_map_only(torch.Tensor, bare, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, bare, (args, kwargs))
     if func.namespace == "c10d":  # a message, which a replay waits for at once
 
         def send() -> None:
             for work in tree_leaves(func(*args, **kwargs)):
-                if not isinstance(work, torch.Tensor):
+                if not isinstance(work, Tensor):
                     work.wait()
 
         return send
@@ -198,7 +216,7 @@ class Recorded:
         sinks: Iterable[GradientSink],
     ) -> None:
         self.added: list[torch.nn.Parameter] = []
-        self._graph: Any = None
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._calls: list[Callable[[], object]] = []
         told = [(sink, sink.added) for sink in sinks]
         for sink, _ in told:
@@ -246,16 +264,22 @@ class Recorded:
                 added(p)
 
 
+Message = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of the hidden states between stages."""
+
+
 class Pool:
-    """The memory of all recorded passes, and the stream on which they are recorded.
+    """What recorded passes share: the stream on which they are recorded, and their memory.
 
     None on a CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, flight: FlightRecorder, message: Message) -> None:
         self.device = device
-        self.stream: Any = None
-        self.handle: Any = None
+        self.flight = flight
+        self.message = message
+        self.stream: torch.cuda.Stream | None = None
+        self.handle: torch.cuda._POOL_HANDLE | None = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self.handle = torch.cuda.graph_pool_handle()
@@ -267,24 +291,24 @@ class Slot:
     loss  that of the last stage, once the backward pass has been replayed
     """
 
-    def __init__(self, stage: CapturedStage, batch: Any, hidden: torch.Tensor | None) -> None:
+    def __init__(self, stage: CapturedStage, batch: MicroBatch, hidden: Tensor | None) -> None:
         self._stage = stage
         self._batch = _copied(batch, stage.pool.device)
         self._hidden = None if hidden is None else hidden.detach().clone().requires_grad_()
         self._passes = dict[str, Recorded]()
-        self._root: torch.Tensor
-        self._gradient: list[torch.Tensor] = []  # see Root
+        self._root: Tensor
+        self._gradient: list[Tensor] = []  # see Root
         self._deferred: list[Callable[[], None]] = []
         self._eager = False  # whether the last backward pass ran eagerly
-        self.loss: torch.Tensor | None = None
+        self.loss: Tensor | None = None
 
-    def forward(self, batch: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """Return the output of the stage, which is the caller's; of the last stage its loss."""
         inputs = [(x, getattr(batch, name)) for name, x in _tensors(self._batch).items()]
         if self._hidden is not None:
             inputs.append((self._hidden, hidden))
         for place, x in inputs:  # autograd is not to see that what it keeps has changed
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, Tensor):
                 place.data.copy_(x)
             else:  # an argument of a kernel: the host copies nothing
                 place.data.fill_(x)
@@ -301,7 +325,7 @@ class Slot:
         else:
             self._stage.output.copy_(output.detach())
 
-    def backward(self, gradient: torch.Tensor, eager: bool) -> torch.Tensor | None:
+    def backward(self, gradient: Tensor, eager: bool) -> Tensor | None:
         """Run the backward pass from the output's gradient; return that of the input.
 
         eager  run it operator by operator, through the graph of the recorded forward pass
@@ -356,7 +380,7 @@ class Slot:
             return
         stage = self._stage
         what = f"the {kind} of stage {stage.number}"
-        with stage.flight.silent():
+        with stage.pool.flight.silent():
             self._passes[kind] = Recorded(function, stage.pool, what, stage.names, stage.sinks())
 
 
@@ -366,7 +390,6 @@ class CapturedStage:
     chunk     what the executor calls
     module    whose parameters and modules it uses
     last      whether its output is the loss
-    message   shape and dtype of the hidden states between stages
 
     Each is in use within one pass only: output, its gradient, and the gradient of the input.
     """
@@ -374,20 +397,17 @@ class CapturedStage:
     def __init__(
         self,
         number: int,
-        chunk: Callable[[Any, torch.Tensor | None], torch.Tensor],
+        chunk: Chunk,
         module: torch.nn.Module,
         last: bool,
-        message: tuple[tuple[int, ...], torch.dtype],
         pool: Pool,
-        flight: FlightRecorder,
     ) -> None:
         self.number = number
         self.chunk = chunk
         self.pool = pool
-        self.flight = flight
         self.names = {id(one): name for name, one in module.named_modules()}
         self.free: list[Slot] = []
-        shape, dtype = message
+        shape, dtype = pool.message
         empty = partial(torch.empty, shape, dtype=dtype, device=pool.device)
         self.output = None if last else empty()
         self.gradient = torch.empty((), device=pool.device) if last else empty()
@@ -399,7 +419,7 @@ class CapturedStage:
         every = (getattr(p, "gradient_sink", None) for p in self._parameters)
         return [sink for sink in every if sink is not None]
 
-    def take(self, batch: Any, hidden: torch.Tensor | None) -> Slot:
+    def take(self, batch: MicroBatch, hidden: Tensor | None) -> Slot:
         """Return a free slot for a micro-batch."""
         return self.free.pop() if self.free else Slot(self, batch, hidden)
 
@@ -409,32 +429,27 @@ class Captures:
 
     stages   functions that the executor runs, and the modules they use, by global stage
     warmup   training steps that run eagerly first: they measure what later ones take for granted
-    message  of hidden states between stages: shape and dtype
     before   called before the first pass of a step whose passes are replayed
     """
 
     def __init__(
         self,
-        stages: Mapping[int, tuple[Callable[..., torch.Tensor], torch.nn.Module]],
+        stages: Mapping[int, tuple[Chunk, torch.nn.Module]],
         last_stage: int,
-        message: tuple[tuple[int, ...], torch.dtype],
-        device: torch.device,
-        flight: FlightRecorder,
+        pool: Pool,
         warmup: int,
         before: Callable[[], None],
     ) -> None:
         self._stages = stages
-        self._message = message
-        self._pool = Pool(device)
-        self._flight = flight
+        self._pool = pool
         self._last_stage = last_stage
         self._steps = warmup
         self._before = before
         self._captured: dict[int, CapturedStage] = {}
         self._last = -1
-        self._inputs: dict[str, Any] | None = None
+        self._inputs: dict[str, _Form] | None = None
 
-    def begin(self, micro_batches: Sequence[Any]) -> bool:
+    def begin(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Begin a training step; return whether its passes are replayed.
 
         Raises ConfigError, in eager steps too, if one pass cannot serve all micro-batches.
@@ -447,9 +462,7 @@ class Captures:
         if not self._captured:
             for number, (chunk, module) in self._stages.items():
                 last = number == self._last_stage
-                self._captured[number] = CapturedStage(
-                    number, chunk, module, last, self._message, self._pool, self._flight
-                )
+                self._captured[number] = CapturedStage(number, chunk, module, last, self._pool)
         self._before()
         sinks = [sink for stage in self._captured.values() for sink in stage.sinks()]
         new = dict.fromkeys(sink for sink in sinks if sink.fresh)
@@ -461,7 +474,7 @@ class Captures:
         self._last = len(micro_batches) - 1
         return True
 
-    def _check(self, batch: Any) -> None:
+    def _check(self, batch: MicroBatch) -> None:
         """Check that the tensors of a micro-batch are like those of all before, and all it has."""
         for name, value in vars(batch).items():
             if isinstance(value, np.ndarray):
@@ -470,7 +483,7 @@ class Captures:
                     "host decides which kernels run: leave the flag out, or use data whose samples "
                     "are not divided"
                 )
-        inputs = {name: (x.shape, x.dtype) for name, x in _tensors(batch).items()}
+        inputs: dict[str, _Form] = {n: (x.shape, x.dtype) for n, x in _tensors(batch).items()}
         if self._inputs is None:
             self._inputs = inputs
         if inputs != self._inputs:
@@ -499,7 +512,7 @@ class Captures:
             yield
         torch.cuda.current_stream().wait_stream(stream)
 
-    def take(self, stage: int, batch: Any, hidden: torch.Tensor | None) -> Slot:
+    def take(self, stage: int, batch: MicroBatch, hidden: Tensor | None) -> Slot:
         """Return a slot of a stage for a micro-batch."""
         return self._captured[stage].take(batch, hidden)
 
@@ -509,22 +522,22 @@ class Captures:
         return any(sink.added is not None for sink in sinks)
 
 
-def _tensors_of(values: Any) -> list[torch.Tensor]:
+def _tensors_of(values: object) -> list[Tensor]:
     """Return the tensors in nested values."""
-    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
-def _storage(x: torch.Tensor) -> int:
+def _storage(x: Tensor) -> int:
     """Return a number for the memory of a tensor."""
     return int(x.untyped_storage()._cdata)
 
 
-def _tensors(batch: Any) -> dict[str, torch.Tensor]:
+def _tensors(batch: MicroBatch) -> dict[str, Tensor]:
     """Return the tensors of a micro-batch, a dataclass, by name."""
-    return {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    return {name: x for name, x in vars(batch).items() if isinstance(x, Tensor)}
 
 
-def _copied(batch: Any, device: torch.device) -> Any:
+def _copied(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """Return a micro-batch with tensors of its own, int64 [1] for its whole numbers."""
     inputs = {name: x.clone() for name, x in _tensors(batch).items()}
     for name, x in vars(batch).items():
@@ -533,5 +546,8 @@ def _copied(batch: Any, device: torch.device) -> Any:
     return dataclasses.replace(batch, **inputs)
 
 
-def _words(form: Any) -> str:
+_Form = tuple[torch.Size, torch.dtype]
+
+
+def _words(form: _Form | None) -> str:
     return "absent" if form is None else f"{form[1]} {list(form[0])}"

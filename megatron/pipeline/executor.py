@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron.errors import ConfigError, LaunchError
 from megatron.parallel.collectives import post
 from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.topology import Group, Topology
-from megatron.pipeline.captured import Captures, Root, Slot
+from megatron.pipeline.captured import Captures, Chunk, MicroBatch, Root, Slot
 from megatron.pipeline.orders import (
     COMPUTE,
     SENDS,
@@ -28,8 +30,7 @@ from megatron.pipeline.orders import (
 )
 from megatron.pipeline.schedule import build_rank_schedule
 
-Chunk = Callable[[Any, torch.Tensor | None], torch.Tensor]
-Shape = Sequence[int] | Callable[[Any], Sequence[int]]
+Shape = Sequence[int] | Callable[[MicroBatch], Sequence[int]]
 
 
 class Executor:
@@ -39,13 +40,13 @@ class Executor:
                       allocated.
     chunks            by global stage (chunk * pipeline size + pipeline rank): called as
                       chunk(micro_batch, hidden). The first stage gets hidden=None; the last stage
-                      returns the scalar loss of the micro-batch, the others a tensor of
-                      `message_shape` and `message_dtype`. In training the value of the loss is read
-                      after its backward pass, which may be where it is computed.
-    schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with
-                      `num_chunks` chunks on every rank.
-    message_shape     shape of the hidden state between stages, or a function of the micro-batch
-                      that returns it.
+                      returns the scalar loss of the micro-batch, the others a tensor like
+                      `message`. In training the value of the loss is read after its backward pass,
+                      which may be where it is computed.
+    schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with as many
+                      chunks on every rank.
+    message           shape and dtype of the hidden state between stages; the shape may be a
+                      function of the micro-batch.
     weight_gradients  the queue in which linear layers leave their weight gradients; needed by
                       'zb-h1' only, and by other orders that split backward passes.
     before_training   called by `train` with the number of micro-batches, before the first pass: the
@@ -64,9 +65,7 @@ class Executor:
         topology: Topology,
         chunks: Mapping[int, Chunk],
         schedule: AnyOrder,
-        num_chunks: int,
-        message_shape: Shape,
-        message_dtype: torch.dtype,
+        message: tuple[Shape, torch.dtype],
         weight_gradients: WeightGradients | None = None,
         before_training: Callable[[int], None] | None = None,
         after_backward: Callable[[int], None] | None = None,
@@ -74,14 +73,15 @@ class Executor:
     ) -> None:
         size = topology.pipeline.size
         rank = topology.pipeline.rank
-        wanted = [chunk * size + rank for chunk in range(num_chunks)]
-        if sorted(chunks) != wanted:
+        self.num_chunks = len(chunks)
+        stages = [chunk * size + rank for chunk in range(self.num_chunks)]
+        if sorted(chunks) != stages:
             raise ConfigError(
-                f"pipeline rank {rank} of {size} with {num_chunks} chunks runs the global stages "
-                f"{wanted}, but was given chunks for {sorted(chunks)}"
+                f"pipeline rank {rank} of {size} with {self.num_chunks} chunks runs the global "
+                f"stages {stages}, but was given chunks for {sorted(chunks)}"
             )
         # raises ConfigError for an unknown schedule
-        passes = build_rank_schedule(schedule, size, num_chunks, 1, rank)
+        passes = build_rank_schedule(schedule, size, self.num_chunks, 1, rank)
         if weight_gradients is None and any(i.op is Op.BACKWARD_WEIGHT for i in passes):
             raise ConfigError(
                 f"schedule {name_of(schedule)!r} needs weight_gradients: the queue that the linear "
@@ -90,14 +90,11 @@ class Executor:
         self.topology = topology
         self.chunks = chunks
         self.schedule = schedule
-        self.num_chunks = num_chunks
-        self.message_shape = message_shape
-        self.message_dtype = message_dtype
+        self.message = message
         self.weight_gradients = weight_gradients
         self.before_training = before_training
         self.after_backward = after_backward
         self.captures = captures
-        self._instructions: dict[tuple[int, bool], tuple[Instruction, ...]] = {}
 
     @property
     def last_stage(self) -> int:
@@ -105,10 +102,10 @@ class Executor:
 
     def train(
         self,
-        micro_batches: Sequence[Any],
+        micro_batches: Sequence[MicroBatch],
         loss_scale: float = 1.0,
-        loss_weights: Sequence[Any] | None = None,
-    ) -> list[torch.Tensor]:
+        loss_weights: Sequence[float | Tensor] | None = None,
+    ) -> list[Tensor]:
         """Add the gradients of loss_scale * sum(weight_i * loss_i) to the parameters.
 
         `loss_weights` are one per micro-batch, by default 1 / the number of micro-batches on all
@@ -139,7 +136,7 @@ class Executor:
             ready = captures if captures.begin(micro_batches) else None
             return _Pass(self, micro_batches, loss_scale, weights, ready).run(plan)
 
-    def evaluate(self, micro_batches: Sequence[Any]) -> list[torch.Tensor]:
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the losses of the micro-batches on the rank of the last stage, without gradients.
 
         An empty list elsewhere.
@@ -147,25 +144,18 @@ class Executor:
         with torch.no_grad():
             return _Pass(self, micro_batches, None, ()).run(self._plan(len(micro_batches), True))
 
-    def expected_shape(self, micro_batch: Any) -> tuple[int, ...]:
-        """Return the shape of the hidden state between stages for this micro-batch."""
-        return tuple(
-            self.message_shape(micro_batch) if callable(self.message_shape) else self.message_shape
-        )
+    def new_message(self, micro_batch: MicroBatch) -> Tensor:
+        """Return memory for the hidden state between stages for this micro-batch."""
+        shape, dtype = self.message
+        shape = shape(micro_batch) if callable(shape) else shape
+        return torch.empty(tuple(shape), dtype=dtype, device=self.topology.device)
 
     def _plan(self, micro_batches: int, forward_only: bool) -> tuple[Instruction, ...]:
-        key = (micro_batches, forward_only)
-        if key not in self._instructions:
-            pipeline = self.topology.pipeline
-            self._instructions[key] = build_rank_schedule(
-                self.schedule,
-                pipeline.size,
-                self.num_chunks,
-                micro_batches,
-                pipeline.rank,
-                forward_only,
-            )
-        return self._instructions[key]
+        pipeline = self.topology.pipeline
+        chunks = self.num_chunks
+        return build_rank_schedule(
+            self.schedule, pipeline.size, chunks, micro_batches, pipeline.rank, forward_only
+        )
 
 
 _NAMES = {op: op.name.encode() for op in Op}  # as the flight recorder takes them
@@ -177,9 +167,9 @@ class _Saved(NamedTuple):
     Of a recorded pass its slot, which has the input.
     """
 
-    root: torch.Tensor | Slot
-    hidden: torch.Tensor | None
-    gradient: list[torch.Tensor]
+    root: Tensor | Slot
+    hidden: Tensor | None
+    gradient: list[Tensor]
 
 
 class _Pass:
@@ -188,26 +178,27 @@ class _Pass:
     def __init__(
         self,
         executor: Executor,
-        micro_batches: Sequence[Any],
+        micro_batches: Sequence[MicroBatch],
         loss_scale: float | None,
-        weights: Sequence[Any],
+        weights: Sequence[float | Tensor],
         captures: Captures | None = None,
     ) -> None:
         self._executor = executor
         self._micro_batches = micro_batches
-        self._loss_scale, self._weights = loss_scale, weights  # None when evaluating
+        self._loss_scale = loss_scale  # None when evaluating
+        self._weights = weights
         self._exchange = Exchange(executor.topology.pipeline)
         self._local = executor.topology.pipeline.size == 1
         self._last_stage = executor.last_stage
         self._captures = captures
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._activations: dict[tuple[int, int], torch.Tensor] = {}  # of the stage that made them
+        self._activations: dict[tuple[int, int], Tensor] = {}  # of the stage that made them
         # of the input of the stage that made them
-        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
+        self._gradients: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._losses: dict[int, torch.Tensor] = {}
+        self._losses: dict[int, Tensor] = {}
 
-    def run(self, instructions: Sequence[Instruction]) -> list[torch.Tensor]:
+    def run(self, instructions: Sequence[Instruction]) -> list[Tensor]:
         handlers: dict[Op, Callable[[Instruction], None]] = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -232,12 +223,10 @@ class _Pass:
         return [self._losses[i] for i in sorted(self._losses)]
 
     def _receive(self, instruction: Instruction) -> None:
-        shape = self._executor.expected_shape(self._micro_batches[instruction.micro_batch])
-        self._exchange.receive(
-            instruction, shape, self._executor.message_dtype, self._executor.topology.device
-        )
+        micro_batch = self._micro_batches[instruction.micro_batch]
+        self._exchange.receive(instruction, self._executor.new_message(micro_batch))
 
-    def _input(self, stage: int, micro_batch: int) -> torch.Tensor | None:
+    def _input(self, stage: int, micro_batch: int) -> Tensor | None:
         if stage == 0:
             return None
         if self._local:
@@ -256,7 +245,7 @@ class _Pass:
             output = slot.forward(micro_batch, hidden)
         else:
             output = self._executor.chunks[stage](micro_batch, hidden)
-        gradient: list[torch.Tensor] = []
+        gradient: list[Tensor] = []
         if stage == self._last_stage:
             if output.numel() != 1:
                 raise ConfigError(
@@ -277,15 +266,15 @@ class _Pass:
             self._saved[stage, index] = _Saved(root, hidden, gradient)
 
     def _check_output(
-        self, instruction: Instruction, output: torch.Tensor, micro_batch: Any
+        self, instruction: Instruction, output: Tensor, micro_batch: MicroBatch
     ) -> None:
-        shape = self._executor.expected_shape(micro_batch)
-        dtype = self._executor.message_dtype
-        if tuple(output.shape) != shape or output.dtype != dtype:
+        shape, dtype = self._executor.message
+        shape = shape(micro_batch) if callable(shape) else shape
+        if tuple(output.shape) != tuple(shape) or output.dtype != dtype:
             raise ConfigError(
                 f"{instruction} returned shape {list(output.shape)} of {output.dtype}, but the "
-                f"next stage expects shape {list(shape)} of {dtype}: make message_shape and "
-                "message_dtype those of the chunk's output"
+                f"next stage expects shape {list(shape)} of {dtype}: make message that of the "
+                "chunk's output"
             )
 
     def _backward(self, instruction: Instruction) -> None:
@@ -309,7 +298,7 @@ class _Pass:
                 gradient_of_input = torch.zeros_like(saved.hidden)
             self._gradients[stage, index] = gradient_of_input.detach()
 
-    def _backward_again(self, slot: Slot, gradient: torch.Tensor, instruction: Instruction) -> None:
+    def _backward_again(self, slot: Slot, gradient: Tensor, instruction: Instruction) -> None:
         op, stage, index = instruction
         assert self._captures is not None, "a slot is of recorded passes"
         gradient_of_input = slot.backward(gradient, self._captures.eager(stage, index))
@@ -352,8 +341,8 @@ class _Pass:
 
 class _Message(NamedTuple):
     instruction: Instruction
-    work: Any
-    tensor: torch.Tensor
+    work: dist.Work
+    tensor: Tensor
 
 
 class Exchange:
@@ -364,7 +353,7 @@ class Exchange:
         self._sent: deque[_Message] = deque()
         self._received: dict[Instruction, _Message] = {}
 
-    def send(self, instruction: Instruction, tensor: torch.Tensor) -> None:
+    def send(self, instruction: Instruction, tensor: Tensor) -> None:
         """Start to send `tensor`, which is kept alive, and must not change, until it has left."""
         tensor = tensor.contiguous()
         self._release(SENDS_IN_FLIGHT - 1)
@@ -375,17 +364,14 @@ class Exchange:
     def receive(
         self,
         instruction: Instruction,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        buffer: Tensor,
     ) -> None:
-        """Post a receive; `take` with the same instruction returns the tensor."""
-        buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
+        """Post a receive; `take` with the same instruction returns the tensor, which is `buffer`."""
         with self._recorded(instruction, buffer):
             work = post(b"receive", buffer, self._pipeline, self._peer(instruction))
         self._received[instruction] = _Message(instruction, work, buffer)
 
-    def take(self, instruction: Instruction) -> torch.Tensor:
+    def take(self, instruction: Instruction) -> Tensor:
         """Wait for a posted receive and return its tensor."""
         message = self._received.pop(instruction)
         with self._recorded(instruction, message.tensor):
@@ -416,7 +402,7 @@ class Exchange:
         return self._pipeline.ranks[stage % self._pipeline.size]
 
     @contextmanager
-    def _recorded(self, instruction: Instruction, tensor: torch.Tensor) -> Iterator[None]:
+    def _recorded(self, instruction: Instruction, tensor: Tensor) -> Iterator[None]:
         """Record a message that may block this rank; an error in it names the neighbour."""
         flight = self._pipeline.flight
         call = b"send" if instruction.op in SENDS else b"receive"

@@ -111,6 +111,7 @@ def build_schedule(
     return Schedule(name_of(name), pipeline_size, chunks, micro_batches, forward_only, ranks)
 
 
+@lru_cache(maxsize=16)
 def build_rank_schedule(
     name: AnyOrder,
     pipeline_size: int,

@@ -25,7 +25,7 @@ from megatron.engine.gradients import Terms, to_sink
 from megatron.engine.optimizer import build_optimizer, unique_parameters
 from megatron.kernels.operators import WORK
 from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
-from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, layer_context
+from megatron.model.gpt import GPTChunk, hidden_state, layer_context
 from megatron.parallel.gradient_accumulator import GradientSink
 from megatron.parallel.layout import Layout, Sizes
 from megatron.parallel.sharding import Sharding, sharding_of
@@ -337,8 +337,7 @@ class _Piece:
             torch.empty(size, dtype=torch.int64, device=device) for _ in range(3)
         )
         batch = MicroBatch(tokens, labels, torch.empty(size, device=device), positions, None, 0)
-        shape = hidden_shape(config)
-        dtype = hidden_dtype(config)
+        shape, dtype = hidden_state(config)
         anchor = torch.empty((), requires_grad=True, device=device)
         with self.recorder.recorded("activations") as found:
             hidden = None

@@ -53,8 +53,7 @@ def one(source: Path, target: Path, world: int) -> dict[str, Any]:
     from megatron.engine.engine import Engine
     from megatron.model.gpt import (
         build_chunks,
-        hidden_dtype,
-        hidden_shape,
+        hidden_state,
         layer_context,
         stages_of,
     )
@@ -84,7 +83,8 @@ def one(source: Path, target: Path, world: int) -> dict[str, Any]:
         with torch.no_grad():
             hidden = None
             if not topology.pipeline.is_first:
-                hidden = torch.empty(hidden_shape(config), dtype=hidden_dtype(config))
+                shape, dtype = hidden_state(config)
+                hidden = torch.empty(shape, dtype=dtype)
                 dist.recv(hidden, topology.pipeline.ranks[0])
             if not topology.pipeline.is_last:
                 dist.send(chunk(batch, hidden), topology.pipeline.ranks[1])
@@ -106,9 +106,7 @@ def one(source: Path, target: Path, world: int) -> dict[str, Any]:
         topology,
         stages_of(chunks),
         config.schedule,
-        parallel.num_chunks,
-        hidden_shape(config),
-        hidden_dtype(config),
+        hidden_state(config),
         context.weight_gradients,
         before_training=engine.begin,
         after_backward=engine.pass_ends,

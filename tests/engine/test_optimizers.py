@@ -195,7 +195,8 @@ def test_largest_logits_are_those_of_all_scores(packed: bool, window: int) -> No
         q[-140:, 1], k[-140:, 1] = 9.0, 9.0
         padding = torch.arange(s) >= torch.tensor([s, 10]).unsqueeze(1)
     found = torch.zeros(groups * share)
-    update_largest(found, (q, k, k), documents, Scoring(scale=0.3, window=window), padding)
+    scoring = Scoring(scale=0.3, window=window, documents=documents)
+    update_largest(found, (q, k, k), scoring, padding)
     scores = torch.einsum("sbhd,tbhd->bhst", q.double(), k.double().repeat_interleave(share, 2))
     behind = torch.arange(s).unsqueeze(1) - torch.arange(s)
     seen = ((behind >= 0) & (behind <= window)).expand(b, s, s)

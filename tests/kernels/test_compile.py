@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.kernels import library
 from megatron.kernels.ops.attention import (
     TILE,
+    Block,
+    GradientBlock,
+    Law,
     attention_gradient_,
     attention_weights_,
     causal_softmax,
@@ -59,11 +62,12 @@ def attention(rows: int, slopes: bool) -> list[torch.Tensor]:
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if slopes else None
     scores, law = (
         draw(3, 2 * rows, rows + TILE, grad=False),
-        (2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE),
+        Law(2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE),
     )
     again, gradients = scores[..., TILE:].contiguous(), draw(3, 2 * rows, rows, seed=2, grad=False)
-    attention_weights_(scores, logarithms, slope, 1, TILE, *law)
-    attention_gradient_(again, gradients, logarithms, logarithms.cos(), slope, 1, TILE, TILE, *law)
+    attention_weights_(Block(scores, logarithms, slope, 1, TILE, None, law))
+    block = (again, logarithms, slope, 1, TILE, TILE, law, gradients, logarithms.cos())
+    attention_gradient_(GradientBlock(*block))
     return [scores, logarithms, again, gradients, row_dots(scores, scores)]
 
 

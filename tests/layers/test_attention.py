@@ -100,13 +100,12 @@ def test_against_a_dense_mask(case, heads, groups, alibi):
     slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
     tensors = inputs(sum(lengths[0]), len(lengths), heads, groups)
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), tensors)
-    found = output_and_gradients(
-        lambda *x: torch_attention(*x, bias, documents_of(lengths), 0.0), tensors
-    )
+    scoring = Scoring(alibi=bias, documents=documents_of(lengths))
+    found = output_and_gradients(lambda *x: torch_attention(*x, scoring), tensors)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     if case == "whole samples":
-        plain = output_and_gradients(lambda *x: torch_attention(*x, bias, None, 0.0), tensors)
+        plain = output_and_gradients(lambda *x: torch_attention(*x, Scoring(alibi=bias)), tensors)
         for a, b in zip(plain, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
@@ -127,9 +126,8 @@ def test_strided_inputs_in_bf16(alibi):
         fused[..., D:].detach().requires_grad_(),
     ]
     assert not tensors[1].is_contiguous()
-    found = output_and_gradients(
-        lambda *x: torch_attention(*x, bias, documents_of(lengths), 0.0), tensors
-    )
+    scoring = Scoring(alibi=bias, documents=documents_of(lengths))
+    found = output_and_gradients(lambda *x: torch_attention(*x, scoring), tensors)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
     for a, b in zip(found, expected, strict=True):
@@ -157,10 +155,9 @@ def test_nothing_is_of_the_size_of_the_sample_squared(alibi, dropout):
     s = sum(lengths[0])
     tensors = inputs(s, 2, heads, heads, torch.float32)
     bias = Alibi(alibi_slopes(heads)) if alibi else None
+    scoring = Scoring(alibi=bias, documents=documents_of(lengths), dropout=dropout)
     with Largest() as seen:
-        output_and_gradients(
-            lambda *x: torch_attention(*x, bias, documents_of(lengths), dropout), tensors
-        )
+        output_and_gradients(lambda *x: torch_attention(*x, scoring), tensors)
     # Padded scores of documents, for dropout: b * s * 1.25 * 32 for each head.
     assert seen.elements <= 2 * s * 1.25 * 32 * heads < s * s / 4
 
@@ -177,9 +174,10 @@ def test_dropout_acts_inside_documents_and_repeats():
     zeros = torch.zeros(s, b, heads, s)
     values = torch.eye(s).view(s, 1, 1, s).expand(s, b, heads, s)
     draws = []
+    scoring = Scoring(documents=documents_of(lengths), dropout=p)
     for seed in (3, 3, 4):
         with seeded(torch.device("cpu"), seed):
-            draws.append(torch_attention(zeros, zeros, values, None, documents_of(lengths), p))
+            draws.append(torch_attention(zeros, zeros, values, scoring))
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     kept, at = [], 0
     for n in lengths[0]:
@@ -285,7 +283,7 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
     tensors = inputs(23, 2, 4, 2)
     for cut, documents in ((lengths, documents_of(lengths)), ([[23], [23]], None)):
         found = output_and_gradients(
-            lambda *x, d=documents: flash_attention(*x, bias, d, 0.0), tensors
+            lambda *x, d=documents: flash_attention(*x, Scoring(alibi=bias, documents=d)), tensors
         )
         expected = output_and_gradients(lambda *x, n=cut: dense(*x, slopes, n), tensors)
         for a, b in zip(found, expected, strict=True):
@@ -313,7 +311,7 @@ def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
     lengths, tensors = CASES["two samples"], inputs(23, 2, 4, 2)
     found = output_and_gradients(
-        lambda *x: torch_attention(*x, None, documents_of(lengths), 0.0, scoring), tensors
+        lambda *x: torch_attention(*x, scoring._replace(documents=documents_of(lengths))), tensors
     )
     expected = output_and_gradients(lambda *x: dense(*x, None, lengths, scoring), tensors)
     for a, b in zip(found, expected, strict=True):
@@ -334,11 +332,12 @@ def test_cudnn_gets_fixed_shapes_alone(monkeypatch):
     tensors, documents = inputs(23, 2, 4, 2), documents_of(CASES["two samples"])
     _, bias = slopes_and_bias(4)
     for alibi in (None, bias):
-        torch_attention(*tensors, alibi, None, 0.0)
+        scoring = Scoring(alibi=alibi)
+        torch_attention(*tensors, scoring)
         assert allowed == [True]
-        torch_attention(*tensors, alibi, documents, 0.0)
+        torch_attention(*tensors, scoring._replace(documents=documents))
         with torch.no_grad():
-            torch_attention(*tensors, alibi, None, 0.0)
+            torch_attention(*tensors, scoring)
         assert len(allowed) > 2 and not any(allowed[1:])
         assert torch.backends.cuda.cudnn_sdp_enabled()
         allowed.clear()

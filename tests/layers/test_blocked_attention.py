@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.kernels.choose import ALL, NONE
 from megatron.layers import attention_blocked as module
 from megatron.layers.attention_blocked import block_length, blocked_attention
 from megatron.layers.attention_fused import torch_attention
-from megatron.layers.positions import alibi_slopes
+from megatron.layers.attention_unfused import Scoring
+from megatron.layers.positions import Alibi, alibi_slopes
 from tests.helpers.fusions import Operators
 from tests.layers.test_attention import CASES, Largest, dense, documents_of, output_and_gradients
 
@@ -25,14 +27,19 @@ def dense_of(mixed, slopes, lengths):
     )
 
 
+def scoring_of(fused, slopes=None, **more):
+    """Return the scoring of attention whose blocks are computed by kernels, if `fused`."""
+    alibi = None if slopes is None else Alibi(slopes)
+    return Scoring(alibi=alibi, fusions=ALL if fused else NONE, **more)
+
+
 def compare(mixed, slopes, lengths, documents, fused, bound):
     """Compare output and gradient with float64.
 
     `bound` is in the Frobenius norm relative to the whole.
     """
-    found = output_and_gradients(
-        lambda x: blocked_attention((x,), slopes, documents, 0.0, None, fused), [mixed]
-    )
+    scoring = scoring_of(fused, slopes, documents=documents)
+    found = output_and_gradients(lambda x: blocked_attention((x,), scoring), [mixed])
     exact = mixed.detach().double().requires_grad_()
     expected = output_and_gradients(lambda x: dense_of(x, slopes, lengths), [exact])
     for a, b in zip(found, expected, strict=True):
@@ -105,18 +112,10 @@ def test_queries_keys_and_values_apart(share):
     parts = [mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :]]
     assert not parts[1].is_contiguous()
     parts = [x.requires_grad_() for x in parts]
-    apart = output_and_gradients(
-        lambda *x: blocked_attention(x, None, None, 0.0, None, False), parts
-    )
-    same = output_and_gradients(lambda *x: torch_attention(*x, None, None, 0.0), parts)
+    apart = output_and_gradients(lambda *x: blocked_attention(x), parts)
+    same = output_and_gradients(torch_attention, parts)
     for a, b in zip(apart, same, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def test_without_a_seed_nothing_is_dropped():
-    mixed = projection(5, 1, 1, 1, 4, torch.float32)
-    evaluated, plain = (blocked_attention((mixed,), None, None, p, None, True) for p in (0.5, 0.0))
-    assert torch.equal(evaluated, plain)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
@@ -138,7 +137,7 @@ def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, fused):
     k[:, 0, 0, 0] = sign * torch.full((s,), unit).index_fill_(0, torch.arange(32), 1.0)
     v[:, 0, 0, 0] = sign
     q.requires_grad_()
-    blocked_attention((q, k, v), None, None, 0.0, None, fused)[..., 0].sum().backward()
+    blocked_attention((q, k, v), scoring_of(fused))[..., 0].sum().backward()
     exact = torch.tensor(32 * 2.0**-8 / 2 * (1 + 7 * unit))  # 2: the root of the head dimension
     assert q.grad[-1, 0, 0, 0] == exact.to(dtype) > torch.tensor(32 * 2.0**-8 / 2)
 
@@ -162,10 +161,10 @@ def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents, dtype,
     mixed = projection(sum(lengths[0]), 2, 2, 2, 8, dtype)
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: 1)
 
+    scoring = scoring_of(fused, alibi_slopes(4), documents=packed, dropout=0.3, seed=11)
+
     def run() -> list[torch.Tensor]:
-        return output_and_gradients(
-            lambda x: blocked_attention((x,), alibi_slopes(4), packed, 0.3, 11, fused), [mixed]
-        )
+        return output_and_gradients(lambda x: blocked_attention((x,), scoring), [mixed])
 
     whole, each = run(), 70 * 2 * 64 if dtype == torch.float32 else 70 * 2 * 70
     for scores in (1, 3 * each):  # one head at a time, and several
@@ -187,16 +186,15 @@ def test_documents_have_masks_of_their_own(fused):
     packed = documents_of(lengths)
     masks = []
     for seed in (3, 4):
-        out = blocked_attention((zeros, zeros, values), None, packed, p, seed, fused).permute(
-            1, 2, 0, 3
-        )
+        scoring = scoring_of(fused, documents=packed, dropout=p, seed=seed)
+        out = blocked_attention((zeros, zeros, values), scoring).permute(1, 2, 0, 3)
         for start, end in ((0, 31), (31, 51)):
             # The first 20 queries and keys of each document and head, without the part above the
             # diagonal.
             block = out[:, :, start:end, start:end][..., :20, :20] != 0
             masks += [tuple(row) for row in block.reshape(2 * heads, -1).tolist()]
     assert len(set(masks)) == len(masks) == 2 * 2 * 2 * heads
-    whole = blocked_attention((zeros, zeros, values), None, packed, 1.0, 3, fused)
+    whole = blocked_attention((zeros, zeros, values), scoring._replace(dropout=1.0))
     assert torch.equal(whole, torch.zeros_like(whole))
 
 
@@ -211,7 +209,8 @@ def test_dropout_acts_on_the_weights_and_repeats(fused):
     zeros = torch.zeros(s, b, heads, s)
     values = torch.eye(s).view(s, 1, 1, s).expand(s, b, heads, s)
     a, again, other = (
-        blocked_attention((zeros, zeros, values), None, None, p, seed, fused) for seed in (3, 3, 4)
+        blocked_attention((zeros, zeros, values), scoring_of(fused, dropout=p, seed=seed))
+        for seed in (3, 3, 4)
     )
     assert torch.equal(a, again) and not torch.equal(a, other)
     seen = torch.ones(s, s, dtype=torch.bool).tril()
@@ -224,7 +223,7 @@ def test_dropout_acts_on_the_weights_and_repeats(fused):
     kept = (weights != 0)[..., seen].double()
     assert abs(kept.mean().item() - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
     assert len({tuple(row) for row in kept.view(b * heads, -1).tolist()}) == b * heads
-    whole = blocked_attention((zeros, zeros, values), None, None, 1.0, 3, fused)
+    whole = blocked_attention((zeros, zeros, values), scoring_of(fused, dropout=1.0))
     assert torch.equal(whole, torch.zeros_like(whole))
 
 
@@ -238,7 +237,8 @@ def test_gradients_with_dropout(fused):
     mixed = projection(s, 1, heads, 1, d, torch.float32)
     q, k = (mixed[..., i, :].detach() for i in range(2))
     one_hot = torch.eye(s).view(s, 1, 1, s).expand(s, 1, heads, s)
-    dropped = blocked_attention((q, k, one_hot), None, None, p, 5, fused)
+    scoring = scoring_of(fused, dropout=p, seed=5)
+    dropped = blocked_attention((q, k, one_hot), scoring)
     exact = mixed.detach().double().requires_grad_()
 
     def reference(x: torch.Tensor) -> torch.Tensor:
@@ -248,9 +248,7 @@ def test_gradients_with_dropout(fused):
         mask = (dropped.permute(1, 2, 0, 3) != 0) / (1 - p)
         return torch.einsum("bhij,jbhd->ibhd", weights * mask, x[..., 2, :])
 
-    found = output_and_gradients(
-        lambda x: blocked_attention((x,), None, None, p, 5, fused), [mixed]
-    )
+    found = output_and_gradients(lambda x: blocked_attention((x,), scoring), [mixed])
     for a, b in zip(found, output_and_gradients(reference, [exact]), strict=True):
         assert (a.double() - b).norm() <= 2.0**-20 * b.norm()
 
@@ -261,6 +259,7 @@ def test_nothing_is_of_the_size_of_the_sample_squared(fused):
     s = 1280
     mixed = projection(s, 1, 2, 1, 4, torch.float32)
     with Largest() as seen:
-        output_and_gradients(lambda x: blocked_attention((x,), None, None, 0.1, 3, fused), [mixed])
+        scoring = scoring_of(fused, dropout=0.1, seed=3)
+        output_and_gradients(lambda x: blocked_attention((x,), scoring), [mixed])
     # The scores of a block, twice in the backward pass, for both heads.
     assert seen.elements <= 2 * 2 * block_length(s, torch.float32) * s < s * s

@@ -68,8 +68,7 @@ def test_each_sample_and_head(scoring: Scoring, alibi: bool) -> None:
             q,
             *stored,
             cache.padding,
-            None if slopes is None else Alibi(slopes),
-            scoring,
+            scoring._replace(alibi=None if slopes is None else Alibi(slopes)),
         )
         cache.used += 1
         assert found.shape == q.shape

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.choose import Fusions
 from megatron.layers.attention_fused import torch_attention
-from megatron.layers.attention_unfused import unfused_attention
+from megatron.layers.attention_unfused import Scoring, unfused_attention
 from tests.helpers.fusions import Operators
 from tests.layers.test_attention import (
     CASES,
@@ -38,14 +38,19 @@ def test_against_a_dense_mask_and_torch_attention(case, heads, groups, alibi, fu
     tensors = inputs(sum(lengths[0]), len(lengths), heads, groups, torch.float32)
     with Operators() as seen:
         found = output_and_gradients(
-            lambda *x: unfused_attention(*x, bias, documents, 0.0, None, fusions), tensors
+            lambda *x: unfused_attention(
+                *x, Scoring(alibi=bias, documents=documents, fusions=fusions)
+            ),
+            tensors,
         )
     assert dict(seen.calls) == (
         {"softmax": 1, "softmax_backward": 1} if fusions.masked_softmax else {}
     )
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
-    same = output_and_gradients(lambda *x: torch_attention(*x, bias, documents, 0.0), tensors)
+    same = output_and_gradients(
+        lambda *x: torch_attention(*x, Scoring(alibi=bias, documents=documents)), tensors
+    )
     for a, b, c in zip(found, expected, same, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=5e-6, atol=5e-6)
         torch.testing.assert_close(a, c, rtol=5e-6, atol=5e-6)
@@ -70,7 +75,8 @@ def test_strided_inputs_in_bf16(case, alibi, fusions):
     ]
     assert not tensors[1].is_contiguous()
     found = output_and_gradients(
-        lambda *x: unfused_attention(*x, bias, documents, 0.0, None, fusions), tensors
+        lambda *x: unfused_attention(*x, Scoring(alibi=bias, documents=documents, fusions=fusions)),
+        tensors,
     )
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
@@ -102,7 +108,7 @@ def test_grouped_keys_and_values_are_not_copied():
     mixed = torch.randn(s, b, groups, heads // groups + 2, D)
     q = mixed[:, :, :, :-2].reshape(s, b, heads, D)
     with Copies() as seen:
-        unfused_attention(q, mixed[:, :, :, -2], mixed[:, :, :, -1], None, None, 0.0, None, SOFTMAX)
+        unfused_attention(q, mixed[:, :, :, -2], mixed[:, :, :, -1], Scoring(fusions=SOFTMAX))
     assert seen.sizes == [q.numel()]  # the queries, as rows of their groups
 
 
@@ -120,7 +126,9 @@ def test_dropout_acts_on_the_weights_and_repeats(fused):
 
     def draw(seed: int) -> torch.Tensor:
         with Operators() as seen:
-            out = unfused_attention(zeros, zeros, values, None, None, p, seed, fusions)
+            out = unfused_attention(
+                zeros, zeros, values, Scoring(fusions=fusions, dropout=p, seed=seed)
+            )
         assert seen.calls["bias_dropout_add"] == fused
         return out
 

@@ -31,21 +31,19 @@ HEADS, GROUPS = 4, 2
 PATHS = ("torch", "unfused", "unfused, fused", "blocked", "blocked, fused")
 
 
-def attend(path, documents, alibi, scoring, dropout=0.0, seed=None):
+def attend(path, documents, alibi, scoring, dropout=0.0, seed=0):
     """Return a function of queries, keys and values."""
-    fused = path.endswith("fused") and path != "unfused"
-    bias = Alibi(alibi_slopes(HEADS)) if alibi else None
+    scoring = scoring._replace(
+        alibi=Alibi(alibi_slopes(HEADS)) if alibi else None,
+        fusions=ALL if path.endswith(", fused") else NONE,
+        documents=documents,
+        dropout=dropout,
+        seed=seed,
+    )
     if path.startswith("blocked"):
-        slopes = None if bias is None else bias.slopes
-        return lambda *x: blocked_attention(
-            x, slopes, documents, dropout, seed, fused, None, scoring
-        )
-    if path.startswith("unfused"):
-        fusions = ALL if fused else NONE
-        return lambda *x: unfused_attention(
-            *x, bias, documents, dropout, seed, fusions, None, scoring
-        )
-    return lambda *x: torch_attention(*x, bias, documents, dropout, scoring)
+        return lambda *x: blocked_attention(x, scoring)
+    core = unfused_attention if path.startswith("unfused") else torch_attention
+    return lambda *x: core(*x, scoring)
 
 
 # Documents longer and shorter than the window; in 16 bits a block has 128 positions or more, in
@@ -211,7 +209,7 @@ def test_flash_attention_is_told(monkeypatch):
     tensors = inputs(23, 2, 4, 2)
     for scoring in (PLAIN, Scoring(0.3, 2.0, 7)):
         for documents in (None, documents_of([[23], [20, 3]])):
-            flash_attention(*tensors, None, documents, 0.0, scoring)
+            flash_attention(*tensors, scoring._replace(documents=documents))
     told = dict(softmax_scale=0.3, softcap=2.0, window_size=(7, 0))
     assert seen == [{}, {}, told, told]
 
@@ -229,6 +227,6 @@ def test_each_layer_has_its_own_window():
     ):
         config = Config.create(**common, window_attn_skip_freq=skip)
         cores = [CoreAttention(context(), config.model, layer) for layer in range(4)]
-        scores = Scoring(0.25, 7.0, 3)
+        scores = cores[0].scoring._replace(scale=0.25, cap=7.0, window=3)
         none = scores._replace(window=module.NO_WINDOW)
         assert [core.scoring for core in cores] == [scores if n else none for n in windowed]

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch, Separation, make_micro_batch
-from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape
+from megatron.model.gpt import build_chunks, hidden_state
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
@@ -195,8 +195,7 @@ def test_dropout_depends_on_sample_seed_and_mode_only():
 def test_fp32_residual_stream_beside_bf16_weights():
     fields = dict(bf16=True, fp32_residual_connection=True)
     config = Config.create(**{**FIELDS, **fields})
-    assert hidden_dtype(config) == torch.float32
-    assert hidden_shape(config) == (S, B, 32)
+    assert hidden_state(config) == ((S, B, 32), torch.float32)
     model = build(**fields).bfloat16()
     batch = micro_batch(tokens())
     hidden = model._hidden(batch, None)

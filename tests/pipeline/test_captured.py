@@ -30,7 +30,7 @@ from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.gradient_accumulator import GradientSink
 from megatron.parallel.topology import Topology
 from megatron.pipeline import captured
-from megatron.pipeline.captured import Captures
+from megatron.pipeline.captured import Captures, Pool
 from megatron.pipeline.executor import Executor
 from megatron.program import pretrain
 from tests.helpers.processes import SETUP_LIMIT_S, run_processes
@@ -290,8 +290,9 @@ def executor(stage: torch.nn.Module) -> Executor:
     topology = Topology.create()
     message = (4,), torch.float32
     stages = {0: (stage, stage)}
-    captures = Captures(stages, 0, message, topology.device, topology.flight, 1, lambda: None)
-    return Executor(topology, {0: stage}, "1f1b", 1, *message, captures=captures)
+    pool = Pool(topology.device, topology.flight, message)
+    captures = Captures(stages, 0, pool, 1, lambda: None)
+    return Executor(topology, {0: stage}, "1f1b", message, captures=captures)
 
 
 RULES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -118,7 +118,7 @@ def make(
     queue = WeightGradients()
     stages = {c * size + rank: Stage(c * size + rank, size * chunks, queue) for c in range(chunks)}
     return Executor(
-        topology, stages, schedule, chunks, (ROWS, WIDTH), torch.float64, queue, **options
+        topology, stages, schedule, ((ROWS, WIDTH), torch.float64), queue, **options
     ), stages
 
 
@@ -268,7 +268,7 @@ def count_live(topology: Topology, name: str, chunks: int, count: int) -> tuple[
         return chunk
 
     stages = {c * 2 + rank: chunk_of(c * 2 + rank) for c in range(chunks)}
-    executor = Executor(topology, stages, name, chunks, (2,), torch.float32, WeightGradients())
+    executor = Executor(topology, stages, name, ((2,), torch.float32), WeightGradients())
     gc.disable()  # tensors that wait for the collector are not freed at once
     executor.train([torch.ones(2)] * count)
     gc.enable()
@@ -308,19 +308,22 @@ def frozen_and_unused(topology: Topology) -> list[Any]:
         return (batch * weight).sum()
 
     executor = Executor(
-        topology, {rank: (first, second)[rank]}, "1f1b", 1, lambda batch: batch.shape, torch.float32
+        topology,
+        {rank: (first, second)[rank]},
+        "1f1b",
+        (lambda batch: batch.shape, torch.float32),
     )
     losses = executor.train([torch.ones(2), 3 * torch.ones(2)])
     return [[loss.item() for loss in losses], None if weight.grad is None else weight.grad.tolist()]
 
 
 def other_size_for_evaluation(topology: Topology) -> list[float]:
-    """Evaluate with another size: message_shape is a function of the micro-batch.
+    """Evaluate with another size: the shape of messages is a function of the micro-batch.
 
     Batches of different sizes use one executor.
     """
     executor, _ = make(topology, "1f1b", 1)
-    executor.message_shape = lambda batch: batch["x"].shape
+    executor.message = (lambda batch: batch["x"].shape, torch.float64)
     batches = micro_batches(3)
     executor.train(batches)
     larger = [{k: torch.cat([batch[k] for batch in batches]) for k in ("x", "y")}]
@@ -329,7 +332,7 @@ def other_size_for_evaluation(topology: Topology) -> list[float]:
 
 def wrong_output(topology: Topology) -> str:
     executor, _ = make(topology, "1f1b", 1)
-    executor.message_shape = (ROWS, WIDTH + 1)
+    executor.message = ((ROWS, WIDTH + 1), torch.float64)
     try:
         executor.train(micro_batches(1))
     except ConfigError as error:
@@ -435,7 +438,7 @@ def test_messages_are_recorded_and_blamed_by_global_ranks(monkeypatch: pytest.Mo
     exchange = Exchange(Group((2, 6, 10), 1, None, "pipeline", flight))
     for operation, stage, peer in ((Op.RECV_FORWARD, 1, 2), (Op.RECV_BACKWARD, 1, 10)):
         instruction = Instruction(operation, stage, 0)
-        exchange.receive(instruction, (4,), torch.float32, torch.device("cpu"))
+        exchange.receive(instruction, torch.empty(4))
         assert seen.pop() == (peer, Call("receive", "pipeline", peer, 16, 0))
         with pytest.raises(LaunchError) as caught:
             exchange.take(instruction)
@@ -447,7 +450,7 @@ def test_refused() -> None:
     chunk = Stage(0, 1)
 
     def build(chunks: dict[int, Any], schedule: AnyOrder = "1f1b", **options: Any) -> Executor:
-        return Executor(topology, chunks, schedule, 1, (ROWS, WIDTH), torch.float64, **options)
+        return Executor(topology, chunks, schedule, ((ROWS, WIDTH), torch.float64), **options)
 
     with pytest.raises(ConfigError, match=r"\[0\].*\[1\]"):
         build({1: chunk})

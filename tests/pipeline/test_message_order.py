@@ -70,7 +70,7 @@ def test_messages_are_posted_in_the_order_of_the_schedule(
         flight=FlightRecorder(),
     )
     stages = {c * 4 + rank: stage(c * 4 + rank) for c in range(chunks)}
-    Executor(topology, stages, name, chunks, (3,), torch.float32).train(list(range(8)))
+    Executor(topology, stages, name, ((3,), torch.float32)).train(list(range(8)))
     expected = [
         *(i for i in build_schedule(name, 4, chunks, 8)[rank] if i.op not in COMPUTE),
         "finish",

@@ -188,8 +188,7 @@ def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
     from megatron.engine.engine import Engine
     from megatron.model.gpt import (
         build_chunks,
-        hidden_dtype,
-        hidden_shape,
+        hidden_state,
         layer_context,
         stages_of,
     )
@@ -207,9 +206,7 @@ def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
         topology,
         stages_of(chunks),
         parallel.schedule,
-        parallel.num_chunks,
-        hidden_shape(config),
-        hidden_dtype(config),
+        hidden_state(config),
         context.weight_gradients,
         before_training=engine.begin,
         after_backward=engine.pass_ends,

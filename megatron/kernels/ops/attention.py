@@ -25,6 +25,7 @@ attention_gradient_ 4 N e. Masked scores are written as zeros, but not read.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,10 +43,10 @@ from megatron.kernels.operators import (
     check_shape,
     empty_like_first,
     operator,
-    takes,
 )
 from megatron.kernels.ops.elementwise import check_key, soft_cap, threshold, wider
 from megatron.kernels.work import Memory
+from megatron.parallel.autograd import Context
 from megatron.parallel.keyed_random import dropout_mask, mix
 
 _CAUSAL = Function("mk_causal_softmax", "ppllllf")
@@ -60,7 +61,7 @@ NO_WINDOW = 1 << 30
 
 
 class Law(NamedTuple):
-    """The last arguments of attention_weights_ and attention_gradient_, the same for all blocks.
+    """The rule by which scores become weights, the same for all blocks.
 
     share    how many queries of a group see the same keys
     scale    factor of the scores
@@ -71,8 +72,8 @@ class Law(NamedTuple):
 
     share: int
     scale: float
-    probability: float
-    seed: int
+    probability: float = 0.0
+    seed: int = 0
     origins: Tensor | None = None
     positions: int = 0
     cap: float = 0.0
@@ -85,7 +86,7 @@ def first_key(first: int, window: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class Block:
     """The inputs of attention_weights_; those of attention_gradient_ add two."""
 
     scores: Tensor
@@ -112,37 +113,27 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _GradientBlock(_Block):
+class GradientBlock(Block):
     gradients: Tensor
     dots: Tensor
 
 
 def _block(
     scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *law: Any
-) -> _Block:
+) -> Block:
     """Return the inputs of attention_weights_; torch leaves out defaults at the end."""
     end = len(Law._fields)
     key = law[end] if len(law) > end else None
-    return _Block(scores, logarithms, slopes, sample, first, key, Law(*law[:end]))
+    return Block(scores, logarithms, slopes, sample, first, key, Law(*law[:end]))
 
 
-def _gradient_block(
-    scores: Tensor,
-    gradients: Tensor,
-    logarithms: Tensor,
-    dots: Tensor,
-    slopes: Tensor | None,
-    sample: int,
-    first: int,
-    key: int,
-    *law: Any,
-) -> _GradientBlock:
-    return _GradientBlock(
-        scores, logarithms, slopes, sample, first, key, Law(*law), gradients, dots
-    )
+def _gradient_block(scores: Tensor, gradients: Tensor, *rest: Any) -> GradientBlock:
+    logarithms, dots, slopes, sample, first, key, *law = rest
+    place = logarithms, slopes, sample, first, key
+    return GradientBlock(scores, *place, Law(*law), gradients, dots)
 
 
-def _check(name: str, block: _Block, **rows: Tensor) -> None:
+def _check(name: str, block: Block, **rows: Tensor) -> None:
     """Check what both operators take; `rows`: the tensors [all samples, all rows] by name."""
     scores = block.scores
     slopes = block.slopes
@@ -154,8 +145,7 @@ def _check(name: str, block: _Block, **rows: Tensor) -> None:
     check_beside(name, scores, [torch.int64], origins=origins)
     check_key(name, law.probability, law.seed)
     check(name, law.cap >= 0.0, f"cap is {law.cap}; it must be at least 0")
-    fits = 0 <= law.window <= NO_WINDOW
-    check(name, fits, f"window is {law.window}; it must be from 0 to {NO_WINDOW}")
+    _check_window(name, law.window)
     check(
         name,
         scores.dim() == 3,
@@ -180,55 +170,52 @@ def _check(name: str, block: _Block, **rows: Tensor) -> None:
         )
     if slopes is not None:
         fits = slopes.dim() == 1 and len(slopes) > 0 and len(slopes) % share == 0
-        found = list(slopes.shape)
-        check(name, fits, f"slopes have shape {found}; [groups * {share}] is needed")
-    if origins is not None:
-        samples = len(rows["logarithms"])
-        fits = origins.dim() == 1 and len(origins) > 0 and samples % len(origins) == 0
-        fits = fits and (slopes is None or len(slopes) * len(origins) == samples * share)
-        check(
-            name,
-            fits,
-            f"origins have shape {list(origins.shape)}; there must be one for the groups of each "
-            "sample",
-        )
-    else:
+        shape = list(slopes.shape)
+        check(name, fits, f"slopes have shape {shape}; [groups * {share}] is needed")
+    if origins is None:
         missing = law.probability > 0.0
         check(name, not missing, f"probability is {law.probability}, but there are no origins")
+        return
+    samples = len(block.logarithms)
+    fits = origins.dim() == 1 and len(origins) > 0 and samples % len(origins) == 0
+    check(
+        name,
+        fits and (slopes is None or len(slopes) * len(origins) == samples * share),
+        f"origins have shape {list(origins.shape)}; there must be one for the groups of each sample",
+    )
 
 
-@takes(_block, after=1)
-def _check_weights(name: str, block: _Block) -> None:
+def _check_window(name: str, window: int) -> None:
+    fits = 0 <= window <= NO_WINDOW
+    check(name, fits, f"window is {window}; it must be from 0 to {NO_WINDOW}")
+
+
+def _check_weights(name: str, block: Block) -> None:
     _check(name, block, logarithms=block.logarithms)
     if block.key is not None:
         return
     keys = block.scores.shape[-1]
     key = block.start
-    seen = key + keys
     most = first_key(block.first, block.law.window)
-    fits = 0 <= key <= most and key % TILE == 0
     check(
         name,
-        fits,
-        f"there are {keys} keys; queries from {block.first} to {seen} need {seen - most}",
+        0 <= key <= most and key % TILE == 0,
+        f"there are {keys} keys; queries from {block.first} to {key + keys} need {key + keys - most}",
     )
 
 
-@takes(_gradient_block, after=1)
-def _check_gradient(name: str, block: _GradientBlock) -> None:
+def _check_gradient(name: str, block: GradientBlock) -> None:
     scores = block.scores
-    gradients = block.gradients
     logarithms = block.logarithms
     _check(name, block, logarithms=logarithms, dots=block.dots)
-    check_shape(name, scores.shape, gradients=gradients)
-    check_all(name, scores=scores, gradients=gradients)
+    check_all(name, scores.shape, scores=scores, gradients=block.gradients)
     check_shape(name, logarithms.shape, dots=block.dots)
 
 
 # -- a block, with torch's operators ---------------------------------------------------------------
 
 
-def _mask(block: _Block) -> Tensor:
+def _mask(block: Block) -> Tensor:
     """Return factors 0 or 1 / (1 - p) from torch's generator, by tiles of TILE by TILE."""
     scores = block.scores
     sample = block.sample
@@ -255,7 +242,7 @@ def _mask(block: _Block) -> Tensor:
     return factors[:, :queries, :, :keys].reshape(scores.shape).mul_(1.0 / (1.0 - law.probability))
 
 
-def _logits(block: _Block) -> Tensor:
+def _logits(block: Block) -> Tensor:
     """Return the scaled, capped and biased scores in fp32 (fp64 for fp64).
 
     They are -infinity where a key is later than the query or before its window.
@@ -282,8 +269,7 @@ def _logits(block: _Block) -> Tensor:
     )
 
 
-@takes(_block)
-def weights_reference(block: _Block) -> None:
+def weights_reference(block: Block) -> None:
     """Compute attention_weights_ with torch's operators, for any floating type.
 
     Its masks differ from the kernel's.
@@ -298,8 +284,7 @@ def weights_reference(block: _Block) -> None:
     block.scores.copy_(weights)
 
 
-@takes(_gradient_block)
-def gradient_reference(block: _GradientBlock) -> None:
+def gradient_reference(block: GradientBlock) -> None:
     """Compute attention_gradient_ with torch's operators, for any floating type.
 
     Its masks differ from the kernel's.
@@ -328,7 +313,7 @@ def dots_reference(a: Tensor, b: Tensor) -> Tensor:
 # -- a block, with the kernels ---------------------------------------------------------------------
 
 
-def _launch(function: Function, block: _Block, *tensors: Tensor) -> None:
+def _launch(function: Function, block: Block, *tensors: Tensor) -> None:
     """Call a kernel for a block; the last of the tensors has all samples and rows."""
     law = block.law
     slopes = block.slopes
@@ -361,19 +346,16 @@ def _launch(function: Function, block: _Block, *tensors: Tensor) -> None:
     )
 
 
-@takes(_block)
-def _weights(block: _Block) -> None:
+def _weights(block: Block) -> None:
     _launch(_WEIGHTS, block, block.logarithms)
 
 
-@takes(_gradient_block)
-def _gradient(block: _GradientBlock) -> None:
+def _gradient(block: GradientBlock) -> None:
     _launch(_GRADIENT, block, block.gradients, block.logarithms, block.dots)
 
 
 def _check_dots(name: str, a: Tensor, b: Tensor) -> None:
-    check_all(name, a=a, b=b)
-    check_shape(name, a.shape, b=b)
+    check_all(name, a.shape, a=a, b=b)
 
 
 def _dots(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -384,53 +366,95 @@ def _like_dots(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[:-1], dtype=torch.promote_types(a.dtype, torch.float32))
 
 
-attention_weights_ = operator(
+_weights_ = operator(
     "attention_weights_(Tensor(a!) scores, Tensor(b!) logarithms, Tensor? slopes, SymInt sample, "
     "SymInt first, int share, float scale, float probability, SymInt seed, Tensor? origins=None, "
     f"SymInt positions=0, float cap=0.0, SymInt window={NO_WINDOW}, SymInt? key=None) -> ()",
     _weights,
     weights_reference,
+    record=_block,
     check=_check_weights,
 )
-"""Turn scores [samples, queries * share, keys] into softmax weights with dropout; contiguous, fp32,
-fp16 or bf16.
 
-The queries start at position `first`. A query sees the key of its own position and `window` keys
-before it, and all of these are present: the last key is that of the last query, the first one at a
-multiple of TILE up to first_key(first, window). Weights of other keys are exactly 0. A score stands
-for scale * score, or cap * tanh(scale * score / cap) with a `cap` above 0, plus slope * (key -
-query) if there are `slopes`, fp32 [groups * share]; samples are [.., groups], from `sample` on. The
-logarithms of the sums of exponentials are written to their rows of `logarithms`, fp32 [all samples,
-all rows]; infinity for a row that is all -infinity, whose weights are 0. Weights are dropped with
-`probability` and scaled by 1 / (1 - p) otherwise. With `key`, the position of the first key, the keys
-may be any: weights and logarithms are then those of a part of each row. The rows of the whole job are [samples, heads,
-positions]: `origins`, int64, one for each sample, has the number of the first query of its first
-head; that of the next head is larger by `positions`. Has no gradient: see attention_gradient_.
-Raises KernelError for other types and shapes, and probabilities outside of [0, 1).
-"""
 
-attention_gradient_ = operator(
+def attention_weights_(block: Block) -> None:
+    """Turn scores [samples, queries * share, keys] into softmax weights with dropout.
+
+    They are contiguous, fp32, fp16 or bf16. The queries start at position `first`. A query sees the
+    key of its own position and `window` keys before it, and all of these are present: the last key
+    is that of the last query, the first one at a multiple of TILE up to first_key(first, window).
+    Weights of other keys are exactly 0. A score stands for scale * score, or cap * tanh(scale *
+    score / cap) with a `cap` above 0, plus slope * (key - query) if there are `slopes`, fp32
+    [groups * share]; samples are [.., groups], from `sample` on. The logarithms of the sums of
+    exponentials are written to their rows of `logarithms`, fp32 [all samples, all rows]; infinity
+    for a row that is all -infinity, whose weights are 0. Weights are dropped with `probability` and
+    scaled by 1 / (1 - p) otherwise. With `key`, the position of the first key, the keys may be any:
+    weights and logarithms are then those of a part of each row. The rows of the whole job are
+    [samples, heads, positions]: `origins`, int64, one for each sample, has the number of the first
+    query of its first head; that of the next head is larger by `positions`. Has no gradient: see
+    attention_gradient_. Raises KernelError for other types and shapes, and probabilities outside of
+    [0, 1).
+    """
+    _weights_(
+        block.scores,
+        block.logarithms,
+        block.slopes,
+        block.sample,
+        block.first,
+        *block.law,
+        block.key,
+    )
+
+
+_gradient_ = operator(
     "attention_gradient_(Tensor(a!) scores, Tensor(b!) gradients, Tensor logarithms, Tensor dots, "
     "Tensor? slopes, SymInt sample, SymInt first, SymInt key, int share, float scale, float "
     "probability, SymInt seed, Tensor? origins=None, SymInt positions=0, float cap=0.0, "
     f"SymInt window={NO_WINDOW}) -> ()",
     _gradient,
     gradient_reference,
+    record=_gradient_block,
     check=_check_gradient,
 )
-"""Turn scores into weights again, and the gradients of the weights, of the same shape, into those
-of the scores.
 
-The block has the queries from position `first` and the keys from position `key` on; it may be any
-rectangle. `dots` [all samples, all rows], fp32: for each query, the output times its gradient,
-summed over the head (row_dots). The other arguments are those of attention_weights_, which wrote
-`logarithms`.
-"""
+
+def attention_gradient_(block: GradientBlock) -> None:
+    """Turn scores into weights again, and the gradients of the weights into those of the scores.
+
+    Both have one shape. The block has the queries from position `first` and the keys from position
+    `key` on; it may be any rectangle. `dots` [all samples, all rows], fp32: for each query, the
+    output times its gradient, summed over the head (row_dots). The other inputs are those of
+    attention_weights_, which wrote `logarithms`.
+    """
+    _gradient_(
+        block.scores,
+        block.gradients,
+        block.logarithms,
+        block.dots,
+        block.slopes,
+        block.sample,
+        block.first,
+        block.start,
+        *block.law,
+    )
+
 
 row_dots = operator(
     "row_dots(Tensor a, Tensor b) -> Tensor", _dots, dots_reference, _like_dots, check=_check_dots
 )
 """Sum a * b over the last dimension, fp32: a and b [.., n], contiguous, of one type -> [..]."""
+
+
+class Operators(NamedTuple):
+    """The operators of attention in blocks: kernels or torch's."""
+
+    weights: Callable[[Block], None]
+    gradient: Callable[[GradientBlock], None]
+    dots: Callable[[Tensor, Tensor], Tensor]
+
+
+KERNELS = Operators(attention_weights_, attention_gradient_, row_dots)
+REFERENCES = Operators(weights_reference, gradient_reference, dots_reference)
 
 
 # -- all scores at once ----------------------------------------------------------------------------
@@ -447,10 +471,9 @@ def _check_softmax(
         f"scores have {scores.dim()} dimension(s); {shape} is needed",
     )
     if mask is not None:
-        check_beside(name, scores, [torch.bool], mask=mask)
         batch = mask.shape[0] if mask.dim() == 4 and mask.shape[0] == 1 else scores.shape[0]
-        check_shape(name, (batch, 1, *scores.shape[2:]), mask=mask)
-    check(name, 0 <= window <= NO_WINDOW, f"window is {window}; it must be from 0 to {NO_WINDOW}")
+        check_beside(name, scores, [torch.bool], (batch, 1, *scores.shape[2:]), mask=mask)
+    _check_window(name, window)
 
 
 def hidden_keys(hidden: Tensor | None, scores: Tensor, window: int) -> Tensor:
@@ -506,13 +529,13 @@ def _run_softmax_backward(
     _SOFTMAX_BACKWARD(out, out, gradient, probabilities, out.numel() // keys, queries, keys, scale)
 
 
-def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_softmax(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, mask, ctx.scale, *_ = inputs
     ctx.causal = mask is None
     ctx.save_for_backward(output)
 
 
-def _softmax_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+def _softmax_gradient(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     (probabilities,) = ctx.saved_tensors
     dx = _softmax_backward(gradient.contiguous(), probabilities, ctx.scale, ctx.causal)
     return dx, None, None, None
@@ -547,8 +570,7 @@ def causal_softmax(scores: Tensor, scale: float = 1.0, window: int = NO_WINDOW) 
     `window` keys before it. A query that sees nothing, or nothing above -infinity, gets all zeros.
     Raises KernelError for types other than fp32, fp16 and bf16.
     """
-    result: Tensor = _softmax(scores.contiguous(), None, scale, window)
-    return result
+    return _softmax(scores.contiguous(), None, scale, window)
 
 
 def masked_softmax(
@@ -561,5 +583,4 @@ def masked_softmax(
     nothing above -infinity, gets all zeros and no gradient. Raises KernelError for other types or
     shapes.
     """
-    result: Tensor = _softmax(scores.contiguous(), mask.contiguous(), scale, window)
-    return result
+    return _softmax(scores.contiguous(), mask.contiguous(), scale, window)

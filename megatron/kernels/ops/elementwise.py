@@ -41,6 +41,7 @@ from megatron.kernels.operators import (
     operator,
     partial_sums,
 )
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.gradient_accumulator import gradient_output, gradient_written
 from megatron.parallel.keyed_random import WHOLE, Place, dropout_mask
 
@@ -177,13 +178,13 @@ def _like_x(gradient: Tensor, x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, bias, ctx.kind = inputs
     ctx.save_for_backward(x, bias)
     ctx.bias = bias  # itself: a saved tensor may be a copy, without a sink
 
 
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+def _gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
     x, bias = ctx.saved_tensors
     if bias is None:
         return _activation_backward(gradient.contiguous(), x, ctx.kind), None, None
@@ -240,8 +241,7 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
             if made is not NotImplemented:
                 return made
     bias = None if bias is None else bias.contiguous()
-    y: Tensor = _bias_activation(x.contiguous(), bias, kind)
-    return y
+    return _bias_activation(x.contiguous(), bias, kind)
 
 
 _SUM = Function("mk_bias_dropout_add", "pppplluwfiuwuupu")
@@ -271,14 +271,11 @@ def _check_sum(
     probability, seed, _, samples = law
     check_key(name, probability, seed)
     if samples is not None:
-        check_beside(name, x, (torch.int64,), samples=samples)
-        check_shape(name, (1,), samples=samples)
+        check_beside(name, x, (torch.int64,), (1,), samples=samples)
     if fits(x, bias, residual=residual):
         return
-    check_all(name, x=x, residual=residual)
-    check_beside(name, x, (torch.float32, x.dtype), bias=bias)
-    check_shape(name, x.shape[-1:], bias=bias)
-    check_shape(name, x.shape, residual=residual)
+    check_all(name, x.shape, x=x, residual=residual)
+    check_beside(name, x, (torch.float32, x.dtype), x.shape[-1:], bias=bias)
 
 
 def _drop(
@@ -335,12 +332,12 @@ def _reference_sum_backward(
     return wide.to(gradient.dtype, copy=True)
 
 
-def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_sum(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.bias, residual, *ctx.law = inputs
     ctx.added = residual is not None
 
 
-def _sum_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _sum_gradients(ctx: Context, gradient: Tensor) -> tuple[Any, ...]:
     residual = gradient if ctx.added else None
     if ctx.law[0] == 0.0:  # dx is the gradient itself
         dbias = None if ctx.bias is None else bias_gradient(ctx.bias, gradient)
@@ -443,8 +440,7 @@ def bias_dropout_add(
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
     law = probability, seed, list(place[:-1]), place.samples
-    y: Tensor = _bias_dropout_add(x.contiguous(), bias, residual, *law)
-    return y
+    return _bias_dropout_add(x.contiguous(), bias, residual, *law)
 
 
 def keyed_dropout(
@@ -467,19 +463,18 @@ def keyed_dropout(
         return x * 0.0
     if fused:
         return bias_dropout_add(x, None, None, probability, seed, place)
-    dropped: Tensor = _Dropout.apply(x, probability, seed, place)  # type: ignore[no-untyped-call]
-    return dropped
+    return _Dropout.apply(x, probability, seed, place)
 
 
-class _Dropout(torch.autograd.Function):
+class _Dropout(Node):
     """Dropout by torch's operators. Its backward pass makes the mask again: none is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probability: float, seed: int, place: Place) -> Tensor:
+    def forward(ctx: Context, x: Tensor, probability: float, seed: int, place: Place) -> Tensor:
         ctx.law = probability, seed, place
         return x * dropout_mask(x, *ctx.law) * (1.0 / (1.0 - probability))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         mask = dropout_mask(gradient, *ctx.law)
         return gradient * (1.0 / (1.0 - ctx.law[0])) * mask, None, None, None

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from megatron.errors import KernelError
@@ -21,14 +20,14 @@ from megatron.kernels.library import Function, nodes_for
 from megatron.kernels.operators import (
     Gradient,
     check,
+    check_all,
     check_beside,
-    check_contiguous,
     check_shape,
-    check_type,
     operator,
 )
 from megatron.kernels.ops.elementwise import wider
 from megatron.kernels.work import Memory
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.gradient_accumulator import deliver, sink_of
 
@@ -39,8 +38,7 @@ _UNPERMUTE_BACKWARD = Function("mk_unpermute_backward", "ppppppllll")
 
 def _check_map(name: str, x: Tensor, rows: int, **maps: Tensor) -> None:
     """Check x [.., h], and on a CPU that the maps name some of its `rows` or, with -1, none."""
-    check_type(name, x=x)
-    check_contiguous(name, x=x)
+    check_all(name, x=x)
     check(name, x.dim() == 2, f"x has {x.dim()} dimension(s); [rows, h] is needed")
     check_beside(name, x, [torch.int64], **maps)
     for what, found in maps.items():
@@ -67,8 +65,7 @@ def _check_unpermute(
         return
     _check_map(name, y, y.shape[0], places=places)
     check(name, places.dim() == 2, f"places have {places.dim()} dimension(s); 2 are needed")
-    check_beside(name, y, [torch.float32], weights=weights)
-    check_shape(name, places.shape, weights=weights)
+    check_beside(name, y, [torch.float32], places.shape, weights=weights)
     if not padded and y.device.type == "cpu":  # its gradient would not be written
         rows = int((places >= 0).sum())
         unused = y.shape[0] - rows
@@ -132,20 +129,20 @@ def _like_gradients(
     return dy, torch.empty_like(weights)
 
 
-def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_permute(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[2])
 
 
-def _permute_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+def _permute_gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None]:
     return _unpermuted(gradient.contiguous(), *ctx.saved_tensors, None, True), None, None
 
 
-def _save_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_unpermute(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.padded = inputs[3]
 
 
-def _unpermute_gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _unpermute_gradients(ctx: Context, gradient: Tensor) -> tuple[Any, ...]:
     dy, dweights = _unpermute_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.padded)
     return dy, None, dweights, None
 
@@ -188,8 +185,7 @@ def permute(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     KernelError for other types and shapes, and on a CPU for rows and tokens that are not there; on
     a GPU these count as -1.
     """
-    rows: Tensor = _permuted(x.contiguous(), order, places)
-    return rows
+    return _permuted(x.contiguous(), order, places)
 
 
 def unpermute(y: Tensor, places: Tensor, weights: Tensor, padded: bool = False) -> Tensor:
@@ -203,8 +199,7 @@ def unpermute(y: Tensor, places: Tensor, weights: Tensor, padded: bool = False) 
     in the pass that makes that of y. Bytes moved for rows of N elements of e bytes: forward
     (1 + 1 / k) N e, backward (2 + 1 / k) N e. Raises KernelError as `permute` does.
     """
-    tokens: Tensor = _unpermuted(y.contiguous(), places, weights.contiguous(), padded)
-    return tokens
+    return _unpermuted(y.contiguous(), places, weights.contiguous(), padded)
 
 
 # -- grouped products ------------------------------------------------------------------------------
@@ -292,10 +287,10 @@ def _deferred(weight: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> No
         deliver(weight, gradient)
 
 
-class _Grouped(torch.autograd.Function):
+class _Grouped(Node):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, counts: RowCounts, queue: WeightGradients | None
+        ctx: Context, x: Tensor, weight: Tensor, counts: RowCounts, queue: WeightGradients | None
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.queue = weight, queue  # not saved: see layers/linear.py
@@ -304,8 +299,7 @@ class _Grouped(torch.autograd.Function):
         return _products(x, _matrices(weight).transpose(1, 2), counts)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x,), dx, dw = ctx.saved_tensors, None, None
         if ctx.version != ctx.weight._version:
             raise KernelError(
@@ -339,5 +333,4 @@ def grouped_product(
     The host reads the counts for the weight's gradient; for products only where torch has no kernel
     for them. The weight's gradient is added to its sink, without a second tensor of its size.
     """
-    y: Tensor = _Grouped.apply(x, weight, counts, queue)  # type: ignore[no-untyped-call]
-    return y
+    return _Grouped.apply(x, weight, counts, queue)

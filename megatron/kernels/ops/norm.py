@@ -29,13 +29,12 @@ from megatron.kernels.operators import (
     Gradient,
     check_all,
     check_beside,
-    check_shape,
     fits,
     narrow,
     operator,
-    takes,
 )
 from megatron.kernels.ops.elementwise import bias_gradient
+from megatron.parallel.autograd import Context
 from megatron.parallel.gradient_accumulator import gradient_output, gradient_written
 
 _FORWARD = Function("mk_norm", "ppppppppllffi")
@@ -65,11 +64,10 @@ def _check(name: str, norm: _Inputs) -> None:
     if fits(x, weight, bias, shift, residual=residual):
         return
     name = "rms_norm" if norm.rms else "layer_norm"
-    check_all(name, x=x, residual=residual)
-    check_beside(name, x, (torch.float32, x.dtype), weight=weight, bias=bias)
-    check_beside(name, x, (torch.float32, x.dtype), shift=shift)
-    check_shape(name, x.shape, residual=residual)
-    check_shape(name, x.shape[-1:], weight=weight, bias=bias, shift=shift)
+    check_all(name, x.shape, x=x, residual=residual)
+    column = (torch.float32, x.dtype), x.shape[-1:]
+    check_beside(name, x, *column, weight=weight, bias=bias)
+    check_beside(name, x, *column, shift=shift)
 
 
 def _reference(norm: _Inputs) -> tuple[Tensor, ...]:
@@ -181,7 +179,6 @@ class _Gradient(NamedTuple):
     rms: bool
 
 
-@takes(_Gradient, after=1)
 def _backward(dx: Tensor, of: _Gradient) -> None:
     x = of.x
     dbias = of.dbias
@@ -214,7 +211,6 @@ def _backward(dx: Tensor, of: _Gradient) -> None:
     )
 
 
-@takes(_Gradient)
 def _reference_backward(of: _Gradient) -> Tensor:
     x = of.x
     statistics = of.statistics
@@ -238,11 +234,7 @@ def _reference_backward(of: _Gradient) -> Tensor:
     return dx.reshape(x.shape).to(x.dtype)
 
 
-def _like_x(dy: Tensor, dsum: Tensor | None, x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _save(ctx: Any, norm: _Inputs, output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Context, norm: _Inputs, output: tuple[Tensor, ...]) -> None:
     x = norm.x if norm.residual is None else output[1]
     # themselves: saved tensors may be copies, without sinks
     ctx.parameters = norm.weight, norm.bias, norm.shift
@@ -253,7 +245,7 @@ def _save(ctx: Any, norm: _Inputs, output: tuple[Tensor, ...]) -> None:
 
 
 def _gradients(
-    ctx: Any, dy: Tensor, dsum: Tensor | None
+    ctx: Context, dy: Tensor, dsum: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the norm's input, weight, bias and shift."""
     x, weight, statistics = ctx.saved_tensors
@@ -282,14 +274,16 @@ def _gradients(
     )
 
 
-def _gradient(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Context, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None, None, None
     dx, dweight, dbias, _ = _gradients(ctx, dy, None)
     return dx, dweight, dbias, None, None, None
 
 
-def _gradient_added(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradient_added(
+    ctx: Context, dy: Tensor | None, dsum: Tensor | None
+) -> tuple[Tensor | None, ...]:
     if dy is not None:
         dx, dweight, dbias, dshift = _gradients(ctx, dy, dsum)
         return dx, dshift, dx, dweight, dbias, None, None, None
@@ -304,31 +298,30 @@ _norm_backward = operator(
     " -> Tensor",
     _backward,
     _reference_backward,
-    _like_x,
+    lambda of: torch.empty_like(of.x),
+    record=_Gradient,
     work="norm",
 )
 _norm = operator(
     "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool one_plus, bool rms) -> (Tensor, "
     "Tensor)",
-    takes(_plain, after=1)(_forward),
-    takes(_plain)(_reference),
-    takes(_plain)(_like),
-    check=takes(_plain, after=1)(_check),
-    gradient=Gradient(
-        lambda ctx, inputs, output: _save(ctx, _plain(*inputs), output), _gradient, hidden=1
-    ),
+    _forward,
+    _reference,
+    _like,
+    record=_plain,
+    check=_check,
+    gradient=Gradient(_save, _gradient, hidden=1),
     work="norm",
 )
 _add_norm = operator(
     "add_norm(Tensor x, Tensor? shift, Tensor residual, Tensor weight, Tensor? bias, float eps, "
     "bool one_plus, bool rms) -> (Tensor, Tensor, Tensor)",
-    takes(_Inputs, after=1)(_forward),
-    takes(_Inputs)(_reference),
-    takes(_Inputs)(_like),
-    check=takes(_Inputs, after=1)(_check),
-    gradient=Gradient(
-        lambda ctx, inputs, output: _save(ctx, _Inputs(*inputs), output), _gradient_added, hidden=1
-    ),
+    _forward,
+    _reference,
+    _like,
+    record=_Inputs,
+    check=_check,
+    gradient=Gradient(_save, _gradient_added, hidden=1),
     work="norm",
 )
 
@@ -355,7 +348,7 @@ def norm(
         made: Tensor = nodes.norm(x, None, None, weight, bias, eps, one_plus, rms, parts)
         if made is not NotImplemented:
             return made
-    y: Tensor = _norm(x.contiguous(), weight, bias, eps, one_plus, rms)
+    y: Tensor = _norm(x.contiguous(), weight, bias, eps, one_plus, rms)  # type: ignore[assignment]
     return y
 
 

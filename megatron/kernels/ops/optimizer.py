@@ -21,13 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.library import TYPES, Function
-from megatron.kernels.operators import (
-    check,
-    check_beside,
-    check_shape,
-    operator,
-    takes,
-)
+from megatron.kernels.operators import check, check_beside, check_shape, operator
 
 _ADAMW = Function("mk_adamw", "iippllpffffffif")
 _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
@@ -108,7 +102,6 @@ class AdamW(NamedTuple):
     new_in_average: float = 0.0
 
 
-@takes(AdamW, after=1)
 def _check_adamw(name: str, adamw: AdamW) -> None:
     wide = [torch.float32]
     moments = [torch.float32, torch.bfloat16]
@@ -155,7 +148,6 @@ def round_(target: Tensor, x: Tensor, step: int) -> None:
 
 
 @torch.no_grad()
-@takes(AdamW)
 def adamw_reference_(adamw: AdamW) -> None:
     """Compute adamw_ with torch's fused AdamW."""
     parameters = list(adamw.parameters)
@@ -191,7 +183,6 @@ def adamw_reference_(adamw: AdamW) -> None:
         average.lerp_(p, share)
 
 
-@takes(AdamW)
 def _run_adamw(adamw: AdamW) -> None:
     parameters, gradients, *moments, copies, averages = adamw[:6]
     sizes = [p.numel() for p in parameters]
@@ -224,6 +215,7 @@ _adamw_ = operator(
     "float eps, float weight_decay, SymInt step, Tensor gradient_scale, float new_in_average) -> ()",
     _run_adamw,
     adamw_reference_,
+    record=AdamW,
     check=_check_adamw,
 )
 
@@ -246,9 +238,11 @@ def adamw_(adamw: AdamW, kernel: bool = True) -> None:
             device = adamw.parameters[0].device
             scale = torch.full((), scale, dtype=torch.float32, device=device)
         averages = averages if adamw.new_in_average else []
-        (_adamw_ if kernel else adamw_reference_)(
-            *adamw._replace(averages=averages, gradient_scale=scale)
-        )
+        adamw = adamw._replace(averages=averages, gradient_scale=scale)
+        if kernel:
+            _adamw_(*adamw)
+        else:
+            adamw_reference_(adamw)
 
 
 # -- scaling and norm ------------------------------------------------------------------------------
@@ -297,8 +291,7 @@ def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> Tensor:
     """
     if not tensors:
         return torch.zeros(())
-    result: Tensor = _scale_and_norm_(tensors, float(factor))
-    return result
+    return _scale_and_norm_(tensors, float(factor))
 
 
 class Untraced:

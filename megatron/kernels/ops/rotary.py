@@ -24,6 +24,7 @@ from megatron.kernels.operators import (
     check_type,
     operator,
 )
+from megatron.parallel.autograd import Context
 
 _ROTARY = Function("mk_rotary", "pppp" + "l" * 11 + "if")
 
@@ -68,12 +69,12 @@ def _rotate(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Non
     _ROTARY(x, out, x, cos, sin, *x.shape, half, *strides, shared, sign)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, cos, sin, ctx.back = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+def _gradient(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     return _rotary(_packed(gradient), *ctx.saved_tensors, not ctx.back), None, None, None
 
 
@@ -107,5 +108,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         not (cos.requires_grad or sin.requires_grad),
         "cos and sin get no gradient; detach them",
     )
-    result: Tensor = _rotary(_packed(x), cos.contiguous(), sin.contiguous(), False)
-    return result
+    return _rotary(_packed(x), cos.contiguous(), sin.contiguous(), False)

@@ -24,8 +24,8 @@ from torch import Tensor
 from megatron.kernels.library import TYPES, Function, find
 from megatron.kernels.operators import (
     check,
+    check_all,
     check_beside,
-    check_contiguous,
     check_device,
     check_shape,
     check_type,
@@ -53,18 +53,15 @@ def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
     found = [x for x in rest if isinstance(x, Tensor)]
     numbers = dict(zip(("maximum", "total", "gradient"), found, strict=False))
     first, real, *caps = rest[len(found) :]
-    check_type(name, logits=logits)
+    check_all(name, logits=logits)
     check_type(name, [torch.int64], labels=labels)
-    check_device(name, logits=logits, labels=labels, **numbers)
-    check(name, logits.dim() >= 1, "logits have no dimension; [.., vocabulary] is needed")
-    check_contiguous(name, logits=logits)
+    check_device(name, logits, labels=labels, **numbers)
     columns = logits.shape[-1]
     check(name, first >= 0, f"first is {first}; it must not be negative")
     check(name, 0 <= real <= columns, f"real is {real}, but the logits have {columns} columns")
     check(name, all(cap >= 0 for cap in caps), f"cap is {caps}; it must not be negative")
     check_shape(name, logits.shape[:-1], labels=labels, **numbers)
-    if numbers:
-        check_type(name, [torch.float32], **numbers)
+    check_type(name, [torch.float32], **numbers)
 
 
 def _columns(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
@@ -249,13 +246,10 @@ def reference_(table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | No
 def _check_rows(
     name: str, table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | None
 ) -> None:
-    check_type(name, [torch.float32, torch.bfloat16], table=table)
-    check_beside(name, table, TYPES, values=values)
-    check_beside(name, table, [torch.int64, torch.int32], rows=rows)
-    check_contiguous(name, table=table)
+    check_beside(name, table, [torch.float32, torch.bfloat16], table=table)
     check(name, table.dim() == 2, f"table has {table.dim()} dimension(s); [rows, n] is needed")
-    check_shape(name, (rows.numel(),), rows=rows)
-    check_shape(name, (len(rows), table.shape[1]), values=values)
+    check_beside(name, table, [torch.int64, torch.int32], (rows.numel(),), rows=rows)
+    check_beside(name, table, TYPES, (rows.numel(), table.shape[1]), values=values)
 
 
 def _run(table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | None) -> None:

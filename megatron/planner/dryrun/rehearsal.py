@@ -20,7 +20,7 @@ from megatron.config.pieces import PLAIN, Pieces
 from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import MegatronError
 from megatron.model.formulas import parameters_of
-from megatron.model.gpt import hidden_dtype, hidden_shape
+from megatron.model.gpt import hidden_state
 from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule, clock_missing
 from megatron.planner.cluster import GIB, Cluster, load_cluster
@@ -261,8 +261,8 @@ def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun])
     plan = build_schedule(
         config.schedule, parallel.pipeline_model_parallel_size, parallel.num_chunks, micro_batches
     )
-    shape = hidden_shape(config)
-    dtype = str(hidden_dtype(config)).removeprefix("torch.")
+    shape, element = hidden_state(config)
+    dtype = str(element).removeprefix("torch.")
     findings = []
     for m, run in runs.items():
         findings += check_messages(m.rank, run.messages, plan[m.pipeline_rank], shape, dtype)

@@ -76,7 +76,7 @@ def score(
     """
     import torch
 
-    from megatron.model.gpt import hidden_dtype, hidden_shape
+    from megatron.model.gpt import hidden_state
     from megatron.parallel import collectives
     from megatron.pipeline.executor import Executor
 
@@ -97,7 +97,7 @@ def score(
         return sums.sum()
 
     def shape(batch: MicroBatch) -> tuple[int, ...]:
-        return batch.tokens.shape[1] // ranks, len(batch.tokens), hidden_shape(config)[2]
+        return batch.tokens.shape[1] // ranks, len(batch.tokens), config.model.hidden_size
 
     final = config.parallel.num_stages - 1
     stages = dict[int, Any]()
@@ -111,9 +111,8 @@ def score(
                 )
             stages[final] = partial(last, chunk)
     # without backward passes all schedules are one of these two
-    chunks = config.parallel.num_chunks
-    schedule = "1f1b" if chunks == 1 else "interleaved"
-    executor = Executor(topology, stages, schedule, chunks, shape, hidden_dtype(config))
+    schedule = "1f1b" if config.parallel.num_chunks == 1 else "interleaved"
+    executor = Executor(topology, stages, schedule, (shape, hidden_state(config)[1]))
     order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].ids), i))
     size = micro_batch_size
     count = topology.pipeline.size

@@ -290,7 +290,7 @@ def diagnose(
     run: Run,
     micro_batches: Sequence[MicroBatch],
     loss_scale: float,
-    loss_weights: Sequence[object] | None = None,
+    loss_weights: Sequence[float | torch.Tensor] | None = None,
 ) -> str:
     """Return a sentence on the first non-finite value of a step over these micro-batches.
 

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from megatron.kernels.ops.attention import (
     NO_WINDOW,
     TILE,
+    Block,
+    GradientBlock,
+    Law,
     attention_gradient_,
     attention_weights_,
     first_key,
@@ -92,6 +95,9 @@ class Case:
         if self.slopes is not None:
             self.slopes = self.slopes.to(device)
 
+    def law(self, p: float, seed: int) -> Law:
+        return Law(self.share, SCALE, p, seed, self.origins, POSITIONS, self.cap, self.window)
+
     def keys(self, queries: slice) -> slice:
         """Return the keys that a block of queries needs."""
         return slice(first_key(queries.start, self.window), queries.stop)
@@ -110,8 +116,8 @@ class Case:
         logarithms = torch.full(
             (self.samples, self.length * self.share), float("nan"), device=self.device
         )
-        law = (self.share, SCALE, p, seed, self.origins, POSITIONS, self.cap, self.window)
-        attention_weights_(scores, logarithms, self.slopes, part.start, queries.start, *law)
+        place = (self.slopes, part.start, queries.start)
+        attention_weights_(Block(scores, logarithms, *place, None, self.law(p, seed)))
         return scores, logarithms
 
     def differentiate(
@@ -128,22 +134,8 @@ class Case:
         gradients = self.cut(self.gradients, part, queries, keys, moved)
         logarithms = self.logarithms.float().to(self.device)
         place = (part.start, queries.start, keys.start)
-        attention_gradient_(
-            scores,
-            gradients,
-            logarithms,
-            self.dots,
-            self.slopes,
-            *place,
-            self.share,
-            SCALE,
-            p,
-            seed,
-            self.origins,
-            POSITIONS,
-            self.cap,
-            self.window,
-        )
+        block = (scores, logarithms, self.slopes, *place, self.law(p, seed))
+        attention_gradient_(GradientBlock(*block, gradients, self.dots))
         return scores, gradients
 
 
@@ -283,22 +275,23 @@ def test_scores_without_bound(device: str) -> None:
     )
     undefined = torch.full((1, 4, 4), math.nan, device=device)
     logarithms = torch.empty(1, 4, device=device)
+    law = Law(1, 1.0)
     again, gradients, dots = (
         scores.clone(),
         torch.ones(1, 4, 4, device=device),
         torch.zeros(1, 4, device=device),
     )
-    attention_weights_(scores, logarithms, None, 0, 0, 1, 1.0, 0.0, 0)
+    attention_weights_(Block(scores, logarithms, None, 0, 0, None, law))
     assert (
         scores[0, :3].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0] * 4]
         and scores[0, 3].isnan().any()
     )
     assert logarithms[0, 2] == math.inf
-    attention_gradient_(again, gradients, logarithms, dots, None, 0, 0, 0, 1, 1.0, 0.0, 0)
+    attention_gradient_(GradientBlock(again, logarithms, None, 0, 0, 0, law, gradients, dots))
     assert torch.equal(again[0, :3], scores[0, :3]) and torch.equal(
         gradients[0, 2], torch.zeros(4, device=device)
     )
-    attention_weights_(undefined, logarithms, None, 0, 0, 1, 1.0, 0.0, 0)
+    attention_weights_(Block(undefined, logarithms, None, 0, 0, None, law))
     assert undefined.isnan()[0].diagonal().all()
 
 
@@ -324,7 +317,8 @@ def test_dropout_far_into_a_large_whole(device: str) -> None:
     sample, total, n, p, seed = 1 << 15, 8192, 40, 0.4, 2**40 + 5
     weights, logarithms = torch.zeros(1, n, n, device=device), torch.empty(1, n, device=device)
     origins = torch.tensor([sample * total], device=device)
-    attention_weights_(weights, logarithms, None, 0, 0, 1, SCALE, p, seed, origins, total)
+    law = Law(1, SCALE, p, seed, origins, total)
+    attention_weights_(Block(weights, logarithms, None, 0, 0, None, law))
     below = np.uint64(int((1 - p) * 2**32))
     mask = np.stack([words(seed, (sample * total + i) * total, n) < below for i in range(n)])
     want = torch.from_numpy(mask).double().tril() / torch.arange(1, n + 1).unsqueeze(1) / (1 - p)
@@ -341,9 +335,8 @@ def test_long_rows(device: str) -> None:
         .detach()
         .masked_fill(torch.ones(queries, n).triu(n - queries + 1).bool(), float("-inf"))
     )
-    attention_weights_(
-        scores, torch.empty(1, n, device=device), None, 0, n - queries, 1, 1.0, 0.0, 0
-    )
+    rows = torch.empty(1, n, device=device)
+    attention_weights_(Block(scores, rows, None, 0, n - queries, None, Law(1, 1.0)))
     assert_close(scores, logits.softmax(-1), torch.float32, RELATIVE * logits.softmax(-1))
 
 
@@ -363,8 +356,8 @@ def test_what_is_refused() -> None:
         cap=0.0,
         window=NO_WINDOW,
     ) -> None:
-        law = (share, 1.0, p, seed, origins, 70, cap, window)
-        attention_weights_(scores, rows, slopes, sample, first, *law)
+        law = Law(share, 1.0, p, seed, origins, 70, cap, window)
+        attention_weights_(Block(scores, rows, slopes, sample, first, None, law))
 
     weights()
     for figures, values in (
@@ -388,10 +381,7 @@ def test_what_is_refused() -> None:
         ((32, 35), dict(scores=torch.zeros(2, 6, 32), window=40)),
     ):
         refused(lambda values=values: weights(**values), *figures)
-    law = (None, 0, 32, 0, 2, 1.0, 0.0, 1)
-    refused(
-        lambda: attention_gradient_(scores, scores[..., 1:], rows, rows, *law),
-        "gradients",
-        [2, 6, 34],
-    )
+    short = torch.zeros(2, 6, 34)
+    block = GradientBlock(scores, rows, None, 0, 32, 0, Law(2, 1.0), short, rows)
+    refused(lambda: attention_gradient_(block), "gradients", [2, 6, 34])
     refused(lambda: row_dots(torch.zeros(2), torch.zeros(3)), [3], [2])

@@ -330,8 +330,8 @@ def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "words"),
     [
-        (dict(message_dtype=torch.float32), "messages", ("bfloat16", "float32")),
-        (dict(message_shape=(64, 2, 63)), "error", ("63", "megatron/layers/")),
+        (dict(message=((64, 2, 64), torch.float32)), "messages", ("bfloat16", "float32")),
+        (dict(message=((64, 2, 63), torch.bfloat16)), "error", ("63", "megatron/layers/")),
     ],
 )
 def test_an_executor_that_differs_from_the_others(

@@ -16,7 +16,7 @@ from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.work import Attention, Product
-from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
+from megatron.model.gpt import build_chunks, hidden_state, layer_context, stages_of
 from megatron.parallel import collectives, gradient_accumulator
 from megatron.pipeline.executor import Executor
 from megatron.planner import stage as stages
@@ -107,9 +107,7 @@ def _ran(topology: Any, config: Config) -> Any:
         topology,
         stages_of(chunks),
         config.parallel.schedule,
-        config.parallel.num_chunks,
-        hidden_shape(config),
-        hidden_dtype(config),
+        hidden_state(config),
         context.weight_gradients,
     )
     s, b = config.model.seq_length, config.batch.micro_batch_size

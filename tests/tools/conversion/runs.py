@@ -255,8 +255,7 @@ def one_after(topology: Topology, directory: str) -> dict[str, Any]:
     from megatron.engine.engine import Engine
     from megatron.model.gpt import (
         build_chunks,
-        hidden_dtype,
-        hidden_shape,
+        hidden_state,
         layer_context,
         stages_of,
     )
@@ -323,9 +322,7 @@ def one_after(topology: Topology, directory: str) -> dict[str, Any]:
         topology,
         stages_of(chunks),
         config.parallel.schedule,
-        1,
-        hidden_shape(config),
-        hidden_dtype(config),
+        hidden_state(config),
         context.weight_gradients,
         before_training=engine.begin,
     )

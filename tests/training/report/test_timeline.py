@@ -169,7 +169,7 @@ def test_a_step_with_too_many_calls_has_no_timeline(
 ) -> None:
     for module in (flight_module, timeline_module):
         monkeypatch.setattr(module, "MOST_MARKS", 5)
-    executor = Executor(SINGLE, {0: lambda *_: None}, "1f1b", 1, (1,), torch.float32)
+    executor = Executor(SINGLE, {0: lambda *_: None}, "1f1b", ((1,), torch.float32))
     said: list[str] = []
     timeline = Timeline(SINGLE, executor, None, said.append, clock=clock)
     assert timeline.report(a_step(SINGLE, clock.advance), 0.0) == ({}, None)
@@ -250,7 +250,7 @@ def run_pipeline(rank: int, folder: str, real: bool = False) -> list[Any]:
                 c * RANKS + rank: (lambda _, hidden, s=c * RANKS + rank: chunk(s, hidden))
                 for c in range(chunks)
             }
-            executor = Executor(topology, stages, name, chunks, SHAPE, torch.float64, queue)
+            executor = Executor(topology, stages, name, (SHAPE, torch.float64), queue)
             path = Path(folder) / f"{name}.json"
             host = "a" if rank < 2 else "b"
             timeline = Timeline(topology, executor, path, print, ["n:cpu"] * 4, clock, host)
@@ -344,7 +344,7 @@ def test_clocks_of_two_nodes_are_compared() -> None:
 
 @pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_noted_once(tmp_path: Path, clock: VirtualClock) -> None:
-    executor = Executor(SINGLE, {0: lambda *_: None}, "1f1b", 1, (1,), torch.float32)
+    executor = Executor(SINGLE, {0: lambda *_: None}, "1f1b", ((1,), torch.float32))
     said: list[str] = []
     path = tmp_path / "gone" / "timeline.json"
     timeline = Timeline(SINGLE, executor, path, said.append, clock=clock)

@@ -220,7 +220,7 @@ def stragglers(topology: Topology, folder: str) -> Any:
             all_reduce(torch.ones(4), topology.tensor)
             return torch.zeros((), requires_grad=True) * 1.0
 
-        executor = Executor(topology, {0: chunk}, "1f1b", 1, (1,), torch.float32)
+        executor = Executor(topology, {0: chunk}, "1f1b", ((1,), torch.float32))
         # as if the job were too large to gather all ranks
         patch.setattr(timeline_module, "_ALL_RANKS", RANKS - 1)
         path = Path(folder) / "timeline.json"

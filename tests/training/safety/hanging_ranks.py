@@ -164,7 +164,7 @@ class Toy:
             y = x * self.weight
             return y.mean() if stage == last else y
 
-        self.executor = Executor(topology, {stage: chunk}, "1f1b", 1, SHAPE, torch.float32)
+        self.executor = Executor(topology, {stage: chunk}, "1f1b", (SHAPE, torch.float32))
 
     def run(self, step: int) -> None:
         self.step = step

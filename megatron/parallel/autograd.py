@@ -1,0 +1,38 @@
+"""Functions of autograd that have a first derivative only, and their context, with types."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Context(Protocol):
+    """The first argument of both passes: the forward pass leaves the backward pass attributes."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+
+    def set_materialize_grads(self, value: bool) -> None: ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+    def __setattr__(self, name: str, value: object) -> None: ...
+
+
+class Node(torch.autograd.Function):
+    """Base of functions whose backward pass is not differentiated: torch raises where it would be."""
+
+    if TYPE_CHECKING:
+
+        @classmethod
+        def apply(cls, *inputs: object) -> Tensor: ...
+
+    def __init_subclass__(cls) -> None:
+        cls.backward = staticmethod(once_differentiable(cls.backward))  # type: ignore[assignment]
