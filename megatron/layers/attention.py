@@ -18,8 +18,9 @@ from megatron.kernels.ops.attention import NO_WINDOW
 from megatron.layers.attention_blocked import blocked_attention, update_largest
 from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import Scoring, cached_attention, unfused_attention
-from megatron.layers.context import CallContext, Fill, LayerContext
+from megatron.layers.context import CallContext, LayerContext, weight_fills
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
+from megatron.layers.norm import Norm, norm_of
 from megatron.layers.positions import RotaryEmbedding
 from megatron.parallel.keyed_random import Site, mix, seeded
 from megatron.parallel.sharding import Rows
@@ -125,15 +126,10 @@ class CoreAttention:
             return core(q, k, v, scoring)
 
 
-MakeNorm = Callable[[str, int, Rows | None], torch.nn.Module]
-"""Makes a norm by name, width, and this rank's part of it, if it is not the whole."""
-
-
 class SelfAttention(torch.nn.Module):
     """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
-    recompute, attention: see CoreAttention. make_norm: of queries and keys; None: they have none.
-    summed: see RowParallelLinear.
+    recompute, attention: see CoreAttention. summed: see RowParallelLinear.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
     dimension], so a cut along them gives every rank whole groups (the order of Megatron checkpoints
@@ -147,12 +143,8 @@ class SelfAttention(torch.nn.Module):
         name: str,
         config: ModelConfig,
         layer: int,
-        fill: Fill,
-        output_fill: Fill,
-        rotary: RotaryEmbedding | None,
-        recompute: bool,
+        recompute: bool = False,
         attention: str = "torch",
-        make_norm: MakeNorm | None = None,
         summed: bool = True,
     ) -> None:
         super().__init__()
@@ -161,7 +153,11 @@ class SelfAttention(torch.nn.Module):
         d = config.kv_channels
         tp = context.tensor.size
         rank = context.tensor.rank
-        self.rotary = rotary
+        fill, output_fill = weight_fills(config)
+        self.rotary: RotaryEmbedding | None = None
+        if config.position_embedding_type == "rope":
+            turned = 2 * int(d * config.rotary_percent / 2)
+            self.rotary = context.rotary(turned, config.rotary_base, config)
         self.core = CoreAttention(context, config, layer, recompute, attention)
         self.groups = max(1, groups // tp)
         self.queries = heads // max(groups, tp)
@@ -187,18 +183,22 @@ class SelfAttention(torch.nn.Module):
             by_head = weight.detach().view(self.groups, -1, d, config.hidden_size)
             keys = by_head[:, self.queries :] if shared is None else shared.detach()
             keys.mul_(config.key_value_scale)
-        self.q_layernorm: torch.nn.Module | None = None
-        self.k_layernorm: torch.nn.Module | None = None
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
         self.norms_heads = config.qk_layernorm_over == "head"
-        names = f"{name}.q_layernorm", f"{name}.k_layernorm"
-        if make_norm is not None and self.norms_heads:
-            self.q_layernorm, self.k_layernorm = (make_norm(x, d, None) for x in names)
-        elif make_norm is not None:
-            of_q = heads // tp * d
-            of_k = self.groups * d
-            self.q_layernorm = make_norm(names[0], heads * d, Rows(rank * of_q, of_q))
-            of_keys = Rows(rank // share * of_k, of_k, share)
-            self.k_layernorm = make_norm(names[1], groups * d, of_keys)
+        if config.qk_layernorm:
+            of_q = of_k = None
+            each = heads, groups  # in the width of a norm, or this rank's part of it
+            if self.norms_heads:
+                each = 1, 1
+            else:
+                width = heads // tp * d
+                of_q = Rows(rank * width, width)
+                width = self.groups * d
+                of_k = Rows(rank // share * width, width, share)
+            make = partial(norm_of, context, config)
+            self.q_layernorm = make(f"{name}.q_layernorm", each[0] * d, of_q)
+            self.k_layernorm = make(f"{name}.k_layernorm", each[1] * d, of_k)
         self.dense = RowParallelLinear(
             context,
             f"{name}.dense",
@@ -253,7 +253,7 @@ class SelfAttention(torch.nn.Module):
             return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v
         return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v
 
-    def _normed(self, norm: torch.nn.Module, x: Tensor) -> Tensor:
+    def _normed(self, norm: Norm, x: Tensor) -> Tensor:
         """Normalize x [s, b, .., d], each head or all of them."""
         normed: Tensor = norm(x if self.norms_heads else x.flatten(2)).view(x.shape)
         return normed

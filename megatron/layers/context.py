@@ -70,6 +70,19 @@ def constant(value: float) -> Fill:
     return lambda block, generator, shape: block.fill_(value)
 
 
+def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
+    """Return the initial distributions of weights, and of those that write to the residual stream.
+
+    N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or
+    Xavier's for all. In muP they are those of the base model, whose L layers count.
+    """
+    if config.init_method_xavier_uniform:
+        return xavier_uniform(), xavier_uniform()
+    std = config.init_method_std
+    layers = config.mup_base_num_layers or config.num_layers
+    return normal(std), normal(std / math.sqrt(2.0 * layers))
+
+
 def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None = None) -> Tensor:
     """Draw the values of one shard, fp32 on `device` or on the CPU; padding is zero.
 

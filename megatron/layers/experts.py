@@ -12,7 +12,6 @@ of each expert, as that of an MLP.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from megatron.kernels.library import once_and_again
 from megatron.kernels.ops.elementwise import activate, bias_activation
 from megatron.kernels.ops.experts import RowCounts, grouped_product
 from megatron.kernels.work import recomputed
-from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw
+from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw, weight_fills
 from megatron.layers.expert_dispatch import (
     KERNELS,
     REFERENCES,
@@ -38,6 +37,7 @@ from megatron.layers.expert_dispatch import (
     sorted_choices,
 )
 from megatron.layers.expert_router import Router, shared_by
+from megatron.layers.mlp import MLP
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import (
     all_reduce,
@@ -183,7 +183,6 @@ class _Part(Node):
 class ExpertMLP(torch.nn.Module):
     """Router, experts and shared expert: [s(/tp), b, h] -> [s(/tp), b, h].
 
-    mlp               makes the shared expert: the class MLP
     activation_again  recompute the output of the activation function in the backward pass
     again             recompute the whole layer, messages included
     summed            see RowParallelLinear
@@ -195,14 +194,12 @@ class ExpertMLP(torch.nn.Module):
         name: str,
         config: ModelConfig,
         index: int,
-        fill: Fill,
-        output_fill: Fill,
-        mlp: Callable[..., torch.nn.Module],
         activation_again: bool = False,
         again: bool = False,
         summed: bool = True,
     ) -> None:
         super().__init__()
+        fills = weight_fills(config)
         self.context = context
         self.summed = summed
         self.operators = KERNELS if context.fusions.permute else REFERENCES
@@ -215,7 +212,7 @@ class ExpertMLP(torch.nn.Module):
         self.fused = context.fusions.bias_activation
         self.activation_again = activation_again
         self.again = again
-        self.router = Router(context, f"{name}.router", config, index, fill)
+        self.router = Router(context, f"{name}.router", config, index, fills[0])
         hidden = config.hidden_size
         ffn = config.moe_ffn_hidden_size
         experts = config.num_experts
@@ -224,10 +221,10 @@ class ExpertMLP(torch.nn.Module):
         of = f"{name}.experts"
         bias = config.add_bias_linear
         self.dense_h_to_4h = _Grouped(
-            context, f"{of}.dense_h_to_4h", experts, up, of_up, fill, bias
+            context, f"{of}.dense_h_to_4h", experts, up, of_up, fills[0], bias
         )
         self.dense_4h_to_h = _Grouped(
-            context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, output_fill, bias
+            context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, fills[1], bias
         )
         self.shared: torch.nn.Module | None = None
         self.gate: torch.nn.Parameter | None = None
@@ -235,10 +232,10 @@ class ExpertMLP(torch.nn.Module):
             of = f"{name}.shared_experts"
             width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
             # within the region that the experts enter: without messages of its own
-            self.shared = mlp(context.alone(), of, width, fill, output_fill, activation_again)
+            self.shared = MLP(context.alone(), of, width, *fills, activation_again)
             if config.moe_shared_expert_gate:
                 make = context.parameters.create
-                self.gate = make(f"{of}.gate.weight", (1, hidden), None, fill)
+                self.gate = make(f"{of}.gate.weight", (1, hidden), None, fills[0])
 
     def forward(self, x: Tensor, call: CallContext) -> Tensor:
         if not self.again or not torch.is_grad_enabled():

@@ -17,9 +17,16 @@ from megatron.kernels.choose import choose_fusions
 from megatron.kernels.library import once_and_again
 from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.layers.cache import KeyValueCache
-from megatron.layers.context import CallContext, Experts, LayerContext, ParameterFactory
+from megatron.layers.context import (
+    CallContext,
+    Experts,
+    LayerContext,
+    ParameterFactory,
+    weight_fills,
+)
+from megatron.layers.norm import norm_of
 from megatron.layers.positions import Documents
-from megatron.layers.transformer import TransformerLayer, norm_of, weight_fills
+from megatron.layers.transformer import TransformerLayer
 from megatron.layers.vocabulary import (
     WORD_EMBEDDINGS,
     PositionEmbedding,

@@ -18,8 +18,8 @@ from megatron.layers import attention_fused
 from megatron.layers.attention import SelfAttention
 from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import PLAIN, Scoring
-from megatron.layers.context import CallContext, normal
-from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
+from megatron.layers.context import CallContext
+from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.keyed_random import DropoutKey, seeded
 from megatron.parallel.layout import Layout
@@ -218,6 +218,8 @@ def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, 
         seq_length=23,
         vocab_size=8,
         attention_dropout=dropout,
+        position_embedding_type="rope" if rope else "learned_absolute",
+        init_method_std=0.2,
         micro_batch_size=2,
         global_batch_size=2,
     )
@@ -227,15 +229,11 @@ def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, 
     )
     results = []
     for recompute in (False, True):
-        rotary = RotaryEmbedding(8, 1e4, fusions.rotary) if rope else None
         layer = SelfAttention(
             context(fusions),
             "a",
             config.model,
             0,
-            normal(0.2),
-            normal(0.2),
-            rotary,
             recompute,
             attention,
         )

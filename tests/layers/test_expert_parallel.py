@@ -14,7 +14,6 @@ import torch
 from megatron.config import Config
 from megatron.layers.context import CallContext, Experts, LayerContext
 from megatron.layers.experts import ExpertMLP
-from megatron.layers.transformer import MLP, weight_fills
 from megatron.metrics_file import read_records
 from megatron.parallel import collectives
 from tests.helpers.groups import join
@@ -54,10 +53,9 @@ def messages_body(rank: int) -> list[dict[str, Any]]:
     )
 
     def run(experts: Experts, empty: bool) -> tuple[ExpertMLP, torch.Tensor, list[Any]]:
-        fill, output = weight_fills(config.model)
         one = LayerContext.single()
         context = LayerContext(one.tensor, one.parameters, experts=experts)
-        layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, fill, output, MLP)
+        layer = ExpertMLP(context, "layers.0.mlp", config.model, 0)
         x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(rank))
         if empty:
             x = x.abs()

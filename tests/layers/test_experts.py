@@ -16,7 +16,6 @@ from megatron.layers.context import CallContext, Experts, LayerContext
 from megatron.layers.expert_dispatch import sorted_choices
 from megatron.layers.expert_load import move_biases, take_figures
 from megatron.layers.experts import ExpertMLP
-from megatron.layers.transformer import MLP, weight_fills
 from megatron.parallel.keyed_random import DropoutKey
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
@@ -75,8 +74,7 @@ def made(fields: dict[str, Any], **again: bool) -> tuple[ExpertMLP, Config]:
     """Return a layer with random weights, biases of experts and load."""
     config = Config.create(**{**BASE, **fields})
     context = dataclasses.replace(LayerContext.single(), experts=Experts(loss_scale=SCALE))
-    fill, output = weight_fills(config.model)
-    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, fill, output, MLP, **again)
+    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, **again)
     generator = torch.Generator().manual_seed(3)
     for name, p in layer.named_parameters():
         if name.endswith("bias"):

@@ -26,8 +26,8 @@ from megatron.layers import (
     expert_router,
     experts,
     linear,
+    norm,
     ring,
-    transformer,
     vocabulary,
 )
 from megatron.model.gpt import build_chunks
@@ -108,9 +108,7 @@ TYPES: dict[Any, Callable[..., Any]] = {
     ),
     expert_router._WithLoss: with_loss_type,
     linear._Linear: linear_type,
-    transformer._NormOverRanks: lambda *, x, weight, bias: spmd.rules.einsum(
-        "sbh,h->sbh", x, weight
-    ),
+    norm._NormOverRanks: lambda *, x, weight, bias: spmd.rules.einsum("sbh,h->sbh", x, weight),
     vocabulary._Loss: loss_type,
 }
 

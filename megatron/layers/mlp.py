@@ -1,0 +1,66 @@
+"""The MLP of a transformer layer: two linear layers around an activation function."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.ops.elementwise import activate, bias_activation
+from megatron.layers.context import Fill, LayerContext
+from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear, one_token
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
+
+
+class MLP(torch.nn.Module):
+    """MLP, h -> ffn -> h: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
+
+    activation_again  recompute the output of the activation function in the backward pass instead
+                      of keeping it
+    summed            see RowParallelLinear
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        config: ModelConfig,
+        fill: Fill,
+        output_fill: Fill,
+        activation_again: bool = False,
+        summed: bool = True,
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        ffn = config.ffn_hidden_size
+        self.activation = config.activation
+        self.fused = context.fusions.bias_activation
+        self.activation_again = activation_again
+        up = (2, ffn, hidden) if config.gated else (ffn, hidden)
+        bias = config.add_bias_linear
+        self.dense_h_to_4h = ColumnParallelLinear(context, f"{name}.dense_h_to_4h", up, fill, bias)
+        self.dense_4h_to_h = RowParallelLinear(
+            context, f"{name}.dense_4h_to_h", (hidden, ffn), output_fill, bias, summed
+        )
+
+    def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
+        """Compute the MLP of x; `again` recomputes x."""
+        fused = self.fused and not one_token(x)
+        up, bias = (
+            self.dense_h_to_4h.apart(x, again) if fused else (self.dense_h_to_4h(x, again), None)
+        )
+        activated = self._activate(up, bias, fused)
+        # The gradient of the activation function keeps `up` anyway.
+        recompute = None
+        if self.activation_again:
+            recompute = partial(self._activate, up.detach(), bias, fused)
+        result: tuple[Tensor, Tensor | None] = self.dense_4h_to_h(activated, recompute)
+        return result
+
+    def _activate(self, up: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
+        kind = self.activation
+        return bias_activation(up, bias, kind) if fused else activate(up, kind)

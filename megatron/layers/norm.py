@@ -1,0 +1,172 @@
+"""LayerNorm and RMSNorm of a layer, also over rows that tensor ranks share."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.ops.elementwise import wider
+from megatron.kernels.ops.norm import add_norm, norm
+from megatron.layers.context import LayerContext, constant
+from megatron.layers.linear import one_token
+from megatron.parallel.autograd import Context, Node
+from megatron.parallel.collectives import all_reduce
+from megatron.parallel.gradient_accumulator import wide
+from megatron.parallel.sharding import Rows
+from megatron.parallel.topology import Group
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
+
+
+class Norm(torch.nn.Module):
+    """LayerNorm or RMSNorm: [.., h] -> [.., h].
+
+    Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467. The result has the dtype of
+    the weight; statistics are in fp32. With `one_plus` the stored weight is the gain minus one.
+    With a `part`, this rank's of h, the tensor ranks have one each, and statistics are of the whole.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        name: str,
+        hidden: int,
+        kind: str,
+        epsilon: float,
+        one_plus: bool = False,
+        part: Rows | None = None,
+    ) -> None:
+        super().__init__()
+        make = context.parameters.create
+        dim = None if part is None else 0
+        self.group = context.tensor if part is not None and context.tensor.size > 1 else None
+        self.epsilon = epsilon
+        self.one_plus = one_plus
+        self.rms = kind == "rmsnorm"
+        self.fused = context.fusions.rms_norm if self.rms else context.fusions.layer_norm
+        self.apex: Any = None
+        if context.fusions.apex_norm:
+            self.apex = importlib.import_module("apex.normalization.fused_layer_norm")
+        start = constant(0.0 if one_plus else 1.0)
+        self.weight = make(f"{name}.weight", (hidden,), dim, start, rows=part, decay=False)
+        self.bias: torch.nn.Parameter | None = None
+        if not self.rms:
+            zero = constant(0.0)
+            self.bias = make(f"{name}.bias", (hidden,), dim, zero, rows=part, decay=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group is not None:
+            weight = wide(self.weight)
+            bias = None if self.bias is None else wide(self.bias)
+            return _NormOverRanks.apply(
+                x, weight, bias, self.epsilon, float(self.one_plus), self.group
+            ).to(self.weight.dtype)
+        weight = self.weight
+        if self.fused and x.dtype == weight.dtype:
+            bias = self.bias
+            bias = None if bias is None else wide(bias)
+            return norm(x, wide(weight), bias, self.epsilon, self.one_plus, self.rms)
+        if self.apex is not None and x.dtype == weight.dtype:
+            return self._by_apex(x)
+        return self._by_torch(x)
+
+    def fuses(self, x: Tensor, residual: Tensor) -> bool:
+        """Return whether the kernel adds x and the residual in its pass, by `add`."""
+        return self.fused and x.dtype == residual.dtype == self.weight.dtype
+
+    def add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + bias + residual), x + bias + residual) in one pass.
+
+        `bias`: of the layer that made x.
+        """
+        shift, of_norm = (None if each is None else wide(each) for each in (bias, self.bias))
+        rest = self.epsilon, self.one_plus, self.rms
+        return add_norm(x, shift, residual, wide(self.weight), of_norm, *rest)
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        if one_token(x) and x.dtype == self.weight.dtype and not self.one_plus:
+            shape = self.weight.shape
+            bias = self.bias
+            if bias is None:
+                return F.rms_norm(x, shape, self.weight, self.epsilon)
+            return F.layer_norm(x, shape, self.weight, bias, self.epsilon)
+        dtype = self.weight.dtype
+        gain = wide(self.weight)
+        # A residual stream in fp32 with bf16 weights: normalise in the wider type, return the
+        # narrower one.
+        x = x.to(torch.promote_types(x.dtype, gain.dtype))
+        gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
+        if self.bias is None:
+            return F.rms_norm(x, gain.shape, gain, self.epsilon).to(dtype)
+        return F.layer_norm(x, gain.shape, gain, wide(self.bias).to(x.dtype), self.epsilon).to(
+            dtype
+        )
+
+    def _by_apex(self, x: Tensor) -> Tensor:
+        gain = self.weight + 1.0 if self.one_plus else self.weight
+        normed: Tensor
+        if self.bias is None:
+            normed = self.apex.fused_rms_norm_affine(x, gain, gain.shape, eps=self.epsilon)
+        else:
+            normed = self.apex.fused_layer_norm_affine(
+                x, gain, self.bias, gain.shape, eps=self.epsilon
+            )
+        return normed
+
+
+def norm_of(
+    context: LayerContext, model: ModelConfig, name: str, width: int, part: Rows | None = None
+) -> Norm:
+    """Make a norm of the model's kind."""
+    kind = model.normalization
+    epsilon = model.layernorm_epsilon
+    one_plus = model.apply_layernorm_1p
+    return Norm(context, name, width, kind, epsilon, one_plus, part)
+
+
+class _NormOverRanks(Node):
+    """The norm of x [.., h/tp], a part of each row, in x's dtype; without bias an RMS norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        epsilon: float,
+        plus: float,
+        group: Group,
+    ) -> Tensor:
+        whole = x.shape[-1] * group.size
+        centred = wider(x)
+        mean = None
+        if bias is not None:
+            mean = all_reduce(centred.sum(-1, keepdim=True), group) / whole
+            centred = centred - mean
+        squares = all_reduce(centred.square().sum(-1, keepdim=True), group)
+        rstd = (squares / whole + epsilon).rsqrt()
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.plus = plus
+        ctx.group = group
+        y = centred * rstd * (wider(weight) + plus)
+        return (y if bias is None else y + wider(bias)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dy = wider(dy)
+        normed = (wider(x) if mean is None else wider(x) - mean) * rstd
+        dweight = (dy * normed).sum_to_size(weight.shape).to(weight.dtype)
+        dbias = None if mean is None else dy.sum_to_size(weight.shape).to(weight.dtype)
+        g = dy * (wider(weight) + ctx.plus)
+        sums = torch.stack(((g * normed).sum(-1), g.sum(-1))[: 1 if mean is None else 2])
+        sums = all_reduce(sums, ctx.group).unsqueeze(-1) / (x.shape[-1] * ctx.group.size)
+        g = g - normed * sums[0]
+        if mean is not None:
+            g = g - sums[1]
+        return (rstd * g).to(x.dtype), dweight, dbias, None, None, None
