@@ -64,20 +64,3 @@ def tidy(axes: Any) -> None:
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def plain_numbers(axis: Any) -> None:
-    """Label an axis with numbers such as 12,345 and 0.05.
-
-    This includes a logarithmic axis or one of less than a decade. Call it when the limits are set
-    or the data is drawn.
-    """
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
-    if axis.get_scale() == "log":
-        low, high = sorted(axis.get_view_interval())
-        axis.set_major_locator(
-            LogLocator(subs=(1.0, 2.0, 5.0)) if high / low > 10 else MaxNLocator(7)
-        )
-        axis.set_minor_locator(NullLocator())

@@ -28,8 +28,10 @@ from typing import Any, BinaryIO
 from megatron.errors import ConfigError, DataError
 
 Handler = Callable[[Any], Any]
-_TIME_S, _BYTES_PER_S = 10.0, 1e5  # of CPU, where an ordinary tokenizer takes a tenth
-_MEMORY_BYTES, _BYTES_PER_BYTE = 1 << 30, 256  # where an ordinary tokenizer takes half
+_TIME_S = 10.0  # of CPU, where an ordinary tokenizer takes a tenth
+_BYTES_PER_S = 1e5
+_MEMORY_BYTES = 1 << 30  # where an ordinary tokenizer takes half
+_BYTES_PER_BYTE = 256
 _WAITING = 10  # seconds for each second of CPU on a busy machine
 _HEAD = struct.Struct("<QQ")  # bytes of the JSON and of the rest
 _START = "import sys; sys.path[:] = {path!r}; from megatron.limited import serve; serve({target!r})"
@@ -52,7 +54,8 @@ class LimitedProcess:
         self._what = what
         self._size_bytes = size_bytes  # of what it reads at its start
         self._child: subprocess.Popen[bytes] | None = None
-        self._parent, self._lock = os.getpid(), threading.Lock()
+        self._parent = os.getpid()
+        self._lock = threading.Lock()
 
     def ask(self, request: Any, size_bytes: int) -> Any:
         """Return the reply to a request about `size_bytes` of text.

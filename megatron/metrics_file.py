@@ -17,7 +17,8 @@ from megatron.untrusted import check_depth, is_count, open_regular, read_json
 _MOST_BYTES = 1 << 31
 _LONGEST_LINE = 1 << 20
 _MOST_BESIDE = 1 << 24
-Kinds = Mapping[Callable[[Any], bool], Sequence[str]]
+Check = Callable[[Any], bool]
+Kinds = Mapping[Check, Sequence[str]]
 """Names of values, by the check that each value passes if it is present and not null."""
 
 
@@ -25,7 +26,11 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e100  # excludes NaN and infinity
 
 
-def is_text(value: Any) -> bool:
+def _number_or_null(value: object) -> bool:
+    return value is None or _number(value)
+
+
+def is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
@@ -33,41 +38,24 @@ def _table(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(v is None or _number(v) for v in values)
+def _list_of(is_right: Check) -> Check:
+    return lambda values: isinstance(values, list) and all(map(is_right, values))
 
 
-def _tables_of_numbers(value: Any) -> bool:
-    return _table(value) and all(_table(v) and _numbers([*v.values()]) for v in value.values())
+def _table_of(is_right: Check) -> Check:
+    return lambda value: _table(value) and all(map(is_right, value.values()))
 
 
-def _tables(values: Any) -> bool:
-    return isinstance(values, list) and all(map(_table, values))
-
-
-def _counts(values: Any) -> bool:
-    return isinstance(values, list) and all(map(is_count, values))
-
-
-def _ranges(values: Any) -> bool:
-    return isinstance(values, list) and all(map(_counts, values))
-
-
-def _samples(value: Any) -> bool:
+def _samples(value: object) -> bool:
     return is_count(value) or _counts(value)  # how many of an evaluation, or which are left out
 
 
-def _texts(values: Any) -> bool:
-    return isinstance(values, list) and all(map(is_text, values))
-
-
-def _tables_by_name(value: Any) -> bool:
-    return _table(value) and all(map(_table, value.values()))
-
-
-def _yes_or_no(value: Any) -> bool:
+def _yes_or_no(value: object) -> bool:
     return isinstance(value, bool)
 
+
+_counts = _list_of(is_count)
+_numbers = _list_of(_number_or_null)
 
 RECORD: Kinds = {
     is_count: (
@@ -90,33 +78,20 @@ RECORD: Kinds = {
     _table: ("config", "layout", "differs", "costs", "versions", "balancing"),
     _numbers: ("stage_memory_bytes",),
     _samples: ("samples",),
-    _ranges: ("left_out",),
-    _texts: ("places", "data"),
-    _tables: ("slow",),
-    _tables_of_numbers: ("phases_ms", "sources"),
-    _tables_by_name: ("experts", "results"),
+    _list_of(_counts): ("left_out",),
+    _list_of(is_text): ("places", "data"),
+    _list_of(_table): ("slow",),
+    _table_of(_table_of(_number_or_null)): ("phases_ms", "sources"),
+    _table_of(_table): ("experts", "results"),
 }
 """Fields of a record."""
 SETTINGS: Kinds = {
     is_count: (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "seq_length",
-        "vocab_size",
-        "make_vocab_size_divisible_by",
-        "micro_batch_size",
-        "global_batch_size",
-        "world_size",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "data_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "train_iters",
-        "log_interval",
-    ),
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_key_value_heads seq_length "
+        "vocab_size make_vocab_size_divisible_by micro_batch_size global_batch_size world_size "
+        "tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size "
+        "virtual_pipeline_model_parallel_size train_iters log_interval"
+    ).split(),
     is_text: ("recompute_granularity",),
 }
 """Settings that figures are computed from."""

@@ -20,7 +20,8 @@ from typing import BinaryIO, NamedTuple
 from megatron.errors import MegatronError
 
 _LARGEST_TUPLE = 4096  # values in it, those of inner tuples included
-_GROWTH, _FREE = 64, 1 << 20  # values for each instruction of the pickle, and beyond
+_GROWTH = 64  # values for each instruction of the pickle
+_FREE = 1 << 20  # and beyond
 _DEPTH = 200
 _LEGACY_PICKLES = 5  # in a file from before torch 1.6; the bytes of its tensors follow
 _ZIP = b"PK\x03\x04"
@@ -103,8 +104,7 @@ def check_torch_file(file: BinaryIO, source: object, error: type[MegatronError])
                     raise ValueError("its data.pkl is missing, compressed or there twice")
             # Not by zipfile, which compares checksums: torch may write none.
             file.seek(listed[0].header_offset + _NAME_LENGTHS)
-            lengths = struct.unpack("<HH", file.read(4))
-            file.seek(sum(lengths), os.SEEK_CUR)
+            file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
             check_pickle(file.read(listed[0].file_size), source, error)
         else:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

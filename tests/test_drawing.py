@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.drawing import plain_numbers, pyplot, save
+from megatron.drawing import pyplot, save
 from megatron.errors import ConfigError
 
 pytest.importorskip("matplotlib")
@@ -83,22 +83,3 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="what_an_older_numpy_had"):
         pyplot()
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "some"),
-    [
-        (900, 12_345_678, {"1,000", "10,000,000"}),
-        (31_000, 52_000, {"40,000"}),
-        (0.02, 0.9, {"0.05", "0.5"}),
-    ],
-)
-def test_numbers_are_written_out(low: float, high: float, some: set[str]) -> None:
-    figure, axes = pyplot().subplots()
-    axes.plot([1, 2], [low, high])
-    axes.set_yscale("log")
-    plain_numbers(axes.yaxis)
-    figure.canvas.draw()
-    found = texts(axes.yaxis)
-    pyplot().close(figure)
-    assert some <= set(found) and not any(c in text for text in found for c in "$e\\")

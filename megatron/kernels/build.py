@@ -324,10 +324,8 @@ def missing_bytes(path: Path) -> int:
         return 0  # another format: the loader reports what is wrong
     if len(head) < 64:
         return 64 - len(head)
-    (at,), (size, count) = (
-        struct.unpack_from("<Q", head, 0x28),
-        struct.unpack_from("<HH", head, 0x3A),
-    )
+    (at,) = struct.unpack_from("<Q", head, 0x28)
+    size, count = struct.unpack_from("<HH", head, 0x3A)
     return int(at + size * count - path.stat().st_size)
 
 

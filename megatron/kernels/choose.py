@@ -120,26 +120,22 @@ def _why_no_flash(
         return f"does not run on {device_type}"
     if dtype_name not in ("float16", "bfloat16"):
         return f"does not compute in {dtype_name}"
-    reason = _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention()
+    if reason := _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention():
+        return reason
     # its window_size and softcap came with these versions
-    if not reason and features.windowed and _older(version, (2, 3)):
-        reason = "has no windows before version 2.3"
-    if not reason and features.capped:
-        reason = _why_no_softcap(version, features.drops)
-    triton = os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") == "TRUE"
-    if not reason and features.windowed and triton:
-        reason = "ignores windows in its Triton build for ROCm"
-    return reason or (_why_no_parts(version, features) if features.ring else "")
-
-
-def _why_no_parts(version: str, features: AttentionFeatures) -> str:
-    """Return why flash-attn cannot compute parts of a ring; "" if it can."""
+    if features.windowed and _older(version, (2, 3)):
+        return "has no windows before version 2.3"
+    if features.capped and (reason := _why_no_softcap(version, features.drops)):
+        return reason
+    if features.windowed and os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") == "TRUE":
+        return "ignores windows in its Triton build for ROCm"
+    if not features.ring:
+        return ""
     if _older(version, (2, 7)):
         return "has other functions for parts of a ring before version 2.7"
-    if features.drops or features.biased:
-        lacking = "dropout" if features.drops else "ALiBi or heads of this size"
-        return f"has no {lacking} for parts of a ring"
-    return ""
+    if features.drops:
+        return "has no dropout for parts of a ring"
+    return "has no ALiBi or heads of this size for parts of a ring" if features.biased else ""
 
 
 def _older(version: str, than: tuple[int, int]) -> bool:
@@ -177,7 +173,8 @@ def choose_attention(
     computes the same; the log names what runs (see report). If attention weights are dropped, torch
     has no kernel on a CPU and would store all scores.
     """
-    backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
+    backend = kernels.attention_backend
+    device_type = device.type if device is not None else "cpu"
     if backend in UNFUSED_BACKENDS:
         return "unfused"
     if backend == "blocked":
@@ -205,7 +202,7 @@ def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) ->
     1024 on, where torch's own blocks fill its products. In fp16 torch's batched products have no
     fast path on most processors.
     """
-    short = dtype_name == "float32" and (sequence <= LONGEST_BLOCKED_IN_FP32 or windowed)
+    short = dtype_name == "float32" and (sequence <= 512 or windowed)
     usual = short or dtype_name == "bfloat16"
     default = str(usual_block(dtype_name, sequence)) if usual else "torch"
     times = measured.find()
@@ -214,7 +211,8 @@ def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) ->
 
 def block_length(dtype_name: str, length: int) -> int:
     """Return the positions of a block of attention: the fastest on this CPU, or the usual ones."""
-    times, default = measured.find(), str(usual_block(dtype_name, length))
+    times = measured.find()
+    default = str(usual_block(dtype_name, length))
     case = times.nearest(_case(dtype_name, windowed=False), length)
     return int(times.fastest(case, default, without="torch"))
 
@@ -262,10 +260,6 @@ def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
         return True
     lacking = torch.cuda.is_available() and not torch.backends.cuda.is_flash_attention_available()
     return narrow and not lacking and not _too_old_for_flash_attention()
-
-
-LONGEST_BLOCKED_IN_FP32 = 512
-"""Tokens of a sequence up to which attention in blocks is the faster one on a CPU in fp32."""
 
 
 def grouped_product(device: torch.device, dtype_name: str) -> Finding:
@@ -468,7 +462,8 @@ def report(config: Config, device: torch.device) -> list[str]:
     """
     from megatron.kernels import library
 
-    found, model, dtype_name = library.find(device.type), config.model, config.precision.dtype_name
+    found = library.find(device.type)
+    dtype_name = config.precision.dtype_name
     attention, features = _attention(config, device)
     lines = [found.line]
     if found.handle is not None:
@@ -481,7 +476,7 @@ def report(config: Config, device: torch.device) -> list[str]:
         if device.type == "cpu":
             name = implementations(config, device)["attention"]
             lines.append(f"{measured.find().line}; attention by {name}")
-    if model.num_experts is not None:
+    if config.model.num_experts is not None:
         lines.append(grouped_product(device, dtype_name).line)
     return lines + packages(config.kernels, device.type, dtype_name, attention, features)
 
@@ -493,7 +488,8 @@ def implementations(config: Config, device: torch.device) -> dict[str, str]:
     torch draws them.
     """
     attention, _ = _attention(config, device)
-    name, dtype_name = _NAMES[attention], config.precision.dtype_name
+    name = _NAMES[attention]
+    dtype_name = config.precision.dtype_name
     if attention == "blocked" and device.type == "cpu":
         keys = "copied" if copies_keys(dtype_name) else "in place"
         name += f" of {block_length(dtype_name, config.model.seq_length)} positions, keys {keys}"
@@ -524,7 +520,8 @@ def packages(
 
     `attention`, `features`: see choose_attention.
     """
-    flash, backend = flash_attention(device_type, dtype_name, features), kernels.attention_backend
+    flash = flash_attention(device_type, dtype_name, features)
+    backend = kernels.attention_backend
     if attention != "flash":
         ruled_out = f"ruled out by --attention-backend {backend}"
         reason = flash.reason if backend in FLASH_BACKENDS else ruled_out
@@ -539,7 +536,8 @@ def packages(
 
 def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
     """Return why an operator of this run does not use its kernel; "" if it does."""
-    model, dtype_name = config.model, config.precision.dtype_name
+    model = config.model
+    dtype_name = config.precision.dtype_name
     if name == "attention_block" and attention != "blocked":
         return "only --attention-backend blocked has it"
     if name == "masked_softmax" and attention != "unfused":

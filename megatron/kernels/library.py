@@ -15,12 +15,14 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron.errors import KernelError
 from megatron.kernels.build import (
@@ -238,15 +240,9 @@ _nodes: Any = None
 """The extension that calls kernels as nodes, once it has those of a device."""
 
 _CALLED_BY_NODES = (
-    "mk_error",
-    "mk_norm",
-    "mk_norm_backward",
-    "mk_bias_activation",
-    "mk_bias_activation_backward",
-    "mk_bias_dropout_add",
-    "mk_bias_dropout_add_backward",
-    "mk_rotary",
-)
+    "mk_error mk_norm mk_norm_backward mk_bias_activation mk_bias_activation_backward "
+    "mk_bias_dropout_add mk_bias_dropout_add_backward mk_rotary"
+).split()
 
 
 @functools.cache
@@ -319,13 +315,28 @@ class _Again(Scope):
         super().__exit__(*exception)
 
 
-def once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
+def _once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
     """Return the contexts of a forward pass and of its recomputation for torch.utils.checkpoint.
 
     Both call kernels in the same way, or they would save different tensors: a profiler, or a mode
     that sees operators, may run during one of them only.
     """
     return contextlib.nullcontext(), _Again(_nodes is None or _nodes.watched())
+
+
+def recompute_later(function: Callable[..., Tensor], *inputs: object) -> Tensor:
+    """Return function(*inputs), which the backward pass computes again instead of keeping more.
+
+    Masks are functions of keys: there is no generator state to restore.
+    """
+    out: Tensor = checkpoint(
+        function,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=_once_and_again,
+    )
+    return out
 
 
 def _share_hip_runtime() -> None:
@@ -379,7 +390,8 @@ class Function:
         self.name = name
         self.arguments = arguments
         # All pointers are among these; the others need no look.
-        self._first, self._end = arguments.index("p"), arguments.rindex("p") + 1
+        self._first = arguments.index("p")
+        self._end = arguments.rindex("p") + 1
 
     def __call__(self, like: Tensor, *arguments: Any, type_of: Tensor | None = None) -> None:
         """Run on the device and current stream of `like`.

@@ -34,7 +34,7 @@ COMMAND = "python tools/check_kernels.py --measure"
 
 _LIMIT_BYTES = 1 << 20
 _NOISE = 1.03  # times of a default that is no slower than this are not worth a change
-_FLAGS = ("amx", "asimd", "avx", "bf16", "f16c", "fma", "i8mm", "sve")
+_FLAGS = "amx asimd avx bf16 f16c fma i8mm sve".split()
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,7 @@ def _found() -> Measured:
 
 def read(file: Path) -> list[Measured]:
     """Return the measurements of a file. Raises KernelError if it is damaged."""
-    value = read_json(file, _LIMIT_BYTES, error=KernelError)
-    entries = value.get("measurements")
+    entries = read_json(file, _LIMIT_BYTES, error=KernelError).get("measurements")
     if not isinstance(entries, list):
         raise KernelError(f"{file} has no list of measurements: it is damaged, or another file")
     return [_checked(entry, file) for entry in entries]

@@ -326,8 +326,7 @@ def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor
     if not wanted:
         return 0, None
     columns = like.shape[-1]
-    count = like.numel()
-    parts = count_parts(count, columns, like.element_size(), like.is_cpu)
+    parts = count_parts(like.numel(), columns, like.element_size(), like.is_cpu)
     return parts, torch.empty(parts, sums, columns, dtype=torch.float32, device=like.device)
 
 

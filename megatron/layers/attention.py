@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels.library import nodes_for, once_and_again
+from megatron.config import ModelConfig
+from megatron.kernels.library import nodes_for, recompute_later
 from megatron.kernels.ops.attention import NO_WINDOW
 from megatron.layers.attention_blocked import blocked_attention, update_largest
 from megatron.layers.attention_fused import flash_attention, torch_attention
@@ -24,9 +23,6 @@ from megatron.layers.norm import Norm, norm_of
 from megatron.layers.positions import RotaryEmbedding
 from megatron.parallel.keyed_random import Site, mix, seeded
 from megatron.parallel.sharding import Rows
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
 
 
 class CoreAttention:
@@ -100,14 +96,7 @@ class CoreAttention:
     def again(self, core: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Return core(*tensors), which is recomputed in the backward pass if configured."""
         if self.recompute and torch.is_grad_enabled():
-            out: Tensor = checkpoint(
-                core,
-                *tensors,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=once_and_again,
-            )
-            return out
+            return recompute_later(core, *tensors)
         return core(*tensors)
 
     def _core(self, scoring: Scoring, *tensors: Tensor) -> Tensor:

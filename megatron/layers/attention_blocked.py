@@ -17,6 +17,7 @@ from megatron.parallel.autograd import Context, Node
 
 # Scores of this many elements at once: a buffer of some MiB for any number of heads and samples.
 _SCORES = 1 << 22
+_FEWER_KERNELS = 512
 
 
 class Weigher(NamedTuple):
@@ -62,10 +63,17 @@ def transposed(x: Tensor) -> Tensor:
     return (x.contiguous() if copied else x).transpose(1, 2)
 
 
-def _sizes(length: int, share: int, window: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the positions of a block, and the most scores of a block in a sample and group."""
-    block = block_length(length, dtype)
-    return block, min(block, length) * share * min(length, block + window + TILE)
+def queries_at_once(x: Tensor) -> int:
+    """Return the queries of a block of x [s, ..], where a GPU needs no tiles of a kernel.
+
+    There smaller products take no less time than a kernel's start.
+    """
+    return block_length(len(x), x.dtype) if x.device.type == "cpu" else _FEWER_KERNELS
+
+
+def _most_scores(block: int, length: int, share: int, window: int) -> int:
+    """Return the most scores of a block in a sample and group."""
+    return min(block, length) * share * min(length, block + window + TILE)
 
 
 def cut_heads(count: int, scores: int) -> list[slice]:
@@ -153,7 +161,8 @@ class _Attention(Node):
             logarithms = q.new_empty(
                 b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32)
             )
-            block, most = _sizes(s, share, law.window, q.dtype)
+            block = block_length(s, q.dtype)
+            most = _most_scores(block, s, share, law.window)
             parts = cut_heads(b * groups, most)
             buffer = q.new_empty(parts[0].stop * most)
             for part in parts:
@@ -192,7 +201,8 @@ class _Attention(Node):
             to_queries, to_keys, to_values = (
                 _Rows(x) for x in (dq, dk.unsqueeze(3), dv.unsqueeze(3))
             )
-            block, most = _sizes(s, share, law.window, q.dtype)
+            block = block_length(s, q.dtype)
+            most = _most_scores(block, s, share, law.window)
             parts = cut_heads(b * groups, most)
             buffers = q.new_empty(2, parts[0].stop * most)
             narrow = q.dtype in (torch.float16, torch.bfloat16)
@@ -246,8 +256,7 @@ def blocked_attention(tensors: tuple[Tensor, ...], scoring: Scoring = PLAIN) -> 
     documents = scoring.documents
     if documents is None:
         starts = torch.arange(samples, device=q.device)
-        of_all = weigher(scoring, q, starts, positions)
-        return _Attention.apply(of_all, *tensors).flatten(2, 3)
+        return _Attention.apply(weigher(scoring, q, starts, positions), *tensors).flatten(2, 3)
     outs = []
     for starts, *batch in zip(
         documents.starts, *(documents.batches(x) for x in tensors), strict=True
@@ -257,10 +266,6 @@ def blocked_attention(tensors: tuple[Tensor, ...], scoring: Scoring = PLAIN) -> 
         outs.append(out.transpose(0, 1).flatten(0, 1))
     rows = torch.cat(outs).index_select(0, documents.groups.scatter)
     return rows.view(positions, samples, -1, q.shape[-1])
-
-
-_FEWER_KERNELS = 512
-"""Queries of a block on a GPU, where smaller products take no less time than a kernel's start."""
 
 
 @torch.no_grad()
@@ -291,10 +296,9 @@ def update_largest(
         document = document.repeat_interleave(groups, dim=0)
     if padding is not None:
         padding = padding.repeat_interleave(groups, dim=0)
-    block = block_length(s, q.dtype) if q.device.type == "cpu" else _FEWER_KERNELS
-    scores = min(block, s) * share * min(s, block + window + TILE)
+    block = queries_at_once(q)
     found = largest.new_empty(b * groups, share).fill_(float("-inf"))
-    for part in cut_heads(b * groups, scores):
+    for part in cut_heads(b * groups, _most_scores(block, s, share, window)):
         for first in range(0, s, block):
             last = min(first + block, s)
             key = kernel.first_key(first, window)

@@ -96,15 +96,18 @@ def _in_window(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Sc
     return torch.cat([_causal(q, k, v, own, scoring) for q, k, v, own in parts], dim=1)
 
 
-def _one_sample(x: Tensor) -> Tensor:
-    """View [s, b, heads, d], which may be part of a projection, as [1, s, b * heads, d].
+def _one_sample(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """View each [s, b, heads, d], which may be part of a projection, as [1, s, b * heads, d].
 
     To attention the heads of another sample are other heads. With one sample, all of torch's
     kernels write, and read in the backward pass, the order [s, b, heads, d] of the layers around
     them; with several samples, some write [b, s, heads, d], and most copy output and gradient into
     it before their backward pass (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
-    return x.transpose(0, 1) if x.shape[1] == 1 else x.flatten(1, 2).unsqueeze(0)
+    q, k, v = (
+        x.transpose(0, 1) if x.shape[1] == 1 else x.flatten(1, 2).unsqueeze(0) for x in (q, k, v)
+    )
+    return q, k, v
 
 
 def _by_bounds(
@@ -180,7 +183,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
     positions = q.shape[0]
     plain = documents is None and alibi is None and positions <= scoring.window + 1
     if plain and torch.is_grad_enabled():
-        one = _one_sample(q), _one_sample(k), _one_sample(v)
+        one = _one_sample(q, k, v)
         return _causal(*one, None, scoring).reshape(q.shape)
     bias = None
     if alibi is not None:
@@ -202,7 +205,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
             outs = [attend(*batch).flatten(0, 1) for batch in batches]
             return torch.cat(outs).index_select(0, documents.groups.scatter).view(q.shape)
         if alibi is None:
-            return attend(_one_sample(q), _one_sample(k), _one_sample(v)).reshape(q.shape)
+            return attend(*_one_sample(q, k, v)).reshape(q.shape)
         return attend(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)).transpose(0, 1)
 
 
@@ -225,6 +228,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
         attend = partial(flash_attn_varlen_func, alibi_slopes=slopes, **more)
         return _by_bounds(attend, q, k, v, scoring.documents)
     slopes = None if slopes is None else slopes.repeat(q.shape[1])
-    one = _one_sample(q), _one_sample(k), _one_sample(v)
+    one = _one_sample(q, k, v)
     out: Tensor = flash_attn_func(*one, alibi_slopes=slopes, **more)
     return out.reshape(q.shape)

@@ -17,25 +17,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.config import ModelConfig
 from megatron.kernels.choose import NONE, Fusions
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.library import nodes_for
 from megatron.layers.cache import KeyValueCache
+from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.parallel.collectives import gather_first_async
 from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.keyed_random import WHOLE, DropoutKey, Place, Site, mix, name_key
 from megatron.parallel.sharding import Rows, Sharding, attach, kind_of, shard
 from megatron.parallel.topology import Group
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
-    from megatron.layers.context_parallel import ContextParallel
 
 BLOCK = 64
 _PIECE = 1 << 20

@@ -130,8 +130,7 @@ class ContextParallel:
 
     def heads_for_rows(self, out: Tensor) -> Tensor:
         """Return all heads [s/c, b, heads, d] of this rank's rows of `out` [h s/c, b, heads/h, d]."""
-        received = self._exchanged(out.unflatten(0, (self.heads, -1)))
-        return received.movedim(0, 2).flatten(2, 3)
+        return self._exchanged(out.unflatten(0, (self.heads, -1))).movedim(0, 2).flatten(2, 3)
 
     def _exchanged(self, x: Tensor) -> Tensor:
         """Send x[i] to rank i of those that exchange heads; return what came from each."""

@@ -92,7 +92,8 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
     each     experts of a rank
     """
     count = each * math.prod(hop.size for hop in hops)
-    levels, members = list[Tensor](), 1  # what each member of a hop, and then each expert, gets
+    levels = list[Tensor]()  # what each member of a hop, and then each expert, gets
+    members = 1
     for hop in hops:
         members *= hop.size
         levels.append(members_chosen(experts, count // members, members).sum(0))
@@ -145,7 +146,8 @@ class Trip:
         size = group.size
         chosen = members_chosen(experts, each, size).t()  # [ranks, t]
         flat = chosen.flatten()
-        where, absent = flat.cumsum(0) - 1, flat.logical_not()  # by rank, then by token
+        where = flat.cumsum(0) - 1  # by rank, then by token
+        absent = flat.logical_not()
         self.places = where.masked_fill(absent, -1).view_as(chosen).t().contiguous()  # [t, ranks]
         pairs = where.new_empty(len(flat) + 1)  # the last one takes those that were not chosen
         every = torch.arange(len(flat), device=flat.device)
@@ -206,7 +208,8 @@ class _Send(Node):
 
     @staticmethod
     def backward(ctx: Context, _: Tensor) -> tuple[Tensor | None, None]:
-        gradient, ctx.way.gradient = ctx.way.gradient, None
+        gradient = ctx.way.gradient
+        ctx.way.gradient = None
         ctx.way.work.wait()
         return gradient, None
 

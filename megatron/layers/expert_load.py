@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.config import ModelConfig
 from megatron.layers.expert_router import Router
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.topology import Group, Topology
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
 
 
 def routers(model: torch.nn.Module) -> list[Router]:
@@ -64,7 +62,8 @@ def take_figures(found: Sequence[Router], model: ModelConfig, topology: Topology
         values = router.losses, router.dropped.view(1), router.entropy.view(1)
         if topology.tensor.is_first:  # the others have the same tokens
             row = torch.cat([router.interval, *values]).double()
-            table[router.layer, :-1], table[router.layer, -1] = row, router.passes
+            table[router.layer, :-1] = row
+            table[router.layer, -1] = router.passes
         for value in (router.interval, *values):
             value.zero_()
         router.passes = 0
@@ -79,7 +78,8 @@ def take_figures(found: Sequence[Router], model: ModelConfig, topology: Topology
         del balancing["z_loss"]
     shown: dict[str, Any] = {}
     for layer, row in rows.items():
-        tokens, (dropped, entropy) = row[:experts], row[-3:-1]
+        tokens = row[:experts]
+        dropped, entropy = row[-3:-1]
         if total := sum(tokens):
             shown[str(layer)] = {
                 "imbalance": max(tokens) * experts / total,

@@ -7,12 +7,12 @@ gets the scores of all, so that losses and capacities are of the whole micro-bat
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config import ModelConfig
 from megatron.kernels.ops.elementwise import wider
 from megatron.layers.context import CallContext, Experts, Fill, LayerContext
 from megatron.layers.expert_dispatch import count_choices
@@ -21,9 +21,6 @@ from megatron.parallel.collectives import gather_first, split_first
 from megatron.parallel.gradient_accumulator import within_backward
 from megatron.parallel.keyed_random import Site, placed_noise
 from megatron.parallel.topology import Group
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
 
 
 def shared_by(context: LayerContext) -> Experts:
@@ -60,8 +57,7 @@ class _Scores(Node):
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
-        dw = rows.t() @ wider(x).flatten(0, -2)
+        dw = gradient.flatten(0, -2).t() @ wider(x).flatten(0, -2)
         return (gradient @ wider(weight)).to(x.dtype), dw.to(weight.dtype)
 
 
@@ -289,8 +285,7 @@ class Router(torch.nn.Module):
                 loss = balancing_loss(shares, torch.where(even, 1.0, self.last_load), of_all)
             losses.append(loss)
         if self.config.moe_z_loss_coeff:  # Zoph et al., arXiv 2202.08906, eq. 5
-            squares = logits.logsumexp(-1).square().flatten()
-            losses.append(mean_over(squares, of_all))
+            losses.append(mean_over(logits.logsumexp(-1).square().flatten(), of_all))
         if not losses:
             return weights
         found = torch.stack(losses)
@@ -302,7 +297,9 @@ class Router(torch.nn.Module):
     @torch.no_grad()
     def _kept(self, weights: Tensor, experts: Tensor, samples: int) -> Tensor | None:
         """Return which choices [t, k] are within their expert's capacity; None: all."""
-        (tokens, k), parts, config = experts.shape, self.context.parts, self.config
+        tokens, k = experts.shape
+        parts = self.context.parts
+        config = self.config
         factor = config.moe_eval_capacity_factor
         if self.training:
             factor = config.moe_expert_capacity_factor
@@ -319,8 +316,7 @@ class Router(torch.nn.Module):
         if capacity >= tokens:
             return None
         # The capacity is that of the tokens without padding, whose number the host does not know.
-        real = (experts[:, 0] >= 0).sum().double()
-        limit = (real * k / self.experts * factor).ceil()
+        limit = ((experts[:, 0] >= 0).sum().double() * k / self.experts * factor).ceil()
         columns = experts + 1  # the first one takes the choices of padding
         table = weights.new_full((tokens, self.experts + 1), -1.0)
         if config.moe_token_drop_policy == "probs":

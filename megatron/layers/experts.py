@@ -14,16 +14,16 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from megatron.config import ModelConfig
 from megatron.kernels.host_copy import HostCopy
-from megatron.kernels.library import once_and_again
-from megatron.kernels.ops.elementwise import activate, bias_activation
+from megatron.kernels.library import recompute_later
+from megatron.kernels.ops.elementwise import activation
 from megatron.kernels.ops.experts import RowCounts, grouped_product
 from megatron.kernels.work import recomputed
 from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw, weight_fills
@@ -48,9 +48,6 @@ from megatron.parallel.collectives import (
 from megatron.parallel.gradient_accumulator import wide, within_backward
 from megatron.parallel.sharding import shard
 from megatron.parallel.topology import Group
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
 
 
 class _Enter(Node):
@@ -163,8 +160,7 @@ class _Grouped(torch.nn.Module):
         if self.divided and size > 1:
             bias = _Part.apply(bias, size)
         row = torch.arange(len(y), dtype=counts.ends.dtype, device=y.device)
-        expert = torch.bucketize(row, counts.ends, right=True)
-        return y + F.embedding(expert, bias).to(y.dtype)
+        return y + F.embedding(torch.bucketize(row, counts.ends, right=True), bias).to(y.dtype)
 
 
 class _Part(Node):
@@ -240,15 +236,7 @@ class ExpertMLP(torch.nn.Module):
     def forward(self, x: Tensor, call: CallContext) -> Tensor:
         if not self.again or not torch.is_grad_enabled():
             return self._forward(x, call)
-        y: Tensor = checkpoint(
-            self._forward,
-            x,
-            call,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=once_and_again,
-        )
-        return y
+        return recompute_later(self._forward, x, call)
 
     def _forward(self, x: Tensor, call: CallContext) -> Tensor:
         context = self.context
@@ -318,14 +306,10 @@ class ExpertMLP(torch.nn.Module):
             order = order[: sum(sizes())]
         rows = self.operators.permute(tokens, order, places)  # [n, h]
         up = self.dense_h_to_4h(rows, counts)
-        activated = self._activate(up)
+        activated = activation(up, None, self.activation, self.fused)
         with self._recomputed(activated, up.detach()):
             y = self.dense_4h_to_h(activated, counts)
         return self.operators.unpermute(y, places, weights)
-
-    def _activate(self, up: Tensor) -> Tensor:
-        kind = self.activation
-        return bias_activation(up, None, kind) if self.fused else activate(up, kind)
 
     def _recomputed(self, activated: Tensor, up: Tensor) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which operators keep `up` for `activated`, if configured."""
@@ -341,6 +325,6 @@ class ExpertMLP(torch.nn.Module):
             if x is not None:
                 return x
             with recomputed(), torch.no_grad():
-                return self._activate(up)
+                return activation(up, None, self.activation, self.fused)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

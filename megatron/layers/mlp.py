@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.ops.elementwise import activate, bias_activation
+from megatron.config import ModelConfig
+from megatron.kernels.ops.elementwise import activation
 from megatron.layers.context import Fill, LayerContext
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear, one_token
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
 
 
 class MLP(torch.nn.Module):
@@ -53,14 +50,10 @@ class MLP(torch.nn.Module):
         up, bias = (
             self.dense_h_to_4h.apart(x, again) if fused else (self.dense_h_to_4h(x, again), None)
         )
-        activated = self._activate(up, bias, fused)
+        activated = activation(up, bias, self.activation, fused)
         # The gradient of the activation function keeps `up` anyway.
         recompute = None
         if self.activation_again:
-            recompute = partial(self._activate, up.detach(), bias, fused)
+            recompute = partial(activation, up.detach(), bias, self.activation, fused)
         result: tuple[Tensor, Tensor | None] = self.dense_4h_to_h(activated, recompute)
         return result
-
-    def _activate(self, up: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
-        kind = self.activation
-        return bias_activation(up, bias, kind) if fused else activate(up, kind)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config import ModelConfig
 from megatron.kernels.ops.elementwise import wider
 from megatron.kernels.ops.norm import add_norm, norm
 from megatron.layers.context import LayerContext, constant
@@ -18,9 +19,6 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.gradient_accumulator import wide
 from megatron.parallel.sharding import Rows
 from megatron.parallel.topology import Group
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
 
 
 class Norm(torch.nn.Module):
@@ -89,23 +87,19 @@ class Norm(torch.nn.Module):
         return add_norm(x, shift, residual, wide(self.weight), of_norm, *rest)
 
     def _by_torch(self, x: Tensor) -> Tensor:
-        if one_token(x) and x.dtype == self.weight.dtype and not self.one_plus:
-            shape = self.weight.shape
-            bias = self.bias
-            if bias is None:
-                return F.rms_norm(x, shape, self.weight, self.epsilon)
-            return F.layer_norm(x, shape, self.weight, bias, self.epsilon)
         dtype = self.weight.dtype
-        gain = wide(self.weight)
-        # A residual stream in fp32 with bf16 weights: normalise in the wider type, return the
-        # narrower one.
-        x = x.to(torch.promote_types(x.dtype, gain.dtype))
-        gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
-        if self.bias is None:
+        gain: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if not one_token(x) or x.dtype != dtype or self.one_plus:
+            gain = wide(gain)
+            # A residual stream in fp32 with bf16 weights: normalise in the wider type, return the
+            # narrower one.
+            x = x.to(torch.promote_types(x.dtype, gain.dtype))
+            gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
+            bias = None if bias is None else wide(bias).to(x.dtype)
+        if bias is None:
             return F.rms_norm(x, gain.shape, gain, self.epsilon).to(dtype)
-        return F.layer_norm(x, gain.shape, gain, wide(self.bias).to(x.dtype), self.epsilon).to(
-            dtype
-        )
+        return F.layer_norm(x, gain.shape, gain, bias, self.epsilon).to(dtype)
 
     def _by_apex(self, x: Tensor) -> Tensor:
         gain = self.weight + 1.0 if self.one_plus else self.weight
@@ -125,8 +119,7 @@ def norm_of(
     """Make a norm of the model's kind."""
     kind = model.normalization
     epsilon = model.layernorm_epsilon
-    one_plus = model.apply_layernorm_1p
-    return Norm(context, name, width, kind, epsilon, one_plus, part)
+    return Norm(context, name, width, kind, epsilon, model.apply_layernorm_1p, part)
 
 
 class _NormOverRanks(Node):

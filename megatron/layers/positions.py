@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.config import ModelConfig
 from megatron.kernels.ops import rotary as kernel
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
-    from megatron.layers.context_parallel import ContextParallel
+from megatron.layers.context_parallel import ContextParallel
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -237,6 +234,10 @@ class Groups:
     gather: Tensor
     scatter: Tensor
 
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Divide the places of all batches."""
+        return tuple(rows.split([documents * length for documents, length in self.shapes]))
+
 
 def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
     """Divide documents into batches of similar length.
@@ -324,8 +325,7 @@ class Documents:
     def starts(self) -> list[Tensor]:
         """Return the rows of [s, b] at which documents start, for each batch of similar length."""
         shapes = self.groups.shapes
-        gather = self.groups.gather
-        parts = gather.split([documents * length for documents, length in shapes])
+        parts = self.groups.split(self.groups.gather)
         return [
             part[::length].contiguous() for part, (_, length) in zip(parts, shapes, strict=True)
         ]
@@ -336,5 +336,5 @@ class Documents:
         rows = x.flatten(0, 1).index_select(0, self.groups.gather)
         # The gradient of split is one concatenation; that of a slice would be as large as the
         # whole, for each batch.
-        parts = rows.split([documents * length for documents, length in shapes])
+        parts = self.groups.split(rows)
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]

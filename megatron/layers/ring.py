@@ -34,9 +34,9 @@ from megatron.layers.attention import CoreAttention
 from megatron.layers.attention_blocked import (
     Weigher,
     add_product,
-    block_length,
     cut_heads,
     key_rows,
+    queries_at_once,
     query_rows,
     transposed,
     weigher,
@@ -50,7 +50,6 @@ from megatron.parallel.topology import Group
 
 _KEYS = 2048
 """Most keys of a block: its scores are the largest tensor of a step."""
-_GPU_QUERIES = 512
 
 
 class Rectangle(NamedTuple):
@@ -160,7 +159,7 @@ class Ring:
     def blocks(self, step: int, q: Tensor) -> Iterator[Block]:
         """Yield the blocks of a step's rectangles, for queries [n, b, groups, share, d]."""
         n, samples, groups, share, _ = q.shape
-        size = block_length(n, q.dtype) if q.device.type == "cpu" else _GPU_QUERIES
+        size = queries_at_once(q)
         for of in self.rectangles(step, n, samples):
             for first in range(of.rows.start, of.rows.stop, size):
                 rows = slice(first, min(first + size, of.rows.stop))

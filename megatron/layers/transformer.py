@@ -7,11 +7,11 @@ By default the norm comes before and the MLP follows attention; --norm-position 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron.config import Config
 from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.ops import elementwise
 from megatron.layers.attention import SelfAttention
@@ -22,9 +22,6 @@ from megatron.layers.norm import Norm, norm_of
 from megatron.parallel.collectives import reduce_from_tensor_region
 from megatron.parallel.gradient_accumulator import wide
 from megatron.parallel.keyed_random import WHOLE, Place, Site
-
-if TYPE_CHECKING:
-    from megatron.config import Config
 
 
 def bias_dropout_add(
@@ -158,8 +155,7 @@ class TransformerLayer(torch.nn.Module):
             normed = second(x)
         out, more = self._mlp(second, x, normed, call)
         group = self.context.tensor
-        scatters = self.context.sequence_parallel
-        out = reduce_from_tensor_region(attention + out, group, scatters)
+        out = reduce_from_tensor_region(attention + out, group, self.context.sequence_parallel)
         if bias is not None and more is not None:
             bias = wide(bias) + wide(more)
         out, bias = self._after(None, out, bias)

@@ -180,14 +180,6 @@ def token_losses(x: Tensor, labels: Tensor, v: Vocabulary) -> tuple[Tensor, Tens
     return losses.view_as(labels), (target >= maximum).view_as(labels)
 
 
-def _losses(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
-    """Return the loss of every token, fp32 [s * b], without a gradient.
-
-    One message for all chunks.
-    """
-    return _combine(_statistics(x, labels, v), v.context.tensor)[0]
-
-
 def _statistics(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
     """Return the statistics of all tokens on this rank, fp32 [3, s * b]."""
     whole = v.gather(x)
@@ -224,7 +216,8 @@ class _Loss(Node):
         ctx.late = late
         ctx.partial_gradient = v.context.sequence_parallel  # of x, for engine/gradients.py
         if not late:
-            return _mean(_losses(x, labels, v), mask, count)
+            statistics = _statistics(x, labels, v)  # one message for all chunks
+            return _mean(_combine(statistics, v.context.tensor)[0], mask, count)
         loss = x.new_full((), float("nan"), dtype=torch.float32)
         # the same memory; a view would keep the output alive, which keeps this node
         ctx.loss = loss.detach()
@@ -233,7 +226,8 @@ class _Loss(Node):
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, labels, mask, count = ctx.saved_tensors
-        v, (needs_x, needs_weight) = ctx.vocabulary, ctx.needs_input_grad[:2]
+        v: Vocabulary = ctx.vocabulary
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
         token_gradients = mask * (gradient / _count(mask, count))
         whole = v.gather(x)
         dx = torch.empty_like(whole) if needs_x else None

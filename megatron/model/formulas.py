@@ -62,8 +62,9 @@ def _experts(model: ModelConfig, layer: int, active: bool) -> tuple[int, int]:
 
 def _mlp_rows(model: ModelConfig, layer: int, active: bool) -> int:
     """Return the entries of the matrices of a layer's MLP or experts, divided by h."""
-    (count, width), router = _experts(model, layer, active), 0
+    count, width = _experts(model, layer, active)
     width *= count
+    router = 0
     if model.num_experts is not None and model.has_experts(layer):
         width += model.moe_shared_expert_intermediate_size or 0
         router = model.num_experts + int(model.moe_shared_expert_gate)

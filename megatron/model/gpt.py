@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import choose_fusions
-from megatron.kernels.library import once_and_again
+from megatron.kernels.library import recompute_later
 from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.context import (
@@ -252,15 +251,7 @@ class GPTChunk(torch.nn.Module):
         for size in groups:
             unit = layers[:size]
             layers = layers[size:]
-            # Masks are functions of keys: there is no generator state to restore.
-            hidden = checkpoint(
-                run,
-                hidden,
-                unit,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=once_and_again,
-            )
+            hidden = recompute_later(run, hidden, unit)
         return run(hidden, layers)
 
     def _vocabulary(self) -> Vocabulary:

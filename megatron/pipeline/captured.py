@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -36,26 +36,20 @@ from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.gradient_accumulator import GradientSink
 
 _aten = torch.ops.aten
-DATA_DEPENDENT = frozenset(
-    {
-        _aten.equal,
-        _aten.nonzero,
-        _aten.masked_select,
-        _aten._unique2,
-        _aten.unique_dim,
-        _aten.unique_consecutive,
-        _aten.bincount,
-        _aten.repeat_interleave,
-    }
+
+
+def _operators(names: str) -> frozenset[OpOverloadPacket[..., object]]:
+    return frozenset(getattr(_aten, name) for name in names.split())
+
+
+DATA_DEPENDENT = _operators(
+    "equal nonzero masked_select _unique2 unique_dim unique_consecutive bincount repeat_interleave"
 )
 """Operators that compute an answer for the host, or a tensor whose size depends on values."""
-INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+INDEXED = _operators("index index_put index_put_ _index_put_impl_")
 """Operators that do so where an index is a mask."""
-_MOVES = frozenset({_aten.set_, _aten.resize_, _aten.resize_as_})
-_EMPTY = frozenset(
-    {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.new_empty_strided}
-)
-
+_MOVES = _operators("set_ resize_ resize_as_")
+_EMPTY = _operators("empty empty_like new_empty empty_strided new_empty_strided")
 
 MicroBatch = Any  # whatever chunks take: their inputs are attributes of a dataclass
 Chunk = Callable[[MicroBatch, Tensor | None], Tensor]

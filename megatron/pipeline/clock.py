@@ -261,8 +261,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
         costs = Costs(*(np.rint(of * scale).astype(np.int64) for of in (passes, messages)))
     duplex = boundaries is None or boundaries.duplex
     at_once = math.inf if pipeline.cores is None else pipeline.cores / pipeline.demand
-    done = run(lists, costs, duplex=duplex, at_once=at_once)
-    return lists, done, scale
+    return lists, run(lists, costs, duplex=duplex, at_once=at_once), scale
 
 
 _SMALL = 100_000  # forward passes of all ranks

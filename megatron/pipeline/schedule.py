@@ -418,8 +418,7 @@ def moments_of_rank(
     begins = (op == Op.BACKWARD) | (op == Op.BACKWARD_INPUT)
     own = chunk[:, None] == np.arange(chunks)
     forward = own & (op == Op.FORWARD)[:, None]
-    backward = own & begins[:, None]
-    held = np.cumsum(forward, axis=0) - forward - np.cumsum(backward, axis=0)
+    held = np.cumsum(forward, axis=0) - forward - np.cumsum(own & begins[:, None], axis=0)
     later = op == Op.BACKWARD_WEIGHT
     split = op == Op.BACKWARD_INPUT
     waiting = np.cumsum(split) - split - np.cumsum(later)

@@ -10,7 +10,6 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.pipeline.clock import PipelineRun, Span, timeline
@@ -55,32 +54,15 @@ def write_trace(run: PipelineRun, path: Path) -> None:
         raise ConfigError(f"the trace cannot be written to {path}: {error.strerror}") from None
 
 
-def _events(run: PipelineRun, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, Any]]:
+def _events(run: PipelineRun, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, object]]:
     pipeline = run.pipeline
     sizes = (
         f"{pipeline.size} ranks, {pipeline.chunks} chunks, {pipeline.micro_batches} micro-batches"
     )
-    yield {
-        "ph": "M",
-        "name": "process_name",
-        "pid": 0,
-        "args": {"name": f"{pipeline.name}: {sizes}"},
-    }
+    yield _about("process_name", {"name": f"{pipeline.name}: {sizes}"})
     for rank in range(pipeline.size):
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": 0,
-            "tid": rank,
-            "args": {"name": f"pipeline rank {rank}"},
-        }
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": 0,
-            "tid": rank,
-            "args": {"sort_index": rank},
-        }
+        yield _about("thread_name", {"name": f"pipeline rank {rank}"}, tid=rank)
+        yield _about("thread_sort_index", {"sort_index": rank}, tid=rank)
     for rank, spans in enumerate(lanes):
         for span in spans:
             op, stage, micro_batch = span.instruction
@@ -102,11 +84,15 @@ def _events(run: PipelineRun, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[d
         yield from _arrows(pipeline.size, lanes)
 
 
+def _about(name: str, values: object, **where: int) -> dict[str, object]:
+    return {"ph": "M", "name": name, "pid": 0, **where, "args": values}
+
+
 def _at(seconds: float) -> float:
     return round(seconds * _MICROSECONDS, 3)
 
 
-def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, Any]]:
+def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, object]]:
     """Yield arrows from the pass that produces a message's tensor to the pass that uses it."""
     passes = {
         (span.instruction.op is Op.FORWARD, *span.instruction[1:]): span

@@ -166,7 +166,7 @@ def test_sums_over_rows_past_2_31(device: str) -> None:
     x = large(device)
     bias = torch.zeros(WIDTH, dtype=torch.bfloat16, device=device)
     dbias = torch.empty(WIDTH, device=device)
-    dx = torch.ops.megatron.bias_activation_backward(x, x, bias, "squared_relu", dbias, False)
+    dx = torch.ops.megatron.bias_activation_backward(x, x, "squared_relu", bias, dbias, False)
     rows = exact(x[LOOKED_AT]).detach()
     want = 2 * rows * rows.clamp(min=0)
     assert_close(dx[LOOKED_AT], want, torch.bfloat16, 2.0**-20 * want)

@@ -123,10 +123,10 @@ def _backward(
     dx: Tensor,
     gradient: Tensor,
     x: Tensor,
-    bias: Tensor | None,
     kind: str,
-    dbias: Tensor | None,
-    adds: bool,
+    bias: Tensor | None = None,
+    dbias: Tensor | None = None,
+    adds: bool = False,
 ) -> None:
     n = gradient.shape[-1]
     parts, partial = partial_sums(gradient, bias is not None, _inputs(kind))
@@ -137,10 +137,10 @@ def _backward(
 def _reference_backward(
     gradient: Tensor,
     x: Tensor,
-    bias: Tensor | None,
     kind: str,
-    dbias: Tensor | None,
-    adds: bool,
+    bias: Tensor | None = None,
+    dbias: Tensor | None = None,
+    adds: bool = False,
 ) -> Tensor:
     wide = x.float()
     g = gradient.float()
@@ -174,7 +174,7 @@ def _put(out: Tensor, values: Tensor, adds: bool) -> None:
         out.copy_(values)
 
 
-def _like_x(gradient: Tensor, x: Tensor, *rest: Any) -> Tensor:
+def _like_x(gradient: Tensor, x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -186,10 +186,11 @@ def _save(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
     x, bias = ctx.saved_tensors
+    gradient = gradient.contiguous()
     if bias is None:
-        return _activation_backward(gradient.contiguous(), x, ctx.kind), None, None
+        return _activation_backward(gradient, x, ctx.kind), None, None
     dbias, adds = gradient_output(ctx.bias)
-    dx = _bias_activation_backward(gradient.contiguous(), x, bias, ctx.kind, dbias, adds)
+    dx = _bias_activation_backward(gradient, x, ctx.kind, bias, dbias, adds)
     return dx, gradient_written(ctx.bias, dbias), None
 
 
@@ -197,13 +198,13 @@ def _gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor | None, N
 # None (torch 2.13).
 _activation_backward = operator(
     "activation_backward(Tensor gradient, Tensor x, str kind) -> Tensor",
-    lambda dx, gradient, x, kind: _backward(dx, gradient, x, None, kind, None, False),
-    lambda gradient, x, kind: _reference_backward(gradient, x, None, kind, None, False),
+    _backward,
+    _reference_backward,
     _like_x,
     work="activation",
 )
 _bias_activation_backward = operator(
-    "bias_activation_backward(Tensor gradient, Tensor x, Tensor bias, str kind, Tensor(a!) dbias,"
+    "bias_activation_backward(Tensor gradient, Tensor x, str kind, Tensor bias, Tensor(a!) dbias,"
     " bool adds) -> Tensor",
     _backward,
     _reference_backward,
@@ -242,6 +243,11 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
                 return made
     bias = None if bias is None else bias.contiguous()
     return _bias_activation(x.contiguous(), bias, kind)
+
+
+def activation(x: Tensor, bias: Tensor | None, kind: str, fused: bool) -> Tensor:
+    """Return activation(x + bias) by the kernel, or of x alone by torch."""
+    return bias_activation(x, bias, kind) if fused else activate(x, kind)
 
 
 _SUM = Function("mk_bias_dropout_add", "pppplluwfiuwuupu")
@@ -315,18 +321,32 @@ def _sum(out: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, *
 
 
 def _sum_backward(
-    dx: Tensor | None, gradient: Tensor, dbias: Tensor | None, adds: bool, *law: Any
+    dx: Tensor | None,
+    gradient: Tensor,
+    probability: float,
+    seed: int,
+    place: Sequence[int],
+    samples: Tensor | None,
+    dbias: Tensor | None = None,
+    adds: bool = False,
 ) -> None:
-    n, (parts, partial) = gradient.shape[-1], partial_sums(gradient, dbias is not None)
+    n = gradient.shape[-1]
+    parts, partial = partial_sums(gradient, dbias is not None)
     rows = gradient.numel() // n
-    mask = _in_kernel(*law)
+    mask = _in_kernel(probability, seed, place, samples)
     _SUM_BACKWARD(gradient, dx, dbias, partial, gradient, rows, n, parts, int(adds), *mask)
 
 
 def _reference_sum_backward(
-    gradient: Tensor, dbias: Tensor | None, adds: bool, *law: Any
+    gradient: Tensor,
+    probability: float,
+    seed: int,
+    place: Sequence[int],
+    samples: Tensor | None,
+    dbias: Tensor | None = None,
+    adds: bool = False,
 ) -> Tensor:
-    wide = _drop(gradient.float(), *law)
+    wide = _drop(gradient.float(), probability, seed, place, samples)
     if dbias is not None:
         _put(dbias, wide.sum_to_size(dbias.shape), adds)
     return wide.to(gradient.dtype, copy=True)
@@ -337,21 +357,24 @@ def _save_sum(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.added = residual is not None
 
 
-def _sum_gradients(ctx: Context, gradient: Tensor) -> tuple[Any, ...]:
+def _sum_gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
     residual = gradient if ctx.added else None
-    if ctx.law[0] == 0.0:  # dx is the gradient itself
-        dbias = None if ctx.bias is None else bias_gradient(ctx.bias, gradient)
-        return gradient, dbias, residual, None, None, None, None
-    if ctx.bias is None:
+    bias = ctx.bias
+    dx = gradient
+    dbias = None
+    if ctx.law[0] == 0.0:
+        dbias = None if bias is None else bias_gradient(bias, gradient)
+    elif bias is None:
         dx = _dropout_backward(gradient.contiguous(), *ctx.law)
-        return dx, None, residual, None, None, None, None
-    out, adds = gradient_output(ctx.bias)
-    dx = _bias_dropout_add_backward(gradient.contiguous(), out, adds, *ctx.law)
-    return dx, gradient_written(ctx.bias, out), residual, None, None, None, None
+    else:
+        out, adds = gradient_output(bias)
+        dx = _bias_dropout_add_backward(gradient.contiguous(), *ctx.law, out, adds)
+        dbias = gradient_written(bias, out)
+    return dx, dbias, residual, *[None] * 4
 
 
 def _column_sums(gradient: Tensor, out: Tensor, adds: bool) -> None:
-    _sum_backward(None, gradient, out, adds, 0.0, 0, WHOLE[:-1], None)
+    _sum_backward(None, gradient, 0.0, 0, WHOLE[:-1], None, out, adds)
 
 
 def _reference_column_sums(gradient: Tensor, out: Tensor, adds: bool) -> None:
@@ -385,8 +408,8 @@ def bias_gradient(bias: Tensor, gradient: Tensor, fused: bool = True) -> Tensor 
 
 # Seed and place (its numbers) are SymInts, so that torch.compile does not compile once for each.
 _bias_dropout_add_backward = operator(
-    "bias_dropout_add_backward(Tensor gradient, Tensor(a!) dbias, bool adds, float probability, "
-    "SymInt seed, SymInt[] place, Tensor? samples) -> Tensor",
+    "bias_dropout_add_backward(Tensor gradient, float probability, SymInt seed, SymInt[] place, "
+    "Tensor? samples, Tensor(a!) dbias, bool adds) -> Tensor",
     _sum_backward,
     _reference_sum_backward,
     empty_like_first,
@@ -395,8 +418,8 @@ _bias_dropout_add_backward = operator(
 _dropout_backward = operator(  # see _activation_backward
     "dropout_backward(Tensor gradient, float probability, SymInt seed, SymInt[] place, "
     "Tensor? samples) -> Tensor",
-    lambda dx, gradient, *law: _sum_backward(dx, gradient, None, False, *law),
-    lambda gradient, *law: _reference_sum_backward(gradient, None, False, *law),
+    _sum_backward,
+    _reference_sum_backward,
     empty_like_first,
     work="residual",
 )

@@ -67,8 +67,7 @@ def _check_unpermute(
     check(name, places.dim() == 2, f"places have {places.dim()} dimension(s); 2 are needed")
     check_beside(name, y, [torch.float32], places.shape, weights=weights)
     if not padded and y.device.type == "cpu":  # its gradient would not be written
-        rows = int((places >= 0).sum())
-        unused = y.shape[0] - rows
+        unused = y.shape[0] - int((places >= 0).sum())
         check(name, not unused, f"{unused} rows are no choice's: they are `padded`")
 
 
@@ -293,14 +292,17 @@ class _Grouped(Node):
         ctx: Context, x: Tensor, weight: Tensor, counts: RowCounts, queue: WeightGradients | None
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.queue = weight, queue  # not saved: see layers/linear.py
+        ctx.weight = weight  # not saved: see layers/linear.py
+        ctx.queue = queue
         ctx.version = weight._version
         ctx.counts = counts
         return _products(x, _matrices(weight).transpose(1, 2), counts)
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (x,), dx, dw = ctx.saved_tensors, None, None
+        (x,) = ctx.saved_tensors
+        dx = None
+        dw = None
         if ctx.version != ctx.weight._version:
             raise KernelError(
                 "the experts' weight was changed in place between forward and backward pass"

@@ -276,7 +276,7 @@ def _gradients(
 
 def _gradient(ctx: Context, dy: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy is None:
-        return None, None, None, None, None, None
+        return (None,) * 6
     dx, dweight, dbias, _ = _gradients(ctx, dy, None)
     return dx, dweight, dbias, None, None, None
 
@@ -286,10 +286,10 @@ def _gradient_added(
 ) -> tuple[Tensor | None, ...]:
     if dy is not None:
         dx, dweight, dbias, dshift = _gradients(ctx, dy, dsum)
-        return dx, dshift, dx, dweight, dbias, None, None, None
+        return dx, dshift, dx, dweight, dbias, *[None] * 3
     shift = ctx.parameters[-1]
     dshift = None if dsum is None or shift is None else bias_gradient(shift, dsum)
-    return dsum, dshift, dsum, None, None, None, None, None
+    return dsum, dshift, dsum, *[None] * 5
 
 
 _norm_backward = operator(

@@ -114,7 +114,8 @@ def local_reference(
         maximum = wide.nan_to_num(float("-inf"), float("inf"), float("-inf")).amax(-1)
         shift = maximum.masked_fill(maximum == float("-inf"), 0.0)
         target = wide.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-        maxima[part], targets[part] = maximum, target
+        maxima[part] = maximum
+        targets[part] = target
         totals[part] = (wide - shift.unsqueeze(-1)).exp_().sum(-1)
     return out
 
