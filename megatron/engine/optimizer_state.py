@@ -6,13 +6,15 @@ Needs torch only for a user's own optimizer.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.protocols import Optimizer
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron.config import Config
     from megatron.config.training import OptimizerConfig
 
@@ -99,7 +101,9 @@ def optimizer_state(config: Config) -> OptimizerState:
     Raises ConfigError for state that ZeRO and checkpoints cannot hold.
     """
     own, settings = config.pieces.optimizer, config.optimizer
-    state = OPTIMIZERS[settings.optimizer] if own is None else _state_of(own, settings)
+    state = OPTIMIZERS[settings.optimizer]
+    if own is not None:
+        state = _state_of(own, settings, config.engine.cpu_offload)
     if own is None and has_16_bit_moments(config):
         dtypes = {"exp_avg": settings.exp_avg_dtype, "exp_avg_sq": settings.exp_avg_sq_dtype}
         state = OptimizerState({name: 4 if d == "fp32" else 2 for name, d in dtypes.items()})
@@ -143,34 +147,59 @@ def has_kernel(config: Config) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _state_of(make: Optimizer, settings: OptimizerConfig) -> OptimizerState:
+def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> OptimizerState:
     """Return the state of `make` after a step on a few weights.
 
     Where it asks for whole parameters, these are tried as well.
     """
-    others = _after_a_step(make, settings, None)
-    if not hasattr(make, "whole"):
-        return others
-
-    def unchanged(flats: Any, change: Any, dtype: Any = None) -> None:
-        pass
-
-    return others._replace(whole=_after_a_step(make, settings, unchanged))
-
-
-def _after_a_step(make: Optimizer, settings: OptimizerConfig, whole: Any) -> OptimizerState:
     import torch
 
-    weights = torch.nn.Parameter(torch.ones(6))
-    weights.grad = torch.ones(6)
+    device = "cuda" if torch.cuda.is_available() and not on_host else "cpu"
+    weights = torch.arange(1.0, 7.0, device=device)
+    optimizer = _after_a_step(make, settings, [weights])
+    others = _kept_by(optimizer)
+    if hasattr(make, "whole"):
+        optimizer = _after_a_step(make, settings, [weights], lambda *flats_and_change: None)
+        return others._replace(whole=_kept_by(optimizer))
+    together, apart = (
+        torch.cat([p.detach() for group in each.param_groups for p in group["params"]]) - weights
+        for each in (optimizer, _after_a_step(make, settings, list(weights.split(3))))
+    )
+    if not torch.allclose(together, apart, rtol=1e-3, atol=1e-6):
+        raise ConfigError(
+            f"{type(optimizer).__name__} updates a weight by the others of its tensor, of which ZeRO "
+            "gives it parts: give it whole parameters, as examples/extend/lamb.py does for FusedLamb"
+        )
+    return others
+
+
+def _after_a_step(
+    make: Optimizer, settings: OptimizerConfig, tensors: Sequence[torch.Tensor], whole: Any = None
+) -> torch.optim.Optimizer:
+    """Return an optimizer of a group with these weights, after a step."""
+    import torch
+
+    parameters = [torch.nn.Parameter(x.clone()) for x in tensors]
+    for p in parameters:
+        p.grad = p.detach().cos()
     optimizer = make(
-        [{"params": [weights], "weight_decay": settings.weight_decay, "whole": whole}], settings
+        [{"params": parameters, "weight_decay": settings.weight_decay, "whole": whole}], settings
     )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optimizer={make!r} makes a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1  # the schedule's may be too small to see
     optimizer.step()
+    return optimizer
+
+
+def _kept_by(optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return the state of an optimizer of one tensor after a step."""
+    import torch
+
+    (weights,) = (p for group in optimizer.param_groups for p in group["params"])
     tensors, step = dict[str, int](), None
     for name, value in optimizer.state[weights].items():
         is_tensor = isinstance(value, torch.Tensor)

@@ -89,10 +89,14 @@ class WholeParameters:
     """Key "whole" of the parameter groups that an optimizer takes whole: one object for all.
 
     Every rank calls it once in a step, as whole(flats, change). `flats` are the flat tensors [n] of
-    these groups, in their order, with the layout of this rank's weights. change(name, tensor) gets
-    each parameter in its global shape, on one rank, and returns a tensor of this shape; of experts
-    each by itself, without their dimension, with its number after the name. Each rank's part of it
-    replaces the values in `flats`. Values are sent, and given to `change`, in `dtype`.
+    these groups, in their order, with the layout of this rank's weights; or [n, k] with k values
+    of each weight. change(name, tensor) gets each parameter in its global shape (and k), on one
+    rank, and returns a tensor of this shape; of experts each by itself, without their dimension,
+    with its number after the name. Each rank's part of it replaces the values in `flats`. Values
+    are sent, and given to `change`, in `dtype`.
+
+    group_of  the number of a parameter's group among those of whole parameters, by the name that
+              `change` gets
 
     Owners have about the same work (work_of). The messages of a round are under way while another
     round computes.
@@ -111,6 +115,7 @@ class WholeParameters:
                     places.setdefault(s.name, []).append(_Place(b, elements, len(found)))
                     shapes[s.name] = s.global_shape
                     found.append(s)
+        self.group_of = {name: some[0].bucket for name, some in places.items()}
         mine = _Shards(tuple(found))
         self._shards = [shards.of for shards in gather_objects(mine, self._tensor)]
         self._rounds = [
@@ -173,12 +178,13 @@ class WholeParameters:
         column = [m for m in matrices if m.owner[1] == d]
         row = [[m for m in column if m.owner[0] == rank] for rank in range(self._tensor.size)]
         none = torch.empty(0, dtype=dtype, device=flats[0].device)
+        values = flats[0].shape[1:]
         shards = {
-            place.number: none.new_empty(self._shards[t][place.number].elements)
+            place.number: none.new_empty(self._shards[t][place.number].elements, *values)
             for m in column
             for place in m.places
         }
-        wholes = {m.name: none.new_empty(m.shape) for m in row[t]}
+        wholes = {m.name: none.new_empty(*m.shape, *values) for m in row[t]}
 
         def in_flats(place: _Place) -> torch.Tensor:
             own, each = shared.part, size[place.bucket]
@@ -192,7 +198,7 @@ class WholeParameters:
 
         def real(place: _Place) -> torch.Tensor:
             s = self._shards[t][place.number]
-            return shards[place.number].view(s.shape)[tuple(slice(n) for n in s.extent)]
+            return shards[place.number].view(*s.shape, *values)[tuple(slice(n) for n in s.extent)]
 
         def in_whole(m: _Matrix, place: _Place, rank: int) -> torch.Tensor:
             s = self._shards[rank][place.number]

@@ -6,22 +6,30 @@ Whole training runs with them: tests/parity.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.config import Config
 from megatron.engine.gradients import Bucket
+from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
 from megatron.engine.optimizers import Muon, coefficients, newton_schulz
 from megatron.engine.whole import WholeParameters, work_of
+from megatron.errors import ConfigError
 from megatron.layers.attention_blocked import update_largest
 from megatron.layers.attention_unfused import Scoring
 from megatron.layers.positions import Documents
 from megatron.parallel.sharding import attach, shard
+from tests.engine import lamb_on_cpu
 from tests.helpers.groups import join
+from tests.helpers.launching import ROOT
 from tests.helpers.plain_optimizers import orthogonal
 from tests.helpers.processes import run_processes
+from tests.helpers.training import assemble, train_plainly
+from tests.parity.cases import layout, train
 
 
 def matrix(*shape: int) -> torch.Tensor:
@@ -205,3 +213,33 @@ def test_largest_logits_are_those_of_all_scores(packed: bool, window: int) -> No
         seen = seen & (of.unsqueeze(2) == of.unsqueeze(1)) & (of != 3).unsqueeze(2)
     expected = scores.masked_fill(~seen.unsqueeze(1), -math.inf).amax((0, 2, 3)) * 0.3
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+# -- LAMB ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_lamb_of_whole_parameters_is_that_of_one_process(tmp_path: Path) -> None:
+    """Its trust ratios are those of parameters, not of ZeRO's parts of a bucket or of shards."""
+    fields = layout(tp=2, dp=2, lr=1e-2, weight_decay=0.1, add_bias_linear=False)[2]
+    file = str(ROOT / "tests/engine/lamb_on_cpu.py")
+    ranks = run_processes(4, train, [{**fields, "pieces": file}])
+    plain = tmp_path / "plain.py"
+    plain.write_text(
+        "from tests.engine import lamb_on_cpu\nPIECES = {'optimizer': lamb_on_cpu.plain}"
+    )
+    expected = train_plainly({**fields, "pieces": str(plain)})
+    whole = assemble([rank["parameters"] for (rank,) in ranks])
+    assert whole.keys() == expected["parameters"].keys()
+    for name, values in expected["parameters"].items():
+        np.testing.assert_allclose(whole[name], values, rtol=0, atol=5e-6, err_msg=name)
+
+
+def test_an_optimizer_that_is_given_parts_updates_each_weight_by_itself() -> None:
+    config = Config.create(
+        num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8
+    )
+    with pytest.raises(ConfigError, match=r"Lamb.*lamb\.py"):
+        optimizer_state(config.with_pieces(optimizer=lamb_on_cpu.plain))
+    found = optimizer_state(config.with_pieces(optimizer=lamb_on_cpu.Whole))
+    assert found.whole == OPTIMIZERS["adam"]._replace(step=int)

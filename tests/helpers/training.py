@@ -304,6 +304,10 @@ class Unsharded:
     def __init__(self) -> None:
         self.names: list[str] = []
 
+    @property
+    def group_of(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
     def __call__(self, flats: list[torch.Tensor], change: Any, dtype: Any = None) -> None:
         for name, values in zip(self.names, flats, strict=True):
             values.copy_(change(name, values))
