@@ -16,7 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.parallel_checks import ring_limits
 from megatron.config.phases import parse_batch_sizes
-from megatron.config.pieces import PLAIN, Pieces
+from megatron.config.pieces import PLAIN, Piece, Pieces
 from megatron.config.presets import give_preset
 from megatron.config.settings import (
     Sections,
@@ -89,7 +89,7 @@ class Config(Sections):
         return dataclasses.replace(self, pieces=own)
 
     @property
-    def schedule(self) -> str | Callable[..., Any]:
+    def schedule(self) -> str | Piece:
         """Return the pipeline schedule: its name, or the user's own order."""
         return self.pieces.schedule or self.parallel.schedule
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ from megatron.untrusted import parse_json, read_text
 
 _MOST_BYTES = 1 << 20  # such a file has a few thousand
 _STEPS = "gradient_accumulation_steps"
-_POWER_OF_TWO = "fp16.initial_scale_power"
-_OFFLOAD = "zero_optimization.offload_optimizer.device"
 
 
 @functools.cache
@@ -146,12 +145,9 @@ class _Merge:
         option = all_options()[name]
         origin = f"{self._at(key)}: {key}"
         try:
-            if key == _POWER_OF_TWO:
+            if key in _READ:
                 written = value
-                value = _power_of_two(value)
-            elif key == _OFFLOAD:
-                written = value
-                value = _on_the_host(value)
+                value = _READ[key](value)
             value = option.accept(value)
         except ValueError as error:
             settings.mark_bad(name, f"{key} {error}", self._at(key))
@@ -215,9 +211,8 @@ class _Merge:
             self._problem(_STEPS, f"{_STEPS} must be a whole number of at least 1, got {written}")
             return
         given = self.settings.given
-        replica = given.get("tensor_model_parallel_size", 1) * given.get(
-            "pipeline_model_parallel_size", 1
-        )
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        replica = math.prod(given.get(name, 1) for name in sizes)
         replicas, rest = divmod(given.get("world_size", replica), replica)
         if rest:
             return  # reported by the check of the world size
@@ -252,19 +247,26 @@ class _Merge:
             self.settings.give("extra", rest, self.path)
 
 
-def _power_of_two(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1000 <= value <= 1000:
+def _power_of_two(value: Any) -> float:
+    if type(value) not in (int, float) or not -1000 <= value <= 1000:
         raise ValueError(f"expected a power of two between -1000 and 1000, got {value!r}")
-    return 2.0**value
+    return float(2.0**value)
 
 
-def _on_the_host(value: Any) -> bool:
+def _on_the_host(value: object) -> bool:
     if value not in ("cpu", "none"):
         raise ValueError(f'expected "cpu" or "none", got {value!r}')
-    return bool(value == "cpu")
+    return value == "cpu"
 
 
-def _only_empty(value: Any) -> bool:
+_READ: Mapping[str, Callable[[Any], object]] = {
+    "fp16.initial_scale_power": _power_of_two,
+    "zero_optimization.offload_optimizer.device": _on_the_host,
+}
+"""Entries whose values are not those of the settings."""
+
+
+def _only_empty(value: object) -> bool:
     return value == "auto" or (isinstance(value, dict) and all(map(_only_empty, value.values())))
 
 

@@ -23,7 +23,6 @@ _HOW_MANY = {"0": "no value", "1": "one value", "?": "at most one value"}
 class Family:
     """Flags that are handled alike for one reason; `model`: they change what weights compute."""
 
-    name: str
     refused: bool
     reason: str
     model: bool = False
@@ -45,23 +44,18 @@ class Foreign:
         """Add a notice to `settings` where these words change nothing, else a problem."""
         written = " ".join([spelling, *words])
         reason = self.family.reason
-        miscounted = self._miscounted(words)
-        if not self.family.refused and miscounted:
-            settings.problems.append(f"{spelling} {miscounted}")
-        elif not self.family.refused:
-            settings.notices.append(f"{written} has no effect: {reason}")
-        elif not miscounted and self._is_harmless(settings, words):
+        switched = len(words) == 1 and words[0].lower() in ("true", "false")
+        counts = {"0": switched or not words, "1": len(words) == 1, "?": len(words) <= 1}
+        fits = counts.get(self.values, True)
+        if fits and self.family.refused and self._is_harmless(settings, words):
             settings.notices.append(f"{written} has no effect: this is always the case")
-        else:
+        elif self.family.refused:
             settings.problems.append(f"{written} is not supported: {reason}")
-
-    def _miscounted(self, words: list[str]) -> str:
-        """Return the expected number of values if it is a different one, else an empty string."""
-        switched = self.values == "0" and len(words) == 1 and words[0].lower() in ("true", "false")
-        fits = {"0": not words or switched, "1": len(words) == 1, "?": len(words) <= 1, "*": True}[
-            self.values
-        ]
-        return "" if fits else f"takes {_HOW_MANY[self.values]}, got {len(words)}"
+        elif fits:
+            settings.notices.append(f"{written} has no effect: {reason}")
+        else:
+            many = _HOW_MANY[self.values]
+            settings.problems.append(f"{spelling} takes {many}, got {len(words)}")
 
     def _is_harmless(self, settings: Settings, words: list[str]) -> bool:
         """Return whether these words leave the feature off. Numbers are compared as numbers."""
@@ -102,10 +96,9 @@ def _equal(a: str, b: str) -> bool:
 def foreign_flags() -> Mapping[str, Foreign]:
     """Return every such flag by its spelling, in the order of the file."""
     found: dict[str, Foreign] = {}
-    for title, table in tomllib.loads(FILE.read_text(encoding="utf-8")).items():
+    for table in tomllib.loads(FILE.read_text(encoding="utf-8")).values():
         refused = table["verdict"] == "refused"
-        model = table.get("model", False)
-        family = Family(title, refused, table["reason"], model)
+        family = Family(refused, table["reason"], table.get("model", False))
         for entry in table["flags"].split():
             head, equals, harmless = entry.partition("=")
             name, _, values = head.partition(":")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections import Counter
 from typing import Any
 
 from megatron.config.config import Config, default_of
@@ -19,84 +18,67 @@ from megatron.config.translate import DIRECT, LATE
 
 WIDTH = 100
 _INDENT = 44
-_LARGE = 8  # flags of a family that is named
 _NAME_WIDTH = 48
 _VALUE_WIDTH = 28
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
+_START = (
+    ("--help, -h", "Show this help and exit."),
+    (
+        "--print-config",
+        "Print the resolved configuration with the origin of each value, and exit.",
+    ),
+    ("--complete", "With --print-config: require what a training needs, such as its length."),
+    (
+        "--dry-run",
+        "Run one training step without data or devices, for any --world-size and --cluster, and "
+        "report the memory that a rank of each pipeline stage needs. Exit code 0; 3 if the step "
+        "fails or the model does not fit.",
+    ),
+    (
+        "--pieces FILE",
+        "Python file with your own layer, model, optimizer, data or schedule (docs/extending.md).",
+    ),
+    (
+        "--preset NAME",
+        f"Start from a preset; other flags override it. One of {', '.join(PRESETS)}.",
+    ),
+    (
+        "--config FILE",
+        "Read settings from a TOML file, by name, such as the settings.toml that a run writes. "
+        "They override a preset; flags override them.",
+    ),
+    ("--trust-config", "Accept --pieces and --callback in the file of --config, which run code."),
+)
+
+
 def render_help() -> str:
     """Return the help text."""
-    names = ", ".join(PRESETS)
-    lines = [
-        "usage: pretrain_gpt.py [--preset NAME] [--flag VALUE ...]",
-        "",
-        *textwrap.wrap(
-            "Train a GPT. Flags have Megatron's names and cannot be abbreviated. --flag VALUE and "
-            "--flag=VALUE are equivalent; the last use of a flag wins. Switches have a --no- form.",
-            WIDTH,
-        ),
-        "",
-        "start:",
-        *_entry("--help, -h", "Show this help and exit."),
-        *_entry(
-            "--print-config",
-            "Print the resolved configuration with the origin of each value, and exit.",
-        ),
-        *_entry(
-            "--complete",
-            "With --print-config: require what a training needs, such as its length.",
-        ),
-        *_entry(
-            "--dry-run",
-            "Run one training step without data or devices, for any --world-size and --cluster, "
-            "and report the memory that a rank of each pipeline stage needs. Exit code 0; 3 if the "
-            "step fails or the model does not fit.",
-        ),
-        *_entry(
-            "--pieces FILE",
-            "Python file with your own layer, model, optimizer, data or schedule "
-            "(docs/extending.md).",
-        ),
-        *_entry("--preset NAME", f"Start from a preset; other flags override it. One of {names}."),
-        *_entry(
-            "--config FILE",
-            "Read settings from a TOML file, by name, such as the settings.toml that a run writes. "
-            "They override a preset; flags override them.",
-        ),
-        *_entry(
-            "--trust-config",
-            "Accept --pieces and --callback in the file of --config, which run code.",
-        ),
-    ]
+    text = (
+        "Train a GPT. Flags have Megatron's names and cannot be abbreviated. --flag VALUE and "
+        "--flag=VALUE are equivalent; the last use of a flag wins. Switches have a --no- form."
+    )
+    usage = "usage: pretrain_gpt.py [--preset NAME] [--flag VALUE ...]"
+    lines = [usage, "", *textwrap.wrap(text, WIDTH), "", "start:"]
+    for entry in _START:
+        lines += _entry(*entry)
     for section in SECTIONS.values():
         lines += ["", f"{section.title}:"]  # type: ignore[attr-defined]
         for option in options_of(section):
             if not option.internal and option.flags:
                 lines += _entry(_heading(option), _description(option))
-    return "\n".join([*lines, "", *_others()])
-
-
-def _others() -> list[str]:
-    """Return a summary of the flags of other frameworks, which are too many to list."""
-    lines = [
-        f"flags of other frameworks (megatron/config/{FILE.name} lists them, with the reasons):"
-    ]
-    parts = [("Translated into settings: " + ", ".join((*DIRECT, *LATE)))]
-    for title, refused in (
-        ("Accepted without effect", False),
-        ("Refused, with an alternative named, unless the value turns the feature off", True),
+    lines += ["", f"flags of other frameworks (megatron/config/{FILE.name} has the reasons):"]
+    refused = sum(flag.family.refused for flag in foreign_flags().values())
+    for part in (
+        f"Translated into settings: {', '.join((*DIRECT, *LATE))}.",
+        f"Accepted without effect: {len(foreign_flags()) - refused} flags.",
+        f"Refused, with an alternative, unless the value turns the feature off: {refused} flags.",
     ):
-        found = Counter(
-            flag.family.name for flag in foreign_flags().values() if flag.family.refused == refused
-        )
-        large = [f"{name} ({count})" for name, count in found.items() if count >= _LARGE]
-        parts.append(f"{title}, {found.total()} flags: {'; '.join(large)}; and others")
-    for part in parts:
         lines += textwrap.wrap(
-            f"{part}.", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            part, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
         )
-    return lines
+    return "\n".join(lines)
 
 
 def _entry(heading: str, description: str) -> list[str]:
@@ -159,15 +141,10 @@ def _description(option: Option) -> str:
 
 
 def _default(option: Option) -> str:
-    if option.derived:
-        return f"(default: {option.derived})"
-    if option.kind is bool or option.default is None or option.default == "":
+    default = option.derived or option.default
+    if default in (None, "") or isinstance(default, bool):
         return ""
-    if option.many:
-        return f"(default: {' '.join(map(str, option.default))})"
-    if isinstance(option.default, float):
-        return f"(default: {option.default:g})"
-    return f"(default: {option.default})"
+    return f"(default: {f'{default:g}' if isinstance(default, float) else _text(default)})"
 
 
 # --- print-config

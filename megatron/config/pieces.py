@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -14,34 +13,35 @@ from typing import Any
 
 from megatron.errors import ConfigError
 
+Piece = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class Pieces:
     """Pieces of a run; None selects the project's own. `file` is the file given by --pieces."""
 
-    layer: Callable[..., Any] | None = None
-    model: Callable[..., Any] | None = None
-    datasets: Callable[..., Any] | None = None
-    optimizer: Callable[..., Any] | None = None
-    schedule: Callable[..., Any] | None = None
+    layer: Piece | None = None
+    model: Piece | None = None
+    datasets: Piece | None = None
+    optimizer: Piece | None = None
+    schedule: Piece | None = None
     callbacks: Sequence[Any] = ()
     file: str | None = None
 
     def __post_init__(self) -> None:
-        for name, piece in vars(self).items():
-            if name not in ("callbacks", "file") and piece is not None and not callable(piece):
+        for name, piece in self.own():
+            if name != "callback" and not callable(piece):
                 raise ConfigError(
                     f"{name}={piece!r} is not callable: give a function or a class, not its result"
                 )
 
     def own(self) -> Iterator[tuple[str, Any]]:
         """Return (name, piece) of the user's own pieces."""
-        for field in dataclasses.fields(self):
-            piece = getattr(self, field.name)
-            if field.name == "callbacks":
+        for name, piece in vars(self).items():
+            if name == "callbacks":
                 yield from (("callback", type(callback)) for callback in piece)
-            elif piece is not None and field.name != "file":
-                yield field.name, piece
+            elif piece is not None and name != "file":
+                yield name, piece
 
     def describe(self) -> dict[str, str]:
         """Return where each of the user's own pieces is defined.

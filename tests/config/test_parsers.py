@@ -45,7 +45,7 @@ def test_each_reason_is_there_once_and_a_refusal_has_a_remedy():
         reason and "\n" not in reason for reason in reasons
     )
     for family in FAMILIES:
-        assert not family.refused or re.search(r"\b(use|remove)\b", family.reason), family.name
+        assert not family.refused or re.search(r"\b(use|remove)\b", family.reason), family
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", family.reason)) <= set(
             settings_flags()
         ), family.reason
