@@ -34,16 +34,17 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     A family can if its config.json, read back, gives the same model. Raises ConfigError that names
     the settings in which the nearest family differs.
     """
-    model, sparse = without_mup(model), model.num_experts is not None
+    model = without_mup(model)
+    sparse = model.num_experts is not None
     order = [kind for kind, family in FAMILIES.items() if family.experts == sparse]
-    if preferred is not None and preferred in order:
+    if preferred in order:
         order.insert(0, preferred)
     differences: dict[str, list[str]] = {}
     for kind in order:
         differences[kind] = _differences(kind, model)
         if not differences[kind]:
             return kind
-    nearest = min(differences, key=lambda kind: len(differences[kind]))
+    nearest = min(order, key=lambda kind: len(differences[kind]))
     raise ConfigError(
         f"Hugging Face has no such model among {', '.join(FAMILIES)}; {nearest} would have "
         f"{'; '.join(differences[nearest])}"

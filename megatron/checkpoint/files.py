@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -40,6 +41,7 @@ MANIFEST = "manifest.json"
 PROVENANCE = "passport.json"
 FORMAT = 3
 
+StrPath = str | os.PathLike[str]
 Written = tuple[int, str]
 """Size in bytes and digest of a file that was written."""
 
@@ -62,14 +64,14 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def file_digest(path: str | os.PathLike[str]) -> Written:
+def file_digest(path: StrPath) -> Written:
     """Return size and digest of a file, read in parts. Raises OSError."""
     with open(path, "rb", buffering=0) as f:
         found = hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
         return f.tell(), found
 
 
-def sampled_digest(path: str | os.PathLike[str], most_bytes: int) -> Written:
+def sampled_digest(path: StrPath, most_bytes: int) -> Written:
     """Return the size of a file, and the digest of at most `most_bytes` of it. Raises OSError.
 
     Of a longer file these are a quarter at each end, and evenly spaced blocks between.
@@ -130,7 +132,8 @@ class Manifest:
         """
         if name not in self.files:
             raise CheckpointError(f"{self.folder / MANIFEST} does not list {name}")
-        (size, expected), path = self.files[name], self.folder / name
+        size, expected = self.files[name]
+        path = self.folder / name
         data = read_bytes(path, size, error=CheckpointError)
         if len(data) != size or digest(data) != expected:
             raise CheckpointError(
@@ -153,7 +156,7 @@ class Manifest:
 def write_manifest(
     folder: Path,
     names: Iterable[str],
-    known: Mapping[str, Written] | None = None,
+    known: Mapping[str, Written] = MappingProxyType({}),
     generation: int = 0,
 ) -> Written:
     """Write the manifest for the files `names` of a folder and return its size and digest.
@@ -163,11 +166,9 @@ def write_manifest(
 
     Raises OSError.
     """
-    known = known or {}
     files = {name: known[name] if name in known else file_digest(folder / name) for name in names}
-    return write_text(
-        folder / MANIFEST, _text({"format": FORMAT, "generation": generation, "files": files})
-    )
+    content = {"format": FORMAT, "generation": generation, "files": files}
+    return write_text(folder / MANIFEST, _text(content))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -10,6 +10,7 @@ be wrong.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from megatron.checkpoint.files import (
     SHARD_INDEX,
     STATE,
     Manifest,
+    StrPath,
     read_manifest,
 )
 from megatron.checkpoint.folder import TRACKER, folder_name, new_tracker, tagged_name
@@ -107,7 +109,7 @@ class Tracker:
     problem: str | None = None
 
 
-def read_tracker(directory: str | os.PathLike[str]) -> Tracker:
+def read_tracker(directory: StrPath) -> Tracker:
     """Read the tracker file. Never raises: problems are part of the result."""
     path = Path(directory) / TRACKER
     try:
@@ -140,7 +142,7 @@ def number_of(folder: Path) -> int:
     return iteration
 
 
-def folders(directory: str | os.PathLike[str]) -> list[Path]:
+def folders(directory: StrPath) -> list[Path]:
     """List the folders with the name of a finished checkpoint, newest first.
 
     A checkpoint that was about to be replaced when its run was killed may exist under the name
@@ -169,12 +171,12 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
     return found
 
 
-def next_generation(*directories: str | os.PathLike[str]) -> int:
+def next_generation(*directories: StrPath) -> int:
     """Return the generation of a save that follows all those in some directories.
 
     Raises CheckpointError.
     """
-    there = [folder for directory in directories for folder in folders(directory)]
+    there = itertools.chain.from_iterable(map(folders, directories))
     return 1 + max(generations(there).values(), default=0)
 
 
@@ -216,9 +218,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest, manifest.read_json(STATE), manifest.read_json(CONFIG))
 
 
-def find(
-    directory: str | os.PathLike[str], tag: str | int | None = None, before: int | None = None
-) -> Found:
+def find(directory: StrPath, tag: str | int | None = None, before: int | None = None) -> Found:
     """Find the newest good checkpoint of a directory, or the one that `tag` names.
 
     tag      an iteration or a folder
@@ -244,11 +244,10 @@ def find(
             continue
         try:
             open_checkpoint(folder)
+            good = folder
+            break
         except CheckpointError as error:
             rejected.append(Rejected(folder, str(error)))
-            continue
-        good = folder
-        break
     if before is not None:
         return Found(good, tuple(rejected))
     if not there and not rejected:
@@ -258,7 +257,7 @@ def find(
     return Found(good, tuple(rejected), tuple(_notes(tracker, good, skipped)))
 
 
-def required(directory: str | os.PathLike[str], found: Found) -> Path:
+def required(directory: StrPath, found: Found) -> Path:
     """Return the folder that was found.
 
     Raises CheckpointError, naming the broken checkpoints, where there is none.
@@ -276,7 +275,7 @@ def required(directory: str | os.PathLike[str], found: Found) -> Path:
     )
 
 
-def find_folder(directory: str | os.PathLike[str], tag: str | int | None = None) -> Path:
+def find_folder(directory: StrPath, tag: str | int | None = None) -> Path:
     """Return the newest good checkpoint, or the one that `tag` names.
 
     Raises CheckpointError where there is none.

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from megatron.checkpoint.files import STATE, digest, read_manifest
+from megatron.checkpoint.files import STATE, StrPath, digest, read_manifest
 from megatron.checkpoint.find import (
     Checkpoint,
     Found,
@@ -92,7 +92,7 @@ class _Damage(CheckpointError):
 
 
 def load(
-    directory: str | os.PathLike[str],
+    directory: StrPath,
     engine: Engine,
     topology: Topology,
     config: Config,
@@ -188,7 +188,7 @@ def _upcycle(
 
 
 def load_weights(
-    directory: str | os.PathLike[str],
+    directory: StrPath,
     chunks: torch.nn.Module,
     topology: Topology,
     tag: str | int | None = None,
@@ -234,7 +234,7 @@ def require_kind(checkpoint: Checkpoint, kind: str) -> None:
 
 
 def _newest_that_loads(
-    directory: str | os.PathLike[str],
+    directory: StrPath,
     topology: Topology,
     tag: str | int | None,
     folder: Path | None,
@@ -389,10 +389,14 @@ def read_shards(
     buffer = torch.empty(0, dtype=torch.uint8)
     ordered = sorted(wanted, key=lambda entry: (entry[1].file, entry[1].start))
     for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1].file):
-        with open_regular(folder / file, error=CheckpointError) as opened:
+        path = folder / file
+        with open_regular(path, error=CheckpointError) as opened:
             for name, shard in entries:
-                buffer = _read_bytes(opened, folder / file, name, shard, buffer)
-                yield name, shard, _tensor_in(buffer, folder, name, shard, stored[name]["dtype"])
+                if len(buffer) < shard.length:
+                    buffer = torch.empty(shard.length, dtype=torch.uint8)
+                data = buffer[: shard.length]
+                _read_bytes(opened, path, name, shard, data)
+                yield name, shard, _tensor_in(data, path, name, shard, stored[name]["dtype"])
 
 
 def read_tensor(
@@ -408,7 +412,7 @@ def read_tensor(
     """
     entry = stored[name]
     shape = entry["shape"]
-    offset = (row or 0, *(0 for _ in entry["shape"][1:]))
+    offset = (row or 0, *[0] * (len(shape) - 1))
     sizes = shape if row is None else (1, *shape[1:])
     values = torch.empty(sizes, dtype=dtype or getattr(torch, entry["dtype"]))
     common = {shard: overlap(offset, sizes, shard.offset, shard.sizes) for shard in entry["boxes"]}
@@ -419,19 +423,15 @@ def read_tensor(
     return values if row is None else values[0]
 
 
-def _read_bytes(
-    file: BinaryIO, path: Path, name: str, shard: Shard, buffer: torch.Tensor
-) -> torch.Tensor:
-    """Return a buffer that begins with the bytes of a shard: `buffer`, unless it is too small."""
+def _read_bytes(file: BinaryIO, path: Path, name: str, shard: Shard, data: torch.Tensor) -> None:
+    """Read the bytes of a shard."""
     end = shard.start + shard.length
     try:
         size = os.fstat(file.fileno()).st_size
         if end <= size:
-            if len(buffer) < shard.length:
-                buffer = torch.empty(shard.length, dtype=torch.uint8)
             file.seek(shard.start)
             reader = cast(io.BufferedReader, file)
-            size = shard.start + reader.readinto(_bytes_of(buffer, shard))
+            size = shard.start + reader.readinto(data.numpy().data)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror or error}); {name} is in it"
@@ -440,16 +440,11 @@ def _read_bytes(
         raise CheckpointError(
             f"{path} has {size} bytes, but at least {end} were written; it contains {name}"
         )
-    if shard.digest is not None and digest(_bytes_of(buffer, shard)) != shard.digest:
+    if shard.digest is not None and digest(data.numpy().data) != shard.digest:
         raise CheckpointError(
             f"{path} is damaged: bytes {shard.start} to {end}, a part of {name}, are not those "
             "that were written"
         )
-    return buffer
-
-
-def _bytes_of(buffer: torch.Tensor, shard: Shard) -> memoryview:
-    return buffer.numpy().data[: shard.length]
 
 
 class _Stream(io.RawIOBase):
@@ -479,12 +474,9 @@ class _Stream(io.RawIOBase):
         return len(part)
 
 
-def _tensor_in(
-    buffer: torch.Tensor, folder: Path, name: str, shard: Shard, dtype: str
-) -> torch.Tensor:
+def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: str) -> torch.Tensor:
     """Return the tensor that torch.save wrote into the bytes of a shard, as a view of them."""
-    path = folder / shard.file
-    stream: Any = _Stream(_bytes_of(buffer, shard))
+    stream: Any = _Stream(data.numpy().data)
     check_torch_file(stream, f"{path}, where {name} is,", CheckpointError)
     try:
         values: torch.Tensor = torch.load(stream, map_location="meta", weights_only=True)
@@ -492,8 +484,7 @@ def _tensor_in(
         if type(values) is torch.Tensor and values.is_contiguous() and not values.storage_offset():
             reader: Any = torch._C.PyTorchFileReader(stream)
             at = reader.get_record_offset("data/0")
-            data = buffer[at : min(at + values.nbytes, shard.length)]
-            values = data.view(values.dtype).view(values.shape)
+            values = data[at : at + values.nbytes].view(values.dtype).view(values.shape)
         else:
             values = torch.load(stream, map_location="cpu", weights_only=True)
     except MemoryError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from megatron.checkpoint.files import (
     METADATA,
     PROVENANCE,
     STATE,
+    StrPath,
     Written,
     file_digest,
     to_json,
@@ -118,15 +118,17 @@ class _Pending:
     def start(self) -> None:
         """Write in a thread, without communication."""
         executor = ThreadPoolExecutor(1, "write-checkpoint")
-        self.future = executor.submit(
-            write_tensors, self.tensors, self.temporary, self.rank, self._count
-        )
+        self.future = executor.submit(self.write, self._count)
         executor.shutdown(wait=False)
+
+    def write(self, alive: Alive) -> dict[str, Stored]:
+        """Write this rank's shards, and return them."""
+        return write_tensors(self.tensors, self.temporary, self.rank, alive)
 
     def result(self, alive: Alive) -> dict[str, Stored]:
         """Return the shards once all is written; raises the error of a failed write."""
         if self.future is None:
-            return write_tensors(self.tensors, self.temporary, self.rank, alive)
+            return self.write(alive)
         seen = self.progress
         while wait([self.future], _POLL_S).not_done:
             if self.progress != seen:
@@ -155,7 +157,7 @@ class Saver:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: StrPath,
         topology: Topology,
         config: Config,
         alive: Alive = nothing,
@@ -285,9 +287,8 @@ class Saver:
 
         def complete() -> int:
             load = self._config.checkpoint.load
-            others = [load] if load else []
             try:
-                generation = next_generation(self._directory, *others)
+                generation = next_generation(self._directory, *([load] if load else []))
                 size = write_small_files(pending.temporary, parts, pending.texts, whole, generation)
                 commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
             except Exception as error:

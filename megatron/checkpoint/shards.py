@@ -61,14 +61,12 @@ class Shard(NamedTuple):
 
 def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
     """Merge the shards of several ranks, tensor by tensor."""
-    found: dict[str, Stored] = {}
+    together: dict[str, Stored] = {}
     for part in parts:
         for name, stored in part.items():
-            if name in found:
-                found[name]["boxes"] += stored["boxes"]
-            else:
-                found[name] = {**stored, "boxes": list(stored["boxes"])}
-    return found
+            entry = together.setdefault(name, {**stored, "boxes": []})
+            entry["boxes"] += stored["boxes"]
+    return together
 
 
 def totals(stored: Mapping[str, Stored]) -> Totals:
@@ -159,8 +157,11 @@ def overlap(
 
 def write_piece(folder: Path, number: int, stored: Mapping[str, Stored]) -> tuple[str, Written]:
     """Write the shards of one data-parallel group; return the file's name, size and digest."""
-    name = piece_name(number)
-    return name, write_text(folder / name, json.dumps(stored, separators=(",", ":")) + "\n")
+    return _write(folder, piece_name(number), stored)
+
+
+def _write(folder: Path, name: str, content: Mapping[str, object]) -> tuple[str, Written]:
+    return name, write_text(folder / name, json.dumps(content, separators=(",", ":")) + "\n")
 
 
 def write_index(folder: Path, parts: list[Totals]) -> tuple[str, Written]:
@@ -169,9 +170,7 @@ def write_index(folder: Path, parts: list[Totals]) -> tuple[str, Written]:
     for number, part in enumerate(parts):
         for name in part:
             pieces.setdefault(name, []).append(number)
-    return SHARD_INDEX, write_text(
-        folder / SHARD_INDEX, json.dumps({"pieces": pieces}, separators=(",", ":")) + "\n"
-    )
+    return _write(folder, SHARD_INDEX, {"pieces": pieces})
 
 
 def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:

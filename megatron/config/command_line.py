@@ -475,7 +475,7 @@ def _values(
     """Return the settings that one flag sets. Invalid words are recorded as problems."""
     option = flag.option
     written = " ".join([spelling, *words])
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     try:
         if flag.read is not None and not is_off(words):
             for name, value in flag.read(words).items():
@@ -492,7 +492,7 @@ def _values(
     return found
 
 
-def _value(flag: Flag, option: Option, words: list[str]) -> Any:
+def _value(flag: Flag, option: Option, words: list[str]) -> object:
     if flag.value is not None:
         if not words:
             return flag.value

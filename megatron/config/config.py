@@ -49,7 +49,7 @@ class Config(Sections):
     pieces: Pieces = PLAIN
 
     @classmethod
-    def create(cls, preset: str | None = None, **values: Any) -> Config:
+    def create(cls, preset: str | None = None, **values: object) -> Config:
         """Create a configuration from setting names: Config.create(num_layers=4, ...).
 
         Required: num_layers, hidden_size, num_attention_heads, seq_length. Defaults:
@@ -63,7 +63,7 @@ class Config(Sections):
             settings.give(name, value, "argument")
         return finish(settings)
 
-    def replace(self, **values: Any) -> Config:
+    def replace(self, **values: object) -> Config:
         """Return a copy with some settings changed and dependent settings derived again.
 
         None resets a setting.
@@ -134,7 +134,7 @@ class Config(Sections):
         return {name: _plain(self.get(name)) for name in all_options()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+    def from_dict(cls, values: Mapping[str, object]) -> Config:
         """Create a configuration from the result of `to_dict`.
 
         Values equal to derived ones stay derived. Raises ConfigError for an unknown name or an
@@ -158,7 +158,7 @@ class Config(Sections):
         return finish(settings, merge_json=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value as it is represented in JSON."""
     return list(value) if isinstance(value, tuple) else value
 
@@ -247,7 +247,7 @@ _FALLBACKS: Mapping[str, tuple[object, str]] = {
 }
 
 
-def default_of(name: str) -> Any:
+def default_of(name: str) -> object:
     """Return the value of a setting that nobody chooses and that follows from no other."""
     return _FALLBACKS[name][0] if name in _FALLBACKS else all_options()[name].default
 

@@ -50,7 +50,7 @@ def merge_deepspeed_json(settings: Settings) -> None:
 
 
 def _object(pairs: list[tuple[str, object]], path: str) -> dict[str, object]:
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
             raise ConfigError(f'{path}: duplicate key "{key}" in one object')
@@ -123,7 +123,7 @@ class _Merge:
     def _problem(self, key: str, text: str) -> None:
         self.settings.problems.append(f"{self._at(key)}: {text}")
 
-    def _set(self, key: str, names: str | list[str], value: Any) -> None:
+    def _set(self, key: str, names: str | list[str], value: object) -> None:
         """Give the setting of an entry, or the settings of its numbers."""
         if value is None or value == "auto":
             return

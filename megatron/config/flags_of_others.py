@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.config.settings import Settings, all_options
 
@@ -71,7 +70,7 @@ class Foreign:
         return all(any(_equal(word, value) for value in allowed) for word in given)
 
 
-def changes_model(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
+def changes_model(name: str, value: object, arguments: Mapping[str, object]) -> bool:
     """Return whether an argument of Megatron's is one that the command line refuses as a flag.
 
     Only of those that change what weights compute, and only where it is not off.

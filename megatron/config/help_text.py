@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import textwrap
-from typing import Any
 
 from megatron.config.config import Config, default_of
 from megatron.config.flags_of_others import FILE, foreign_flags
@@ -191,7 +190,7 @@ def render_differences(config: Config) -> list[str]:
     return list(lines.values())
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, tuple):
         return " ".join(str(item) for item in value)
     return str(value) if value != "" else "''"

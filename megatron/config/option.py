@@ -144,7 +144,7 @@ class Option:
             return None
         return self.accept(self._parse_one(texts[0]))
 
-    def _parse_one(self, text: str) -> Any:
+    def _parse_one(self, text: str) -> object:
         if self.kind is bool:
             words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
             if text.lower() not in words:
@@ -159,7 +159,7 @@ class Option:
             raise ValueError(f"expected {_ARTICLE[self.kind]}, got '{shown(text)}'")
         return text
 
-    def accept(self, value: Any) -> Any:
+    def accept(self, value: object) -> object:
         """Return the value in the field's type and spelling.
 
         Raises ValueError for a wrong type, choice or range.
@@ -170,7 +170,7 @@ class Option:
             return tuple(self._accept_one(item) for item in value)
         return self._accept_one(value)
 
-    def _accept_one(self, value: Any) -> Any:
+    def _accept_one(self, value: object) -> object:
         kind = self.kind
         if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
             if not -math.inf < value < math.inf or (kind is int and value != int(value)):
@@ -182,7 +182,7 @@ class Option:
             raise ValueError(f"expected {_ARTICLE[kind]}, got {shown(repr(value))}")
         return value if self.choices is None else self._choose(value)
 
-    def _choose(self, value: Any) -> Any:
+    def _choose(self, value: object) -> object:
         assert self.choices is not None
         if value in self.choices:
             return value
@@ -299,7 +299,7 @@ def options_of(section: type) -> tuple[Option, ...]:
     return tuple(_read(f) for f in dataclasses.fields(section) if _KEY in f.metadata)
 
 
-def _read(f: dataclasses.Field[Any]) -> Option:
+def _read(f: dataclasses.Field[object]) -> Option:
     attributes = dict(f.metadata[_KEY])
     # Annotations are text here: "int", "float | None", "tuple[str, ...] | None", "dict[str, Any]".
     many = str(f.type).startswith("tuple[")

@@ -91,7 +91,7 @@ def load_pieces(file: str) -> Pieces:
     return Pieces(**found, file=str(path))
 
 
-def load_callbacks(names: Sequence[str]) -> list[Any]:
+def load_callbacks(names: Sequence[str]) -> list[object]:
     """Return an object of each class that --callback names as MODULE:CLASS.
 
     Raises ConfigError if a module or class is missing, or cannot be created without arguments.

@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.config.option import options_of, shown
 from megatron.config.settings import SECTIONS
@@ -99,7 +99,7 @@ def render_settings(config: Config) -> str:
     return "\n".join([*lines, *(start if len(start) > 2 else ()), ""])
 
 
-def written(value: Any) -> str:
+def written(value: object) -> str:
     """Return a value as TOML, which has no null.
 
     >>> print(written((True, 0.5, "a\\n")))

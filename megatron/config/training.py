@@ -151,7 +151,7 @@ class OptimizerConfig:
         "Weight decay by phases, from --weight-decay: 'constant 50%, linear to 0.01'.",
         metavar="PHASES",
     )
-    schedule_basis: dict[str, Any] = option(  # noqa: RUF009
+    schedule_basis: dict[str, object] = option(  # noqa: RUF009
         dict,
         "The settings that the schedules follow, where --use-checkpoint-opt_param-scheduler took "
         "them from a checkpoint.",

@@ -65,7 +65,7 @@ def is_off(words: Sequence[str]) -> bool:
     return len(words) == 1 and words[0].lower() in ("none", "null", "false")
 
 
-def meaning(written: str, values: Mapping[str, Any]) -> str:
+def meaning(written: str, values: Mapping[str, object]) -> str:
     """Return the notice of a flag with this meaning."""
     said = " ".join(all_options()[name].written(value) for name, value in values.items())
     if not said:
@@ -177,7 +177,7 @@ def _words_of_file(words: list[str]) -> dict[str, object]:
 
 def _splits_of_file(words: list[str]) -> dict[str, object]:
     content = read_json(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for split in ("train", "valid", "test"):
         listed = content.get(split)
         if not isinstance(listed, (list, str, NoneType)):
