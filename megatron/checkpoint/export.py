@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from megatron.checkpoint.families import FAMILIES
-from megatron.checkpoint.family_rules import windows_of
+from megatron.checkpoint.family_rules import Values, windows_of
 from megatron.checkpoint.huggingface_config import model_of, write_fields
 from megatron.checkpoint.settings import ARCHITECTURE
 from megatron.config.model import ModelConfig
@@ -64,13 +63,13 @@ def _differences(kind: str, model: ModelConfig) -> list[str]:
     ]
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-12)
     return bool(one == other)
 
 
-def _effective(model: ModelConfig) -> dict[str, Any]:
+def _effective(model: ModelConfig) -> Values:
     """Return the architecture of a model, without settings that have no effect in it."""
     found = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
     found["add_qkv_bias"] = model.qkv_bias
@@ -95,6 +94,6 @@ def without_mup(model: ModelConfig) -> ModelConfig:
     """Return the same function without muP, for parameters that `take_up` has changed."""
     if not model.use_mup:
         return model
-    unset: dict[str, Any] = dict.fromkeys(n for n in ARCHITECTURE if n.startswith("mup_"))
+    unset: Values = dict.fromkeys(n for n in ARCHITECTURE if n.startswith("mup_"))
     unset |= {"use_mup": False, "mup_embedding_mult": 1.0, "softmax_scale": None}
     return dataclasses.replace(model, **unset)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from megatron.checkpoint import family_rules as rules
 from megatron.checkpoint.family_rules import Fields, Rule
@@ -61,7 +60,7 @@ class Family:
     """
 
     architecture: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     fields: Mapping[str, str]
     modules: Mapping[str, Theirs]
     rules: tuple[Rule, ...] = ()

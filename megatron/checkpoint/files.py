@@ -87,7 +87,7 @@ def sampled_digest(path: StrPath, most_bytes: int) -> Written:
         return size, digest(b"".join(os.pread(f.fileno(), n, start) for start, n in parts))
 
 
-def to_json(value: Any, what: str) -> str:
+def to_json(value: object, what: str) -> str:
     """Return JSON text.
 
     Raises CheckpointError, naming `what`, for values that JSON cannot represent or that could not
@@ -197,16 +197,16 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(folder, files, generation)
 
 
-def _checked(name: str, size: Any, value: Any) -> Written:
+def _checked(name: str, size: Any, value: str) -> Written:
     if not (is_file_name(name) and is_count(size) and size <= _FILE_LIMIT_BYTES):
         raise ValueError(f"not a file of a checkpoint: {name}")
     return size, value
 
 
-def _text(content: dict[str, Any]) -> str:
+def _text(content: Mapping[str, object]) -> str:
     """Return the text of a manifest.
 
     It has `content`, which determines every byte, and the digest of its compact form.
     """
     own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    return json.dumps(content | {"digest": own}, indent=1, sort_keys=True) + "\n"
+    return json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.families import FAMILIES, ONLY
-from megatron.checkpoint.family_rules import Fields, check_type, unsupported
+from megatron.checkpoint.family_rules import Fields, Values, check_type, unsupported
 from megatron.config import Config
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
@@ -81,7 +80,7 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
         raise CheckpointError(f"{where}: {text}") from error
 
 
-def _settings_of(fields: Fields, where: str) -> tuple[str, dict[str, Any]]:
+def _settings_of(fields: Fields, where: str) -> tuple[str, Values]:
     kind = fields.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -133,10 +132,10 @@ def _settings_of(fields: Fields, where: str) -> tuple[str, dict[str, Any]]:
     return str(kind), settings
 
 
-def write_fields(kind: str, model: ModelConfig) -> dict[str, Any]:
+def write_fields(kind: str, model: ModelConfig) -> Values:
     """Return the fields of a config.json for a model of this family."""
     family = FAMILIES[kind]
-    fields: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind}
+    fields: Values = {"architectures": [family.architecture], "model_type": kind}
     fields |= family.only
     fields |= {theirs: getattr(model, ours) for ours, theirs in family.fields.items()}
     for rule in family.rules:
@@ -152,9 +151,9 @@ def is_huggingface(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and not (folder / "manifest.json").exists()
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Values:
     """Return the fields of the config.json in a folder. Raises CheckpointError."""
-    found: dict[str, Any] = read_json(folder / CONFIG, _CONFIG_LIMIT_BYTES, error=CheckpointError)
+    found: Values = read_json(folder / CONFIG, _CONFIG_LIMIT_BYTES, error=CheckpointError)
     return found
 
 
@@ -180,7 +179,7 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def tokenizer_settings(folder: Path, at: Path | None = None) -> dict[str, Any]:
+def tokenizer_settings(folder: Path, at: Path | None = None) -> Values:
     """Return our settings of the tokenizer in a folder of Hugging Face; empty without one.
 
     at   where its files will be; by default where they are

@@ -55,7 +55,6 @@ from megatron.config.option import options_of
 from megatron.data.tokenizer import build_tokenizer
 from megatron.engine.optimizer import unique_parameters
 from megatron.errors import CheckpointError, ConfigError
-from megatron.layers.vocabulary import POSITION_EMBEDDINGS, WORD_EMBEDDINGS
 from megatron.limited import LimitedProcess
 from megatron.parallel.collectives import gather_first, gather_objects
 from megatron.parallel.sharding import sharding_of
@@ -93,28 +92,27 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
     attention = (model.softmax_scale or 1.0) * math.sqrt(model.kv_channels)
     normed = model.embedding_layernorm
     tied = not model.untie_embeddings_and_output_weights
-    part = name.rpartition(".")[0].split(".", 2)[-1] if name.startswith("layers.") else name
-    factor = 1.0
-    if name.startswith("embedding_layernorm.") or name == POSITION_EMBEDDINGS:
-        factor = embed
-    elif name == WORD_EMBEDDINGS:
-        factor = 1.0 if normed else embed
-    elif name.startswith("final_layernorm."):
-        factor = scores / embed if tied and not normed else scores
-    elif part in ("post_self_attn_layernorm", "post_mlp_layernorm"):
-        factor = model.residual_scale
-    elif part in ("mlp.router", "mlp.shared_experts.gate"):
-        factor = model.router_scale
-    elif part == "self_attention.dense" or part.endswith(".dense_4h_to_h"):
-        factor = model.residual_scale if model.norm_position == "pre" else 1.0
-    elif part == "self_attention.q_layernorm":
-        factor = attention
-    elif part == "self_attention.query_key_value" and not model.qk_layernorm:
+    module = name.rpartition(".")[0]
+    part = module.split(".", 2)[-1] if module.startswith("layers.") else module
+    if part == "self_attention.query_key_value" and not model.qk_layernorm:
         groups = model.num_key_value_heads
         heads = model.num_attention_heads // groups
         changed = values.float().view(groups, heads + 2, model.kv_channels, -1).clone()
         changed[:, :heads] *= attention
         return changed.view(values.shape)
+    last = model.residual_scale if model.norm_position == "pre" else 1.0
+    factor = {
+        "embedding_layernorm": embed,
+        "embedding.position_embeddings": embed,
+        "embedding.word_embeddings": 1.0 if normed else embed,
+        "final_layernorm": scores / embed if tied and not normed else scores,
+        "post_self_attn_layernorm": model.residual_scale,
+        "post_mlp_layernorm": model.residual_scale,
+        "mlp.router": model.router_scale,
+        "mlp.shared_experts.gate": model.router_scale,
+        "self_attention.q_layernorm": attention,
+        "self_attention.dense": last,
+    }.get(part, last if part.endswith(".dense_4h_to_h") else 1.0)
     if model.apply_layernorm_1p and name.endswith("layernorm.weight"):
         return (values.float() + 1.0) * factor - 1.0
     return values.float() * factor

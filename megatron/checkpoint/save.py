@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.files import (
     CONFIG,
@@ -205,8 +204,8 @@ class Saver:
         self,
         iteration: int,
         engine: Engine,
-        state: dict[str, Any],
-        provenance: Mapping[str, Any] | None = None,
+        state: Mapping[str, object],
+        provenance: Mapping[str, object] | None = None,
         background: bool = False,
     ) -> Saved | None:
         """Save the engine's state. Without `background`, return when the checkpoint is complete.
@@ -335,10 +334,10 @@ data, and shards where .metadata is written.
 def small_files(
     iteration: int,
     config: Config,
-    state: Mapping[str, Any],
-    scalars: Mapping[str, Any],
+    state: Mapping[str, object],
+    scalars: Mapping[str, object],
     optimizer: bool,
-    provenance: Mapping[str, Any] | None,
+    provenance: Mapping[str, object] | None,
 ) -> dict[str, str]:
     """Return the small files that are known when a save starts, by name. Raises CheckpointError."""
     contents = {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.checkpoint import huggingface_config
 from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import find_folder, read_tracker
-from megatron.checkpoint.folder import folder_name, tagged_name
+from megatron.checkpoint.folder import tagged_name
 from megatron.config.files import TokenizerConfig, hugging_face_folder
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
@@ -49,7 +49,7 @@ _TAKEN = ("seq_length", "max_position_embeddings", "attention_dropout", "hidden_
 
 def settings_to_take(
     given: Mapping[str, Any],
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
+) -> tuple[str, dict[str, object], dict[str, object]]:
     """Return what --use-checkpoint-args takes from the checkpoint of --load and --load-tag.
 
     It is also what --load hf:FOLDER takes from that folder.
@@ -90,19 +90,16 @@ def settings_to_take(
 
 def _stored(directory: str, tag: str | None) -> tuple[Path, dict[str, Any]]:
     """Return the file of a checkpoint's settings, and its content."""
-    tracked = read_tracker(directory).iteration
-    name = (
-        tagged_name(tag) if tag is not None else None if tracked is None else folder_name(tracked)
-    )
+    tracked = read_tracker(directory).iteration if tag is None else tag
     with contextlib.suppress(CheckpointError):
-        if name is not None:
-            folder = Path(directory) / name
-            return folder / CONFIG, read_manifest(folder).read_json(CONFIG)
+        if tracked is not None:
+            path = Path(directory, tagged_name(str(tracked)), CONFIG)
+            return path, read_manifest(path.parent).read_json(CONFIG)
     folder = find_folder(directory, tag)
     return folder / CONFIG, read_manifest(folder).read_json(CONFIG)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a configuration as dicts, lists, numbers and strings."""
     if isinstance(value, Pieces):
         return value.describe()

@@ -49,7 +49,7 @@ class SyncedFile:
         self._syncing: Future[None] | None = None
         self._synced = 0
 
-    def write(self, data: Any) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Append bytes."""
         self._file.write(data)
         self.bytes += memoryview(data).nbytes

@@ -26,7 +26,8 @@ POINT = "point.json"
 RESULT = "result.json"
 # Best square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a training
 # step cannot beat it.
-_MEASURED_GEMM_TFLOPS = {"MI250": 115.3}
+_MEASURED_DEVICE = "MI250"
+_MEASURED_GEMM_TFLOPS = 115.3
 _PLAUSIBLE_PART_OF_PEAK = 0.9  # out of reach for a training run: a higher figure is wrong
 
 
@@ -111,10 +112,8 @@ def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
         if not marked and path.is_dir():
             raise DataError(f"{path}: contains no run: a run has a {METRICS}")
         # Without attempts that were moved into a run's folder (runner.py).
-        own = [
-            p for p in sorted(marked) if not (p.name.startswith("attempt-") and p.parent in marked)
-        ]
-        runs += map(read_run, own or [path])
+        aside = {p for p in marked if p.name.startswith("attempt-") and p.parent in marked}
+        runs += map(read_run, sorted(marked - aside) or [path])
     return runs
 
 
@@ -130,30 +129,20 @@ def read_run(path: str | Path) -> MeasuredRun:
     starts = [at for at, record in enumerate(records) if record["event"] == "start"]
     last = records[starts[-1] :] if starts else records
     start: dict[str, Any] = last[0] if starts else {}
-    sizes = {"world_size": "world", "data_parallel_size": "data"}
-    layout = {name: (start.get("layout") or {}).get(short) for name, short in sizes.items()}
-    settings = {
-        **point.get("settings", {}),
-        **(start.get("config") or {}),
-        **{k: v for k, v in layout.items() if v},
-    }
+    settings = {**point.get("settings", {}), **(start.get("config") or {})}
+    layout = start.get("layout") or {}
+    for name, short in (("world_size", "world"), ("data_parallel_size", "data")):
+        settings[name] = layout.get(short) or settings.get(name)
     check_kinds(settings, SETTINGS, path)
     first = int(start.get("iteration") or 0)
     lines = list[Line]()
     names = Line.__dataclass_fields__.keys() - {"steps"}
     for record in last:
-        if (
-            record["event"] == "iteration"
-            and record.get("step_time_s")
-            and record.get("global_batch_size")
-        ):
+        timed = record.get("step_time_s") and record.get("global_batch_size")
+        if record["event"] == "iteration" and timed:
             steps = max(1, record["iteration"] - (lines[-1].iteration if lines else first))
-            lines.append(
-                Line(
-                    steps=steps,
-                    **{name: record[name] for name in names if record.get(name) is not None},
-                )
-            )
+            figures = {name: record[name] for name in names if record.get(name) is not None}
+            lines.append(Line(steps=steps, **figures))
     failure = result.get("reason") if result.get("status") not in (None, "done") else None
     if failure is None and not lines:
         failure = "no iteration was logged" if result or file.exists() else "not run yet"
@@ -216,11 +205,9 @@ class Figures:
     @property
     def spread(self) -> float | None:
         """Return the range of the steady steps over their median; None for a single step."""
-        return (
-            (self.range_s[1] - self.range_s[0]) / self.step_s
-            if self.range_s and self.step_s
-            else None
-        )
+        if not (self.range_s and self.step_s):
+            return None
+        return (self.range_s[1] - self.range_s[0]) / self.step_s
 
 
 def figures(
@@ -251,6 +238,7 @@ def figures(
         )
         return replace(found, problems=() if run.failure else (why,))
     times = [line.step_time_s for line in steady]
+    several = len(times) > 1
     step_s = statistics.median(times)
     sequence = run.get("seq_length")
     tokens = full * sequence / step_s if sequence else None
@@ -265,12 +253,9 @@ def figures(
     peak = peak_tflops or formulas.peak_tflops(run.device, dtype)
     model = stated("model_tflops")
     hardware = stated("hardware_tflops")
-    measured = (
-        value
-        for name, value in _MEASURED_GEMM_TFLOPS.items()
-        if name in run.device and dtype != "float32"
-    )
-    ceiling = next(measured, math.inf if peak is None else _PLAUSIBLE_PART_OF_PEAK * peak)
+    ceiling = math.inf if peak is None else _PLAUSIBLE_PART_OF_PEAK * peak
+    if _MEASURED_DEVICE in run.device and dtype != "float32":
+        ceiling = _MEASURED_GEMM_TFLOPS
     highest = max(model or 0.0, hardware or 0.0)
     problems = list(itertools.islice(_contradictions(run), 1))
     if highest > ceiling:
@@ -282,7 +267,7 @@ def figures(
         f"{found.skipped} step(s) skipped, left out of the figures": found.skipped,
         f"{found.nan} step(s) with a non-finite loss, left out": found.nan,
         "the run did not reach its end": not run.finished and run.failure is None,
-        "only one steady step: no spread, so differences cannot be judged": len(times) == 1,
+        "only one steady step: no spread, so differences cannot be judged": not several,
     }
     return replace(
         found,
@@ -290,8 +275,8 @@ def figures(
         step_s=step_s,
         batch=full,
         tokens_per_s=tokens,
-        range_s=(min(times), max(times)) if len(times) > 1 else None,
-        median_s=median_interval(times) if len(times) > 1 else None,
+        range_s=(min(times), max(times)) if several else None,
+        median_s=median_interval(times) if several else None,
         independent=independent_values(times),
         tokens_per_s_per_device=tokens / run.world_size if tokens and run.world_size else None,
         model_tflops=model,
@@ -327,8 +312,8 @@ def independent_values(values: Sequence[float]) -> float:
     variance = sum((value - mean) ** 2 for value in values)
     if n < 10 or not variance:
         return float(n)
-    together = sum((a - mean) * (b - mean) for a, b in itertools.pairwise(values))
-    r = min(0.99, max(0.0, together / variance))
+    covariance = sum((a - mean) * (b - mean) for a, b in itertools.pairwise(values))
+    r = min(0.99, max(0.0, covariance / variance))
     return n * (1 - r) / (1 + r)
 
 

@@ -31,7 +31,7 @@ from megatron.errors import ConfigError
 from megatron.planner.layout import DIMENSIONS, parse_layout, recompute_settings, write_value
 from megatron.untrusted import read_toml
 
-_KNOWN: Mapping[str, Any] = {"true": True, "false": False, "none": None}
+_KNOWN: Mapping[str, object] = {"true": True, "false": False, "none": None}
 _FUNCTIONS = {"min": min, "max": max}
 _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -58,7 +58,7 @@ class Expression:
     text: str
     tree: ast.expr
 
-    def value(self, values: Mapping[str, Any]) -> Any:
+    def value(self, values: Mapping[str, object]) -> object:
         """Evaluate with these values of names; `and`, `or` and `if` short-circuit as in Python.
 
         Raises ValueError for unsupported syntax, and if there is no value (division by zero).
@@ -253,9 +253,9 @@ def meaning(name: str) -> str:
     return _SHORT_OF.get(plain, plain)
 
 
-def read_value(name: str, given: Any) -> Value:
+def read_value(name: str, given: object) -> Value:
     """Convert a value of a space file. Raises ConfigError if the flags of its name reject it."""
-    if type(given) not in (int, float, str, bool):
+    if not isinstance(given, int | float | str):
         raise ConfigError(f"{given!r} cannot be the value of a flag")
     text = write_value(given)
     if name in _DIMENSIONS:
@@ -291,7 +291,7 @@ def flags_of(name: str, value: Any) -> list[str]:
     ]
 
 
-def _words(option: Option, value: Any) -> list[str]:
+def _words(option: Option, value: object) -> list[str]:
     if value is None:
         return [option.flag, "none"] if option.has_none and not option.many else []
     if option.kind is bool and isinstance(value, bool):
@@ -398,7 +398,7 @@ def _at(path: Path, where: str) -> Iterator[None]:
         raise ConfigError(f"{path}: {where}: {error}") from None
 
 
-def _check_keys(found: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+def _check_keys(found: Mapping[str, object], kinds: Mapping[str, type]) -> None:
     for key, value in found.items():
         if key not in kinds:
             raise ConfigError(
@@ -420,7 +420,7 @@ def _named(key: str, said: dict[str, str]) -> str:
     return name
 
 
-def _parameter(name: str, given: Any, is_flag: bool) -> Parameter:
+def _parameter(name: str, given: object, is_flag: bool) -> Parameter:
     if not isinstance(given, list) or not given:
         raise ConfigError(f"expected values such as [1, 2, 4], got {given!r}")
     if not is_flag and (name in _SHORT or name in all_options()):
@@ -432,7 +432,7 @@ def _parameter(name: str, given: Any, is_flag: bool) -> Parameter:
     return Parameter(name, numbers if ordered else values, ordered)
 
 
-def _expression(given: Any, variables: Collection[str]) -> Expression:
+def _expression(given: object, variables: Collection[str]) -> Expression:
     """Parse an expression, using short names. Raises ConfigError and ValueError."""
     found = parse_expression(str(given).lower() if isinstance(given, bool) else str(given))
     for node in ast.walk(found.tree):
