@@ -240,9 +240,13 @@ class _Merge:
             self._problem(
                 "optimizer", f"optimizer has entries that are not supported: {unknown}: remove them"
             )
-        for key in rest.keys() - _tables()["passed_on"]:
-            hint = "" if key in self.known else did_you_mean(key, self.known)
-            self.settings.notices.append(f"{self._at(key)}: {key} is passed on to DeepSpeed{hint}")
+        for key, value in rest.items():
+            if key not in _tables()["passed_on"]:
+                hint = "" if key in self.known else did_you_mean(key, self.known)
+                notice = f"{self._at(key)}: {key} is passed on to DeepSpeed{hint}"
+                self.settings.notices.append(notice)
+            elif not isinstance(value, dict):
+                self._problem(key, f"{key} must be an object, got {json.dumps(value)}")
         if rest:
             self.settings.give("extra", rest, self.path)
 

@@ -292,6 +292,7 @@ IMPOSSIBLE = [
     ({"optimizer": {"params": {"max_coeff": 3}}}, ["optimizer", "max_coeff"]),
     ({"optimizer": {"params": {"betas": 0.9}}}, ["optimizer.params.betas"]),
     ({"scheduler": {"type": "WarmupLR"}}, ["scheduler", "--lr-decay-style"]),
+    ({"flops_profiler": 7}, ["flops_profiler", "7"]),
     (
         {"data_types": {"grad_accum_dtype": "fp16"}},
         ["data_types.grad_accum_dtype", "'fp16'", "bf16"],

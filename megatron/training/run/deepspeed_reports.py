@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,9 @@ class DeepSpeedReports(Callback):
                 "added: remove it from --deepspeed_config, and read the phases of --metrics-file"
             )
         on_host = run.topology.device.type == "cpu"
-        self._calls = LoggedCalls(HostEvent if on_host else torch.cuda.Event, on_host)
+        # with times, for the timeline, which takes the meter that there is
+        new_event = HostEvent if on_host else partial(torch.cuda.Event, enable_timing=True)
+        self._calls = LoggedCalls(new_event, on_host)
         run.topology.flight.meter = self._calls
 
     @staticmethod
@@ -171,6 +174,6 @@ class DeepSpeedReports(Callback):
 
     def on_end(self, run: Run) -> None:
         if self._calls is not None:
-            for _ in ("the last step", "what followed"):
-                self._log_calls(run, self._calls)
+            self._log_calls(run, self._calls)  # of the last step
+            self._log_calls(run, self._calls)  # and of what followed it
             self._communication().log_summary()
