@@ -30,27 +30,21 @@ class Setup:
 
     flags       flags of pretrain_gpt.py, given after --
     prior       whether the planner's ranking guides the search
-    iterations  measured steps of a trial, after `warm_up` steps
-    walltime_s  time limit of this start
     """
 
     args: argparse.Namespace
     space: Space
     flags: tuple[str, ...]
-    cluster: Cluster | None
     machine: Machine
     place: Place
     search: str
     prior: bool
-    iterations: int
-    warm_up: int
-    walltime_s: float | None
     out: Path
 
     def steps(self, candidate: Candidate) -> int:
         """Return the number of steps of a trial: with [trial] tokens, as many in each part."""
         if not self.space.tokens:
-            return self.warm_up + self.iterations
+            return self.space.warm_up + self.space.iterations
         parts = self.space.evaluations
         return parts * -(-self.space.tokens // (candidate.tokens * parts))
 
@@ -77,7 +71,10 @@ class Setup:
 
     def identity(self) -> dict[str, object]:
         """Return the settings that must not change when a search resumes."""
-        names = ("tokens", "evaluations", "valid_samples", "halving") if self.space.tokens else ()
+        names = ["iterations", "warm_up"]
+        if self.space.tokens:
+            names += ["tokens", "evaluations", "valid_samples", "halving"]
+        cluster = self.machine.cluster
         return {
             **{name: getattr(self.space, name) for name in names},
             "space": self.space.name,
@@ -86,9 +83,7 @@ class Setup:
             "search": self.search,
             "seed": self.args.seed,
             "prior": self.prior,
-            "iterations": self.iterations,
-            "warm_up": self.warm_up,
-            "cluster": self.cluster.name if self.cluster else None,
+            "cluster": cluster.name if cluster else None,
             "launcher": self.place.launcher,
             "processes of a node": self.machine.processes_per_node,
             "bytes for a layout": self.machine.capacity_bytes,
@@ -104,9 +99,8 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             "--space FILE|NAME is required: name the space to search; --list-spaces shows those of "
             "this package"
         )
-    space = load_space(args.space)
-    if args.tokens is not None:
-        space = replace(space, tokens=args.tokens)
+    own = {name: getattr(args, name) for name in ("tokens", "iterations", "warm_up")}
+    space = replace(load_space(args.space), **{n: v for n, v in own.items() if v is not None})
     in_job = args.hosts_file is not None or args.nodes is not None or os.environ.get("SLURM_JOB_ID")
     launcher = args.launcher or ("slurm" if in_job else "local")
     usual = os.environ.get("MEGATRON_CLUSTER") or (space.cluster if launcher == "slurm" else "")
@@ -120,16 +114,16 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             f"--objective {args.objective}: {LOSS} is for spaces with tokens in their [trial], and "
             f"such a space is for it; {space.name} has {space.tokens or 'none'}"
         )
-    if space.tokens and not DATA & read_settings((*space.flags, *flags)).given.keys():
-        raise ConfigError(
-            f"--objective {LOSS} needs data to learn from: give -- --data-path PREFIX"
-        )
-    if space.tokens and (args.iterations, args.warm_up) != (None, None):
-        raise ConfigError("--iterations and --warm-up are for spaces without tokens in [trial]")
     if space.tokens:
+        if not DATA & read_settings((*space.flags, *flags)).given.keys():
+            raise ConfigError(
+                f"--objective {LOSS} needs data to learn from: give -- --data-path PREFIX"
+            )
+        if (args.iterations, args.warm_up) != (None, None):
+            raise ConfigError("--iterations and --warm-up are for spaces without tokens in [trial]")
         args.confirm = 0  # the same seed gives the same loss
-    if space.tokens and space.halving and not shows:
-        find_search("optuna")  # whose rule stops trials
+        if space.halving and not shows:
+            find_search("optuna")  # whose rule stops trials
     prior = not args.no_prior and not space.tokens  # which is about time
     if prior and cluster is None:
         raise ConfigError(
@@ -153,8 +147,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         place = Place(launcher, hosts, args.parallel or nodes)
         if not nodes:
             raise ConfigError("without --hosts-file: give --nodes N, the size of the allocation")
-    walltime_s = None if args.walltime is None else duration_s(args.walltime)
-    if args.walltime is not None and not walltime_s:
+    if args.walltime is not None and not duration_s(args.walltime):
         raise ConfigError(
             f"--walltime {args.walltime}: give a time such as 90 (minutes), 1:30:00 or 1-00:00:00"
         )
@@ -162,14 +155,10 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         args,
         space,
         tuple(flags),
-        cluster,
         Machine(cluster, each, nodes, capacity),
         place,
         search,
         prior,
-        space.iterations if args.iterations is None else args.iterations,
-        space.warm_up if args.warm_up is None else args.warm_up,
-        walltime_s,
         args.out or Path("runs", f"tune-{space.name}").absolute(),
     )
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.config.command_line import parse_args
-from megatron.config.duration import show_duration
+from megatron.config.duration import duration_s, show_duration
 from megatron.data.file_lock import FolderClaim
 from megatron.drawing import pyplot, save
 from megatron.errors import ConfigError, DataError
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     if args.report_only and not any((setup.out / "trials").glob("*")):
         raise ConfigError(f"--report-only: {setup.out} has no trials to report on")
     found = enumerate_candidates(
-        setup.space, setup.flags, setup.machine, predict=setup.cluster is not None
+        setup.space, setup.flags, setup.machine, predict=setup.machine.cluster is not None
     )
     if args.dry_run:
         _dry_run(setup, found)
@@ -115,9 +115,9 @@ def _search(setup: Setup, found: Enumeration) -> int:
         f"by {setup.searched_by}; {setup.out}"
     )
     search = Search(setup, found, _say)
-    runner = Runner(
-        setup.place, _say, left_s=time_left(setup.walltime_s, slurm_time_left_s, _RESERVE_S)
-    )
+    walltime_s = duration_s(setup.args.walltime or "")
+    left_s = time_left(walltime_s, slurm_time_left_s, _RESERVE_S)
+    runner = Runner(setup.place, _say, left_s=left_s)
     why = runner.run(search) or search.why
     goes_on = why not in (EXHAUSTED, BUDGET)
     _say(
@@ -326,8 +326,8 @@ class Search(Source):
             "by": trial.by,
             "world": candidate.processes,
             "nodes": candidate.nodes,
-            "iterations": steps - setup.warm_up,
-            "warm_up": setup.warm_up,
+            "iterations": steps - setup.space.warm_up,
+            "warm_up": setup.space.warm_up,
             "flags": flags,
             "key": candidate.key,
             "values": dict(candidate.values),
@@ -348,7 +348,9 @@ class Search(Source):
 
     def figures(self, job: Job) -> Result:
         metrics = job.folder / METRICS
-        result = read_result(metrics, parse_args(job.flags, job.processes), self.setup.warm_up)
+        result = read_result(
+            metrics, parse_args(job.flags, job.processes), self.setup.space.warm_up
+        )
         if not self.setup.space.tokens or result.status != DONE:
             return result
         losses = valid_losses(read_records(metrics))
@@ -400,12 +402,6 @@ def _check_identity(setup: Setup) -> None:
 # -- before it -------------------------------------------------------------------------------------
 
 
-def _trial(setup: Setup) -> str:
-    if setup.space.tokens:
-        return f"{setup.space.tokens:,} tokens with {setup.space.evaluations} evaluations"
-    return f"{setup.warm_up} + {setup.iterations} steps"
-
-
 def _dry_run(setup: Setup, found: Enumeration) -> None:
     """Print the layouts with their predictions, and the cost of the search."""
     space = setup.space
@@ -445,11 +441,14 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
         "each process of the first layout's trial runs:\n    pretrain_gpt.py "
         + shlex.join(setup.trial(first[0]))
     )
+    trial = f"{space.warm_up} + {space.iterations} steps"
+    if space.tokens:
+        trial = f"{space.tokens:,} tokens with {space.evaluations} evaluations"
     count = min(args.max_trials or len(first), len(first))
     again = args.confirm if count > 1 else 0  # a single layout needs no confirmation
     dearest = sorted((c.nodes * setup.limit_s(c) / 3600 for c in first), reverse=True)[:count]
     print(
-        f"at most {count:,} trials of {_trial(setup)}, and {again} to "
+        f"at most {count:,} trials of {trial}, and {again} to "
         "measure the leading layouts again, each at most "
         f"{show_duration(max(map(setup.limit_s, first)))}: at most "
         f"{sum(dearest) + again * dearest[0]:,.1f} node-hours"
@@ -567,7 +566,7 @@ def command(search: Search) -> str:
     It uses torchrun, or a step of a Slurm job with devices bound as in the launch scripts.
     """
     candidate = search.ranked[0].candidate
-    cluster = search.setup.cluster
+    cluster = search.setup.machine.cluster
     program = ["pretrain_gpt.py", *candidate.flags]
     if search.setup.place.launcher != "slurm":
         return f"torchrun --nproc-per-node={candidate.processes} {shlex.join(program)}"
