@@ -150,6 +150,10 @@ def _weight_decay(config: Sections) -> Iterator[str]:
 
 @check()
 def _phases(config: Sections) -> Iterator[str]:
+    try:
+        norm_limits(config.optimizer.clip_grad_by_kind)
+    except ValueError as error:
+        yield f"--clip-grad-by-kind: {error}"
     for name in PHASED:
         flag = f"--{name.replace('_', '-')}"
         try:
@@ -165,14 +169,6 @@ def _phases(config: Sections) -> Iterator[str]:
                 yield f"{flag}: '{phase.shape}' needs the value at its end: add 'to VALUE'"
             if name.startswith("adam_beta") and any(value >= 1 for value in ends):
                 yield f"{flag}: {max(ends):g} must be less than 1"
-
-
-@check()
-def _norm_limits(config: Sections) -> Iterator[str]:
-    try:
-        norm_limits(config.optimizer.clip_grad_by_kind or ())
-    except ValueError as error:
-        yield f"--clip-grad-by-kind: {error}"
 
 
 @check("muon_coefficient_type", "muon_num_ns_steps")
@@ -204,14 +200,10 @@ def _qk_clip(config: Sections) -> Iterator[str]:
 
 
 @check()
-def _walltime(config: Sections) -> Iterator[str]:
-    given = config.training.walltime
-    if given is not None and given != "none" and not duration_s(given):
-        yield f"--walltime {given}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
-
-
-@check()
-def _kernels(config: Sections) -> Iterator[str]:
+def _rest(config: Sections) -> Iterator[str]:
+    limit = config.training.walltime
+    if limit not in (None, "none") and not duration_s(limit or ""):
+        yield f"--walltime {limit}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
     if config.kernels.norm_implementation == "fused" and not config.kernels.persist_layer_norm:
         yield (
             "--norm-implementation fused and --no-persist-layer-norm contradict each other: choose "

@@ -77,16 +77,11 @@ _TEXT = Option()
 _COUNT = Option(kind=int, limits=COUNT)
 
 
-def _head_type(words: list[str]) -> dict[str, object]:
-    kinds = Option(choices=("multihead", "multiquery"), hint="use --num-query-groups")
-    return {"num_key_value_heads": 1} if kinds.parse(words) == "multiquery" else {}
-
-
-def _gated_activation(words: list[str]) -> dict[str, object]:
-    kinds = Option(choices=("swiglu", "geglu"), hint="they are the only gated activations")
-    # BigScience's GeGLU has the exact GELU.
-    swiglu = kinds.parse(words) == "swiglu"
-    return {"swiglu": True} if swiglu else {"geglu": True, "exact_gelu": True}
+def _choice(hint: str, values: Mapping[str, dict[str, object]]) -> Direct:
+    """Return a flag with one of some words, each of which means these settings."""
+    kinds = Option(choices=tuple(values), hint=hint)
+    settings = dict.fromkeys(name for chosen in values.values() for name in chosen)
+    return Direct(tuple(settings), lambda words: values[kinds.parse(words)])
 
 
 def _interpolation(words: list[str]) -> dict[str, object]:
@@ -106,12 +101,6 @@ def _profiled_steps(words: list[str]) -> dict[str, object]:
         "profile_step_start": _COUNT.parse([first]) - 1,
         "profile_step_end": _COUNT.parse([last]),
     }
-
-
-def _sharding(words: list[str]) -> dict[str, object]:
-    strategies = "no_shard", "optim", "optim_grads", "optim_grads_params"
-    kinds = Option(choices=strategies, hint="use --zero-stage")
-    return {"zero_stage": strategies.index(kinds.parse(words))}
 
 
 def _step(words: list[str]) -> dict[str, object]:
@@ -171,10 +160,6 @@ def _text(words: list[str]) -> str:
     return read_text(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
 
 
-def _words_of_file(words: list[str]) -> dict[str, object]:
-    return {"data_path": _text(words).split()}
-
-
 def _splits_of_file(words: list[str]) -> dict[str, object]:
     content = read_json(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
     found: dict[str, object] = {}
@@ -200,8 +185,14 @@ def _weighted_paths() -> dict[str, Direct]:
 
 _STEPS = Direct(("profile_step_start", "profile_step_end"), _profiled_steps)
 DIRECT: Mapping[str, Direct] = {
-    "--attention-head-type": Direct(("num_key_value_heads",), _head_type),
-    "--glu-activation": Direct(("swiglu", "geglu", "exact_gelu"), _gated_activation),
+    "--attention-head-type": _choice(
+        "use --num-query-groups", {"multihead": {}, "multiquery": {"num_key_value_heads": 1}}
+    ),
+    "--glu-activation": _choice(
+        "they are the only gated activations",
+        # BigScience's GeGLU has the exact GELU.
+        {"swiglu": {"swiglu": True}, "geglu": {"geglu": True, "exact_gelu": True}},
+    ),
     "--rotary-seq-len-interpolation-factor": Direct(
         ("rope_scaling", "rope_scaling_factor"), _interpolation
     ),
@@ -210,11 +201,17 @@ DIRECT: Mapping[str, Direct] = {
     "--moe-layer-recompute": Direct(
         ("recompute_granularity", "recompute_modules"), _recomputed_experts
     ),
-    "--data-parallel-sharding-strategy": Direct(("zero_stage",), _sharding),
+    "--data-parallel-sharding-strategy": _choice(
+        "use --zero-stage",
+        {
+            name: {"zero_stage": stage}
+            for stage, name in enumerate("no_shard optim optim_grads optim_grads_params".split())
+        },
+    ),
     "--ckpt-step": Direct(("load_tag",), _step),
     "--distributed-timeout": Direct(("distributed_timeout_minutes",), _timeout),
     **_weighted_paths(),
-    "--data-args-path": Direct(("data_path",), _words_of_file),
+    "--data-args-path": Direct(("data_path",), lambda words: {"data_path": _text(words).split()}),
     "--per-split-data-args-path": Direct(
         ("train_data_path", "valid_data_path", "test_data_path"), _splits_of_file
     ),

@@ -6,7 +6,6 @@ a killed search resumes as if it had not been interrupted.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import operator
@@ -93,8 +92,11 @@ def find_search(name: str) -> str:
     Raises ConfigError if its library is missing or has an incompatible version.
     """
     try:
-        for module in ("optuna",) if name == "optuna" else ("deephyper.hpo", "sklearn"):
-            importlib.import_module(module)
+        if name == "optuna":
+            import optuna  # noqa: F401
+        else:
+            import deephyper.hpo  # noqa: F401
+            import sklearn  # noqa: F401
         return "optuna" if name == "optuna" else "deephyper"
     except ImportError as error:
         if name == "auto":
