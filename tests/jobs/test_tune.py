@@ -413,7 +413,7 @@ def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         and found.place.parallel == 12
         and found.machine.processes_per_node == 8
     )
-    assert found.cluster is not None and found.cluster.name == "frontier" and found.prior
+    assert found.machine.cluster and found.machine.cluster.name == "frontier" and found.prior
     # Without one and without --nodes: the largest number of nodes in the space.
     dry = tune.build_parser().parse_args(
         ["--space", "paper-175b", "--launcher", "slurm", "--dry-run"]
