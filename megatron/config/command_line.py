@@ -194,7 +194,14 @@ def parse_args(
     if (cluster := os.environ.get("MEGATRON_CLUSTER", "").strip()) not in ("", "none"):
         settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
     _give_flags(settings, scanned.flags, checkpoint)
-    _give_launch(settings, world_size, printing)
+    given = settings.given.get("world_size")
+    if world_size is not None and not (printing and given is not None):
+        if given not in (None, world_size):
+            settings.problems.append(
+                f"--world-size {given} ({settings.origins['world_size']}) contradicts the launcher, "
+                f"which started {world_size} processes: remove it; it is for --print-config"
+            )
+        settings.give("world_size", world_size, "launcher")
     complete = not printing or "--complete" in scanned.flags
     config = finish(settings, run=complete, export=export)
     if printing:
@@ -227,19 +234,6 @@ def read_settings(
     settings = Settings(problems=scanned.problems, pieces=pieces)
     _give_flags(settings, scanned.flags, checkpoint)
     return settings
-
-
-def _give_launch(settings: Settings, world_size: int | None, printing: bool) -> None:
-    name = "world_size"
-    given = settings.given.get(name)
-    if world_size is None or (printing and given is not None):
-        return
-    if given not in (None, world_size):
-        settings.problems.append(
-            f"--world-size {given} ({settings.origins[name]}) contradicts the launcher, which "
-            f"started {world_size} processes: remove it; it is for --print-config"
-        )
-    settings.give(name, world_size, "launcher")
 
 
 def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | None) -> None:
@@ -359,12 +353,14 @@ def _flags_of_file(
             continue
         scanned = scan([option.flags[0] if option and option.flags else f"--{key}"])
         spelling = next(iter(scanned.flags), "")
+        setting = flag_table()[spelling].option if spelling else None
+        names_code = spelling == "--pieces" or (setting is not None and setting.names_code)
         problems = scanned.problems if spelling or scanned.problems else ["it names no flag"]
         if spelling in flags:
             problems = [f"{spelling} is given twice: remove one"]
         elif spelling in OWN_FLAGS - {"--preset", "--pieces"}:
             problems = [f"{spelling} is for the command line only: remove it"]
-        elif _names_code(spelling) and given.keys().isdisjoint(("--trust-config", spelling)):
+        elif names_code and given.keys().isdisjoint(("--trust-config", spelling)):
             problems = [
                 f"{' '.join([spelling, *values])} names code, which a file may not: give it on the "
                 "command line, or --trust-config if you trust whoever wrote the file"
@@ -380,11 +376,6 @@ def _flags_of_file(
             f"{', '.join(left_out)}. Give on the command line what this start is to do, too"
         )
     return flags, origins, defaults
-
-
-def _names_code(spelling: str) -> bool:
-    option = flag_table()[spelling].option if spelling else None
-    return spelling == "--pieces" or (option is not None and option.names_code)
 
 
 def _values_of(chosen: Mapping[str, Chosen]) -> dict[str, object]:
@@ -419,19 +410,18 @@ def _chosen_values(
         if spelling in OWN_SWITCHES and words:
             settings.problems.append(f"{written}: {spelling} takes no value")
         for name, value in _values(settings, spelling, flag, words, origin).items():
+            choice = Chosen(written, value, origin)
             if flag.weak:
-                weak[name] = Chosen(written, value, origin)
-            elif name in chosen and chosen[name].value != value:
-                both = chosen[name], Chosen(written, value, origin)
-                if (winner := _winner(*both)) is None:
-                    said = f"{both[0].written} and {written} contradict each other: choose one"
-                    settings.mark_bad(name, said, origin)
-                else:
-                    chosen[name] = winner
-                    loser = both[both[0] is winner]
-                    settings.notices.append(f"{winner.written} overrides {loser.written}")
+                weak[name] = choice
+            elif name not in chosen or chosen[name].value == value:
+                chosen[name] = choice
+            elif (winner := _winner(chosen[name], choice)) is None:
+                both = f"{chosen[name].written} and {written} contradict each other: choose one"
+                settings.mark_bad(name, both, origin)
             else:
-                chosen[name] = Chosen(written, value, origin)
+                loser = chosen[name] if winner is choice else choice
+                chosen[name] = winner
+                settings.notices.append(f"{winner.written} overrides {loser.written}")
         if flag.option is not None:
             for key in (spelling, *(word.lower() for word in words)):
                 for name, value in flag.option.implies.get(key, {}).items():

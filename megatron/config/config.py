@@ -274,8 +274,7 @@ def resolve(settings: Settings) -> None:
     _tokenizer(settings)
     _model(settings)
     _parallel(settings)
-    _batch(settings)
-    _learning_rate(settings)
+    _steps(settings)
     _rest(settings)
     _context(settings)
 
@@ -438,7 +437,7 @@ def _chunks(s: Settings) -> None:
             s.derive(origin, chunks, "derived from num-layers-per-virtual-pipeline-stage")
 
 
-def _batch(s: Settings) -> None:
+def _steps(s: Settings) -> None:
     v = s.values
     if s.usable("step_batch_size_schedule"):
         with contextlib.suppress(ValueError):  # which is a problem of its own
@@ -456,17 +455,12 @@ def _batch(s: Settings) -> None:
         )
         length = 1 + (v[f"lr_warmup_{unit}"] or 0) + (v[f"lr_wsd_decay_{unit}"] or 0)
         s.derive(f"train_{unit}", length, _STAND_IN_ORIGIN)
-
-
-def _learning_rate(s: Settings) -> None:
-    v = s.values
+    style = all_options()["lr_decay_style"]
     if v["lr_schedule"] is not None:
-        style = all_options()["lr_decay_style"]
         if style.name in s.given and v[style.name] != style.default:
             both = f"--lr-schedule and {style.written(v[style.name])}"
             s.problems.append(f"{both} contradict each other: choose one")
-        return
-    if s.is_unset("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
+    elif s.is_unset("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
         for unit in ("iters", "samples", "tokens"):
             if s.usable(f"train_{unit}"):
                 s.derive(f"lr_decay_{unit}", v[f"train_{unit}"], f"derived from train-{unit}")
