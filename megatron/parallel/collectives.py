@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.errors import LaunchError
@@ -52,7 +53,7 @@ def start(
     group: Group,
     size_bytes: int,
     function: Callable[..., Any],
-    x: torch.Tensor,
+    x: Tensor,
     *args: Any,
     **kwargs: Any,
 ) -> Started:
@@ -66,7 +67,7 @@ def start(
 
 
 def all_reduce_async(
-    x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Started:
     """Sum `x` over the group in place; call wait() on the result before reading `x`."""
     if group.size == 1:
@@ -74,9 +75,7 @@ def all_reduce_async(
     return start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
 
 
-def all_reduce(
-    x: torch.Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> torch.Tensor:
+def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Sum (or `op`) `x` over the group in place and return it."""
     if group.size > 1:
         group.flight.enter(b"all_reduce", group.kind, x.nbytes, x.is_cpu)
@@ -85,7 +84,7 @@ def all_reduce(
     return x
 
 
-def gather_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Started]:
+def gather_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started]:
     """Concatenate the shards [n, ...] of all ranks along dimension 0.
 
     Returns [n * size, ...] and the work handle.
@@ -96,14 +95,14 @@ def gather_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Sta
     return whole, start(b"all_gather", group, whole.nbytes, _all_gather, whole, x.contiguous())
 
 
-def gather_first(x: torch.Tensor, group: Group) -> torch.Tensor:
+def gather_first(x: Tensor, group: Group) -> Tensor:
     """Concatenate the shards [n, ...] of all ranks along dimension 0: [n * size, ...]."""
     whole, work = gather_first_async(x, group)
     work.wait()
     return whole
 
 
-def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Started]:
+def reduce_scatter_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started]:
     """Sum [n, ...] over the ranks and keep this rank's part of dimension 0.
 
     Returns [n / size, ...] and the work handle.
@@ -114,7 +113,7 @@ def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Ten
     return part, reduce_scatter_into_async(part, x, group)
 
 
-def reduce_scatter_into_async(part: torch.Tensor, x: torch.Tensor, group: Group) -> Started:
+def reduce_scatter_into_async(part: Tensor, x: Tensor, group: Group) -> Started:
     """Sum `x` [n, ...] over the ranks into `part` [n / size, ...], this rank's part of dimension 0.
 
     For a group of more than one; `part` is contiguous. Returns the work handle.
@@ -122,7 +121,7 @@ def reduce_scatter_into_async(part: torch.Tensor, x: torch.Tensor, group: Group)
     return start(b"reduce_scatter", group, x.nbytes, _reduce_scatter, part, x.contiguous())
 
 
-def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:
+def reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
     """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: [n / size, ...]."""
     part, work = reduce_scatter_first_async(x, group)
     work.wait()
@@ -130,8 +129,8 @@ def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_to_all_async(
-    x: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
-) -> tuple[torch.Tensor, Started]:
+    x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
+) -> tuple[Tensor, Started]:
     """Send `sent[r]` rows of x [n, ...], one part after another, to each rank r of the group.
 
     Returns the `received[r]` rows of each rank, and the work handle. Nothing is padded.
@@ -140,21 +139,19 @@ def all_to_all_async(
         return x, DONE
     found = x.new_empty((sum(received), *x.shape[1:]))
     size = (len(x) - sent[group.rank]) * x[:1].nbytes
-    splits = list(received), list(sent)
-    every = dist.all_to_all_single
-    return found, start(b"all_to_all", group, size, every, found, x.contiguous(), *splits)
+    counts = list(received), list(sent)
+    send = dist.all_to_all_single
+    return found, start(b"all_to_all", group, size, send, found, x.contiguous(), *counts)
 
 
-def all_to_all(
-    x: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
-) -> torch.Tensor:
+def all_to_all(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """Send rows of x to each rank of the group and return theirs, see all_to_all_async."""
     found, work = all_to_all_async(x, group, sent, received)
     work.wait()
     return found
 
 
-def split_first(x: torch.Tensor, group: Group) -> torch.Tensor:
+def split_first(x: Tensor, group: Group) -> Tensor:
     """Return this rank's part of dimension 0: [n / size, ...], a view."""
     return x if group.size == 1 else x.chunk(group.size, dim=0)[group.rank]
 
@@ -193,7 +190,7 @@ def broadcast_object(value: T, group: Group, source: int = 0) -> T:
 # -- messages ------------------------------------------------------------------------------------
 
 
-def post(call: bytes, x: torch.Tensor, group: Group, peer: int) -> dist.Work:
+def post(call: bytes, x: Tensor, group: Group, peer: int) -> dist.Work:
     """Post a message of x, b"send" to the global rank `peer` or b"receive" from it.
 
     Returns torch's work handle. The caller records it, and posts the messages of a pair in the same
@@ -246,8 +243,12 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
     for group in groups:
         sys.audit("megatron.parallel.group", group.kind)
         add(group)
-    pairs = [pair for some in neighbours(line.size) for pair in some if line.rank in pair]
-    pairs = [pair for pair in pairs if ring or pair[0] < pair[1]]
+    pairs = [
+        pair
+        for alongside in neighbours(line.size)
+        for pair in alongside
+        if line.rank in pair and (ring or pair[0] < pair[1])
+    ]
 
     def exchange(name: bytes, peer: int) -> None:
         x = torch.full((1,), float(topology.rank if name == b"send" else -1), device=device)
@@ -266,7 +267,7 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
 def _use(
     name: bytes,
     group: Group,
-    x: torch.Tensor,
+    x: Tensor,
     call: Callable[[], object],
     right: Sequence[int],
     peer: int = -1,
@@ -291,7 +292,7 @@ def _use(
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
         ctx.group = group if sequence_parallel else None
         ctx.partial_gradient = True  # for engine/gradients.py: the ranks' inputs differ
         if sequence_parallel:
@@ -300,13 +301,11 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient if ctx.group is None else gather_first(gradient, ctx.group), None, None
 
 
-def reduce_from_tensor_region(
-    x: torch.Tensor, group: Group, sequence_parallel: bool = False
-) -> torch.Tensor:
+def reduce_from_tensor_region(x: Tensor, group: Group, sequence_parallel: bool = False) -> Tensor:
     """Sum the partial results [s, b, h] of the tensor ranks, with gradients.
 
     Returns [s, b, h] on every rank, or with sequence parallelism this rank's [s/tp, b, h]. Backward

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
+from torch import Tensor
 
+from megatron.parallel.collectives import Started
 from megatron.parallel.gradient_accumulator import deliver, sink_of
 
 
@@ -35,38 +36,37 @@ class WeightGradients:
 
     def add_product(
         self,
-        weights: torch.Tensor | tuple[torch.Tensor, ...],
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        gathered: Any = None,
+        weights: Tensor | tuple[Tensor, ...],
+        dy: Tensor,
+        x: Tensor,
+        gathered: Started | None = None,
     ) -> None:
         """Defer the gradient dy^T x of a weight, or of some: dy [.., out], x [.., in].
 
         gathered  the message of dy or x, which is waited for first
         """
-        weights = (weights,) if isinstance(weights, torch.Tensor) else weights
+        weights = (weights,) if isinstance(weights, Tensor) else weights
         # not x itself: a deferred gradient must not keep the graph
         self.add(partial(_deferred, weights, dy, x.detach(), gathered))
 
     def take(self) -> list[Callable[[], None]]:
         """Stop deferring and return what was deferred, in order."""
-        waiting, self._waiting, self.deferring = self._waiting, [], False
+        waiting = self._waiting
+        self._waiting = []
+        self.deferring = False
         return waiting
 
 
-def weight_gradients(
-    weights: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor
-) -> list[torch.Tensor | None]:
+def weight_gradients(weights: tuple[Tensor, ...], dy: Tensor, x: Tensor) -> list[Tensor | None]:
     """Compute dW [out, in], the sum over tokens of dy [.., out] times x [.., in], for each weight.
 
     The rows of the weights, one below the other, are those of dW. It has the weight's shape; None
     if the weight has a sink, to which it was added.
     """
-    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-    parts: Sequence[torch.Tensor] = (dy,)
-    if len(weights) > 1:
-        parts = dy.split([weight.numel() // weight.shape[-1] for weight in weights], dim=1)
-    gradients = list[torch.Tensor | None]()
+    x = x.flatten(0, -2)
+    rows = [weight.numel() // weight.shape[-1] for weight in weights]
+    parts = dy.flatten(0, -2).split(rows, dim=1)
+    gradients = list[Tensor | None]()
     for weight, part in zip(weights, parts, strict=True):
         sink = sink_of(weight)
         if sink is None:
@@ -79,7 +79,10 @@ def weight_gradients(
 
 @torch.no_grad()
 def _deferred(
-    weights: tuple[torch.Tensor, ...], dy: torch.Tensor, x: torch.Tensor, gathered: Any
+    weights: tuple[Tensor, ...],
+    dy: Tensor,
+    x: Tensor,
+    gathered: Started | None,
 ) -> None:
     if gathered is not None:
         gathered.wait()

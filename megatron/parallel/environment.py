@@ -29,16 +29,16 @@ class Setting(NamedTuple):
     """A variable of a job on GPUs.
 
     name, others  the variable, under the name that every supported torch reads, and its other names
-    builds        builds of torch for which it is set: "cuda", "rocm"
     value         its value for a job; None where that job does not need it
     reason        why it is set, for the log
+    builds        builds of torch for which it is set
     """
 
     name: str
-    builds: tuple[str, ...]
     value: Callable[[Config], str | None]
     reason: str
     others: tuple[str, ...] = ()
+    builds: tuple[str, ...] = ("cuda", "rocm")
 
 
 def _trace_prefix(config: Config) -> str | None:
@@ -59,15 +59,14 @@ def _overlaps_products(config: Config) -> str | None:
 SETTINGS = (
     Setting(
         "GPU_MAX_HW_QUEUES",
-        _ROCM,
         lambda config: "8",
         "HIP maps the streams of each priority onto 4 queues, in which one stream waits for "
         "another: with 8 the seven communicators of a rank (world, tensor, data, model, embedding, "
         "two neighbours) have one each",
+        builds=_ROCM,
     ),
     Setting(
         "TORCH_NCCL_HIGH_PRIORITY",
-        _CUDA + _ROCM,
         lambda config: "1",
         "a message that is ready starts before products that are; on ROCm streams of high priority "
         "have separate queues, so that a receive which is posted early does not spin in front "
@@ -75,15 +74,14 @@ SETTINGS = (
     ),
     Setting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
-        _CUDA,
         _overlaps_products,
         "kernels start in the order in which they are launched, so that a tensor-parallel message "
         "gets its multiprocessors before the product beside it; Blackwell does not need it, ROCm "
         "does not read it",
+        builds=_CUDA,
     ),
     Setting(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        _CUDA + _ROCM,
         lambda c: "0" if c.training.hang_timeout else "3",
         "--hang-timeout tells which rank hangs and requeues the job; torch's own threads would end "
         "the process by SIGABRT before that (3: without --hang-timeout they do)",
@@ -91,46 +89,42 @@ SETTINGS = (
     ),
     Setting(
         "TORCH_NCCL_ENABLE_MONITORING",
-        _CUDA + _ROCM,
         lambda c: "0" if c.training.hang_timeout else None,
         "torch's monitor would end the process by SIGABRT where --hang-timeout is longer than its "
         "own limits",
     ),
     Setting(
         "TORCH_NCCL_TRACE_BUFFER_SIZE",
-        _CUDA + _ROCM,
         lambda config: "2000",
         "torch's flight recorder keeps this many collectives, for torchfrtrace",
         ("TORCH_FR_BUFFER_SIZE",),
     ),
     Setting(
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
-        _CUDA + _ROCM,
         lambda config: "1",
         "torch writes its flight recorder where it sees a time-out first",
     ),
     Setting(
         TRACE_FILE[0],
-        _CUDA + _ROCM,
         _trace_prefix,
         "the flight recorder's files go to the run's folder",
         TRACE_FILE[1:],
     ),
     Setting(
         "CUBLAS_WORKSPACE_CONFIG",
-        _CUDA,
         lambda c: ":4096:8" if c.training.deterministic_mode else None,
         "products on several streams give the same bits each time; torch demands it for "
         "--deterministic-mode",
+        builds=_CUDA,
     ),
     # Not on ROCm: older torch and ROCm before 7 cannot, and with ROCm 7 it hangs or leaks file
     # descriptors (github.com/pytorch/pytorch/issues/192259 and pull/192814).
     Setting(
         "PYTORCH_CUDA_ALLOC_CONF",
-        _CUDA,
         lambda config: "expandable_segments:True",
         "blocks of other sizes than those that were freed leave no holes",
         ("PYTORCH_ALLOC_CONF",),
+        builds=_CUDA,
     ),
 )
 

@@ -517,10 +517,10 @@ class DeviceCalls:
         """End, on the host, the call that was entered last."""
         if self._entered is None:  # a call that is not measured, or that began before this meter
             return
-        (call, entered), left = self._entered, self.mark()
+        measured = *self._entered, self.mark()
         self._entered = None
-        self._calls.append((call, entered, left))
-        self.add(call, entered, left)
+        self._calls.append(measured)
+        self.add(*measured)
         while self._calls and self._calls[0][2].query():
             self._calls.popleft()
 

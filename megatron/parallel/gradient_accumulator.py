@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _BLOCK = 1 << 20  # elements on a CPU: 2 MiB in 16 bit
@@ -41,7 +42,7 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.equal(total, 64.0 * torch.outer(a[0].float(), b[0].float()) + small)
 
 
-def add_in_fp32(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, keep: float) -> None:
+def add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, keep: float) -> None:
     """Set the fp32 matrix `total` to keep * total + dy^T x, for dy and x in 16 bits."""
     torch.addmm(total, dy.t(), x, out_dtype=torch.float32, beta=keep, out=total)
 
@@ -79,21 +80,24 @@ class GradientSink:
     def __init__(
         self,
         parameter: torch.nn.Parameter,
-        total: torch.Tensor,
+        total: Tensor,
         added: Callable[[torch.nn.Parameter], None] | None = None,
         direct: bool = True,
     ) -> None:
         assert total.dtype in (torch.float32, torch.bfloat16) and total.shape == parameter.shape, (
             "a sum is in fp32 or bf16, and in the weight's shape"
         )
-        self.parameter, self._total, self.added, self.direct = parameter, total, added, direct
+        self.parameter = parameter
+        self._total = total
+        self.added = added
+        self.direct = direct
         self.in_fp32 = total.dtype == torch.float32
         self.before_use: Callable[[], None] | None = None
         self.fresh = True
         self.widens = False  # whether torch adds products in 16 bits to the sum: not known yet
 
     @property
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         """Return the tensor of the sum."""
         if self.before_use is not None:
             self.before_use()
@@ -103,14 +107,14 @@ class GradientSink:
         """Discard the sum: the next contribution begins a new one."""
         self.fresh = True
 
-    def complete(self) -> torch.Tensor:
+    def complete(self) -> Tensor:
         """Return the sum; zeros where nothing was contributed."""
         if self.fresh:
             self.total.zero_()
             self.fresh = False
         return self.total
 
-    def add(self, gradient: torch.Tensor) -> None:
+    def add(self, gradient: Tensor) -> None:
         """Add a gradient in the parameter's shape, in any floating format, without autograd."""
         if self.fresh:
             self.total.copy_(gradient)
@@ -120,8 +124,8 @@ class GradientSink:
 
     def add_product(
         self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
+        dy: Tensor,
+        x: Tensor,
         last: bool = True,
         counts: Sequence[int] | None = None,
     ) -> None:
@@ -142,7 +146,7 @@ class GradientSink:
         if last:
             self.done()
 
-    def _add_one(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    def _add_one(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
         keep = 0.0 if self.fresh else 1.0
         if dy.dtype == total.dtype:
             torch.addmm(total, dy.t(), x, beta=keep, out=total)
@@ -152,7 +156,7 @@ class GradientSink:
         else:
             self._add_by_rows(total, dy, x)
 
-    def _add_by_rows(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    def _add_by_rows(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
         """Add through a buffer, in blocks of rows of the weight."""
         rows = rows_at_once(dy.device.type, len(total), total.shape[1], dy.element_size())
         product = dy.new_empty(rows, total.shape[1])
@@ -173,11 +177,11 @@ class GradientSink:
             self.added(self.parameter)
 
 
-def _any_sink(parameter: torch.Tensor) -> GradientSink | None:
+def _any_sink(parameter: Tensor) -> GradientSink | None:
     return getattr(parameter, "gradient_sink", None)
 
 
-def sink_of(parameter: torch.Tensor) -> GradientSink | None:
+def sink_of(parameter: Tensor) -> GradientSink | None:
     """Return the sink to which a layer adds; None where it leaves its gradient to autograd.
 
     A parameter that was frozen after it got a sink has none: autograd drops its gradient.
@@ -186,7 +190,7 @@ def sink_of(parameter: torch.Tensor) -> GradientSink | None:
     return found if found is not None and found.direct and parameter.requires_grad else None
 
 
-def gradient_output(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+def gradient_output(parameter: Tensor | None) -> tuple[Tensor | None, bool]:
     """Return where a kernel writes the fp32 gradient of a parameter, and whether it adds it there.
 
     It is the parameter's sum where that is in fp32; `gradient_written` follows. Without a parameter
@@ -201,9 +205,7 @@ def gradient_output(parameter: torch.Tensor | None) -> tuple[torch.Tensor | None
     return sink.total, not sink.fresh
 
 
-def gradient_written(
-    parameter: torch.Tensor | None, gradient: torch.Tensor | None
-) -> torch.Tensor | None:
+def gradient_written(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     """Complete the contribution of `gradient_output`: return the gradient where autograd adds it."""
     if parameter is None or gradient is None:
         return None
@@ -219,18 +221,18 @@ def gradient_written(
 
 class _Wide(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+    def forward(ctx: Any, parameter: Tensor, sink: GradientSink) -> Tensor:
         ctx.sink = sink
         return parameter.detach().float()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         ctx.sink.add(gradient)
         return None, None
 
 
-def wide(parameter: torch.Tensor) -> torch.Tensor:
+def wide(parameter: Tensor) -> Tensor:
     """Return an fp16 parameter with a sink in fp32, so that its gradient is not rounded.
 
     Others are returned unchanged. For vectors whose gradient is a sum over tokens: with sequence
@@ -242,12 +244,12 @@ def wide(parameter: torch.Tensor) -> torch.Tensor:
     found = _any_sink(parameter)
     if found is None:
         return parameter
-    wider: torch.Tensor = _Wide.apply(parameter, found)  # type: ignore[no-untyped-call]
+    wider: Tensor = _Wide.apply(parameter, found)  # type: ignore[no-untyped-call]
     return wider
 
 
 @torch.no_grad()
-def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def deliver(parameter: Tensor, gradient: Tensor) -> None:
     """Add a gradient outside of a backward pass, where no hook would see `.grad`.
 
     It is added to the sink, otherwise to `.grad`; a parameter that was frozen meanwhile gets nothing.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
 """Increment of SplitMix64."""
@@ -74,9 +75,9 @@ class Place(NamedTuple):
     inner: int = 0
     positions: int = 0
     of_sample: int = 0
-    samples: torch.Tensor | None = None
+    samples: Tensor | None = None
 
-    def after(self, rows: torch.Tensor) -> torch.Tensor:
+    def after(self, rows: Tensor) -> Tensor:
         """Return the numbers of the rows that come so many rows after the first one."""
         numbers = rows + self.start
         return numbers if self.samples is None else numbers + self.samples * self.of_sample
@@ -98,13 +99,13 @@ class DropoutKey:
 
     seed: int
     sample: int
-    samples: torch.Tensor | None = None
+    samples: Tensor | None = None
 
     def at(self, layer: int, site: Site) -> int:
         """Return the seed of the masks of one site."""
         return mix(self.seed, layer, int(site))
 
-    def hidden(self, x: torch.Tensor, rank: int = 0, ranks: int = 1) -> Place:
+    def hidden(self, x: Tensor, rank: int = 0, ranks: int = 1) -> Place:
         """Return the place of x [s, b, h], part `rank` of `ranks` of the sequence, as one head."""
         rows, samples = x.shape[:2]
         positions = rows * ranks
@@ -121,9 +122,7 @@ class DropoutKey:
         return Place(start, heads * positions, of_sample, 1, positions, of_sample, self.samples)
 
 
-def dropout_mask(
-    like: torch.Tensor, probability: float, seed: int, place: Place = WHOLE
-) -> torch.Tensor:
+def dropout_mask(like: Tensor, probability: float, seed: int, place: Place = WHOLE) -> Tensor:
     """Return a boolean mask of `like`'s shape, True with 1 - probability.
 
     In each head of each sample it is a part of a separate mask.
@@ -134,7 +133,7 @@ def dropout_mask(
     )
 
 
-def placed_noise(like: torch.Tensor, most: float, seed: int, place: Place) -> torch.Tensor:
+def placed_noise(like: Tensor, most: float, seed: int, place: Place) -> Tensor:
     """Return numbers of U(1 - most, 1 + most) in `like`'s shape and type, a part of each sample's."""
     noise = torch.empty_like(like, memory_format=torch.contiguous_format)
     return _draw(
@@ -146,11 +145,11 @@ def placed_noise(like: torch.Tensor, most: float, seed: int, place: Place) -> to
 
 
 def _draw(
-    out: torch.Tensor,
+    out: Tensor,
     seed: int,
     place: Place,
-    fill: Callable[[torch.Tensor, torch.Generator], object],
-) -> torch.Tensor:
+    fill: Callable[[Tensor, torch.Generator], object],
+) -> Tensor:
     """Fill `out` by a generator for each head of each sample, and return it."""
     if out.is_meta:  # without data nothing is drawn
         return out

@@ -29,6 +29,12 @@ class Line(NamedTuple):
     size: int
 
 
+def line_of(rank: int, stride: int, size: int) -> range:
+    """Return the ranks, that one included, of its line of `size` ranks, `stride` apart."""
+    first = rank - rank // stride % size * stride
+    return range(first, first + size * stride, stride)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes that a job chooses for its layout; the fields are named as the settings.
@@ -249,9 +255,7 @@ class Layout:
         if kind == "embedding":
             stages = self.ranks("pipeline", rank)
             return stages[0], stages[-1]
-        _, stride, size = self.lines[kind]
-        first = rank - rank // stride % size * stride
-        return range(first, first + size * stride, stride)
+        return line_of(rank, *self.lines[kind][1:])
 
 
 KINDS = (*Layout().lines, "model", "embedding")

@@ -68,7 +68,8 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for others at t
 # demand, it waits forever for a rank that died before the first message: the launcher has to end
 # the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
-_ROLL, _INQUIRY = "roll", "inquiry"  # kinds of calls
+_ROLL = "roll"  # a call of all ranks
+_INQUIRY = "inquiry"  # a call of a watchdog
 _NOBODY = -1  # instead of a rank that reported why it failed
 _OPEN = (
     "any process that connects to the ranks' store can guess its keys and end this job: export "

@@ -93,7 +93,8 @@ class Sharding:
 
         A vector has outputs only. The features of a table are its inputs.
         """
-        shape, base = self.global_shape, self.base_shape or self.global_shape
+        shape = self.global_shape
+        base = self.base_shape or shape
         if self.kind == "vector":
             return math.prod(shape) / math.prod(base), 1.0
         return math.prod(shape[:-1]) / math.prod(base[:-1]), shape[-1] / base[-1]
@@ -131,7 +132,8 @@ def shard(
     >>> shard("e", (10, 4), 0, 1, 2, padded=16).extent
     (2, 4)
     """
-    offset, extent = [0] * len(global_shape), list(global_shape)
+    offset = [0] * len(global_shape)
+    extent = list(global_shape)
     shape = list(global_shape)
     if dim is not None:
         total = padded or global_shape[dim]

@@ -204,17 +204,15 @@ class Cluster:
 
     def with_bandwidths(self, factor: float) -> Cluster:
         """Return the machine with the bandwidths of its links, cards and hosts multiplied."""
-        memory = self.host_memory_gb_per_s
-        link = self.host_link_gb_per_s
+        names = "host_memory_gb_per_s", "host_link_gb_per_s", "nic_gb_per_s"
+        known = {name: getattr(self, name) for name in names}
         return dataclasses.replace(
             self,
-            host_memory_gb_per_s=memory and factor * memory,
-            host_link_gb_per_s=link and factor * link,
             links={pair: factor * width for pair, width in self.links.items()},
-            nic_gb_per_s=factor * self.nic_gb_per_s,
             collective_gb_per_s={
                 groups: factor * rate for groups, rate in self.collective_gb_per_s.items()
             },
+            **{name: factor * value for name, value in known.items() if value},
         )
 
     @property

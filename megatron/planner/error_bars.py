@@ -67,10 +67,8 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
         for n, (basis, by) in ends.items()
     ]
     effects.sort(key=lambda effect: -abs(effect.fast - effect.slow))
-    here, *extremes = (
-        moved({}),
-        *(moved({name: by[end] for name, (_, by) in ends.items()}) for end in (0, 1)),
-    )
+    here = moved({})
+    extremes = [moved({name: by[end] for name, (_, by) in ends.items()}) for end in (0, 1)]
     likely = math.hypot(*((effect.fast - effect.slow) / 2 for effect in effects))
     return Spread(here, min(here, *extremes), max(here, *extremes), likely, tuple(effects))
 

@@ -216,9 +216,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
         device_orders = (given.device_order,)
     rank_orders = [given.rank_order] if given.rank_order else RANK_ORDERS
     places = (
-        Placement(cluster, layout_of(config, order, devices), own)
-        for order in rank_orders
-        for own in device_orders
+        place_with(config, cluster, order, own) for order in rank_orders for own in device_orders
     )
     sent: dict[int, StepMessages] = {}  # by the experts' ranks on a node, which the order decides
 
@@ -233,8 +231,8 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
 
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
     """Return the placement with Megatron's rank order, and device i for local rank i."""
-    devices = _devices_used(config, cluster)
-    return Placement(cluster, layout_of(config, DEFAULT_ORDER, devices), tuple(range(devices)))
+    devices = range(_devices_used(config, cluster))
+    return place_with(config, cluster, DEFAULT_ORDER, tuple(devices))
 
 
 def place_with(

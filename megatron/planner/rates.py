@@ -35,6 +35,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from megatron.errors import ConfigError
+from megatron.kernels.work import Attention
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import Figure, Used
 
@@ -54,11 +55,8 @@ class Rates:
     def __init__(self, cluster: Cluster, dtype: str) -> None:
         self._figures = cluster.figures
         self._dtype = dtype
-        for name in (
-            f"products.{dtype}",
-            f"attention.{dtype}.forward",
-            f"attention.{dtype}.backward",
-        ):
+        attention = f"attention.{dtype}"
+        for name in (f"products.{dtype}", f"{attention}.forward", f"{attention}.backward"):
             if name not in self._figures:
                 raise ConfigError(
                     f"{cluster.path or cluster.name}: compute.{name} and device.peak_tflops."
@@ -85,36 +83,18 @@ class Rates:
         """Time `batch` products [m, k] x [k, n] in one kernel."""
         return max(self._kernel_s, batch * self._product_law.seconds(m, n, k))
 
-    def attention_s(
-        self,
-        batch: int,
-        heads: int,
-        seq: int,
-        head_dim: int,
-        backward: bool,
-        keys: int | None = None,
-    ) -> float:
-        """Time one pass of causal flash attention over [batch, seq, heads, head_dim].
-
-        keys  of a sliding window; None: there is none
-        """
-        figure = self._take(f"attention.{self._dtype}.{'backward' if backward else 'forward'}")
+    def attention_s(self, work: Attention) -> float:
+        """Time one pass of causal flash attention over [batch, seq, heads, head_dim]."""
+        figure = self._take(f"attention.{self._dtype}.{'backward' if work.backward else 'forward'}")
         heads_known, lines = _attention_lines(figure, self._peak)
-        rate = np.interp(
-            math.log(head_dim),
-            heads_known,
-            [1.0 / line.inverse(as_long_as(seq, keys)) for line in lines],
-        )
-        operations = 4.0 * batch * heads * causal_pairs(seq, keys) * head_dim
-        if backward:
-            operations *= BACKWARD_OPERATIONS
-        return max(self._kernel_s, operations / float(rate))
+        rates = [1.0 / line.inverse(as_long_as(work.seq, work.keys)) for line in lines]
+        rate = np.interp(math.log(work.head_dim), heads_known, rates)
+        return max(self._kernel_s, attention_operations(work) / float(rate))
 
     def memory_s(self, n_bytes: float, kernels: int = 1, kind: str = "copy") -> float:
         """Time kernels that read and write `n_bytes` in all; `kind` is the WORK of compute.py."""
-        figure = self._take(
-            f"memory.{kind}" if f"memory.{kind}" in self._figures else "memory.copy"
-        )
+        name = f"memory.{kind}"
+        figure = self._take(name if name in self._figures else "memory.copy")
         sizes, rates = zip(*sorted(figure.points), strict=True)
         rate = np.interp(math.log(max(1.0, n_bytes / max(1, kernels))), np.log(sizes), rates)
         return kernels * self._kernel_s + n_bytes / (float(rate) * 1e9)
@@ -137,6 +117,12 @@ def causal_pairs(seq: int, keys: int | None) -> float:
     """
     keys = keys or seq
     return seq * keys - keys * keys / 2
+
+
+def attention_operations(work: Attention) -> float:
+    """Return the operations of a pass, counted for the pairs that a query sees."""
+    operations = 4.0 * work.batch * work.heads * causal_pairs(work.seq, work.keys) * work.head_dim
+    return operations * (BACKWARD_OPERATIONS if work.backward else 1.0)
 
 
 def as_long_as(seq: int, keys: int | None) -> int:
@@ -194,9 +180,9 @@ def _monotone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
     The sizes in the result are distinct.
     """
     blocks: list[tuple[float, float, float]] = []  # sum of log sizes, sum of log rates, count
-    last_size = None
+    last_size = -1.0
     for size, rate in points:
-        same = last_size is not None and size <= last_size * (1 + 1e-9)
+        same = size <= last_size * (1 + 1e-9)
         last_size = size
         block = (math.log(size), math.log(rate), 1.0)
         while blocks and (same or blocks[-1][1] / blocks[-1][2] > block[1] / block[2]):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
@@ -83,6 +84,7 @@ class _Recorder(Follower):
         super().__init__()
         self.names: dict[torch.nn.Module, str] = {}
         self.calls: list[Calls] | None = None
+        self.last: Pass
         self._steps: list[Step] | None = None
         self._labels: list[str] = []
         self._label = ""
@@ -93,15 +95,14 @@ class _Recorder(Follower):
         self._counted = self._recomputed = self._sent = 0
 
     @contextlib.contextmanager
-    def recorded(self, category: str) -> Iterator[list[Pass]]:
-        """Record a pass, and append it at the end. category: of the memory allocated in it."""
-        found: list[Pass] = []
+    def recorded(self, category: str) -> Iterator[None]:
+        """Record a pass, in `last` at the end. category: of the memory allocated in it."""
         self._steps = []
         self._labels = []
         self.category = category
         self._label = ""
-        yield found
-        found.append(Pass(tuple(self._steps), tuple(self._labels)))
+        yield
+        self.last = Pass(tuple(self._steps), tuple(self._labels))
         self._steps = None
 
     def begin(self) -> None:
@@ -171,15 +172,16 @@ class _Recorder(Follower):
         if self._counted and self.calls is None:
             return out
         work = _rule(func)(args, kwargs, out)
-        if work is not None and not self._counted:
-            self._computed(work)
-        if work is not None and self.calls is not None:
-            self.calls[-1][1].append((func, args, kwargs))
+        if work is not None:
+            if not self._counted:
+                self._computed(work)
+            if self.calls is not None:
+                self.calls[-1][1].append((func, args, kwargs))
         return out
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def sent(self, name: str, args: Arguments, tensors: list[torch.Tensor], work: Work) -> None:
+    def sent(self, name: str, args: Arguments, tensors: list[Tensor], work: Work) -> None:
         if name == "send":  # arrives with what the rank receives in the same step of a ring
             return
         self._sent += 1
@@ -200,10 +202,10 @@ class _Recorder(Follower):
 
 # -- the work of an operator -----------------------------------------------------------------------
 
-_Rule = Callable[[Arguments, Keywords, torch.Tensor], Computation | None]
+_Rule = Callable[[Arguments, Keywords, Tensor], Computation | None]
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     """Count the bytes moved by reading or writing the tensors; repeated rows count once."""
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
 
@@ -269,11 +271,11 @@ class _Before(torch.autograd.Function):
     """Dummy previous stage: produces a chunk's input and consumes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
         return make()
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
         return None, None
 
 
@@ -281,12 +283,12 @@ class _Behind(torch.autograd.Function):
     """Dummy next stage: produces the gradient of its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.like = x.shape, x.dtype, x.device
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, _: Tensor) -> Tensor:
         shape, dtype, device = ctx.like
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -323,7 +325,7 @@ class _Piece:
         if last:
             recorder.vocabulary = self.chunk.output_weight.shape[0]
 
-    def forward(self) -> tuple[Pass, list[torch.Tensor]]:
+    def forward(self) -> tuple[Pass, list[Tensor]]:
         """Record a forward pass; return it and a list of the graph's root.
 
         The list lets `backward` free the root.
@@ -339,7 +341,7 @@ class _Piece:
         batch = MicroBatch(tokens, labels, torch.empty(size, device=device), positions, None, 0)
         shape, dtype = hidden_state(config)
         anchor = torch.empty((), requires_grad=True, device=device)
-        with self.recorder.recorded("activations") as found:
+        with self.recorder.recorded("activations"):
             hidden = None
             if not chunk.is_first:
                 made = functools.partial(torch.empty, shape, dtype=dtype, device=device)
@@ -349,25 +351,25 @@ class _Piece:
             self.hands_on = out.nbytes
             if not chunk.is_last:
                 out = _Behind.apply(out)  # type: ignore[no-untyped-call]
-        return found[0], [out]
+        return self.recorder.last, [out]
 
-    def backward(self, root: list[torch.Tensor]) -> Pass:
+    def backward(self, root: list[Tensor]) -> Pass:
         one = torch.ones_like(root[0])
-        with self.recorder.recorded("temporary") as found:
+        with self.recorder.recorded("temporary"):
             if root[0].requires_grad:  # a part may be frozen
                 root[0].backward(one)
             root.clear()
-        return found[0]
+        return self.recorder.last
 
-    def split(self, root: list[torch.Tensor]) -> tuple[Pass, Pass]:
+    def split(self, root: list[Tensor]) -> tuple[Pass, Pass]:
         """Record the two halves of a backward pass."""
         self.queue.begin()
         inputs = self.backward(root)
         waiting = self.queue.take()[::-1]
-        with self.recorder.recorded("temporary") as weights, torch.no_grad():
+        with self.recorder.recorded("temporary"), torch.no_grad():
             while waiting:
                 waiting.pop()()
-        return inputs, weights[0]
+        return inputs, self.recorder.last
 
     def parameters(self) -> tuple[Sharding, ...]:
         """List the records of the parameters in the order of their use.
@@ -480,15 +482,15 @@ def record_update(
 
     def whole(
         flats: object,
-        change: Callable[[str, torch.Tensor], object],
+        change: Callable[[str, Tensor], object],
         dtype: torch.dtype = torch.float32,
     ) -> None:
         sizes.append(dtype.itemsize)
         for name, shape in shapes.items():
             x = torch.empty(shape, dtype=dtype, device="meta")
-            with recorder.recorded("temporary") as passes:
+            with recorder.recorded("temporary"):
                 change(name, x)
-            found[name] = passes[0]
+            found[name] = recorder.last
 
     with without_data("meta", recorder):
         weights = torch.nn.Parameter(torch.zeros(8))

@@ -340,7 +340,7 @@ def seconds_of(operation: Computation, rates: Rates) -> float:
         moved = rates.memory_s(operation.moved, 0) if operation.moved else 0.0
         return max(rates.product_s(*operation[:4]), moved)
     if isinstance(operation, Attention):
-        return rates.attention_s(*operation)
+        return rates.attention_s(operation)
     return rates.memory_s(*operation)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,11 +106,11 @@ class Follower(TorchDispatchMode):
                     category = "logits"
                 self.taken(Take(storage.nbytes(), self.number, category), tensor)
 
-    def follows(self, tensor: torch.Tensor) -> bool:
+    def follows(self, tensor: Tensor) -> bool:
         """Return whether the memory of such a tensor is recorded."""
         return is_empty(tensor)
 
-    def number_of(self, tensor: torch.Tensor) -> int | None:
+    def number_of(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage; None if it is not recorded."""
         return self._seen.get(tensor.untyped_storage()._cdata, (None,))[0]
 
@@ -123,7 +124,7 @@ class Follower(TorchDispatchMode):
         del self._seen[key]
         self.given(Give(number))
 
-    def taken(self, step: Take, tensor: torch.Tensor, /) -> None:
+    def taken(self, step: Take, tensor: Tensor, /) -> None:
         """Handle a storage's allocation by the operator that returned this tensor."""
 
     def given(self, step: Give) -> None:
@@ -138,7 +139,7 @@ class Follower(TorchDispatchMode):
         self.resized(number, bool(n_bytes))
         return _RESIZE(storage, n_bytes)
 
-    def sent(self, name: str, args: Arguments, tensors: list[torch.Tensor], work: Work) -> None:
+    def sent(self, name: str, args: Arguments, tensors: list[Tensor], work: Work) -> None:
         """Handle a posted message: torch's name, and the tensors that it reads and writes."""
 
     def arrived(self, work: Work) -> None:
@@ -159,7 +160,7 @@ class Follower(TorchDispatchMode):
 class Work(dist.Work):
     """Handle of a message that arrives when it is waited for. number: used by the follower."""
 
-    def __init__(self, tensors: list[torch.Tensor], follower: Follower) -> None:
+    def __init__(self, tensors: list[Tensor], follower: Follower) -> None:
         super().__init__()
         self.tensors = tensors
         self.number = 0
@@ -181,14 +182,14 @@ def group_of(args: Arguments) -> Any:
     return dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
 
 
-def is_empty(tensor: torch.Tensor) -> bool:
+def is_empty(tensor: Tensor) -> bool:
     """Return whether a tensor has no data."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def tensors_of(values: object) -> list[torch.Tensor]:
+def tensors_of(values: object) -> list[Tensor]:
     """List the tensors in nested lists and tuples."""
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, Tensor):
         return [values]
     if isinstance(values, (list, tuple)):
         return [tensor for value in values for tensor in tensors_of(value)]
@@ -196,22 +197,22 @@ def tensors_of(values: object) -> list[torch.Tensor]:
 
 
 def _fused_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Replace scaled_dot_product_attention by a GPU's single kernel, which keeps no scores.
 
     That is flash attention without a mask in 16 bits, otherwise the memory-efficient kernel. For
     meta tensors torch would choose the explicit softmax.
     """
     if attn_mask is None and q.dtype != torch.float32:
-        out: torch.Tensor = _aten._scaled_dot_product_flash_attention(
+        out: Tensor = _aten._scaled_dot_product_flash_attention(
             q, k, v, dropout_p, is_causal, scale=scale
         )[0]
         return out
@@ -220,13 +221,13 @@ def _fused_attention(
     if attn_mask is not None:
         attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     keep = torch.is_grad_enabled()
-    found: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
+    found: Tensor = _aten._scaled_dot_product_efficient_attention(
         q, k, v, attn_mask, keep, dropout_p, is_causal, scale=scale
     )[0]
     return found
 
 
-def _add_in_fp32(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, _: float) -> None:
+def _add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, _: float) -> None:
     """Replace gradient_accumulator.add_in_fp32, which not every torch has for tensors without data.
 
     A forecast is about a GPU whose torch has it, whatever the torch here. The kernel also reads the
@@ -245,7 +246,7 @@ def _add_in_fp32(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, _: floa
 _BLOCKS = ring.Ring.blocks
 
 
-def _first_block(self: ring.Ring, step: int, q: torch.Tensor) -> Iterator[ring.Block]:
+def _first_block(self: ring.Ring, step: int, q: Tensor) -> Iterator[ring.Block]:
     """Return one of the thousands of blocks of a step, whose work is declared as a whole."""
     return itertools.islice(_BLOCKS(self, step, q), 1)
 
@@ -276,7 +277,7 @@ def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
     return round(tokens * ranks * (1 - none))
 
 
-def _as_list(x: torch.Tensor) -> object:
+def _as_list(x: Tensor) -> object:
     """Replace torch.Tensor.tolist, which looks at memory."""
     return [_as_list(part) for part in x.unbind()] if x.dim() else x.item()
 
@@ -299,7 +300,7 @@ def _even_numbers(
 
 def _apply(
     module: torch.nn.Module,
-    function: Callable[[torch.Tensor], torch.Tensor],
+    function: Callable[[Tensor], Tensor],
     recurse: bool = True,
 ) -> torch.nn.Module:
     """Replace torch.nn.Module._apply, so that parameters stay the same objects.
@@ -323,7 +324,7 @@ def without_data(device: str, follower: Follower) -> Iterator[None]:
     sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
     replaced: list[tuple[object, str, object]] = [
         (torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args)),
-        (torch.Tensor, "tolist", _as_list),
+        (Tensor, "tolist", _as_list),
         # torch's check that a fused optimizer has the device's operator
         (sgd, "_device_dtype_check_for_fused", unittest.mock.DEFAULT),
         (experts, "read_numbers", _even_numbers),

@@ -6,9 +6,9 @@ pipeline fills and drains; the rest repeats.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron import drawing
 from megatron.pipeline.clock import PipelineRun, Span, Timeline, timeline
@@ -51,14 +51,12 @@ def draw_timeline(lanes: Timeline, size: int, chunks: int, path: Path, *, title:
     numbered = max(map(len, lanes.ranks)) <= _PASSES_AT_ONCE
     for (start, end), panel in zip(windows, axes[:, 0], strict=True):
         # drawn at once: by kind and chunk, with their ranks
-        alike: dict[tuple[Op, int], list[tuple[int, Span]]] = {}
+        alike = defaultdict[tuple[Op, int], list[tuple[int, Span]]](list)
         for rank, spans in enumerate(lanes.ranks):
             for span in spans:
                 if span.end > start and span.start < end:
-                    alike.setdefault(
-                        (span.instruction.op, span.instruction.stage // size), []
-                    ).append((rank, span))
-        seen: dict[str, Any] = {}
+                    alike[span.instruction.op, span.instruction.stage // size].append((rank, span))
+        names = set[str]()
         for (op, chunk), passes in alike.items():
             name, colour = _KINDS[op]
             bars = panel.barh(
@@ -69,19 +67,13 @@ def draw_timeline(lanes: Timeline, size: int, chunks: int, path: Path, *, title:
                 color=colour,
                 alpha=1 - 0.6 * chunk / chunks,
                 edgecolor="white",
+                label="" if name in names else name,
             )
-            seen.setdefault(name, bars)
+            names.add(name)
             if numbered:
-                numbers = [str(span.instruction.micro_batch) for _, span in passes]
+                numbers = [span.instruction.micro_batch for _, span in passes]
                 panel.bar_label(bars, numbers, label_type="center", fontsize=6)
-        panel.legend(
-            seen.values(),
-            seen.keys(),
-            loc="lower right",
-            bbox_to_anchor=(1, 1),
-            ncols=3,
-            frameon=False,
-        )
+        panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
         panel.set(
             xlim=(start, end),
             ylim=(size - 0.5, -0.5),

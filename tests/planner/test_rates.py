@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
+from megatron.kernels.work import Attention
 from megatron.planner.cluster import Cluster, known_clusters, load_cluster
 from megatron.planner.compute import (
     ASSUMED,
@@ -67,7 +68,7 @@ def test_points_come_out_as_they_were_put_in(cluster: Cluster, dtype: str) -> No
         figure = cluster.compute[f"attention.{dtype}.{'backward' if backward else 'forward'}"]
         for seq, head, rate in figure.points:
             operations = (5.0 if backward else 2.0) * 16 * 8 * seq * seq * head
-            seconds = rates.attention_s(8, 16, int(seq), int(head), backward=backward)
+            seconds = rates.attention_s(Attention(8, 16, int(seq), int(head), backward=backward))
             assert operations / seconds / 1e12 == pytest.approx(rate)
 
 
@@ -189,14 +190,16 @@ def test_a_point_speaks_for_its_neighbours_only() -> None:
 
 def test_attention_counts_half_of_the_pairs() -> None:
     rates = Rates(FRONTIER, "bfloat16")
-    causal = rates.attention_s(2, 24, 2048, 128, backward=False)
+    causal = rates.attention_s(Attention(2, 24, 2048, 128, backward=False))
     assert causal == pytest.approx(2 * 2 * 24 * 2048**2 * 128 / 55e12)
-    assert rates.attention_s(4, 12, 2048, 128, backward=False) == pytest.approx(causal)
-    assert rates.attention_s(2, 24, 2048, 128, backward=True) == pytest.approx(
+    assert rates.attention_s(Attention(4, 12, 2048, 128, backward=False)) == pytest.approx(causal)
+    assert rates.attention_s(Attention(2, 24, 2048, 128, backward=True)) == pytest.approx(
         2.5 * causal * 55 / 40
     )
     # One rate is known: it holds for all lengths and head sizes.
-    assert rates.attention_s(2, 24, 4096, 64, backward=False) == pytest.approx(2 * causal)
+    assert rates.attention_s(Attention(2, 24, 4096, 64, backward=False)) == pytest.approx(
+        2 * causal
+    )
 
 
 @pytest.mark.parametrize("peaks", [{}, {"float32": 100.0}])
@@ -216,7 +219,10 @@ def test_attention_of_lengths_far_beyond_the_measured_ones(peaks: dict[str, floa
     ]
     cluster = replace(FRONTIER.with_figures(figures), peak_tflops=peaks)
     rates = Rates(cluster, "float32")
-    times = [rates.attention_s(8, 8, seq, 64, backward=False) for seq in (512, 1024, 8192, 131072)]
+    times = [
+        rates.attention_s(Attention(8, 8, seq, 64, backward=False))
+        for seq in (512, 1024, 8192, 131072)
+    ]
     assert times == sorted(times) and times[1] >= (2.0 - 1e-9) * times[0]
     assert 64 * 2.0 * 131072**2 * 64 / times[-1] / 1e12 <= peaks.get(
         "float32", 10.0 * 131072 / 512
@@ -245,7 +251,7 @@ def test_a_machine_without_figures_gets_shares_of_its_peak() -> None:
     rates = Rates(replace(FRONTIER, compute={}), "bfloat16")
     assert 0.5 * 191.5 < tflops(rates, 8192, 8192, 8192) < 0.65 * 191.5
     assert tflops(rates, 1024, 1024, 1024) < tflops(rates, 2048, 2048, 2048)
-    rates.attention_s(1, 8, 2048, 128, backward=True)
+    rates.attention_s(Attention(1, 8, 2048, 128, backward=True))
     rates.memory_s(1e9)
     rates.update_s(1e9, 30)
     assert {used.basis for used in rates.used} == {ASSUMED}

@@ -8,13 +8,14 @@ that is larger than the caches.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.config import Config
@@ -27,7 +28,7 @@ from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import scale_and_norm_
 from megatron.kernels.work import Attention, Memory, Product
 from megatron.planner.calibration.tasks import Make, Task, Work
-from megatron.planner.rates import BACKWARD_OPERATIONS, as_long_as, causal_pairs
+from megatron.planner.rates import as_long_as, attention_operations
 from megatron.planner.recorder import Call, Calls, calls
 from megatron.planner.tensors import is_empty
 from megatron.planner.timing.estimate import bytes_per_element
@@ -71,16 +72,17 @@ def _calls(
 ) -> list[Calls]:
     """List a model's computations per micro-batch on one tensor rank, without recomputation."""
     longest = max(seq, config.model.max_position_embeddings)
-    model = dataclasses.replace(config.model, seq_length=seq, max_position_embeddings=longest)
-    batch = dataclasses.replace(config.batch, micro_batch_size=micro_batch)
-    parallel = dataclasses.replace(
-        config.parallel,
-        tensor_model_parallel_size=tensor_size,
-        sequence_parallel=False,
-        tp_comm_overlap=False,
-    )
-    one = dataclasses.replace(
-        config, model=model, batch=batch, parallel=parallel, recompute=RecomputeConfig()
+    one = replace(
+        config,
+        model=replace(config.model, seq_length=seq, max_position_embeddings=longest),
+        batch=replace(config.batch, micro_batch_size=micro_batch),
+        parallel=replace(
+            config.parallel,
+            tensor_model_parallel_size=tensor_size,
+            sequence_parallel=False,
+            tp_comm_overlap=False,
+        ),
+        recompute=RecomputeConfig(),
     )
     return [each for part in parts for each in calls(that_counts(one, part), device.type, part)]
 
@@ -94,53 +96,47 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
     Floats are between -1 and 1, indices within the matrix that they index.
     """
     values = torch.empty(_VALUES, device=device).uniform_(-1, 1)
-    storages = dict[int, torch.Tensor]()
+    storages = dict[int, Tensor]()
 
-    def of(call: Call) -> Call:
-        matrices = [
-            a
-            for a in call[1]
-            if isinstance(a, torch.Tensor) and a.dim() > 1 and a.is_floating_point()
+    def made(most: int, t: Tensor) -> Tensor:
+        if not is_empty(t):
+            return t
+        key = t.untyped_storage()._cdata
+        count = t.untyped_storage().nbytes() // t.element_size()
+        if key not in storages and t.is_floating_point():
+            storages[key] = values.to(t.dtype).repeat(-(-count // _VALUES))[:count].clone()
+        elif key not in storages:
+            below = most if t.dtype in (torch.int32, torch.int64) else 1
+            storages[key] = torch.randint(0, below, (count,), device=device).to(t.dtype)
+        return storages[key].view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+    calls_with_data = list[Call]()
+    for operator, args, kwargs in operators:
+        sides = [
+            min(a.shape)
+            for a in args
+            if isinstance(a, Tensor) and a.dim() > 1 and a.is_floating_point()
         ]
-        most = min((min(a.shape) for a in matrices), default=1)
-
-        def made(t: torch.Tensor) -> torch.Tensor:
-            if not is_empty(t):
-                return t
-            key = t.untyped_storage()._cdata
-            count = t.untyped_storage().nbytes() // t.element_size()
-            if key not in storages and t.is_floating_point():
-                storages[key] = values.to(t.dtype).repeat(-(-count // _VALUES))[:count].clone()
-            elif key not in storages:
-                below = most if t.dtype in (torch.int32, torch.int64) else 1
-                storages[key] = torch.randint(0, below, (count,), device=device).to(t.dtype)
-            return storages[key].view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
-
-        there = tree_map_only(torch.device, lambda _: device, call[2])
-        return call[0], *tree_map_only(torch.Tensor, made, (call[1], there))
-
-    return [of(call) for call in operators]
+        there = tree_map_only(torch.device, lambda _: device, kwargs)
+        filled = partial(made, min(sides, default=1))
+        calls_with_data.append((operator, *tree_map_only(Tensor, filled, (args, there))))
+    return calls_with_data
 
 
 def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
     """Return work that calls all operators, cycling through several sets of tensors."""
-    empty = [t for t in tree_leaves(operators) if isinstance(t, torch.Tensor)]
-    n_bytes = sum(
-        {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in empty}.values()
-    )
+    storages = [t.untyped_storage() for t in tree_leaves(operators) if isinstance(t, Tensor)]
+    n_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    count = max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes)))
 
     def make() -> Work:
-        sets = [
-            _with_data(operators, device)
-            for _ in range(max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes))))
-        ]
-        turn = itertools.cycle(sets)
-        kept = collections.deque[list[Any]](maxlen=len(sets))
+        turn = itertools.cycle([_with_data(operators, device) for _ in range(count)])
+        results = collections.deque[list[object]](maxlen=count)
 
-        def work() -> Any:
+        def work() -> object:
             with torch.no_grad():
-                kept.append([operator(*args, **kwargs) for operator, args, kwargs in next(turn)])
-            return kept[-1]
+                results.append([operator(*args, **kwargs) for operator, args, kwargs in next(turn)])
+            return results[-1]
 
         return work
 
@@ -156,27 +152,21 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
     The kernels of a kind are measured together, at their mean size.
     """
     dtype_name = config.precision.dtype_name
-    kinds = dict[str, dict[Any, Call]]()
+    kinds = dict[str, dict[tuple[Memory, object], Call]]()
     for work, operators in listed:
         if isinstance(work, Product) and work.batch == 1:
             # Into an existing matrix: other work on an operator's result is not part of a product.
-            a, b = [x for x in operators[0][1] if isinstance(x, torch.Tensor)][-2:]
+            a, b = [x for x in operators[0][1] if isinstance(x, Tensor)][-2:]
             product = torch.mm, (a, b), {"out": a.new_empty(work.m, work.n)}
             yield Task(
                 f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops / 1e12
             )
         elif isinstance(work, Attention):
-            # Counted as in planner/rates.py: half of all pairs, times a factor if backward.
-            direction, more = (
-                ("backward", BACKWARD_OPERATIONS) if work.backward else ("forward", 1.0)
-            )
-            pairs = causal_pairs(work.seq, work.keys)
-            tera = 4.0 * work.batch * work.heads * pairs * work.head_dim * more / 1e12
             yield Task(
-                f"attention.{dtype_name}.{direction}",
+                f"attention.{dtype_name}.{'backward' if work.backward else 'forward'}",
                 (as_long_as(work.seq, work.keys), work.head_dim),
                 _in_turn(operators, device),
-                tera,
+                attention_operations(work) / 1e12,
             )
         elif isinstance(work, Memory):
             kinds.setdefault(work.kind, {})[work, operators[0][0]] = operators[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import platform
 import statistics
@@ -31,7 +32,8 @@ from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Figure
 from megatron.planner.processes import environment
 from megatron.training.run.host import set_up_host
 
-FEW, MANY = 1, 5
+FEW = 1
+MANY = 5
 SEQUENCE = 16
 _KIND = (
     "swiglu geglu squared_relu openai_gelu exact_gelu normalization norm_position qk_layernorm "
@@ -115,7 +117,8 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
     return [statistics.median(took[1:]) for took in found]  # the first is a warm-up
 
 
-_HOST_SHARE, _COMPUTE_SHARE = 0.1, 0.6
+_HOST_SHARE = 0.1
+_COMPUTE_SHARE = 0.6
 """Share of the time for the host, and share of the rest for compute if messages are measured."""
 _TIMEOUT = datetime.timedelta(minutes=5)
 _KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
@@ -192,11 +195,8 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     tasks = compute_tasks(config, device, _tensor_sizes(config, per_node))
     # More processes than cores would wait for each other: one per core measures.
     active = not on_cpu or launch.local_rank < cores
-    own = (
-        measure(tasks, device, seconds * (_COMPUTE_SHARE if world.size > 1 else 1.0))
-        if active
-        else None
-    )
+    compute_s = seconds * (_COMPUTE_SHARE if world.size > 1 else 1.0)
+    own = measure(tasks, device, compute_s) if active else None
 
     def largest(value: float) -> float:
         found = torch.tensor([value], dtype=torch.float64, device=device)
@@ -222,11 +222,10 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
 def _tensor_sizes(config: Config, per_node: int) -> tuple[int, ...]:
     """List the powers of two within a node that divide heads and MLP."""
     model = config.model
-    divided, groups = (model.num_attention_heads, model.ffn_hidden_size), model.num_key_value_heads
+    divided = math.gcd(model.num_attention_heads, model.ffn_hidden_size)
+    groups = model.num_key_value_heads
     sizes = [1 << i for i in range(per_node.bit_length())]
-    return tuple(
-        t for t in sizes if all(n % t == 0 for n in divided) and 0 in (groups % t, t % groups)
-    )
+    return tuple(t for t in sizes if divided % t == 0 and 0 in (groups % t, t % groups))
 
 
 # -- the description -------------------------------------------------------------------------------
@@ -288,15 +287,15 @@ def _overheads(found: Found) -> dict[str, float]:
     The host runs ahead of a GPU, which hides the rest.
     """
     host = found.host
-    if found.device_type != "cpu":
-        return {"step_overhead_s": host.step}
-    return {
-        "step_overhead_s": host.step,
-        "layer_overhead_s": host.forward,
-        "layer_forward_overhead_s": host.forward,
-        "layer_backward_overhead_s": host.backward,
-        "instruction_overhead_s": host.micro_batch / 2,
-    }
+    overheads = {"step_overhead_s": host.step}
+    if found.device_type == "cpu":
+        overheads |= {
+            "layer_overhead_s": host.forward,
+            "layer_forward_overhead_s": host.forward,
+            "layer_backward_overhead_s": host.backward,
+            "instruction_overhead_s": host.micro_batch / 2,
+        }
+    return overheads
 
 
 def _peaks(found: Found) -> dict[str, float]:

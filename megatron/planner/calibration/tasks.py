@@ -10,17 +10,20 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.parallel import collectives
+from megatron.parallel.layout import line_of
 from megatron.parallel.topology import Group
 from megatron.planner.compute import KINDS
 from megatron.planner.processes import seconds_waited
 
-Work = Callable[[], Any]
+Work = Callable[[], object]
 Make = Callable[[], Work]
 Largest = Callable[[float], float]
 """Function that returns the maximum over all processes that measure together; a collective."""
@@ -121,27 +124,23 @@ def measure(
     begin = clock()
     for number in range(PASSES):
         for task, found in zip(tasks, rounds, strict=True):
-            works = [task.make()]
+            work = task.make()
             took = clock() - begin
             # All processes agree on the end.
             if number and (took if largest is None else largest(took)) > seconds:
                 return [statistics.median(found) for found in rounds]
             alone = 0.0
             if task.before is not None:
-                works.insert(0, task.before())
-                alone = statistics.median(seconds_per_call(works[0], device, each / 2, largest))
-            found += [
-                max(value - alone, 1e-7) / task.calls
-                for value in seconds_per_call(_one_after_another(works), device, each, largest)
-            ]
+                first = task.before()
+                alone = statistics.median(seconds_per_call(first, device, each / 2, largest))
+                work = partial(_both, first, work)
+            values = seconds_per_call(work, device, each, largest)
+            found += [max(value - alone, 1e-7) / task.calls for value in values]
     return [statistics.median(found) for found in rounds]
 
 
-def _one_after_another(works: Sequence[Work]) -> Work:
-    def run() -> list[Any]:
-        return [work() for work in works]
-
-    return works[0] if len(works) == 1 else run
+def _both(first: Work, second: Work) -> tuple[object, object]:
+    return first(), second()
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -153,7 +152,8 @@ SIZES = {
 }
 """Bytes of the whole tensor."""
 _SIDE = 512
-_BYTES, _MOST = 1 << 26, 64  # of the tensors that calls cycle through, and their number
+_BYTES = 1 << 26  # of the tensors that calls cycle through
+_MOST = 64  # of these tensors
 
 
 class Kind(NamedTuple):
@@ -170,23 +170,18 @@ def kinds_of_groups(world: int, per_node: int) -> list[Kind]:
     Within a node these are all sizes and strides that are powers of two and fit; across nodes,
     rings of neighbouring ranks, and of ranks with the same local rank.
     """
-    found = []
+    kinds = []
     powers = [1 << i for i in range(world.bit_length())]
     for ranks, stride in itertools.product(powers[1:], powers):
         span = stride * ranks
-        if span <= world and world % span == 0 and (span <= per_node or stride in (1, per_node)):
-            nodes = (
-                1 if span <= per_node else (ranks if stride >= per_node else -(-span // per_node))
-            )
-            found.append(Kind(stride, ranks, nodes))
-    return found
+        if world % span == 0 and (span <= per_node or stride in (1, per_node)):
+            kinds.append(Kind(stride, ranks, min(ranks, -(-span // per_node))))
+    return kinds
 
 
-def members(kind: Kind, rank: int) -> list[int]:
+def members(kind: Kind, rank: int) -> range:
     """Return the members of a rank's group of this kind."""
-    span = kind.stride * kind.ranks
-    first = rank // span * span + rank % kind.stride
-    return list(range(first, first + span, kind.stride))
+    return line_of(rank, kind.stride, kind.ranks)
 
 
 def open_groups(kinds: list[Kind], world: int, rank: int) -> dict[Kind, Group]:
@@ -213,19 +208,12 @@ def message_tasks(groups: dict[Kind, Group], device: torch.device) -> Iterator[T
     neighbours = [k for k in pairs if k.nodes == 1][:1] + [k for k in pairs if k.nodes > 1][-1:]
     sizes = SIZES[device.type]
     for (kind, group), name, size in itertools.product(groups.items(), KINDS, sizes):
+        make = _collective(name, group, size, device)
         calls = kind.ranks if name == "reduce" else 1
-        yield Task(
-            f"collectives.{name}",
-            (*kind, size),
-            _collective(name, group, size, device),
-            None,
-            calls,
-            before,
-        )
+        yield Task(f"collectives.{name}", (*kind, size), make, None, calls, before)
     for kind, size in itertools.product(neighbours, sizes):
-        yield Task(
-            "messages", (kind.nodes, size), _message(groups[kind], size, device), None, 2, before
-        )
+        make = _message(groups[kind], size, device)
+        yield Task("messages", (kind.nodes, size), make, None, 2, before)
 
 
 def _product() -> Work:
@@ -234,7 +222,7 @@ def _product() -> Work:
     return lambda: torch.mm(a, b, out=out)
 
 
-def _in_turn(device: torch.device, size: int) -> Iterator[torch.Tensor]:
+def _in_turn(device: torch.device, size: int) -> Iterator[Tensor]:
     """Cycle through tensors of this many bytes, most of which are outside a CPU's caches."""
     many = max(1, min(_MOST, _BYTES // size)) if device.type == "cpu" else 1
     return itertools.cycle([torch.ones(max(1, size // 4), device=device) for _ in range(many)])
@@ -258,7 +246,7 @@ def _collective(name: str, group: Group, size: int, device: torch.device) -> Mak
     return make
 
 
-def _reduce_to_all(x: torch.Tensor, group: Group) -> None:
+def _reduce_to_all(x: Tensor, group: Group) -> None:
     """Reduce to each member concurrently, as the engine does with its buckets on a CPU."""
     for work in [
         dist.reduce(x, dst=rank, group=group.handle, async_op=True) for rank in group.ranks

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.checkpoint.tensors import snapshot_bytes, tensors_to_save
 from megatron.config import Config
@@ -161,7 +162,7 @@ class Follower(tensors.Follower):
         self.vocabulary_rows = -1
         self.context = ""  # name of the context-parallel group
         self._now = Instruction(Op.FORWARD, 0, 0)
-        self._received: dict[Instruction, weakref.ref[torch.Tensor]] = {}
+        self._received: dict[Instruction, weakref.ref[Tensor]] = {}
         self._calls: dict[str, list[Collective]] = {}
 
     def run(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
@@ -171,7 +172,7 @@ class Follower(tensors.Follower):
         self.see(out, counts=not like_there)
         return out
 
-    def taken(self, step: Take, tensor: torch.Tensor, /) -> None:
+    def taken(self, step: Take, tensor: Tensor, /) -> None:
         self.steps.append(step)
         self.alive[step.id] = step
         self.shapes[step.id] = f"{list(tensor.shape)} {_word(tensor.dtype)}"
@@ -186,7 +187,7 @@ class Follower(tensors.Follower):
             (self.alive if has_memory else self._without_memory)[number] = step
             self.steps.append(step if has_memory else Give(number))
 
-    def move(self, moved: Iterable[torch.Tensor], category: str) -> None:
+    def move(self, moved: Iterable[Tensor], category: str) -> None:
         """Move the storages of these tensors to another category."""
         for tensor in moved:
             number = self.number_of(tensor) or 0
@@ -218,7 +219,7 @@ class Follower(tensors.Follower):
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def sent(self, name: str, args: Arguments, posted: list[torch.Tensor], work: Work) -> None:
+    def sent(self, name: str, args: Arguments, posted: list[Tensor], work: Work) -> None:
         group = tensors.group_of(args)
         if name in ("send", "recv") and group.group_name != self.context:
             self.messages.append(Message(self._now, tuple(posted[0].shape), _word(posted[0].dtype)))

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -353,28 +353,28 @@ def search(
     found = Found()
     start = time.monotonic()
     each = given.space.cluster.devices_per_node
-    # by size of micro-batch, and by the sizes that share traces, which go to one process
-    tasks = dict[int, dict[tuple[int, int, int, int], list[CandidateLayout]]]()
-    for size in given.space.sizes(found.rejections):
-        shared = size.world, size.tp, size.cp, size.ep
-        tasks.setdefault(size.micro, {}).setdefault(shared, []).append(size)
-    found.sizes = sum(len(sizes) for of_micro in tasks.values() for sizes in of_micro.values())
+    every = list(given.space.sizes(found.rejections))
+    found.sizes = len(every)
     ranked = list[Ranked]()
     fit = list[Ranked]()
     enough = Counter[Choice]()
     pruned = done = 0
     with _workers(given, processes) as run:
         # no larger micro-batch fits, and tracing it would take longest
-        full = set[tuple[int, int, int, int]]()
-        for _, of_micro in sorted(tasks.items()):
-            done += sum(len(sizes) for shared, sizes in of_micro.items() if shared in full)
-            left = [each for each in sorted(of_micro.items()) if each[0] not in full]
-            left.sort(key=lambda each: -len(each[1]))
+        full = set[tuple[int, ...]]()
+        for micro in sorted({size.micro for size in every}):
+            # by the sizes that share traces, which go to one process
+            tasks = defaultdict[tuple[int, ...], list[CandidateLayout]](list)
+            for size in every:
+                if size.micro == micro:
+                    tasks[size.world, size.tp, size.cp, size.ep].append(size)
+            done += sum(len(tasks.pop(shared, ())) for shared in full)
+            left = sorted(tasks.items(), key=lambda task: (-len(task[1]), task[0]))
             answers = run("rank", [sizes for _, sizes in left])
             for (shared, sizes), (own, rejected) in zip(left, answers, strict=True):
                 ranked += own
-                for one_rejected in rejected:
-                    found.rejections.add(*one_rejected)
+                for refusal in rejected:
+                    found.rejections.add(*refusal)
                 if not own:
                     full.add(shared)
                 done += len(sizes)

@@ -16,7 +16,7 @@ from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planner.cluster import GIB, Cluster
-from megatron.planner.layout import CandidateLayout, Wanted, allowed
+from megatron.planner.layout import MODULES, CandidateLayout, Wanted, allowed
 from megatron.planner.memory import room_bytes
 
 LONG = 32768
@@ -155,11 +155,8 @@ class Space:
             rejections.add("layers do not divide into these chunks", self.write(shape))
         for batch in self.wanted["gbs"]:
             each, rest = divmod(batch, shape.replicas)
-            micros = [
-                m
-                for m in self._values("mbs", [1 << k for k in range(each.bit_length())])
-                if each % m == 0
-            ]
+            powers = [1 << k for k in range(each.bit_length())]
+            micros = [m for m in self._values("mbs", powers) if each % m == 0]
             if rest or not micros:
                 example = (
                     f"tp={shape.tp},pp={shape.pp}: {batch} samples on {shape.replicas} replicas"
@@ -167,16 +164,10 @@ class Space:
                 rejections.add("replicas and micro-batches do not divide the global batch", example)
                 continue
             for micro, count in itertools.product(micros, chunks):
-                names = (
-                    ("interleaved",)
-                    if count > 1
-                    else ("1f1b", "zb-h1")
-                    if shape.pp > 1
-                    else ("1f1b",)
-                )
-                for schedule in names:
+                # a single stage has no choice of schedule
+                schedules = ("interleaved",) if count > 1 else ("1f1b", "zb-h1")[: shape.pp]
+                for schedule in schedules:
                     size = shape._replace(batch=batch, micro=micro, chunks=count, schedule=schedule)
-                    # A single stage has no choice of schedule.
                     if shape.pp > 1 and not allowed(schedule, "schedule", self.wanted):
                         continue
                     if any(True for _ in self.variants(size)):
@@ -187,13 +178,9 @@ class Space:
     def _problem(self, tp: int) -> str | None:
         """Return the validation error of a tensor-parallel size by itself."""
         try:
-            settings = CandidateLayout(tp, tp, tp).settings(self.base.model.num_layers) | {
-                "global_batch_size": None
-            }
-            free = dict.fromkeys(
-                ("pipeline_layout", "rampup_batch_size", "step_batch_size_schedule")
-            )
-            self.base.replace(**free, **settings)
+            settings = CandidateLayout(tp, tp, tp).settings(self.base.model.num_layers)
+            free = "global_batch_size pipeline_layout rampup_batch_size step_batch_size_schedule"
+            self.base.replace(**settings | dict.fromkeys(free.split()))
         except ConfigError as error:
             return str(error)
         return None
@@ -201,12 +188,11 @@ class Space:
     def _chunks(self, pp: int) -> list[int]:
         layers = self.base.model.num_layers
         layout = self.base.parallel.pipeline_layout
+        found = [1]
         if layout is not None:
             stages = layout.count(",") + 1
             found = [stages // pp] if stages % pp == 0 else []
-        elif pp == 1 or layers % pp:
-            found = [1]
-        else:
+        elif pp > 1 and layers % pp == 0:
             found = [v for v in range(1, layers // pp + 1) if layers // pp % v == 0]
         return [chunks for chunks in found if chunks in self._values("chunks", found)]
 
@@ -219,13 +205,10 @@ class Space:
         """
         # If the sizes leave no choice, --fix is ignored.
         switches = [
-            [value for value in values if allowed(value, name, self.wanted)]
+            [value for value in (True, False) if allowed(value, name, self.wanted)]
             if size.has_choice(name)
             else [getattr(size, name)]
-            for name, values in (
-                ("sp", (True, False)),
-                ("overlap", (True, False)),
-            )
+            for name in ("sp", "overlap")
         ]
         switches.append(self._values("offload", (False,)))
         for sp, overlap, offload, (zero, shard, states), recompute in itertools.product(
@@ -253,20 +236,18 @@ class Space:
         stages = (1, 0, 2) if size.pp > 1 else (1, 0, 2, 3)
         # neighbours of the line on a node, where tensor-parallel ranks are, too
         node = self.cluster.devices_per_node // size.tp
+        names = "zero", "shard", "states"
         found = [(stage, 0, 0) for stage in stages]
         found += [(stage, node, 0) for stage in stages if stage > 1 and 1 < node < line]
-        asked = [
-            (0, *self.wanted.get(name, ()), *self.more.get(name, ()))
-            for name in ("shard", "states")
-        ]
+        asked = [(0, *self.wanted.get(name, ()), *self.more.get(name, ())) for name in names[1:]]
         found += [(stage, *pair) for stage in stages if stage for pair in itertools.product(*asked)]
 
         def fits(zero: tuple[int, int, int]) -> bool:
             _, shard, states = (n or line for n in zero)
-            named = zip(("zero", "shard", "states"), zero, strict=True)
-            return line % states == states % shard == min(
-                shard % size.ep, size.ep % shard
-            ) == 0 and all(allowed(value, name, self.wanted) for name, value in named)
+            rest = min(shard % size.ep, size.ep % shard)
+            return line % states == states % shard == rest == 0 and all(
+                allowed(value, name, self.wanted) for name, value in zip(names, zero, strict=True)
+            )
 
         return list(filter(fits, dict.fromkeys(found)))
 
@@ -276,21 +257,15 @@ class Space:
             self.base.model.num_layers, size.pp * size.chunks, self.base.parallel.pipeline_layout
         )
         most = max(map(len, stages))
-        least = min(map(len, stages))
-        modules = ["mlp_act", "layernorm"]
-        if self.base.kernels.attention_backend in _KEEPS_SCORES:
-            modules.insert(0, "core_attn")
+        keeps_scores = self.base.kernels.attention_backend in _KEEPS_SCORES
+        modules = MODULES if keeps_scores else MODULES[1:]
         found = ["none"]
         for count in range(1, len(modules) + 1):
-            found += [
-                f"selective:{'+'.join(chosen)}" for chosen in itertools.combinations(modules, count)
-            ]
+            sets = itertools.combinations(modules, count)
+            found += [f"selective:{'+'.join(chosen)}" for chosen in sets]
         found += [f"full:uniform:{n}" for n in range(1, most + 1) if most % n == 0]
-        found += [f"full:block:{n}" for n in range(1, least if most == least else most)]
-        for pattern in (*self.wanted.get("recompute", ()), *self.more.get("recompute", ())):
-            # A full name may select one that the search leaves out.
-            if pattern not in found and pattern.count(":") == (
-                2 if pattern.startswith("full") else 1
-            ):
-                found.append(pattern)
-        yield from (text for text in found if allowed(text, "recompute", self.wanted))
+        found += [f"full:block:{n}" for n in range(1, most)]
+        # A full name may select one that the search leaves out.
+        asked = (*self.wanted.get("recompute", ()), *self.more.get("recompute", ()))
+        found += [p for p in asked if p.count(":") == (2 if p.startswith("full") else 1)]
+        yield from dict.fromkeys(t for t in found if allowed(t, "recompute", self.wanted))

@@ -382,33 +382,32 @@ def write_script(
     preset: str | None,
     cluster: Cluster,
     tokens: float | None,
-    notes: Sequence[str],
+    notes: list[str],
 ) -> Path:
     """Write job.sbatch, or command.sh if the launch scripts do not support the machine.
 
     They do not support a part of a node, either. If no flag gives the length of the run, it is
-    `tokens`; in job.sbatch by default tokens per parameter. Raises ConfigError.
+    `tokens`; in job.sbatch by default tokens per parameter, as `notes` then say. Raises ConfigError.
     """
     flags = [word for word in command_line_of(config) if not word.startswith("--world-size")]
     flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []
     devices = config.parallel.world_size
     each = cluster.devices_per_node
     on_site = cluster.name in _SITES and devices % each == 0
+    parameters = formulas.total_parameters(sized_model(config))
     if on_site and tokens is None:
-        tokens = _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config))
-        notes = [
-            *notes,
+        tokens = _TOKENS_FOR_EACH_PARAMETER * parameters
+        notes.append(
             f"--train-tokens is {_TOKENS_FOR_EACH_PARAMETER} for each parameter, as no length was "
-            "given; the tables have days and node-hours of 1e9 tokens: choose yours",
-        ]
+            "given; the tables have days and node-hours of 1e9 tokens: choose yours"
+        )
     lengths = {"train_iters", "train_samples", "train_tokens"}
     if tokens is not None and not lengths & config.given.keys():
         flags += ["--train-tokens", str(int(tokens))]
     if on_site and "lr" not in config.given:
-        parameters = formulas.total_parameters(sized_model(config))
         rate = next(rate for most, rate in _RATES if parameters <= most)
         flags += ["--lr", f"{rate:g}"]
-        notes = [*notes, f"--lr {rate:g} is GPT-3's for this size, as none was given: choose yours"]
+        notes.append(f"--lr {rate:g} is GPT-3's for this size, as none was given: choose yours")
     if on_site:
         text = _site_script(flags, config, preset, cluster, notes)
         return write_text(folder / "job.sbatch", text, choose=_CHOOSE)

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 
 from megatron.kernels.work import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
+from megatron.planner.cluster import GIB
 from megatron.planner.events import Message, Part, Pass
 from megatron.planner.memory import host_bytes
-from megatron.planner.rates import BACKWARD_OPERATIONS, causal_pairs
+from megatron.planner.rates import BACKWARD_OPERATIONS, attention_operations, causal_pairs
 from megatron.planner.stage import messages_of_part, rates_of, seconds_of, stages_of
 from megatron.planner.table import Table
 from megatron.planner.timing.estimate import Estimate, busiest_rank, timed_buckets
@@ -18,7 +19,7 @@ from megatron.planner.trace import LayerKind, kinds_of_layers, trace
 from megatron.planner.zero import Zero, zero_of
 
 _LAYER = re.compile(r"^layers\.\d+\.?")
-_GIB = 2**30
+
 _SMALL = 1e-3
 _Row = tuple[str, str, str, str]
 
@@ -29,45 +30,29 @@ def explain(found: Estimate) -> list[Table]:
     rank = busiest_rank(found.run)
     stages = stages_of(found.config)
     own = stages[rank :: found.config.parallel.pipeline_model_parallel_size]
-    parts = {
-        **{
-            f"one {name}layer{of}": part
-            for kind, parts in zip(
-                kinds_of_layers(found.config.model)[0], traced.kinds, strict=True
-            )
-            for name, part in zip(("", "recomputed "), parts, strict=True)
-            for of in (_kind(kind, len(traced.kinds)),)
-        },
-        "the embedding": traced.embedding if own[0].first else None,
-        "the output layer": traced.head if own[-1].last else None,
-    }
-    zero, outer = zero_of(found.config), (traced.embedding, traced.head)
-
-    def shared(part: Part, title: str) -> tuple[Message, ...]:
-        name = {"backward, inputs": "backward", "backward, weights": "weight"}.get(title, title)
-        return messages_of_part(zero, part, name, layer=part not in outer, split=stages[0].split)
-
-    passes = [
-        _pass(
-            found,
-            f"{name}, {title}, on one {device_unit(found.cluster.device)}",
-            of,
-            shared(part, title),
-        )
-        for name, part in parts.items()
-        if part is not None
-        for title, of in _passes(part, stages[0].split).items()
-        if of.steps
-    ]
-    ends = [_end_of_step(found, rank)] if zero.line > 1 else []
-    return [
-        *passes,
-        _stages(found, rank),
-        _step(found, rank),
-        *ends,
-        _memory(found),
-        _figures(found),
-    ]
+    parts = dict[str, Part]()
+    for kind, of_kind in zip(kinds_of_layers(found.config.model)[0], traced.kinds, strict=True):
+        for name, part in zip(("", "recomputed "), of_kind, strict=True):
+            if part is not None:
+                parts[f"one {name}layer{_kind(kind, len(traced.kinds))}"] = part
+    if own[0].first:
+        parts["the embedding"] = traced.embedding
+    if own[-1].last:
+        parts["the output layer"] = traced.head
+    zero = zero_of(found.config)
+    device = device_unit(found.cluster.device)
+    split = stages[0].split
+    tables = list[Table]()
+    for title, part in parts.items():
+        layer = title.startswith("one ")
+        for half, name, of in _passes(part, split):
+            if of.steps:
+                shared = messages_of_part(zero, part, name, layer=layer, split=split)
+                tables.append(_pass(found, f"{title}, {half}, on one {device}", of, shared))
+    tables += _stages(found, rank), _step(found, rank)
+    if zero.line > 1:
+        tables.append(_end_of_step(found, rank))
+    return [*tables, _memory(found), _figures(found)]
 
 
 def _kind(kind: LayerKind, kinds: int) -> str:
@@ -78,14 +63,16 @@ def _kind(kind: LayerKind, kinds: int) -> str:
     return "".join(parts) or " without experts"
 
 
-def _passes(part: Part, split: bool) -> dict[str, Pass]:
-    if split:
-        return {
-            "forward": part.forward,
-            "backward, inputs": part.inputs,
-            "backward, weights": part.weights,
-        }
-    return {"forward": part.forward, "backward": part.backward}
+def _passes(part: Part, split: bool) -> list[tuple[str, str, Pass]]:
+    """Return title and name of each pass."""
+    passes = [("forward", "forward", part.forward)]
+    if not split:
+        return [*passes, ("backward", "backward", part.backward)]
+    return [
+        *passes,
+        ("backward, inputs", "backward", part.inputs),
+        ("backward, weights", "weight", part.weights),
+    ]
 
 
 def _time(seconds: float) -> str:
@@ -107,18 +94,12 @@ def _pass(found: Estimate, title: str, of: Pass, shared: tuple[Message, ...]) ->
     for again in (False, True):
         for (label, operation), count in Counter(of.labelled(again=again)).items():
             seconds = count * seconds_of(operation, rates)
-            if seconds <= _SMALL * total:
+            if seconds > _SMALL * total:
+                name, formula = _described(operation, count, seconds)
+                module = _LAYER.sub("", label)
+                rows.append((name + ", again" * again, formula, _time(seconds), module))
+            else:
                 rest += seconds
-                continue
-            name, formula = _described(operation, count, seconds)
-            rows.append(
-                (
-                    f"{name}, again" if again else name,
-                    formula,
-                    _time(seconds),
-                    _LAYER.sub("", label),
-                )
-            )
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
     rows.append(("computations", "sum of the above", _time(total), ""))
     rows += _messages(found, of.messages(), "hidden if it overlaps with a product")
@@ -141,17 +122,15 @@ def _described(operation: Computation, count: int, seconds: float) -> tuple[str,
     """Return the name and formula of `count` equal operations."""
     if isinstance(operation, Memory):
         moved = f"{operation.bytes / 1e6:.4g} MB in {operation.kernels} kernel(s)"
-        return (
-            f"kernel: {operation.kind}",
-            f"{count} x {moved}, {count * operation.bytes / seconds / 1e9:.4g} GB/s",
-        )
+        speed = f"{count * operation.bytes / seconds / 1e9:.4g} GB/s"
+        return f"kernel: {operation.kind}", f"{count} x {moved}, {speed}"
     if isinstance(operation, Attention):
         b, n, s, d, backward, keys = operation
         factor = 2 * (BACKWARD_OPERATIONS if backward else 1)
         name = "attention"
         pairs = f"{s}^2" if keys is None else f"{2 * causal_pairs(s, keys):g}"
         formula = f"{factor:g} x {b} x {n} heads x {pairs} x {d}"
-        flops = 2 * factor * b * n * causal_pairs(s, keys) * d
+        flops = attention_operations(operation)
     else:
         m, n, k, batch, _ = operation
         name = f"product [{m}, {k}] x [{k}, {n}]"
@@ -166,7 +145,8 @@ def _described(operation: Computation, count: int, seconds: float) -> tuple[str,
 
 def _stages(found: Estimate, rank: int) -> Table:
     """Tabulate each pass of each stage of a rank."""
-    rows, stages = [], stages_of(found.config)
+    rows = []
+    stages = stages_of(found.config)
     for number in range(rank, len(stages), found.config.parallel.pipeline_model_parallel_size):
         seconds = found.stage_seconds[number]
         name = f"stage {number}, {stages[number].layers} layer(s)"
@@ -197,9 +177,9 @@ def _step(found: Estimate, rank: int) -> Table:
     run = found.run
     layout = found.placement.layout
     m = config.num_micro_batches()
-    batch = (
-        f"{config.batch.global_batch_size} samples / ({config.batch.micro_batch_size} x {layout.data} "
-        "replicas)"
+    batch = config.batch
+    samples = (
+        f"{batch.global_batch_size} samples / ({batch.micro_batch_size} x {layout.data} replicas)"
     )
     rows = [
         (
@@ -208,7 +188,7 @@ def _step(found: Estimate, rank: int) -> Table:
             f"{found.devices}",
         ),
         *_zero(zero),
-        ("micro-batches", batch, f"{m}"),
+        ("micro-batches", samples, f"{m}"),
         ("passes", f"{m} x {_time(run.busy[rank] / m)} on rank {rank}", _time(run.busy[rank])),
         *(
             (name, f"{100 * seconds / found.seconds:.1f} % of the step", _time(seconds))
@@ -231,30 +211,23 @@ def _zero(zero: Zero) -> list[tuple[str, str, str]]:
     """Return the row of ZeRO's stage and sizes; none without data-parallel ranks."""
     if zero.line == 1:
         return []
-    divided = {
-        2: f"gradients over {zero.inner} ranks, ",
-        3: f"weights and gradients over {zero.inner} ranks, ",
-    }
-    sizes = f"{divided.get(zero.stage, '')}states over {zero.states}"
+    sizes = f"states over {zero.states}"
+    if zero.stage > 1:
+        sizes = f"{'weights and ' * (zero.stage > 2)}gradients over {zero.inner} ranks, {sizes}"
     return [("ZeRO", sizes if zero.stage else "nothing is divided", f"stage {zero.stage}")]
 
 
 def _end_of_step(found: Estimate, rank: int) -> Table:
     """Tabulate the messages that sum gradients and gather new weights."""
-    zero, engine = zero_of(found.config), found.config.engine
+    zero = zero_of(found.config)
+    engine = found.config.engine
     hides = found.cluster.device_type != "cpu"
     traced = trace(found.config, found.cluster.device_type)
     buckets = timed_buckets(found.config, traced, found.run, rank)
     sums = (m for b in buckets for m in zero.sums(b.elements, b.experts))
     news = (m for b in buckets for m in zero.returns(b.elements, b.experts, b.vectors))
-    rows = [
-        *_messages(
-            found, sums, "last backward pass" if engine.overlap_grad_reduce and hides else ""
-        ),
-        *_messages(
-            found, news, "first forward pass" if engine.overlap_param_gather and hides else ""
-        ),
-    ]
+    rows = _messages(found, sums, "last backward pass" * (engine.overlap_grad_reduce and hides))
+    rows += _messages(found, news, "first forward pass" * (engine.overlap_param_gather and hides))
     columns = ("message", "formula", "time", "overlaps with")
     return Table(f"messages at the end of a step, pipeline rank {rank}", columns, rows)
 
@@ -264,9 +237,10 @@ def _memory(found: Estimate) -> Table:
     parts = {
         name: value for name, value in vars(peak).items() if isinstance(value, float) and value
     }
-    rows = [(name, f"{value / _GIB:.2f}") for name, value in {**parts, "all": peak.total}.items()]
+    parts["all"] = peak.total
     if on_host := host_bytes(found.config, peak.rank, found.cluster.device_type):
-        rows.append(("on the host, for each device", f"{on_host / _GIB:.2f}"))
+        parts["on the host, for each device"] = on_host
+    rows = [(name, f"{value / GIB:.2f}") for name, value in parts.items()]
     return Table(f"memory, rank {peak.rank}", ("tensors", "GiB"), rows)
 
 
