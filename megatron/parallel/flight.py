@@ -13,7 +13,6 @@ Needs no torch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import mmap
@@ -23,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from ctypes import Structure, c_bool, c_char, c_double, c_int64
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -349,13 +348,13 @@ class FlightState:
 
     def to_json(self) -> str:
         """Return the state for another host."""
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> FlightState:
         """Return the state that `to_json` of another rank described."""
         state = cls(**json.loads(text))
-        return state if state.call is None else dataclasses.replace(state, call=Call(*state.call))
+        return state if state.call is None else replace(state, call=Call(*state.call))
 
 
 def file_name(launch: Launch) -> str:
@@ -413,7 +412,7 @@ class FlightFile:
             state = FlightState.read(page) if len(page) == RECORD_BYTES else None
             if state is not None:
                 process = process_state(state.pid, state.process_start)
-                found.append(dataclasses.replace(state, process=process))
+                found.append(replace(state, process=process))
         return found
 
     def close(self) -> None:

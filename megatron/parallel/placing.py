@@ -207,17 +207,17 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
         nodes[task.node].append(number)
     for node, members in nodes.items() if device_order else ():
         devices = _devices([tasks[member] for member in members], members, len(device_order))
-        if isinstance(devices, str):
-            kept[devices].append(node)
-            known = [found[member] for member in members if found[member] is not None]
-            # a launcher that counts each task's devices from 0 provides no information
-            if len(set(known)) < len(known):
-                for member in members:
-                    found[member] = None
+        if not isinstance(devices, str):
+            for member, device in zip(members, devices, strict=True):
+                ranks[member] = members[0] + device_order.index(device)
+                found[member] = device
             continue
-        for member, device in zip(members, devices, strict=True):
-            ranks[member] = members[0] + device_order.index(device)
-            found[member] = device
+        kept[devices].append(node)
+        known = [found[member] for member in members if found[member] is not None]
+        # a launcher that counts each task's devices from 0 provides no information
+        if len(set(known)) < len(known):
+            for member in members:
+                found[member] = None
     notices = []
     for why, names in kept.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -273,9 +273,8 @@ def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[
 def check_devices(placing: Placing) -> Placing:
     """Return `placing` if its device order names each device once. Raises LaunchError."""
     order = placing.device_order
-    count = len(placing.device_order)
-    devices = len(placing.local_order) or count
-    if order and (count != devices or sorted(order) != list(range(count))):
+    devices = len(placing.local_order) or len(order)
+    if order and sorted(order) != list(range(devices)):
         raise LaunchError(
             f"device order {_listed(order)} does not name each of a node's {devices} devices once"
         )

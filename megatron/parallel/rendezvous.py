@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
+import functools
 import json
 import os
 import re
@@ -28,6 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Self
 
@@ -124,7 +125,7 @@ class Rendezvous(StoreConnection):
         self.on_inquiry: Callable[[int], None] | None = None
         self.judged = threading.Event()
         self.judged.set()
-        self._places: list[str] | None = None
+
         self._deaf = threading.Event()  # no more calls are answered
         self._pause = self._deaf.wait if sleep is time.sleep else sleep
         self._torch_store: dist.Store  # torch's own connection to the store
@@ -139,12 +140,11 @@ class Rendezvous(StoreConnection):
         task = f", task {self.launch.task}" if self.launch.task != self.launch.rank else ""
         return f"rank {self.launch.rank} ({self.launch.node}:{self.device}{task})"
 
-    @property
+    @functools.cached_property
     def places(self) -> list[str]:
         """ "node:device" of every rank, in rank order."""
-        if self._places is None:
-            self._places = json.loads(self.store.get("places"))
-        return self._places
+        places: list[str] = json.loads(self.store.get("places"))
+        return places
 
     def join(self) -> Self:
         """Meet all other ranks, take the rank that `placing` gives and start torch.distributed.
@@ -228,7 +228,7 @@ class Rendezvous(StoreConnection):
         self.server = verdict["server"]
         self.notices = verdict["notices"]
         self.ranks_per_node = verdict["ranks_per_node"]
-        self.launch = dataclasses.replace(self.launch, rank=int(store.get(f"rank/{task}")))
+        self.launch = replace(self.launch, rank=int(store.get(f"rank/{task}")))
 
     def _digests(self) -> dict[str, str]:
         """Return digests of what must be alike.
@@ -303,8 +303,8 @@ class Rendezvous(StoreConnection):
         if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
             notices.append(_OPEN)
         of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
-        self._places = [tasks[task]._replace(number=found.devices[task]).place for task in of_rank]
-        self.store.set("places", json.dumps(self._places))
+        self.places = [tasks[task]._replace(number=found.devices[task]).place for task in of_rank]
+        self.store.set("places", json.dumps(self.places))
         self.store.set("tasks", json.dumps(of_rank))
         for some in batches(range(len(ranks))):
             self.store.multi_set(  # type: ignore[attr-defined]

@@ -9,12 +9,11 @@ This module does not need torch, so that it works on a login node.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -44,12 +43,12 @@ Number = Annotated[float, Strict(), Field(ge=0, le=_MOST)]
 Positive = Annotated[float, Strict(), Field(gt=0, le=_MOST)]
 
 
-def at(key: str, default: Any = dataclasses.MISSING) -> Any:
+def at(key: str, default: Any = MISSING) -> Any:
     """Declare a field under `key` ("table.name") of the file; required without a default."""
     metadata = {"key": key, "default": default}
     if isinstance(default, dict):
-        return dataclasses.field(default_factory=dict, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 class Facts:
@@ -73,12 +72,12 @@ class Facts:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
-    def take(self, key: str, kind: Any, default: Any = dataclasses.MISSING) -> Any:
+    def take(self, key: str, kind: Any, default: Any = MISSING) -> Any:
         """Return the value under `key`, converted as the annotation `kind` says."""
         self._known.add(key)
         value = self.find(key)
         if value is None:
-            if default is dataclasses.MISSING:
+            if default is MISSING:
                 raise self.error(key, "is missing: see the files of known machines for its meaning")
             return default
         if get_origin(kind) is Mapping and get_args(kind)[0] is not str and isinstance(value, list):
@@ -189,8 +188,8 @@ class Cluster:
     qos: tuple[Queue, ...] = at("slurm.qos", (Queue("normal"),))
     nvme_path: str = at("nvme.path", "")
     sources: Mapping[str, str] = at("sources", {})
-    compute: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
-    path: str = dataclasses.field(default="", repr=False)
+    compute: Mapping[str, Figure] = field(default_factory=dict)
+    path: str = field(default="", repr=False)
 
     @functools.cached_property
     def figures(self) -> Mapping[str, Figure]:
@@ -200,13 +199,13 @@ class Cluster:
     def with_figures(self, figures: Iterable[Figure]) -> Cluster:
         """Return the machine with these figures replacing those of the same names."""
         compute = {**self.compute, **{figure.name: figure for figure in figures}}
-        return dataclasses.replace(self, compute=compute)
+        return replace(self, compute=compute)
 
     def with_bandwidths(self, factor: float) -> Cluster:
         """Return the machine with the bandwidths of its links, cards and hosts multiplied."""
         names = "host_memory_gb_per_s", "host_link_gb_per_s", "nic_gb_per_s"
         known = {name: getattr(self, name) for name in names}
-        return dataclasses.replace(
+        return replace(
             self,
             links={pair: factor * width for pair, width in self.links.items()},
             collective_gb_per_s={
@@ -284,11 +283,9 @@ class Cluster:
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
         """Yield the key of each fact that contradicts another one, and the problem."""
-        devices = set(range(self.devices_per_node))
         n = self.devices_per_node
-        if not {device for pair in self.links for device in pair} <= devices or any(
-            a == b for a, b in self.links
-        ):
+        devices = set(range(n))
+        if any(a == b or not {a, b} <= devices for a, b in self.links):
             yield "links.gb_per_s", f"has a row that is not a pair of devices 0 to {n - 1}"
         elif not self.reached(devices):
             yield "links.gb_per_s", "some devices of a node cannot reach each other"
@@ -342,18 +339,18 @@ def read_cluster(path: Path) -> Cluster:
     """
     facts = Facts(path)
     hints = get_type_hints(Cluster, include_extras=True)
-    fields = {
-        field.name: facts.take(field.metadata["key"], hints[field.name], field.metadata["default"])
-        for field in dataclasses.fields(Cluster)
-        if field.metadata
+    values = {
+        each.name: facts.take(each.metadata["key"], hints[each.name], each.metadata["default"])
+        for each in fields(Cluster)
+        if each.metadata
     }
-    plain = tuple(range(fields["devices_per_node"]))
-    fields["links"] = {(min(pair), max(pair)): width for pair, width in fields["links"].items()}
-    fields["local_order"] = fields["local_order"] or plain
-    fields["device_orders"] = fields["device_orders"] or (plain, fields["local_order"])
-    figures = _figures(facts, fields["sources"])
+    plain = tuple(range(values["devices_per_node"]))
+    values["links"] = {(min(pair), max(pair)): width for pair, width in values["links"].items()}
+    values["local_order"] = values["local_order"] or plain
+    values["device_orders"] = values["device_orders"] or (plain, values["local_order"])
+    figures = _figures(facts, values["sources"])
     facts.check_known()
-    cluster = Cluster(**fields, compute=figures, path=str(path))
+    cluster = Cluster(**values, compute=figures, path=str(path))
     for key, problem in cluster.contradictions():
         raise facts.error(key, problem)
     return cluster
@@ -455,9 +452,9 @@ def _facts_of(figure: Figure) -> dict[str, object]:
 def _tables_of(cluster: Cluster) -> dict[str, dict[str, object]]:
     """Return the fields by table ("" for none) and name, without None and empty ones."""
     tables: dict[str, dict[str, object]] = {"": {}}
-    for field in dataclasses.fields(cluster):
-        table, _, name = field.metadata.get("key", "").rpartition(".")
-        value = getattr(cluster, field.name)
+    for each in fields(cluster):
+        table, _, name = each.metadata.get("key", "").rpartition(".")
+        value = getattr(cluster, each.name)
         if not name or value in (None, {}):
             continue
         if not table and isinstance(value, Mapping):

@@ -93,7 +93,6 @@ class NodeLinks:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         count = cluster.devices_per_node
-        self._rates: dict[frozenset[frozenset[int]], Mapping[frozenset[int], Rate]] = {}
         self._published: dict[frozenset[frozenset[int]], float] = {}
         # width of a link -> published rate of pairs that all have such a link
         self._by_width: dict[float, float] = {}
@@ -111,9 +110,8 @@ class NodeLinks:
             self._published[family] = rate
             widths = {cluster.link_gb_per_s(*group) for group in family if size == 2}
             if 0.0 in widths:  # the slowest pairs are those without a link
-                detours.append(
-                    rate / min(_width(cluster, ways(cluster, *sorted(pair))[0]) for pair in family)
-                )
+                pairs = (ways(cluster, *sorted(pair))[0] for pair in family)
+                detours.append(rate / min(_width(cluster, way) for way in pairs))
             elif len(widths) == 1:
                 self._by_width[widths.pop()] = rate
             elif not widths and all(map(cluster.reached, family)):
@@ -161,15 +159,11 @@ class NodeLinks:
 
         Groups are disjoint and have two members or more.
         """
-        key = frozenset(map(frozenset[int], family))
-        if key not in self._rates:
-            known = next(
-                (rate for published, rate in self._published.items() if key <= published), None
-            )
-            self._rates[key] = {group: self._rate(group, len(key), known) for group in key}
-        return self._rates[key]
+        return _rates(self, frozenset(map(frozenset[int], family)))
 
-    def _rate(self, group: frozenset[int], groups: int, published: float | None) -> Rate:
+    def rate(self, group: frozenset[int], family: frozenset[frozenset[int]]) -> Rate:
+        """Return the rate of a group beside the others of its family."""
+        published = next((r for known, r in self._published.items() if family <= known), None)
         shown = ",".join(map(str, sorted(group)))
         if published is not None:
             return Rate(published, PUBLISHED, f"devices {shown}")
@@ -177,7 +171,7 @@ class NodeLinks:
         if not width:
             width = self.widest_ring(group, through=range(self.cluster.devices_per_node))
             # It is not known which links the detours take: assume that all groups share the same.
-            return Rate(self.detour * width / groups, ESTIMATED, f"detours of {shown}")
+            return Rate(self.detour * width / len(family), ESTIMATED, f"detours of {shown}")
         ring = self.rate_of_link(width)
         cut = self.cut * self.narrowest_cut(group)
         return Rate(ring if len(group) == 2 else max(ring, cut), ESTIMATED, f"links of {shown}")
@@ -189,19 +183,15 @@ class NodeLinks:
         evenly.
         """
         cluster = self.cluster
-        sizes = set(map(len, crossing))
+        count = len(crossing)
         cards = [{cluster.nic_of_device[device] for device in group} for group in crossing]
         users = Counter(itertools.chain(*cards))
-        natural = len(sizes) == 1 and len(crossing) * min(sizes) == cluster.devices_per_node
-        basis = (
-            PUBLISHED
-            if natural and (len(crossing), 0) in cluster.collective_gb_per_s
-            else ESTIMATED
-        )
+        natural = all(count * len(group) == cluster.devices_per_node for group in crossing)
+        published = natural and (count, 0) in cluster.collective_gb_per_s
+        basis = PUBLISHED if published else ESTIMATED
         shares = (sum(cluster.nic_gb_per_s / users[card] for card in used) for used in cards)
         return [
-            Rate(self.card * share, basis, f"network cards of {len(crossing)} groups")
-            for share in shares
+            Rate(self.card * share, basis, f"network cards of {count} groups") for share in shares
         ]
 
     def exchange(self, groups: Iterable[Sequence[int]], size: int) -> Rate:
@@ -232,6 +222,11 @@ class NodeLinks:
 
 
 node_links = functools.cache(NodeLinks)
+
+
+@functools.cache
+def _rates(links: NodeLinks, family: frozenset[frozenset[int]]) -> Mapping[frozenset[int], Rate]:
+    return {group: links.rate(group, family) for group in family}
 
 
 @functools.cache

@@ -11,13 +11,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.errors import MegatronError
+
+T = TypeVar("T")
 
 _LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
 LAUNCHED = (
@@ -91,7 +93,7 @@ def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
 
-    def run(function: Callable[..., Any], items: Any) -> Iterator[Any]:
+    def run(function: Callable[[T], object], items: Iterable[T]) -> Iterator[object]:
         # A process that starts here gets no Ctrl-C before _begin: it would end with a traceback.
         # This process gets one a moment later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -381,7 +381,7 @@ class _Piece:
             s = sharding_of(p)
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
             partial = s.copies > 1 or (partial and self.terms.partial(p, p.requires_grad))
-            found.append(dataclasses.replace(s, partial_gradient=partial))
+            found.append(replace(s, partial_gradient=partial))
         return tuple(found)
 
 

@@ -27,7 +27,7 @@ from megatron.parallel.rendezvous import connect
 from megatron.parallel.topology import Group, Topology
 from megatron.planner.calibration.compute import compute_tasks
 from megatron.planner.calibration.tasks import kinds_of_groups, measure, message_tasks, open_groups
-from megatron.planner.cluster import Cluster, Queue
+from megatron.planner.cluster import GIB, Cluster, Queue
 from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Figure
 from megatron.planner.processes import environment
 from megatron.training.run.host import set_up_host
@@ -179,7 +179,7 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
         launch.local_world_size,
         torch.get_num_threads(),
         len(os.sched_getaffinity(0)),
-        memory / 2**30,
+        memory / GIB,
     )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import textwrap
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -185,7 +184,7 @@ def rehearse(
     layout = layout_of(config)
     capacity = capacity_of(config, cluster, device)
     ranks = [
-        dataclasses.replace(run, stands_for=layout.tensor * layout.data * len(m.stands_for))
+        replace(run, stands_for=layout.tensor * layout.data * len(m.stands_for))
         for m, run in runs.items()
         if m.stands_for
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 import sys
@@ -10,7 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron.config import Config
@@ -283,8 +282,8 @@ class Search:
         )
         if key not in self._known:
             # Parameters do not depend on the micro-batch size; small sizes are traced first.
-            batch = dataclasses.replace(config.batch, micro_batch_size=1)
-            plain = _with(dataclasses.replace(config, batch=batch), CandidateLayout(1, 1))
+            batch = replace(config.batch, micro_batch_size=1)
+            plain = _with(replace(config, batch=batch), CandidateLayout(1, 1))
             ranks = range(parallel.pipeline_model_parallel_size)
             device = self.space.cluster.device_type
             most, rank = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
@@ -314,12 +313,12 @@ def _refused(error: ConfigError) -> Rejected:
 def _with(config: Config, layout: CandidateLayout) -> Config:
     """Return a configuration of the same sizes with other switches, unvalidated: for ranking."""
     again = recompute_settings(layout.recompute)
-    return dataclasses.replace(
+    return replace(
         config,
-        parallel=dataclasses.replace(
+        parallel=replace(
             config.parallel, sequence_parallel=layout.sp, tp_comm_overlap=layout.overlap
         ),
-        engine=dataclasses.replace(
+        engine=replace(
             config.engine,
             zero_stage=layout.zero,
             zero_shard_size=layout.shard,
