@@ -124,7 +124,7 @@ def launch(
     with reserve_port() as held:
         try:
             for rank, log in enumerate(logs):
-                variables = environment(os.environ, rank, ranks, str(held.getsockname()[1])) | dict(
+                variables = environment(os.environ, rank, ranks, held.getsockname()[1]) | dict(
                     env or {}
                 )
                 with log.open("wb") as out:

@@ -86,7 +86,7 @@ def calibrate(processes: int, minutes: float, path: Path, model: str = CALIBRATE
         str(minutes),
         *model.split(),
     ]
-    env = environment(os.environ, 0, 1, "0")
+    env = environment(os.environ, 0, 1, 0)
     subprocess.run(command, cwd=ROOT, env=env, check=True)
 
 

@@ -203,7 +203,7 @@ def start_here(
         (folder / TASKS).mkdir(exist_ok=True)
     try:
         for rank in range(count):
-            env = environment(os.environ, rank, count, str(port))
+            env = environment(os.environ, rank, count, port)
             log = f"{TASKS}/task_{rank}.err" if rank else LOG
             run.processes.append(_spawn([*parent_watch, *command], env, folder / log))
     except BaseException:

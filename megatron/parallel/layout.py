@@ -178,21 +178,15 @@ class Layout:
     def __str__(self) -> str:
         """Return the sizes, such as tensor 2 x pipeline 1 x context 2 x data 4."""
         context = f" x context {self.context}" if self.context > 1 else ""
-        return (
-            f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.replicas}"
-            + (
-                f", experts over {self.expert} of the {self.data} data-parallel ranks"
-                if self.expert > 1
-                else ""
-            )
-            + (f", {self.expert_node} on each node" if self.expert_node > 1 else "")
-            + (
-                f", ZeRO over {self.shard_sizes[0]} of the data-parallel ranks, its states over "
-                f"{self.shard_sizes[1]}"
-                if self.shard or self.states
-                else ""
-            )
-        )
+        text = f"tensor {self.tensor} x pipeline {self.pipeline}{context} x data {self.replicas}"
+        if self.expert > 1:
+            text += f", experts over {self.expert} of the {self.data} data-parallel ranks"
+        if self.expert_node > 1:
+            text += f", {self.expert_node} on each node"
+        if self.shard or self.states:
+            shard, states = self.shard_sizes
+            text += f", ZeRO over {shard} of the data-parallel ranks, its states over {states}"
+        return text
 
     @functools.cached_property
     def strides(self) -> tuple[int, int, int]:

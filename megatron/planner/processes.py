@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.errors import MegatronError
+from megatron.parallel.launch import Launch
 
 T = TypeVar("T")
 
 _LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
-LAUNCHED = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GROUP_RANK"
-).split()
+LAUNCHED = (*Launch().environment(), "GROUP_RANK")
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -53,14 +52,13 @@ def reserve_port() -> socket.socket:
     return held
 
 
-def environment(environ: Mapping[str, str], rank: int, count: int, port: str) -> dict[str, str]:
+def environment(environ: Mapping[str, str], rank: int, count: int, port: int) -> dict[str, str]:
     """Return the variables for one of `count` processes on this host, without those of any launcher
     in `environ`.
     """
     env = {k: v for k, v in environ.items() if k not in LAUNCHED and not k.startswith(_LAUNCHERS)}
-    env |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    env |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env |= Launch(rank, rank, count, count, master_port=port).environment()
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     path = env.get("PYTHONPATH", "")
     env["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{path}" if path else str(_ROOT)
     return env

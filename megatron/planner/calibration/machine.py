@@ -162,7 +162,7 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
     if launch.rank:
         return None
     # As a job of one process, after the job of all processes has ended.
-    os.environ.update(environment({}, 0, 1, "0"))
+    os.environ.update(environment({}, 0, 1, 0))
     host = host_seconds(config, device, seconds - together)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -97,20 +97,19 @@ def members_of(config: Config) -> list[Member]:
     for p in range(size):
         own = p if config.pieces.schedule is not None else None  # nothing is known about it
         kinds.setdefault((stages[p::size], own), []).append(p)
-    found: list[tuple[int, tuple[int, ...]]] = []
+    alike: dict[int, tuple[int, ...]] = {}
     for ranks in kinds.values():
         if config.parallel.schedule == "zb-h1" and len(ranks) > 1:
-            found.append((ranks[-1], (ranks.pop(),)))
-        found.append((ranks[0], tuple(ranks)))
-    last_t = layout.tensor - 1
-    last_d = layout.data - 1
-    members = [
-        Member(layout.rank(tensor=0, data=0, pipeline=p), p, alike) for p, alike in sorted(found)
+            alike[ranks[-1]] = (ranks.pop(),)
+        alike[ranks[0]] = tuple(ranks)
+    run = [(0, 0, p) for p in sorted(alike)]
+    compared = [(layout.tensor - 1, 0, p) for p in sorted({0, size - 1}) if layout.tensor > 1]
+    lines = layout.context, layout.expert, layout.shard_sizes[0], layout.data
+    compared += [(0, d, 0) for d in sorted({line - 1 for line in lines} - {0})]
+    return [
+        Member(layout.rank(tensor=t, data=d, pipeline=p), p, alike[p] if (t, d) == (0, 0) else ())
+        for t, d, p in run + compared
     ]
-    compared = [(last_t, 0, p) for p in sorted({0, size - 1}) if last_t]
-    others = {layout.context - 1, layout.expert - 1, layout.shard_sizes[0] - 1, last_d} - {0}
-    compared += [(0, d, 0) for d in sorted(others)]
-    return members + [Member(layout.rank(tensor=t, data=d, pipeline=p), p) for t, d, p in compared]
 
 
 def enough_micro_batches(config: Config) -> int:
