@@ -87,14 +87,14 @@ def source_hash(folder: Path = SOURCES) -> str:
     return digest.hexdigest()[:16]
 
 
-def host_archs(flags: frozenset[str] | None = None) -> list[str]:
+def host_archs() -> list[str]:
     """Return the host architectures that this processor can run, best first.
 
     Levels of x86-64, or the name of another processor.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return [platform.machine()]
-    found = _processor_flags() if flags is None else flags
+    found = _processor_flags()
     return [name for name, needed in _LEVELS if needed <= found] + ["x86-64"]
 
 
@@ -337,9 +337,10 @@ def nodes_name(torch_version: str) -> str:
     return f"_nodes-torch-{torch_version}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
-def nodes_hash(kernels: Path = SOURCES, nodes: Path = NODES) -> str:
+def nodes_hash() -> str:
     """Return a hash of the nodes' sources and of the kernels that they call; "" without any."""
-    return f"{source_hash(kernels)}-{source_hash(nodes)}" if source_hash(nodes) else ""
+    nodes = source_hash(NODES)
+    return nodes and f"{source_hash()}-{nodes}"
 
 
 def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path, bool]:

@@ -44,7 +44,7 @@ class Gradient(NamedTuple):
     backward: Callable[..., object]
     hidden: int = 0
 
-    def visible(self, results: Any) -> Any:
+    def visible(self, results: Any) -> object:
         """Return the results of a call."""
         if not self.hidden:
             return results
@@ -125,35 +125,35 @@ def operator(
 
 def _differentiable(
     name: str,
-    run: Callable[..., Any],
+    run: Callable[..., object],
     gradient: Gradient,
     record: Callable[..., object] | None,
 ) -> Any:
     """Register how an operator is differentiated, and return a function that does it by itself."""
     hidden = gradient.hidden
 
-    def once(ctx: Context, *gradients: Any) -> Any:
+    def once(ctx: Context, *gradients: object) -> object:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             raise KernelError(
                 f"{name} has no second derivative; use torch's own operators where one is needed"
             )
         return gradient.backward(ctx, *gradients)
 
-    def forward(ctx: Context, *inputs: Any) -> Any:
+    def forward(ctx: Context, *inputs: object) -> object:
         results = run(*inputs)
         save(ctx, inputs, results)
         return gradient.visible(results)
 
-    def save(ctx: Context, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(ctx: Context, inputs: tuple[object, ...], output: object) -> None:
         gradient.save(ctx, inputs if record is None else record(*inputs), output)
 
-    def save_all(ctx: Context, inputs: tuple[Any, ...], output: Any) -> None:
+    def save_all(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         """Save the same where torch's dispatcher differentiates, and returns all results."""
         save(ctx, inputs, output)
         if hidden:
             ctx.mark_non_differentiable(*output[-hidden:])
 
-    def backward_of_all(ctx: Context, *gradients: Any) -> Any:
+    def backward_of_all(ctx: Context, *gradients: object) -> object:
         return once(ctx, *(gradients[:-hidden] if hidden else gradients))
 
     torch.library.register_autograd(
@@ -167,7 +167,7 @@ def _differentiable(
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, list, tuple})
 
 
-def _ordinary(x: Any, *rest: Any) -> bool:
+def _ordinary(x: Any, *rest: object) -> bool:
     """Return whether nothing but the operator's kernel has to see a call.
 
     There is no tracer, profiler, transform, derivative in forward mode or subclass of a tensor.
@@ -198,7 +198,7 @@ def _check_no_tangent(name: str, inputs: Iterable[object]) -> None:
             )
 
 
-def empty_like_first(first: Tensor, *_: Any) -> Tensor:
+def empty_like_first(first: Tensor, *_: object) -> Tensor:
     """Return an empty result like the first input: the shape function of many operators."""
     return torch.empty_like(first)
 

@@ -20,7 +20,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.choose import NONE, Fusions
@@ -174,7 +174,7 @@ class ParameterFactory:
         padded: int | None = None,
         rows: Rows | None = None,
         **properties: Any,
-    ) -> torch.nn.Parameter:
+    ) -> nn.Parameter:
         """Create a parameter; `dim`, padded to `padded` entries, is cut over the tensor ranks.
 
         `rows` are this rank's entries of dimension 0 where they are not an even part.
@@ -191,15 +191,15 @@ class ParameterFactory:
         sharding = replace(sharding, base_shape=self.base_shapes.get(name))
         return self.make(sharding, lambda: draw(sharding, fill, self.seed, self.device))
 
-    def make(self, sharding: Sharding, values: Callable[[], Tensor]) -> torch.nn.Parameter:
+    def make(self, sharding: Sharding, values: Callable[[], Tensor]) -> nn.Parameter:
         """Create a parameter of this rank with these values, or with zeros."""
         if self.device.type == "meta" or not self.perform_initialization:
             values = partial(torch.zeros, sharding.shape, device=self.device)
         if not self.late:
-            return attach(torch.nn.Parameter(values()), sharding, self.size)
+            return attach(nn.Parameter(values()), sharding, self.size)
         empty = torch.empty(sharding.shape, device=self.device)
         empty.untyped_storage().resize_(0)
-        p = attach(torch.nn.Parameter(empty), sharding, self.size)
+        p = attach(nn.Parameter(empty), sharding, self.size)
         p.late = values  # type: ignore[attr-defined]
         return p
 
@@ -259,6 +259,10 @@ class LayerContext:
             return rank, size
         return rank * self.parts.heads + self.parts.head_rank, size * self.parts.heads
 
+    def cut(self, x: Tensor) -> Tensor:
+        """Return this rank's part [b, s/c] of x [b, s]."""
+        return x if self.parts is None else self.parts.cut(x)
+
     def alibi(self, heads: int) -> Alibi:
         """Return ALiBi for this rank's part of `heads` heads: one object for all layers."""
         part, parts = self.heads_part
@@ -302,9 +306,9 @@ class LayerContext:
         return replace(self, tensor=Group((0,), 0), sequence_parallel=False)
 
     @classmethod
-    def single(cls, seed: int = 1234, device: str | torch.device = "cpu") -> LayerContext:
+    def single(cls, seed: int = 1234) -> LayerContext:
         """Make the context of one process without parallelism."""
-        return cls(Group((0,), 0), ParameterFactory(seed, 0, 1, torch.device(device)))
+        return cls(Group((0,), 0), ParameterFactory(seed, 0, 1, torch.device("cpu")))
 
 
 def _defer_gathered(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from megatron.kernels.ops.experts import (
     unpermute_reference,
 )
 from megatron.parallel.autograd import Context, Node
-from megatron.parallel.collectives import all_to_all, all_to_all_async
+from megatron.parallel.collectives import DONE, all_to_all, all_to_all_async
 from megatron.parallel.topology import Group
 
 
@@ -191,7 +191,7 @@ class Arrival:
         self.group = group
         self.received = received
         self.sent = sent
-        self.work: Any = None
+        self.work = DONE
         self.gradient: Tensor | None = None
 
     def wait(self, rows: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class _SendChoices(Node):
         return weights.contiguous().view(torch.float32), experts
 
     @staticmethod
-    def backward(ctx: Context, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, gradient: Tensor, _: object) -> tuple[Tensor, None, None]:
         trip = ctx.trip
         gradient = gradient.contiguous()
         return all_to_all(gradient, trip.group, trip.received, trip.sent), None, None

@@ -166,8 +166,7 @@ class Router(torch.nn.Module):
             logits = _Gather.apply(logits, context.tensor, True)
         weights, experts = self.choose(logits.flatten(0, 1))
         if (padding := call.padding) is not None:
-            padding = padding if context.parts is None else context.parts.cut(padding)
-            padding = padding.t().reshape(-1, 1)
+            padding = context.cut(padding).t().reshape(-1, 1)
             weights = weights.masked_fill(padding, 0.0)
             experts = experts.masked_fill(padding, -1)
         counts = torch.is_grad_enabled() and not within_backward()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.host_copy import HostCopy
@@ -81,7 +81,7 @@ class _Whole(Node):
         return all_reduce(gradient.contiguous().clone(), ctx.group), None
 
 
-class _Grouped(torch.nn.Module):
+class _Grouped(nn.Module):
     """Matrices [E, *shape] of this rank's experts; `dim` of `shape` is cut over the tensor ranks.
 
     bias   whether there are biases, [E, *shape without the last dimension]
@@ -100,7 +100,7 @@ class _Grouped(torch.nn.Module):
         super().__init__()
         self.context = context
         self.weight = self._make(f"{name}.weight", experts, shape, dim, fill)
-        self.bias: torch.nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
         # of a matrix that is cut along its input: on all tensor ranks, each of which adds a part
         self.divided = dim == len(shape) - 1
         if bias:
@@ -109,7 +109,7 @@ class _Grouped(torch.nn.Module):
 
     def _make(
         self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
-    ) -> torch.nn.Parameter:
+    ) -> nn.Parameter:
         """Draw each expert by itself, so that it is the same wherever it is."""
         factory = self.context.parameters
         group = shared_by(self.context).group
@@ -176,7 +176,7 @@ class _Part(Node):
         return gradient, None
 
 
-class ExpertMLP(torch.nn.Module):
+class ExpertMLP(nn.Module):
     """Router, experts and shared expert: [s(/tp), b, h] -> [s(/tp), b, h].
 
     activation_again  recompute the output of the activation function in the backward pass
@@ -222,8 +222,8 @@ class ExpertMLP(torch.nn.Module):
         self.dense_4h_to_h = _Grouped(
             context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, fills[1], bias
         )
-        self.shared: torch.nn.Module | None = None
-        self.gate: torch.nn.Parameter | None = None
+        self.shared: nn.Module | None = None
+        self.gate: nn.Parameter | None = None
         if config.moe_shared_expert_intermediate_size is not None:
             of = f"{name}.shared_experts"
             width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)

@@ -22,10 +22,9 @@ rows back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.errors import KernelError
 from megatron.kernels.library import nodes_for
@@ -34,6 +33,7 @@ from megatron.kernels.work import recomputed
 from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
 from megatron.parallel.autograd import Context
+from megatron.parallel.collectives import Started
 from megatron.parallel.deferred_gradients import weight_gradients
 from megatron.parallel.sharding import Rows
 
@@ -48,7 +48,7 @@ def _bounds(context: LayerContext, rows: int, tokens: int) -> list[tuple[int, in
     return [(rows * i // n, rows * (i + 1) // n) for i in range(n)]
 
 
-def _gather_async(x: Tensor, context: LayerContext) -> tuple[Tensor, Any]:
+def _gather_async(x: Tensor, context: LayerContext) -> tuple[Tensor, Started]:
     """Return the whole input [s, b, ..] and a handle to wait for before it is read."""
     if context.sequence_parallel:
         return collectives.gather_first_async(x, context.tensor)
@@ -112,7 +112,9 @@ def gathered_product(
     return y.flatten(0, 1), None if kept is None else kept.flatten(0, 1)
 
 
-def summed_product(x: Tensor, matrix: Tensor, context: LayerContext) -> tuple[Tensor, list[Any]]:
+def summed_product(
+    x: Tensor, matrix: Tensor, context: LayerContext
+) -> tuple[Tensor, list[Started]]:
     """Return the sum over the ranks of x [s, b, in] times matrix [in, out]: [s(/tp), b, out].
 
     The result may be read after wait() on all handles.
@@ -275,7 +277,7 @@ class _Linear(torch.autograd.Function):
         dx = None
         dw = list[Tensor | None]()
         gathered = collectives.DONE
-        works: list[Any] = []
+        works: list[Started] = []
         if now:
             x, gathered = _gather_async(x, context)
         if needs_x:
@@ -312,15 +314,17 @@ class _Linear(torch.autograd.Function):
         return dx, dw
 
 
-def _defer(context: LayerContext, weights: Weights, dy: Tensor, x: Tensor, gathered: Any) -> None:
+def _defer(
+    context: LayerContext, weights: Weights, dy: Tensor, x: Tensor, gathered: Started
+) -> None:
     """Leave the weight gradient in the queue; `gathered` is the message of dy or x."""
     if dy.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph has its own waits
         gathered.wait()
-        gathered = None
+        gathered = collectives.DONE
     context.weight_gradients.add_product(weights, dy, x, gathered)
 
 
-def _wait(works: list[Any]) -> None:
+def _wait(works: list[Started]) -> None:
     while works:
         works.pop(0).wait()
 
@@ -337,7 +341,7 @@ def _chunks(x: Tensor, column: bool, context: LayerContext) -> int:
     return len(_bounds(context, rows, tokens))
 
 
-def _linear(
+def linear(
     x: Tensor,
     column: bool,
     context: LayerContext,
@@ -375,22 +379,7 @@ def _linear(
     return y
 
 
-def column_parallel_matmul(
-    x: Tensor,
-    weights: Weights,
-    context: LayerContext,
-    again: Again = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Return x [s(/tp), b, in] times this rank's rows of the weights [.., in]: [s, b, out/tp].
-
-    The bias [out/tp] is added in the product.
-    """
-    y: Tensor = _linear(x, True, context, again, weights, bias)
-    return y
-
-
-class ColumnParallelLinear(torch.nn.Module):
+class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W cut along its output: [s(/tp), b, in] -> [s, b, out/tp].
 
     `shape` is the global shape of the weight, [out, in] or [n, out, in] for n matrices side by side
@@ -416,9 +405,9 @@ class ColumnParallelLinear(torch.nn.Module):
         zero = constant(0.0)
         own, shared = rows or (None, None)
         self.weight = make(f"{name}.weight", shape, dim, fill, rows=own)
-        self.weight_shared: torch.nn.Parameter | None = None
-        self.bias: torch.nn.Parameter | None = None
-        self.bias_shared: torch.nn.Parameter | None = None
+        self.weight_shared: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
+        self.bias_shared: nn.Parameter | None = None
         if shared is not None:
             self.weight_shared = make(f"{name}.weight", shape, dim, fill, rows=shared)
         if bias:
@@ -430,7 +419,7 @@ class ColumnParallelLinear(torch.nn.Module):
 
     def apart(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
         """Return the product and the bias [out/tp], for a kernel that adds it and does more."""
-        y = _linear(x, True, self.context, again, self._weights())
+        y = linear(x, True, self.context, again, self._weights())
         bias = self.bias
         shared = self.bias_shared
         if bias is None or shared is None:
@@ -441,7 +430,7 @@ class ColumnParallelLinear(torch.nn.Module):
     def forward(self, x: Tensor, again: Again = None) -> Tensor:
         bias = self.bias
         if self.bias_shared is None and (bias is None or bias.dim() == 1):
-            return _linear(x, True, self.context, again, self._weights(), bias)
+            return linear(x, True, self.context, again, self._weights(), bias)
         y, vector = self.apart(x, again)
         return y if vector is None else y + vector
 
@@ -450,7 +439,7 @@ class ColumnParallelLinear(torch.nn.Module):
         return (self.weight,) if shared is None else (self.weight, shared)
 
 
-class RowParallelLinear(torch.nn.Module):
+class RowParallelLinear(nn.Module):
     """y = x W^T with W [out, in] cut along its input: [s, b, in/tp] -> [s(/tp), b, out].
 
     The bias, which every rank holds, is returned beside the product so that the caller adds it
@@ -478,4 +467,4 @@ class RowParallelLinear(torch.nn.Module):
         )
 
     def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
-        return _linear(x, False, self.context, again, (self.weight,)), self.bias
+        return linear(x, False, self.context, again, (self.weight,)), self.bias

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.ops.elementwise import wider
@@ -21,7 +21,7 @@ from megatron.parallel.sharding import Rows
 from megatron.parallel.topology import Group
 
 
-class Norm(torch.nn.Module):
+class Norm(nn.Module):
     """LayerNorm or RMSNorm: [.., h] -> [.., h].
 
     Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467. The result has the dtype of
@@ -52,7 +52,7 @@ class Norm(torch.nn.Module):
             self.apex = importlib.import_module("apex.normalization.fused_layer_norm")
         start = constant(0.0 if one_plus else 1.0)
         self.weight = make(f"{name}.weight", (hidden,), dim, start, rows=part, decay=False)
-        self.bias: torch.nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
         if not self.rms:
             zero = constant(0.0)
             self.bias = make(f"{name}.bias", (hidden,), dim, zero, rows=part, decay=False)

@@ -139,27 +139,23 @@ class RotaryEmbedding:
         if model is not None and model.rope_scaling == "yarn":
             factor = model.yarn_attention_factor
             self.factor = factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
-        self._table: Angles | None = None
-        self._part: tuple[int, Angles] | None = None
+        self._tables: dict[bool, tuple[int, Angles]] = {}  # whole, and of this rank's part
 
-    def _at(self, positions: Tensor, device: torch.device) -> Angles:
-        frequencies = rotary_frequencies(self.dimension, self.base, self.model)
-        angles = torch.outer(positions.double(), frequencies)
-        cos, sin = (self.factor * x for x in (angles.cos(), angles.sin()))
-        return cos.float().to(device), sin.float().to(device)
-
-    def _grown(self, length: int, device: torch.device) -> Angles:
-        table = self._table
-        if table is None or table[0].shape[0] < length or table[0].device != device:
-            self._table = table = self._at(torch.arange(length), device)
-        return table
-
-    def _of_part(self, length: int, device: torch.device, parts: ContextParallel) -> Angles:
-        part = self._part
-        if part is None or part[0] != length or part[1][0].device != device:
-            positions = parts.positions(length, torch.device("cpu"))
-            self._part = part = length, self._at(positions, device)
-        return part[1]
+    def _all_angles(
+        self, length: int, device: torch.device, parts: ContextParallel | None
+    ) -> Angles:
+        """Return the angles of all positions, at least `length`, or of this rank's part of them."""
+        known, angles = self._tables.get(parts is None, (0, None))
+        enough = known >= length if parts is None else known == length
+        if angles is None or not enough or angles[0].device != device:
+            cpu = torch.device("cpu")
+            positions = torch.arange(length) if parts is None else parts.positions(length, cpu)
+            frequencies = rotary_frequencies(self.dimension, self.base, self.model)
+            turned = torch.outer(positions.double(), frequencies)
+            cos, sin = ((self.factor * x).float().to(device) for x in (turned.cos(), turned.sin()))
+            angles = cos, sin
+            self._tables[parts is None] = length, angles
+        return angles
 
     def angles(
         self,
@@ -173,10 +169,7 @@ class RotaryEmbedding:
         If there are no ids [b, s], the positions are 0 ... length-1, or those of this rank's part.
         """
         whole = length if parts is None else length * parts.size
-        if parts is not None and position_ids is None:
-            cos, sin = self._of_part(whole, device, parts)
-        else:
-            cos, sin = self._grown(whole, device)
+        cos, sin = self._all_angles(whole, device, parts if position_ids is None else None)
         if position_ids is None:
             return cos[:length, None, None, :], sin[:length, None, None, :]
         ids = position_ids.t()

@@ -21,9 +21,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -147,7 +148,7 @@ class Ring:
         return found
 
     @cached_property
-    def _ends(self) -> list[Any]:
+    def _ends(self) -> list[npt.NDArray[np.int64]]:
         """Return the ends of the documents of each sample."""
         assert self.documents is not None, "there are no documents"
         ends = self.documents.lengths.cumsum()
@@ -193,7 +194,7 @@ class Ring:
         """
         return (query, key) if self.law.probability else (row, key - (query - row))
 
-    def by_number(self, x: Tensor, rows: int) -> Tensor:
+    def by_number(self, x: Tensor) -> Tensor:
         """Return x [b groups, local rows * share] with its rows at the numbers of their queries."""
         if not self.law.probability:
             return x
@@ -281,7 +282,7 @@ class _Ring(Node):
         pairs = torch.stack([key_rows(k), key_rows(v)])
         total = queries.new_zeros(queries.shape, dtype=wide)
         sums = total.new_full(queries.shape[:2], -math.inf)
-        new = ring.by_number(torch.zeros_like(sums), n)
+        new = ring.by_number(torch.zeros_like(sums))
         work = Attention(b, groups * share, n, d, keys=ring.keys_of_step(n))
         for step in range(ring.places):
             coming = ring.rotate(pairs) if step + 1 < ring.places else None
@@ -322,8 +323,8 @@ class _Ring(Node):
             outs = query_rows(out)
         else:
             dots = query_rows(operators.dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
-            dots = ring.by_number(dots, n)
-            sums = ring.by_number(sums, n)
+            dots = ring.by_number(dots)
+            sums = ring.by_number(sums)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
         work = Attention(b, groups * share, n, d, True, ring.keys_of_step(n))
         own = following = sums  # gradients of this rank's pairs, and of those of the step before

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.kernels.choose import AttentionFeatures, choose_attention
@@ -59,7 +59,7 @@ def bias_dropout_add(
     )
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(nn.Module):
     """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]; `index` counts from 0 over the model.
 
     With selective recomputation those of core_attn, mlp_act and layernorm that the configuration
@@ -110,7 +110,7 @@ class TransformerLayer(torch.nn.Module):
         self.post_self_attn_layernorm = norm_if_any("post_self_attn_layernorm")
         self.post_attention_layernorm = norm_if_any("post_attention_layernorm")
         self.experts = model.has_experts(index)
-        self.mlp: torch.nn.Module
+        self.mlp: nn.Module
         if self.experts:
             from megatron.layers.experts import ExpertMLP  # no part of other models
 

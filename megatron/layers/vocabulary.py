@@ -22,17 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.kernels.ops import vocabulary as kernel
 from megatron.kernels.ops.elementwise import soft_cap
 from megatron.kernels.ops.vocabulary import add_rows_, reference_
 from megatron.layers.context import Fill, LayerContext
-from megatron.layers.linear import column_parallel_matmul, product
+from megatron.layers.linear import linear, product
 from megatron.parallel import collectives
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import reduce_from_tensor_region, split_first
@@ -146,7 +145,7 @@ def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
     gradients.
     """
     if positions is None:
-        found = column_parallel_matmul(x, (v.weight,), v.context).float()
+        found = linear(x, True, v.context, None, (v.weight,)).float()
     else:
         with torch.no_grad():
             whole = v.gather(x).view(-1, *x.shape[1:])
@@ -282,7 +281,7 @@ def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Voc
     return losses
 
 
-def _summed(dx: Tensor, context: LayerContext) -> tuple[Tensor, Any]:
+def _summed(dx: Tensor, context: LayerContext) -> tuple[Tensor, collectives.Started]:
     """Return the sum of dx over the ranks, this rank's part of it, and a handle to wait for.
 
     The message is sent while the last chunk's weight gradient is computed.
@@ -329,18 +328,18 @@ class _LookUp(Node):
         return None, None
 
 
-def look_up(weight: torch.nn.Parameter, rows: Tensor) -> Tensor:
+def look_up(weight: nn.Parameter, rows: Tensor) -> Tensor:
     """Return rows of the weight [n, h] for ids [..]: [.., h]."""
     return F.embedding(rows, weight) if sink_of(weight) is None else _LookUp.apply(weight, rows)
 
 
-class VocabParallelEmbedding(torch.nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Token embedding: [b, s] -> [s(/tp), b, h].
 
     Each rank looks up the tokens whose rows it holds; the sum over the ranks has all of them.
     """
 
-    def __init__(self, context: LayerContext, weight: torch.nn.Parameter) -> None:
+    def __init__(self, context: LayerContext, weight: nn.Parameter) -> None:
         super().__init__()
         self.context = context
         self.weight = weight
@@ -358,7 +357,7 @@ class VocabParallelEmbedding(torch.nn.Module):
         return reduce_from_tensor_region(found, self.context.tensor, self.context.sequence_parallel)
 
 
-class PositionEmbedding(torch.nn.Module):
+class PositionEmbedding(nn.Module):
     """Learned position embedding: [s(/tp), 1 or b, h], to be added to the token embeddings."""
 
     def __init__(self, context: LayerContext, positions: int, hidden: int, fill: Fill) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
@@ -46,7 +46,7 @@ OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING_LAYER = -1  # the index of the embedding for dropout keys
 
 
-class GPTChunk(torch.nn.Module):
+class GPTChunk(nn.Module):
     """The layers of one global pipeline stage, with the embedding (first stage) and head (last).
 
     forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the
@@ -67,7 +67,7 @@ class GPTChunk(torch.nn.Module):
         layers: range,
         *,
         last: bool,
-        tied_weight: torch.nn.Parameter | None = None,
+        tied_weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
         model = config.model
@@ -80,7 +80,7 @@ class GPTChunk(torch.nn.Module):
 
         norm = partial(norm_of, context, model, width=model.hidden_size)
 
-        def vocabulary(name: str = WORD_EMBEDDINGS, tied: bool = False) -> torch.nn.Parameter:
+        def vocabulary(name: str = WORD_EMBEDDINGS, tied: bool = False) -> nn.Parameter:
             assert model.vocab_size is not None, (
                 "the tokenizer gives the vocabulary size before the model is built"
             )
@@ -98,7 +98,7 @@ class GPTChunk(torch.nn.Module):
                     context, model.max_position_embeddings, model.hidden_size, fill
                 )
         make: Layer = config.pieces.layer or TransformerLayer
-        self.layers = torch.nn.ModuleList(make(context, config, i) for i in layers)
+        self.layers = nn.ModuleList(make(context, config, i) for i in layers)
         if self.is_last:
             self.final_layernorm = norm("final_layernorm")
             if not tied:
@@ -122,15 +122,13 @@ class GPTChunk(torch.nn.Module):
             return hidden
         assert batch.labels is not None and batch.loss_mask is not None
         x = self._outputs(hidden)
-        labels = batch.labels
         mask = batch.loss_mask
         count = None
         if (parts := self.context.parts) is not None:
             # So that the mean over the ranks is that over the tokens of the whole sequences.
             count = mask.sum().clamp(min=1.0) / parts.size
-            labels = parts.cut(labels)
-            mask = parts.cut(mask)
-        return vocabulary_loss(x, labels.t(), mask.t(), self._vocabulary(), late_loss, count)
+        labels, mask = (self.context.cut(y).t() for y in (batch.labels, mask))
+        return vocabulary_loss(x, labels, mask, self._vocabulary(), late_loss, count)
 
     def token_losses(self, batch: MicroBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return, on the last stage, the loss of every label, [b, s], and whether it is greedy.
@@ -140,11 +138,11 @@ class GPTChunk(torch.nn.Module):
         assert self.is_last, "labels are compared on the last stage"
         x = self._outputs(self._hidden(batch, hidden))
         parts = self.context.parts
-        labels = batch.labels if parts is None else parts.cut(batch.labels)
-        losses, greedy = (y.t() for y in token_losses(x, labels.t(), self._vocabulary()))
+        labels = self.context.cut(batch.labels).t()
+        losses, greedy = (y.t() for y in token_losses(x, labels, self._vocabulary()))
         return (losses, greedy) if parts is None else (parts.gather(losses), parts.gather(greedy))
 
-    def weight_users(self) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
+    def weight_users(self) -> list[tuple[nn.Module, list[nn.Parameter]]]:
         """Return the modules that this chunk calls, in order, and the parameters of each call."""
         embeddings = (
             getattr(self, name, None)
@@ -206,20 +204,16 @@ class GPTChunk(torch.nn.Module):
         # Positions that cannot restart are those that the layers count themselves.
         restart = documents is not None or self.config.data.reset_position_ids
         given = restart if cache is None else cache.used > 0
-        ids = batch.position_ids if given else None
-        if ids is not None and self.context.parts is not None:
-            ids = self.context.parts.cut(ids)
+        ids = self.context.cut(batch.position_ids) if given else None
         return CallContext(ids, documents, dropout, cache, batch.padding)
 
     def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
         assert batch.tokens is not None
         model = self.config.model
-        tokens = batch.tokens
+        tokens = self.context.cut(batch.tokens)
         ids = call.position_ids
-        if (parts := self.context.parts) is not None:
-            tokens = parts.cut(tokens)
-            if ids is None:
-                ids = parts.positions(batch.tokens.shape[1], tokens.device).unsqueeze(0)
+        if (parts := self.context.parts) is not None and ids is None:
+            ids = parts.positions(batch.tokens.shape[1], tokens.device).unsqueeze(0)
         hidden = self.word_embeddings(tokens)  # [s(/tp), b, h]
         if model.embedding_scale is not None:
             hidden = hidden * model.embedding_scale
@@ -243,7 +237,7 @@ class GPTChunk(torch.nn.Module):
         if torch.is_grad_enabled():
             groups = recomputed_groups(len(layers), self.config.recompute)
 
-        def run(x: Tensor, unit: list[torch.nn.Module]) -> Tensor:
+        def run(x: Tensor, unit: list[nn.Module]) -> Tensor:
             for layer in unit:
                 x = layer(x, call)
             return x
@@ -300,7 +294,7 @@ def layer_context(
 
 def build_chunks(
     config: Config, topology: Topology, context: LayerContext | None = None
-) -> torch.nn.ModuleDict:
+) -> nn.ModuleDict:
     """Build this rank's stages, keyed by global stage number.
 
     Parameters are in fp32 on the topology's device.
@@ -313,7 +307,7 @@ def build_chunks(
     stages = config.parallel.num_stages
     pipeline = topology.pipeline
     layers = assign_layers(config.model.num_layers, stages, config.parallel.pipeline_layout)
-    chunks: dict[str, torch.nn.Module] = {}
+    chunks: dict[str, nn.Module] = {}
     make: Stage = config.pieces.model or GPTChunk
     for stage in range(pipeline.rank, stages, pipeline.size):
         embeddings: Any = getattr(chunks.get("0"), "word_embeddings", None)
@@ -321,7 +315,7 @@ def build_chunks(
         chunks[str(stage)] = make(
             config, context, stage, layers[stage], last=stage == stages - 1, tied_weight=shared
         )
-    return torch.nn.ModuleDict(chunks)
+    return nn.ModuleDict(chunks)
 
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -333,7 +327,7 @@ def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def stages_of(
-    chunks: torch.nn.ModuleDict,
+    chunks: nn.ModuleDict,
 ) -> dict[int, Callable[[MicroBatch, Tensor | None], Tensor]]:
     """Return the functions that an executor runs, by global stage: the chunks.
 

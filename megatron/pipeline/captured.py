@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -209,7 +209,7 @@ class Recorded:
         names: Mapping[int, str],
         sinks: Iterable[GradientSink],
     ) -> None:
-        self.added: list[torch.nn.Parameter] = []
+        self.added: list[nn.Parameter] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._calls: list[Callable[[], object]] = []
         told = [(sink, sink.added) for sink in sinks]
@@ -392,7 +392,7 @@ class CapturedStage:
         self,
         number: int,
         chunk: Chunk,
-        module: torch.nn.Module,
+        module: nn.Module,
         last: bool,
         pool: Pool,
     ) -> None:
@@ -413,10 +413,6 @@ class CapturedStage:
         every = (getattr(p, "gradient_sink", None) for p in self._parameters)
         return [sink for sink in every if sink is not None]
 
-    def take(self, batch: MicroBatch, hidden: Tensor | None) -> Slot:
-        """Return a free slot for a micro-batch."""
-        return self.free.pop() if self.free else Slot(self, batch, hidden)
-
 
 class Captures:
     """Recorded passes of this rank's stages, for an executor.
@@ -428,7 +424,7 @@ class Captures:
 
     def __init__(
         self,
-        stages: Mapping[int, tuple[Chunk, torch.nn.Module]],
+        stages: Mapping[int, tuple[Chunk, nn.Module]],
         last_stage: int,
         pool: Pool,
         warmup: int,
@@ -508,7 +504,8 @@ class Captures:
 
     def take(self, stage: int, batch: MicroBatch, hidden: Tensor | None) -> Slot:
         """Return a slot of a stage for a micro-batch."""
-        return self._captured[stage].take(batch, hidden)
+        captured = self._captured[stage]
+        return captured.free.pop() if captured.free else Slot(captured, batch, hidden)
 
     def eager(self, stage: int, micro_batch: int) -> bool:
         """Return whether a backward pass has to run eagerly: gradients are sent while it runs."""

@@ -165,7 +165,7 @@ def one_rank(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> 
     )
 
 
-def _rows(op: Any, stage: Any, micro_batch: Any) -> Rows:
+def _rows(op: npt.ArrayLike, stage: npt.ArrayLike, micro_batch: npt.ArrayLike) -> Rows:
     return np.stack(np.broadcast_arrays(op, stage, micro_batch), axis=1).astype(np.int32)
 
 

@@ -27,7 +27,7 @@ from megatron.kernels import choose, library
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.norm import norm
 from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.linear import column_parallel_matmul
+from megatron.layers.linear import linear
 from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.gradient_accumulator import GradientSink
@@ -146,8 +146,8 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
     "norm": lambda x, vector, matrix: norm(x, vector, vector, 1e-5),
     "bias_activation": lambda x, vector, matrix: bias_activation(x, vector, "gelu"),
     "bias_dropout_add": lambda x, vector, matrix: bias_dropout_add(x, vector, x, 0.0, 0),
-    "linear": lambda x, vector, matrix: column_parallel_matmul(
-        x, (matrix,), LayerContext.single(), bias=vector
+    "linear": lambda x, vector, matrix: linear(
+        x, True, LayerContext.single(), None, (matrix,), vector
     ),
 }
 PARAMETERS = torch.randn(8), torch.randn(8, 8)

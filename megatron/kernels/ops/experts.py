@@ -141,7 +141,7 @@ def _save_unpermute(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> No
     ctx.padded = inputs[3]
 
 
-def _unpermute_gradients(ctx: Context, gradient: Tensor) -> tuple[Any, ...]:
+def _unpermute_gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
     dy, dweights = _unpermute_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.padded)
     return dy, None, dweights, None
 
