@@ -22,7 +22,7 @@ from megatron.parallel.keyed_random import DropoutKey, Place
 
 
 class Scoring(NamedTuple):
-    """How products q k^T become weights, of a layer and in a call.
+    """Rule by which products q k^T become weights, of a layer and in a call.
 
     scale      factor of the products; None: 1 / sqrt(d)
     cap        scores x become cap tanh(x / cap); 0: they do not

@@ -263,7 +263,7 @@ Message = tuple[tuple[int, ...], torch.dtype]
 
 
 class Pool:
-    """What recorded passes share: the stream on which they are recorded, and their memory.
+    """Stream on which all recorded passes are recorded, their memory, and messages.
 
     None on a CPU.
     """

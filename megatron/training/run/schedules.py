@@ -43,6 +43,7 @@ from megatron.model.formulas import flops_per_token_of, parameters_of
 
 if TYPE_CHECKING:
     from megatron.config import Config
+    from megatron.config.training import BatchConfig, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -276,10 +277,6 @@ def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, i
     return planned
 
 
-if TYPE_CHECKING:
-    from megatron.config import Config
-    from megatron.config.training import BatchConfig, OptimizerConfig
-
 _DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda q: 1.0 - q,
     "cosine": lambda q: 0.5 * (1.0 + math.cos(math.pi * q)),
@@ -292,22 +289,13 @@ _ENDLESS = ("constant", "inverse-square-root", "power")  # forms that need no le
 _POWER = {"amplitude": 4.0, "exponent": -0.51}  # Shen et al., section 4
 # Prefixes of the settings that shape learning rate, weight decay and betas over the run.
 SCHEDULE = (
-    "lr",
-    "min_lr",
-    "weight_decay",
-    "start_weight_decay",
-    "end_weight_decay",
-    "adam_beta",
+    *"lr min_lr weight_decay start_weight_decay end_weight_decay adam_beta".split(),
     *PHASED,
 )
-_BATCH_BASIS = (
-    "train_iters",
-    "train_samples",
-    "train_tokens",
-    "global_batch_size",
-    "rampup_batch_size",
-    "step_batch_size_schedule",
-)
+_BASIS = (
+    "seq_length train_iters train_samples train_tokens global_batch_size rampup_batch_size "
+    "step_batch_size_schedule"
+).split()
 _UNITS = {"tokens": "tokens", "samples": "samples", "iters": "iterations"}
 
 
@@ -345,8 +333,7 @@ def _length(
     They are tried in this order unless another one is given.
     """
     for suffix in order:
-        amount = getattr(section, f"{prefix}_{suffix}", None)
-        if amount:
+        if amount := getattr(section, f"{prefix}_{suffix}", None):
             return amount, _UNITS[suffix]
     return None
 
@@ -469,7 +456,7 @@ def schedule_basis(config: Config) -> dict[str, object]:
     """Return all settings that determine the schedules of a run."""
     o = config.optimizer
     return o.schedule_basis or {
-        **{name: config.get(name) for name in ("seq_length", *_BATCH_BASIS)},
+        **{name: config.get(name) for name in _BASIS},
         **{name: value for name, value in vars(o).items() if name.startswith(SCHEDULE)},
     }
 
@@ -498,14 +485,13 @@ def learning_rate(config: Config) -> Schedule:
     style = o.lr_decay_style
     if o.lr_schedule is not None:
         return _phased(config, "lr_schedule", lr, low)
-    found = _length(o, "lr_decay") or _run_length(config)
+    decay, unit = _length(o, "lr_decay") or _run_length(config) or (math.inf, "iterations")
     ends = style not in _ENDLESS
-    if found is None and ends:
+    if ends and math.isinf(decay):
         raise ConfigError(
             f"lr-decay-style {style} needs a length: set train-iters, train-samples or "
             "lr-decay-iters"
         )
-    decay, unit = found or (math.inf, "iterations")
     clock = _Clock(config, unit)
     warmup = _warmup_length(o, clock, decay)
     if ends and decay <= warmup:
@@ -517,7 +503,14 @@ def learning_rate(config: Config) -> Schedule:
     if style == "constant":
         pieces.append(_constant(lr, warmup))
     elif style == "WSD":
-        final = _final_length(o, clock, decay - warmup)
+        length = _length(o, "lr_wsd_decay")
+        assert length is not None, "megatron.config refuses WSD without a length"
+        final = clock.convert(*length, "the final decay of WSD")
+        if final > decay - warmup:
+            raise ConfigError(
+                f"the final decay of WSD takes {final:g} {unit}, more than the "
+                f"{decay - warmup:g} after the warm-up: shorten it"
+            )
         pieces.append(Piece("constant", warmup, decay - final, lr, lr))
         pieces.append(Piece(o.lr_wsd_decay_style, decay - final, decay, lr, low))
     else:
@@ -533,18 +526,6 @@ def _warmup_length(o: OptimizerConfig, clock: _Clock, decay: float) -> float:
     return clock.convert(*found, "the warm-up") if found else 0.0
 
 
-def _final_length(o: OptimizerConfig, clock: _Clock, most: float) -> float:
-    found = _length(o, "lr_wsd_decay")
-    assert found is not None, "megatron.config refuses WSD without a length"
-    final = clock.convert(*found, "the final decay of WSD")
-    if final > most:
-        raise ConfigError(
-            f"the final decay of WSD takes {final:g} {clock.unit}, more than the "
-            f"{most:g} after the warm-up: shorten it"
-        )
-    return final
-
-
 def weight_decay(config: Config) -> Schedule:
     """Return the schedule of the weight decay, over the whole run unless it has phases.
 
@@ -556,14 +537,14 @@ def weight_decay(config: Config) -> Schedule:
     start = o.weight_decay if o.start_weight_decay is None else o.start_weight_decay
     end = o.weight_decay if o.end_weight_decay is None else o.end_weight_decay
     style = o.weight_decay_incr_style
-    found = _run_length(config)
-    if found is None and style != "constant":
+    length, unit = _run_length(config) or (math.inf, "iterations")
+    if style == "constant":
+        start = end
+    elif math.isinf(length):
         raise ConfigError(
             f"weight-decay-incr-style {style} needs train-iters or train-samples: set one"
         )
-    length, unit = found or (math.inf, "iterations")
-    first = end if style == "constant" else start
-    return Schedule((Piece(style, 0.0, length, float(first), float(end)),), unit)
+    return Schedule((Piece(style, 0.0, length, float(start), float(end)),), unit)
 
 
 @dataclass(frozen=True)
