@@ -108,7 +108,7 @@ def find(device_type: str) -> Found:
     if device_type == "cpu":
         if override:
             return _named(Path(override))
-        return _first([("host", arch) for arch in host_archs()])
+        return _first("host", host_archs())
     if device_type != "cuda":
         return Found(reason=f"there are none for {device_type}")
     if not torch.cuda.is_available():
@@ -116,7 +116,7 @@ def find(device_type: str) -> Found:
     target, arch = device_arch()
     if target == "hip" and (reason := without_kernels(arch)):
         return Found(reason=reason)
-    return _first([(target, arch)])
+    return _first(target, [arch])
 
 
 def available(device: torch.device) -> bool:
@@ -181,18 +181,18 @@ def _named(path: Path) -> Found:
     )
 
 
-def _first(wanted: list[tuple[str, str]]) -> Found:
+def _first(target: str, archs: list[str]) -> Found:
     """Load the first library that exists and fits."""
     reason = ""
-    for target, arch in wanted:
-        prefix = f"libmegatron-{target}-"
+    prefix = f"libmegatron-{target}-"
+    for arch in archs:
         for path in sorted(LIBRARIES.glob(f"{prefix}*.so")):
             if arch in path.stem.removeprefix(prefix).split("+"):
                 found = _load(path, target)
                 if found.handle is not None:
                     return found
                 reason = reason or found.reason
-    target, arch = wanted[0]
+    arch = archs[0]
     how = f"python setup.py build_kernels --target {target}"
     if target != "host":
         how += f" --arch {arch}"
@@ -301,7 +301,7 @@ class _Again(Scope):
     __slots__ = ("_before", "_watched")
 
     def __init__(self, watched: bool) -> None:
-        super().__init__(None)
+        super().__init__()
         self._watched = watched
 
     def __enter__(self) -> None:

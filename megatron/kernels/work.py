@@ -86,7 +86,7 @@ class Scope:
 
     __slots__ = ("work",)
 
-    def __init__(self, work: Computation | None) -> None:
+    def __init__(self, work: Computation | None = None) -> None:
         self.work = work
 
     def __enter__(self) -> None:
@@ -98,14 +98,10 @@ class Scope:
             follower.leave(self)
 
 
-def counts_as(work: Computation) -> Scope:
-    """Return a context whose operators together are this computation."""
-    return Scope(work)
-
-
-def recomputed() -> Scope:
-    """Return a context whose operators recompute a value that was not kept."""
-    return Scope(None)
+counts_as = Scope
+"""Makes a context whose operators together are one computation."""
+recomputed = Scope
+"""Makes a context whose operators recompute a value that was not kept."""
 
 
 @contextlib.contextmanager

@@ -82,6 +82,12 @@ def cut_heads(count: int, scores: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
+def put_rows(place: Tensor, rows: Tensor) -> Tensor:
+    """Copy rows [b groups, s share, d] to their place [s, b, groups, share, d]."""
+    s, b, groups, share, d = place.shape
+    return place.copy_(rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
+
+
 class _Rows:
     """A tensor [s, b, groups, share, d] to be written as rows.
 
@@ -98,8 +104,7 @@ class _Rows:
     def put(self) -> None:
         """Copy the rows to their place in the tensor."""
         if self.apart:
-            s, b, groups, share, d = self.place.shape
-            self.place.copy_(self.rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
+            put_rows(self.place, self.rows)
 
 
 def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:

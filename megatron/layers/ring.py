@@ -37,6 +37,7 @@ from megatron.layers.attention_blocked import (
     add_product,
     cut_heads,
     key_rows,
+    put_rows,
     queries_at_once,
     query_rows,
     transposed,
@@ -367,9 +368,7 @@ class _Ring(Node):
 
 def _of_rows(rows: Tensor, like: Tensor) -> Tensor:
     """Reshape rows [b groups, n share, d] to those of `like` [n, b, groups, share, d]."""
-    n, b, groups, share, d = like.shape
-    found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    return found.copy_(rows.view(b, groups, n, share, d).permute(2, 0, 1, 3, 4))
+    return put_rows(torch.empty(like.shape, dtype=like.dtype, device=like.device), rows)
 
 
 def _merge(total: Tensor, sums: Tensor, out: Tensor, new: Tensor) -> None:
