@@ -205,20 +205,23 @@ def _deephyper(history: History, chance: random.Random) -> int:
     from ConfigSpace import OrdinalHyperparameter
     from deephyper.hpo import CBO, HpProblem
     from deephyper.skopt.learning import RandomForestRegressor
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
 
     class OnPrediction(RandomForestRegressor):  # type: ignore[misc]
         """Forest of log(cost) minus its prediction, which is also an additional feature."""
 
-        def fit(self, X: Any, y: Any) -> Any:
+        def fit(self, X: Floats, y: Floats) -> object:
             return super().fit(*self._on(X, y))
 
-        def predict(self, X: Any, return_std: bool = False) -> Any:
+        def predict(self, X: Floats, return_std: bool = False) -> object:
             rows, predicted = self._on(X, 0.0)
             found = super().predict(rows, return_std)
             return (found[0] - predicted, found[1]) if return_std else found - predicted
 
         @staticmethod
-        def _on(X: Any, y: Any) -> tuple[Any, Any]:
+        def _on(X: Floats, y: Floats | float) -> tuple[Floats, Floats]:
             predicted = np.array([predictions[tuple(map(int, row))] for row in X])
             return np.column_stack([np.asarray(X, float), predicted]), np.asarray(y) - predicted
 
