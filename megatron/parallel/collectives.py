@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.errors import LaunchError
+from megatron.parallel.autograd import Context, Node
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.topology import Group, Topology, compress_ranks, neighbours
 
@@ -290,9 +290,9 @@ def _use(
 # -- with a gradient -----------------------------------------------------------------------------
 
 
-class _SumOverRanks(torch.autograd.Function):
+class _SumOverRanks(Node):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
         ctx.group = group if sequence_parallel else None
         ctx.partial_gradient = True  # for engine/gradients.py: the ranks' inputs differ
         if sequence_parallel:
@@ -300,8 +300,7 @@ class _SumOverRanks(torch.autograd.Function):
         return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient if ctx.group is None else gather_first(gradient, ctx.group), None, None
 
 
@@ -312,4 +311,4 @@ def reduce_from_tensor_region(x: Tensor, group: Group, sequence_parallel: bool =
     passes are those of Shoeybi et al. (arXiv 1909.08053, section 3, g) and Korthikanti et al.
     (arXiv 2205.05198, section 4.2.2).
     """
-    return x if group.size == 1 else _SumOverRanks.apply(x, group, sequence_parallel)  # type: ignore[no-untyped-call]
+    return x if group.size == 1 else _SumOverRanks.apply(x, group, sequence_parallel)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron.parallel.autograd import Context, Node
 
 _BLOCK = 1 << 20  # elements on a CPU: 2 MiB in 16 bit
 _GPU_BYTES = 1 << 27
@@ -219,15 +219,14 @@ def gradient_written(parameter: Tensor | None, gradient: Tensor | None) -> Tenso
     return None
 
 
-class _Wide(torch.autograd.Function):
+class _Wide(Node):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, sink: GradientSink) -> Tensor:
+    def forward(ctx: Context, parameter: Tensor, sink: GradientSink) -> Tensor:
         ctx.sink = sink
         return parameter.detach().float()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[None, None]:
         ctx.sink.add(gradient)
         return None, None
 
@@ -242,10 +241,7 @@ def wide(parameter: Tensor) -> Tensor:
     if parameter.dtype != torch.float16:
         return parameter
     found = _any_sink(parameter)
-    if found is None:
-        return parameter
-    wider: Tensor = _Wide.apply(parameter, found)  # type: ignore[no-untyped-call]
-    return wider
+    return parameter if found is None else _Wide.apply(parameter, found)
 
 
 @torch.no_grad()
