@@ -138,7 +138,8 @@ def pack(documents: int) -> dict[str, Any]:
     )
     parts = [arrays[part] for part in packed_dataset.BIN_PARTS]
     num_bins, num_pieces = len(arrays["bin_starts"]) - 1, len(arrays["pieces"])
-    waste = packed_dataset.waste_of(num_bins, num_pieces, int(arrays["counts"][1]), SEQ_LENGTH + 1)
+    filled = int(arrays["counts"][1]) + num_pieces
+    waste = 1 - filled / (num_bins * (SEQ_LENGTH + 1))
     return {
         "seconds": seconds,
         "peak": peak_bytes() - before,

@@ -164,7 +164,7 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
     """Generate and print all texts."""
     from megatron.parallel.collectives import gather_objects
     from megatron.training.report.events import Generated
-    from megatron.training.run.generate import Sampling, generate, prepare
+    from megatron.training.run.generate import Limits, Sampling, generate, prepare
 
     if trained.tokenizer is None:
         raise ConfigError(
@@ -175,8 +175,9 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
         prompts = [Prompt(i, text, args.seed + i - 1) for i, text in enumerate(args.prompt, 1)]
     else:
         prompts = read_prompts(args.prompts, args.json_key, args.seed)
+    limits = Limits(args.stop, context=args.context, cut=args.cut_prompts)
     # so that a bad one ends the job before the first text
-    prepare(trained, [p.text for p in prompts], args.tokens, args.context, args.cut_prompts)
+    prepare(trained, [p.text for p in prompts], args.tokens, limits)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     data, first = trained.topology.data, trained.topology.world.is_first
     start, new_tokens, cut, short = time.perf_counter(), 0, 0, 0
@@ -194,9 +195,7 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
                 max_new_tokens=args.tokens,
                 sampling=sampling,
                 seeds=[prompt.seed for prompt in own],
-                stop=args.stop,
-                context=args.context,
-                cut=args.cut_prompts,
+                limits=limits,
                 on_text=None if live is None else live.add,
             )
             every = gather_objects(list(zip(own, made, strict=True)), data)

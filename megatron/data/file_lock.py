@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -90,6 +91,7 @@ class FileLock:
             self._lock.release()
 
 
+@dataclass(eq=False)
 class FolderClaim:
     """An exclusive claim on a folder, from `take` to `release`.
 
@@ -100,11 +102,12 @@ class FolderClaim:
     wait_s  seconds to wait for a program on another host, whose node may have died unnoticed
     """
 
-    def __init__(self, folder: Path, what: str, wait_s: float = WAIT_S) -> None:
-        self._folder = folder
-        self._what = what
-        self._wait_s = wait_s
-        self._lock = FileLock(folder / LOCK_NAME)
+    folder: Path
+    what: str
+    wait_s: float = WAIT_S
+
+    def __post_init__(self) -> None:
+        self._lock = FileLock(self.folder / LOCK_NAME)
 
     def take(self, say: Callable[[str], object]) -> None:
         """Claim the folder; if it cannot be locked, only report that with `say`.
@@ -112,17 +115,17 @@ class FolderClaim:
         Raises ConfigError while another program holds it.
         """
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if self._lock.acquire_from_the_dead(lambda text: say(f" {text}"), self._wait_s):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._lock.acquire_from_the_dead(lambda text: say(f" {text}"), self.wait_s):
                 return
         except OSError as error:
             say(
-                f" note: {self._what} cannot be locked ({error.strerror}): make sure that nothing "
+                f" note: {self.what} cannot be locked ({error.strerror}): make sure that nothing "
                 "else writes there"
             )
             return
         raise ConfigError(
-            f"{self._what} is in use by another run: {self._lock.describe()}. Wait for it to end, "
+            f"{self.what} is in use by another run: {self._lock.describe()}. Wait for it to end, "
             "stop it, or give this run another folder; if it has ended and its host is gone, "
             f"remove {self._lock.path}"
         )

@@ -108,15 +108,15 @@ class IndexedDatasetWriter:
             if self._lock is not None and not self._lock.acquire():
                 raise DataError(f"{self.prefix}: {self._lock.describe()} is writing this data set")
             self._folder.mkdir(parents=True, exist_ok=True)
+            # an index made earlier lacks the new data
             for name in _JOINED_PARTS if resumed else _PARTS:
-                self._parts[name].unlink(
-                    missing_ok=True
-                )  # an index made earlier lacks the new data
-            for name, length in (
-                ("bin", self.num_tokens * self.dtype.itemsize),
-                ("sizes", 4 * self.num_sequences),
-                ("documents", 8 * self.num_documents),
-            ):
+                self._parts[name].unlink(missing_ok=True)
+            lengths = {
+                "bin": self.num_tokens * self.dtype.itemsize,
+                "sizes": 4 * self.num_sequences,
+                "documents": 8 * self.num_documents,
+            }
+            for name, length in lengths.items():
                 self._files[name] = open_at(self._parts[name], length, buffering=_BUFFER_BYTES)
 
     def add_batch(
@@ -132,22 +132,9 @@ class IndexedDatasetWriter:
         self.append_sequences(sequence_sizes)
         self.append_document_ends(self._ended + np.cumsum(document_sequences, dtype=np.int64))
 
-    def add_sequence(self, tokens: Sequence[int] | IntArray) -> None:
-        """Append a sequence to the current document.
-
-        Raises DataError for ids that the type cannot represent.
-        """
-        self.append_tokens(np.asarray(tokens) if len(tokens) else np.empty(0, self.dtype))
-        self.append_sequences([len(tokens)])
-
-    def end_document(self) -> None:
-        """End the current document."""
-        self.append_document_ends([self.num_sequences])
-
     def add_document(self, tokens: Sequence[int] | IntArray) -> None:
-        """Append a document of one sequence."""
-        self.add_sequence(tokens)
-        self.end_document()
+        """Append a document of one sequence; raises as `add_batch`."""
+        self.add_batch(np.asarray(tokens, None if len(tokens) else self.dtype), [len(tokens)], [1])
 
     def append_tokens(self, tokens: IntArray) -> None:
         """Append to .bin only.

@@ -105,14 +105,11 @@ def _compare(spans: list[Spans]) -> tuple[int, int]:
 
     `spans` are those taken, those that the new order has before this place, and those after it.
     """
-    lengths = [len(starts) for starts, _ in spans]
-    which = np.repeat(np.arange(3), lengths)
-    starts = np.concatenate([starts for starts, _ in spans])
-    ends = starts + np.concatenate([length for _, length in spans])
-    places = np.concatenate([starts, ends])
+    places = np.concatenate([end for starts, length in spans for end in (starts, starts + length)])
+    sizes = [len(starts) for starts, _ in spans]
+    kind = np.repeat(np.arange(6), np.repeat(sizes, 2))  # a start and an end of each of the three
     changes = np.zeros((len(places), 3), np.int64)
-    changes[np.arange(len(starts)), which] = 1
-    changes[len(starts) + np.arange(len(starts)), which] = -1
+    changes[np.arange(len(places)), kind // 2] = 1 - 2 * (kind % 2)
     sort = np.argsort(places, kind="stable")
     taken, counted, coming = np.cumsum(changes[sort], axis=0).T[:, :-1]
     widths = np.diff(places[sort])

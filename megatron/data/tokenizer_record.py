@@ -143,18 +143,15 @@ def check_tokenizer(
             )
         if record.eod != texts.eod:
             ends.append(f"{dataset.prefix} ({record.eod})")
-    notices = (
-        (
-            unknown,
-            "do not say which tokenizer wrote them, so only the size of their ids was compared",
-        ),
-        (other, f"are not compared with --tokenizer-type {kind}: one of the two has ids for text"),
-        (ends, f"end documents with another id than this run's tokenizer ({texts and texts.eod})"),
-    )
+    notices = {
+        "do not say which tokenizer wrote them, so only the size of their ids was compared": unknown,
+        f"are not compared with --tokenizer-type {kind}: one of the two has ids for text": other,
+        f"end documents with another id than this run's tokenizer ({texts and texts.eod})": ends,
+    }
     return [
         f"{len(names)} of {len(datasets)} data sets {what}: {names[0]}"
         + (f" and {len(names) - 1} more" if names[1:] else "")
-        for names, what in notices
+        for what, names in notices.items()
         if names
     ]
 

@@ -169,9 +169,7 @@ def test_where_a_token_stands(tmp_path: Path, mmap: bool) -> None:
     """
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         for first in range(0, 90, 10):
-            for sequence in (range(first, first + 3), range(0), range(first + 3, first + 10)):
-                writer.add_sequence(list(sequence))
-            writer.end_document()
+            writer.add_batch(np.arange(first, first + 10), [3, 0, 7], [3])
     built = dataset(tmp_path / "x", 20, 8, mmap=mmap)
     raw = np.fromfile(tmp_path / "x.bin", np.uint16)
     for index in range(len(built)):

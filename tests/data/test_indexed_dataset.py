@@ -23,9 +23,8 @@ DOCUMENTS = [[[5, 6, 7], [8]], [[65535]], [[], [1, 2]]]  # documents of sequence
 def write(prefix: Path, documents: list[list[list[int]]], dtype: str) -> None:
     with IndexedDatasetWriter(prefix, dtype) as writer:
         for document in documents:
-            for sequence in document:
-                writer.add_sequence(sequence)
-            writer.end_document()
+            tokens = np.array([token for sequence in document for token in sequence], dtype)
+            writer.add_batch(tokens, list(map(len, document)), [len(document)])
 
 
 @pytest.mark.parametrize("mmap", [True, False])

@@ -66,9 +66,7 @@ def test_batches(
     assert contents(folder / "a.b") == expected
     with IndexedDatasetWriter(folder / "c", dtype) as writer:
         for document in documents:
-            for sequence in document:
-                writer.add_sequence(sequence)
-            writer.end_document()
+            add(writer, [document], "<u2")
     assert contents(folder / "c") == expected
     assert files(folder) == ["a.b.bin", "a.b.idx", "c.bin", "c.idx"]
 

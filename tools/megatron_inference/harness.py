@@ -17,7 +17,7 @@ from lm_eval.models import (  # type: ignore[import-not-found, unused-ignore]
 from lm_eval.tasks import TaskManager  # type: ignore[import-not-found, unused-ignore]
 
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.training.run.generate import Model, Sampling, generate
+from megatron.training.run.generate import Limits, Model, Sampling, generate
 from megatron.training.run.tasks import context_of, request_of, score
 from megatron_preparation.progress import ByteProgress
 
@@ -129,9 +129,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
                 int(settings.get("top_k", 0)),
                 float(settings.get("top_p", 1.0)),
             ),
-            stop=until,
-            context=self.max_length,
-            cut=True,
+            limits=Limits(until, context=self.max_length, cut=True),
         )
         return [self._bare(continuation.ids, until) for continuation in found]
 

@@ -12,12 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
 if TYPE_CHECKING:
     import torch
 
 _UNRECORDED = {"recorded": False}
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ class StepRecord:
     }
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened at `time`, in seconds since 1970.
+    """Something that happened at `time`, in seconds since 1970. Subclasses are dataclasses too.
 
     shown   {field: its name in trackers}; Megatron-LM's name where it has one
     """
@@ -67,6 +69,9 @@ class Event:
     event: ClassVar[str] = ""
     shown: ClassVar[Mapping[str, str]] = {}
     time: float = field(default_factory=time.time)
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def shown_as(self) -> Mapping[str, str]:
         """Return `shown`, where it does not depend on the event."""
@@ -82,7 +87,6 @@ class Event:
         return {"event": self.event} | {f.name: v for f, v in values if v != f.default}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Start(Event):
     """A run begins, or goes on from `iteration`.
 
@@ -92,14 +96,14 @@ class Start(Event):
 
     event = "start"
     iteration: int
-    config: Mapping[str, Any]
-    layout: Mapping[str, Any]
+    config: Record
+    layout: Record
     places: Sequence[str]
     device: str
     parameters: int
-    versions: Mapping[str, Any]
-    costs: Mapping[str, Any] | None = None
-    differs: Mapping[str, Any] | None = None
+    versions: Record
+    costs: Record | None = None
+    differs: Record | None = None
 
     def settings(self) -> dict[str, Any]:
         """Return what trackers show as the configuration of the run."""
@@ -107,7 +111,6 @@ class Start(Event):
         return {**self.config, **about}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Iteration(Event):
     """The figures of one log line.
 
@@ -188,7 +191,7 @@ class Iteration(Event):
     joules_per_token: float | None = None
     energy_kwh: float | None = None
     balancing: Mapping[str, float] | None = None
-    experts: Mapping[str, Mapping[str, Any]] | None = None
+    experts: Mapping[str, Record] | None = None
     empty: int = 0
     times_ms: Mapping[str, Sequence[float]] = field(default_factory=dict, metadata=_UNRECORDED)
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict, metadata=_UNRECORDED)
@@ -201,7 +204,6 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Validation(Event):
     """An evaluation on `samples` samples of the 'valid' or 'test' data set, or of one `corpus`.
 
@@ -232,7 +234,6 @@ class Validation(Event):
         return super().as_record() | {"perplexity": perplexity(self.lm_loss)}
 
 
-@dataclass(frozen=True, kw_only=True)
 class TaskEvaluated(Event):
     """Figures of a task, see evaluate_task: of multiple choice, or of cloze.
 
@@ -268,28 +269,25 @@ class TaskEvaluated(Event):
         return f"{self.task}: {', '.join(figures)}, of {self.examples} examples{cut}"
 
 
-@dataclass(frozen=True, kw_only=True)
 class HarnessEvaluated(Event):
     """{task: {metric: value}} of lm-evaluation-harness, by tools/evaluate.py."""
 
     event = "lm_eval"
     iteration: int
     checkpoint: str
-    results: Mapping[str, Mapping[str, Any]]
+    results: Mapping[str, Record]
     elapsed_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataTaken(Event):
     """{samples, tokens, epochs} of each data source until now, see Ledger.record."""
 
     event = "data"
     iteration: int
     consumed_samples: int
-    sources: Mapping[str, Mapping[str, Any]]
+    sources: Mapping[str, Record]
 
 
-@dataclass(frozen=True, kw_only=True)
 class ComputeTimes(Event):
     """Computing time of a step over the ranks, and the slow ones, see summarise."""
 
@@ -303,11 +301,10 @@ class ComputeTimes(Event):
     min_ms: float
     median_ms: float
     max_ms: float
-    slow: Sequence[Mapping[str, Any]]
+    slow: Sequence[Record]
     slow_ranks: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint is complete; training waited `stall_s` of its `elapsed_s`."""
 
@@ -321,7 +318,6 @@ class CheckpointSaved(Event):
     background: bool
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
     """A checkpoint could not be written."""
 
@@ -330,7 +326,6 @@ class CheckpointFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointRejected(Event):
     """A checkpoint is broken, and another one is loaded instead."""
 
@@ -340,7 +335,6 @@ class CheckpointRejected(Event):
     instead: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class NotFinite(Event):
     """Every step from `skipped_since` on was skipped; `first` is the first bad value."""
 
@@ -350,7 +344,6 @@ class NotFinite(Event):
     first: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossSpike(Event):
     """A loss was too high, compared with the `median` of the steps before.
 
@@ -365,11 +358,10 @@ class LossSpike(Event):
     back_to_iteration: int | None = None
     samples: Sequence[int] | None = None
     left_out: Sequence[Sequence[int]] | None = None
-    sources: Mapping[str, Mapping[str, Any]] | None = None
+    sources: Mapping[str, Record] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeline(Event):
+class TimelineRecorded(Event):
     """Measured share of the pipeline's time without computation in a step, and the predicted one.
 
     predicted_bubble   None where the extension that computes it is not built
@@ -387,7 +379,6 @@ class Timeline(Event):
     file: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Generated(Event):
     """A text generated by tools/generate_text.py."""
 
@@ -398,7 +389,6 @@ class Generated(Event):
     seed: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """Loss of a checkpoint on whole files, by tools/evaluate.py; None where bytes are unknown."""
 
@@ -417,7 +407,6 @@ class Evaluated(Event):
     tokens_per_second: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class End(Event):
     """A run ends for this reason, "done" after the last iteration. A run that fails has none.
 
@@ -451,16 +440,16 @@ def scalars(event: Event, every: int = 1) -> dict[int, dict[str, float]]:
     return points
 
 
-def _named(values: Mapping[str, Any], shown: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+def _named(values: Record, shown: Mapping[str, str]) -> Iterator[tuple[str, float]]:
     for field_, name in shown.items():
         yield from _flat(name, values.get(field_))
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+def _flat(name: str, value: object) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         yield from _named(value, {key: f"{name}/{key}" for key in value})
     elif isinstance(value, Sequence):
         yield from _flat(name, dict(enumerate(value)))
-    elif value is not None and math.isfinite(value):
+    elif isinstance(value, int | float) and math.isfinite(value):
         # characters that every tracker accepts in a name
         yield re.sub(r"[^\w\-./ ]", "_", name), float(value)

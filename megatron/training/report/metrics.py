@@ -33,17 +33,12 @@ from megatron.training.run.host import device_name
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak memory over all ranks, and the energy of all nodes in the interval.
+    """Peak memory over all ranks, and the energy of all nodes in the interval; see Iteration."""
 
-    The most memory that any rank has held, the first rank that did, the most that the allocator of
-    any rank has reserved (None where unknown), and the most held by a rank of each pipeline stage.
-    energy_j is None where a node does not tell it.
-    """
-
-    size_bytes: int
-    rank: int
+    memory_bytes: int
+    memory_rank: int
     reserved_bytes: int | None = None
-    stage_bytes: tuple[int, ...] = ()
+    stage_memory_bytes: tuple[int, ...] = ()
     energy_j: float | None = None
 
 
@@ -185,11 +180,7 @@ class Interval:
             hardware_tflops=hardware / 1e12,
             mfu=model / peak if peak else None,
             hfu=hardware / peak if peak else None,
-            memory_bytes=memory.size_bytes,
-            memory_rank=memory.rank,
-            reserved_bytes=memory.reserved_bytes,
-            stage_memory_bytes=memory.stage_bytes,
-            energy_j=memory.energy_j,
+            **vars(memory),
             joules_per_token=(
                 None if memory.energy_j is None else memory.energy_j / (tokens_per_s * elapsed_s)
             ),
@@ -216,7 +207,7 @@ class TokenWeights(Sequence[torch.Tensor]):
     def __init__(self, micro_batches: Sequence[MicroBatch], group: Group) -> None:
         self._counts = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).double()
         self._all = self._counts.sum()
-        self._sent: Any = collectives.all_reduce_async(self._all, group)
+        self._sent = collectives.all_reduce_async(self._all, group)
 
     @functools.cached_property
     def total(self) -> torch.Tensor:
@@ -393,7 +384,7 @@ class Profiler:
         beside = None if config.metrics_path is None else config.metrics_path.parent
         folder = Path(logging.trace_dir or logging.tensorboard_dir or beside or ".")
         self._path = folder / f"trace_rank{rank}.json"
-        self._profile: Any = None
+        self._profile: torch.profiler.profile | None = None
         self._snapshot: Path | None = None
         if logging.profile:
             self._missing = f"the run ends before iteration {logging.profile_step_start}"

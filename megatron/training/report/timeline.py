@@ -29,6 +29,7 @@ from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.orders import Instruction, Op
 from megatron.pipeline.schedule import clock_missing
+from megatron.training.report.events import TimelineRecorded
 
 PHASES = (
     "data",
@@ -86,16 +87,16 @@ class Recording:
         self._meter = self._flight.meter = self._before or DeviceCalls.of(topology.device)
         self._marks = self._meter.marks = []
         self._first = self._meter.mark()
-        self._scopes: list[Any] = []
+        self._begun = [self._first]
         self._follows = followed(self)
         self._follows.__enter__()
 
     def enter(self, scope: Scope) -> None:
         """Begin a scope; of interest are those that recompute a value."""
-        self._scopes.append(self._meter.mark())
+        self._begun.append(self._meter.mark())
 
     def leave(self, scope: Scope) -> None:
-        begun = self._scopes.pop()
+        begun = self._begun.pop()
         if scope.work is None:
             self._meter.add("recompute", begun)
 
@@ -136,13 +137,13 @@ class Recording:
         return sorted(found, key=_in_order)
 
 
-def _named(what: Any) -> Any:
+def _named(what: object) -> Instruction | Call | str:
     if isinstance(what, CallRecord):
         name, kind, *numbers = (getattr(what, name) for name, _ in what._fields_)
         return Call(name.decode(), KINDS[kind], *numbers)
     if isinstance(what, tuple):
         return Instruction(Op[what[0].decode()], *what[1:])
-    return what
+    return str(what)
 
 
 def phases_s(activities: Sequence[Activity]) -> dict[str, float]:
@@ -258,8 +259,8 @@ class Timeline:
 
     def report(
         self, recording: Recording, save_s: float
-    ) -> tuple[dict[str, list[float]], dict[str, Any] | None]:
-        """Return the milliseconds of each phase on each rank, and the record of the step.
+    ) -> tuple[dict[str, list[float]], TimelineRecorded | None]:
+        """Return the milliseconds of each phase on each rank, and the event of the step.
 
         {} and None on other ranks than the first, and if the step has more calls than are kept.
         `save_s` is this rank's time in the phase "save" per step, which is outside of steps.
@@ -278,12 +279,13 @@ class Timeline:
         self._step = gathered, recording.iteration
         if self._clock() - self._written >= _EVERY_S:
             self.write()
-        return {phase: [1000 * of[phase] for of in of_ranks if of] for phase in PHASES}, {
-            "iteration": recording.iteration,
-            "bubble": measured,
-            "predicted_bubble": predicted,
-            "file": None if self._path is None else self._path.name,
-        }
+        times_ms = {phase: [1000 * of[phase] for of in of_ranks if of] for phase in PHASES}
+        return times_ms, TimelineRecorded(
+            iteration=recording.iteration,
+            bubble=measured,
+            predicted_bubble=predicted,
+            file=None if self._path is None else self._path.name,
+        )
 
     def _gather(self, activities: list[Activity]) -> dict[int, list[Activity]]:
         """Return the activities of each rank by the first one's clock, on the first one."""
@@ -312,17 +314,21 @@ class Timeline:
             )
         }
 
-    def _events(self) -> list[dict[str, Any]]:
+    def _events(self) -> list[dict[str, object]]:
         """Return the step in the trace event format: data-parallel replicas, and ranks in them."""
         assert self._step is not None
-        (gathered, iteration) = self._step
-        events = list[dict[str, Any]]()
+        gathered, iteration = self._step
+        events = list[dict[str, object]]()
         zero = min(found[0].start for found in gathered.values())
         for rank, found in gathered.items():
             tensor, replica, stage = self._topology.layout.coordinates(rank)
-            row: dict[str, Any] = {"pid": replica, "tid": rank}
-            args: dict[str, Any] = {"name": f"rank {rank} {''.join(self.places[rank : rank + 1])}"}
-            args |= {"pipeline": stage, "tensor": tensor, "iteration": iteration}
+            row = {"pid": replica, "tid": rank}
+            args: dict[str, object] = {
+                "name": f"rank {rank} {''.join(self.places[rank : rank + 1])}",
+                "pipeline": stage,
+                "tensor": tensor,
+                "iteration": iteration,
+            }
             events.append({"ph": "M", "name": "thread_name", "args": args, **row})
             for what, start, end in found:
                 name = what if isinstance(what, str) else what[0]

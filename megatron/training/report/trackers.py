@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ class JsonLines(Callback):
         self._file.close()
 
 
+@dataclass(eq=False)
 class Background(Callback):
     """Gives the events to another callback in a thread, so that it cannot stop or slow the run.
 
@@ -97,40 +99,32 @@ class Background(Callback):
     returns whether the given event was set in time.
     """
 
-    def __init__(
-        self,
-        callback: Any,
-        name: str,
-        remedy: str,
-        say: Say,
-        *,
-        size: int = _WAITING,
-        wait: Callable[[threading.Event], bool] = lambda ended: ended.wait(_CLOSE_S),
-    ) -> None:
-        self._callback = callback
-        self._name = name
-        self._remedy = remedy
-        self._say = say
-        self._size = size
-        self._wait = wait
+    callback: Callback
+    name: str
+    remedy: str
+    say: Say
+    size: int = _WAITING
+    wait: Callable[[threading.Event], bool] = lambda ended: ended.wait(_CLOSE_S)
+
+    def __post_init__(self) -> None:
         self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._published = self._taken = 0
         self._noted = set[str]()
         self._error: BaseException | None = None
         self._ended = threading.Event()
         # A thread that hangs must not keep the process.
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        threading.Thread(target=self._work, name=self.name, daemon=True).start()
 
     def _work(self) -> None:
         try:
             while (event := self._waiting.get()) is not None:
-                self._callback.on_event(event)
+                self.callback.on_event(event)
                 self._taken += 1
-            self._callback.close()
+            self.callback.close()
         except BaseException as error:
             self._error = error
             with suppress(BaseException):
-                self._callback.close()
+                self.callback.close()
         self._ended.set()
 
     def on_event(self, event: Event) -> None:
@@ -138,7 +132,7 @@ class Background(Callback):
         self._published += 1
         if self._error is not None:
             self._note_error()
-        elif self._waiting.qsize() < self._size:
+        elif self._waiting.qsize() < self.size:
             self._waiting.put(event)
         else:
             self._note("takes too long, so that some of what follows is left out")
@@ -149,9 +143,9 @@ class Background(Callback):
 
     def close(self) -> None:
         """Wait for the end of the thread, for a limited time, and note what was lost."""
-        ended = self._wait(self._ended)
-        if not ended and isinstance(self._callback, MLflow):
-            self._callback.kill()
+        ended = self.wait(self._ended)
+        if not ended and isinstance(self.callback, MLflow):
+            self.callback.kill()
         if self._error is not None:
             self._note_error()
         elif not ended or self._taken < self._published:
@@ -165,7 +159,7 @@ class Background(Callback):
     def _note(self, what: str) -> None:
         if what not in self._noted:
             self._noted.add(what)
-            self._say(f" note: {self._name} {what}: {self._remedy}")
+            self.say(f" note: {self.name} {what}: {self.remedy}")
 
 
 def trackers(config: Config, say: Say) -> list[Background]:
@@ -174,22 +168,21 @@ def trackers(config: Config, say: Say) -> list[Background]:
     Raises ConfigError where a package is missing, and where a folder cannot be created.
     """
     logging = config.logging
-    found = list[Background]()
+    found = list[tuple[Callback, str, str]]()
     if logging.tensorboard_dir:
         remedy = f"make room in --tensorboard-dir {logging.tensorboard_dir}, or choose another"
-        found.append(Background(TensorBoard(config), "TensorBoard", remedy, say))
+        found.append((TensorBoard(config), "TensorBoard", remedy))
     if logging.wandb_project:
         remedy = "check the connection and the key, or set WANDB_MODE=offline and sync later"
-        found.append(Background(WandB(config), "Weights & Biases", remedy, say))
+        found.append((WandB(config), "Weights & Biases", remedy))
     if logging.mlflow_tracking_uri or logging.mlflow_experiment_name:
-        remedy = "check --mlflow-tracking-uri"
-        found.append(Background(MLflow(config), "MLflow", remedy, say))
+        found.append((MLflow(config), "MLflow", "check --mlflow-tracking-uri"))
     for callback in config.pieces.callbacks:
         own = type(callback)
         if getattr(own, "on_event", Callback.on_event) is not Callback.on_event:
             name = f"on_event of {own.__module__}.{own.__qualname__}"
-            found.append(Background(callback, name, "correct it", say))
-    return found
+            found.append((callback, name, "correct it"))
+    return [Background(*one, say) for one in found]
 
 
 class TensorBoard(Callback):
@@ -323,7 +316,7 @@ class MLflow(Callback):
         )
         self._tell(begin)
 
-    def _tell(self, what: Any) -> None:
+    def _tell(self, what: object) -> None:
         assert self._writer is not None and self._writer.stdin is not None, "a run begins first"
         try:
             print(json.dumps(what), file=self._writer.stdin, flush=True)

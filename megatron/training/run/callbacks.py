@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from megatron.data.sampler import Ledger, sample_order
 from megatron.errors import TrainingError
@@ -24,7 +23,7 @@ class Recorder(Callback):
     def __init__(self, profiler: Profiler, timeline: Timeline) -> None:
         self.profiler = profiler
         self.timeline = timeline
-        self._drawn: Mapping[str, Any] | None = None  # of the next log line
+        self._drawn: events.TimelineRecorded | None = None  # of the next log line
 
     def before_step(self, run: Run) -> None:
         self.profiler.step(run.progress.iteration)
@@ -43,7 +42,7 @@ class Recorder(Callback):
         drawn = self._drawn
         self._drawn = None
         if drawn is not None:
-            run.reporter.publish(events.Timeline(**drawn))
+            run.reporter.publish(drawn)
 
     def close(self) -> None:
         self.profiler.close()

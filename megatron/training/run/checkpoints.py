@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint.find import Found, find, read_tracker, required
 from megatron.config import Config
@@ -24,6 +24,7 @@ from megatron.training.report.events import (
     CheckpointRejected,
     CheckpointSaved,
     Event,
+    Record,
 )
 from megatron.training.report.reporter import Reporter
 from megatron.training.run.schedules import Progress
@@ -49,6 +50,7 @@ class Failure:
     at_s: float
 
 
+@dataclass(eq=False)
 class Saves:
     """--save-interval, --save-interval-minutes and --async-save, over the Saver of this rank.
 
@@ -58,33 +60,27 @@ class Saves:
     `after_save` is called with the time a save took.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        saver: Saver,
-        agreement: Agreement,
-        reporter: Reporter,
-        *,
-        engine: Any = None,
-        provenance: Callable[[int], dict[str, Any]] = lambda iteration: {},
-        saved_iteration: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings = config.checkpoint
-        self._saver = saver
-        self._reporter = reporter
-        self._engine = engine
-        self._provenance = provenance
-        self._clock = clock
-        self._last_s = clock()
+    config: Config
+    saver: Saver
+    agreement: Agreement
+    reporter: Reporter
+    engine: Engine
+    provenance: Callable[[int], Record] = lambda iteration: {}
+    saved_iteration: int | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._settings = self.config.checkpoint
+        self._last_s = self.clock()
         self.after_save: list[Callable[[float], object]] = []
         self._started: int | None = None  # the iteration of a save in the background
-        self.saved_iteration = saved_iteration
         self.elapsed_s: float | None = None  # of the last save that this job completed
         self.failure: Failure | None = None  # of the last save
         by_time = self._settings.save_interval_minutes is not None
-        agreement.add_first(_DUE, self._is_time, lambda: by_time or self.failure is not None)
-        agreement.add(_WRITING, lambda: int(not saver.written), lambda: saver.pending)
+        self.agreement.add_first(_DUE, self._is_time, lambda: by_time or self.failure is not None)
+        self.agreement.add(
+            _WRITING, lambda: int(not self.saver.written), lambda: self.saver.pending
+        )
 
     @property
     def under_way(self) -> bool:
@@ -110,7 +106,7 @@ class Saves:
         due = sum(self.at_interval(iteration + i) for i in range(steps))
         return 1 + int(self.under_way) + max(due, int(self._is_time()))
 
-    def save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
+    def save(self, iteration: int, state: dict[str, object], *, last: bool = False) -> None:
         """Save `state`, the result of `iteration` steps.
 
         With --async-save this continues in the background, except for the `last` save of a run.
@@ -122,14 +118,12 @@ class Saves:
         if iteration in (self.saved_iteration, self._started):
             return
         background = self._settings.async_save and not last
-        self._reporter.say(
-            f"saving checkpoint at iteration {iteration:7d} to {self._settings.save}"
-        )
-        self._last_s = self._clock()
+        self.reporter.say(f"saving checkpoint at iteration {iteration:7d} to {self._settings.save}")
+        self._last_s = self.clock()
         self._started = iteration
         try:
-            saved = self._saver.start(
-                iteration, self._engine, state, self._provenance(iteration), background
+            saved = self.saver.start(
+                iteration, self.engine, state, self.provenance(iteration), background
             )
         except CheckpointError as error:
             self._started = None
@@ -145,17 +139,17 @@ class Saves:
         Returns whether it is complete.
         """
         return (
-            self.under_way and not agreed.get(_WRITING, True) and self._complete(self._saver.commit)
+            self.under_way and not agreed.get(_WRITING, True) and self._complete(self.saver.commit)
         )
 
     def settle(self) -> bool:
         """Wait for and complete a save in the background, if any; return whether it succeeded."""
-        return self.under_way and self._complete(self._saver.finish)
+        return self.under_way and self._complete(self.saver.finish)
 
     def close(self) -> None:
         """Complete a save under way, and wait until old checkpoints are removed."""
         self.settle()
-        self._saver.finish()
+        self.saver.finish()
 
     def check(self) -> None:
         """Raise CheckpointError when the last save failed.
@@ -174,7 +168,7 @@ class Saves:
         return "none" if self.saved_iteration is None else f"iteration {self.saved_iteration}"
 
     def _is_time(self) -> bool:
-        now = self._clock()  # of rank 0
+        now = self.clock()  # of rank 0
         if self.failure is not None and now - self.failure.at_s >= _RETRY_S:
             return True
         minutes = self._settings.save_interval_minutes
@@ -195,7 +189,7 @@ class Saves:
         return True
 
     def _succeeded(self, saved: Saved, background: bool) -> None:
-        say = self._reporter.say
+        say = self.reporter.say
         iteration = saved.iteration
         seconds = max(saved.elapsed_s, 1e-9)
         say(f"  successfully saved checkpoint at iteration {iteration:7d} to {self._settings.save}")
@@ -204,7 +198,7 @@ class Saves:
             f"{saved.bytes / 1e9 / seconds:.2f}, Latency(second): {saved.elapsed_s:.3f}"
             + (f", stall(second): {saved.stall_s:.3f}" if background else "")
         )
-        self._reporter.publish(
+        self.reporter.publish(
             CheckpointSaved(
                 iteration=iteration,
                 folder=str(saved.folder),
@@ -221,16 +215,16 @@ class Saves:
             call(saved.elapsed_s)
 
     def _failed(self, iteration: int, error: CheckpointError, last: bool = False) -> None:
-        self.failure = Failure(iteration, str(error), self._clock())
-        self._reporter.say(
+        self.failure = Failure(iteration, str(error), self.clock())
+        self.reporter.say(
             f" ERROR: the checkpoint of iteration {iteration} could not be saved: {error}"
         )
         if not last:
-            self._reporter.say(
+            self.reporter.say(
                 " ERROR: training continues and will try again; until then a failure of the job "
                 f"costs everything since the last good checkpoint ({self._last_good})"
             )
-        self._reporter.publish(CheckpointFailed(iteration=iteration, reason=str(error)))
+        self.reporter.publish(CheckpointFailed(iteration=iteration, reason=str(error)))
 
 
 def check_save_folder(config: Config, topology: Topology, reporter: Reporter) -> None:
@@ -350,7 +344,7 @@ def load_checkpoint(
     return progress_from(loaded.state, loaded.folder)
 
 
-def progress_from(state: dict[str, Any], folder: Path) -> Progress:
+def progress_from(state: Record, folder: Path) -> Progress:
     """Return the counters that a run saved. Raises CheckpointError when they are missing."""
     lists = ("sources", "left_out", "recent_losses")  # older checkpoints have none
     names = {field.name for field in dataclasses.fields(Progress)} - set(lists)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,6 +68,24 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Limits of a prompt and its text.
+
+    stop       a text ends at one of these strings
+    end_token  one that ends a text; by default see ends_of
+    context    most tokens of prompt and text; by default max_position_embeddings. More is for models
+               without learned positions
+    cut        cut prompts that leave less than max_new_tokens of the context from their left.
+               Otherwise a prompt that leaves none is an error
+    """
+
+    stop: Sequence[str] = ()
+    end_token: int | None = None
+    context: int | None = None
+    cut: bool = False
+
+
+@dataclass(frozen=True)
 class Continuation:
     """Text that was generated after a prompt.
 
@@ -107,10 +125,7 @@ def generate(
     max_new_tokens: int = 64,
     sampling: Sampling = Sampling(),
     seeds: Sequence[int] | None = None,
-    stop: Sequence[str] = (),
-    end_token: int | None = None,
-    context: int | None = None,
-    cut: bool = False,
+    limits: Limits = Limits(),
     on_text: OnText | None = None,
     cached: bool = True,
 ) -> list[Continuation]:
@@ -122,12 +137,6 @@ def generate(
     seeds            one for each prompt, instead of sampling.seed, sampling.seed + 1, ... A text
                      depends on its prompt and seed, not on the others of the batch (but for the
                      rounding of products of other sizes)
-    stop             a text ends at one of these strings
-    end_token        one that ends a text; by default see ends_of
-    context          most tokens of prompt and text; by default max_position_embeddings. More is for
-                     models without learned positions
-    cut              cut prompts that leave less than max_new_tokens of the context from their left.
-                     Otherwise a prompt that leaves none is an error
     on_text          called with each piece of text as soon as it is certain, in whole characters
     cached           keep keys and values of all layers. Otherwise, and with layers or models of
                      your own, each token costs a pass over the whole text
@@ -139,20 +148,20 @@ def generate(
     tokenizer = model.tokenizer
     if isinstance(prompts, str):
         raise ConfigError("prompts are a list: put a single one into brackets")
-    ready = prepare(model, prompts, max_new_tokens, context, cut)
-    if tokenizer is None and (stop or on_text):
+    ready = prepare(model, prompts, max_new_tokens, limits)
+    if tokenizer is None and (limits.stop or on_text):
         raise ConfigError("stop strings and text need the tokenizer, and the model has none")
-    if "" in stop:
+    if "" in limits.stop:
         raise ConfigError("an empty stop string ends every text: leave it out")
     if seeds is None:
         seeds = range(sampling.seed, sampling.seed + len(ready))
     if len(seeds) != len(ready):
         raise ConfigError(f"{len(seeds)} seeds for {len(ready)} prompts: give one for each")
-    ends = ends_of(model) if end_token is None else frozenset((end_token,))
+    ends = ends_of(model) if limits.end_token is None else frozenset((limits.end_token,))
     cached = cached and config.pieces.layer is None and config.pieces.model is None
     samples = []
     for number, (prompt, seed) in enumerate(zip(ready, seeds, strict=True)):
-        stream = None if tokenizer is None else TextStream(tokenizer, prompt.ids, stop)
+        stream = None if tokenizer is None else TextStream(tokenizer, prompt.ids, limits.stop)
         samples.append(_Sample(number, prompt, seed, stream, ends))
     if not samples:
         return []
@@ -188,11 +197,7 @@ def ends_of(model: Model) -> frozenset[int]:
 
 
 def prepare(
-    model: Model,
-    prompts: Sequence[str | Ids],
-    max_new_tokens: int,
-    context: int | None = None,
-    cut: bool = False,
+    model: Model, prompts: Sequence[str | Ids], max_new_tokens: int, limits: Limits
 ) -> list[Prompt]:
     """Return the token ids of prompts, cut if wished; see generate. Raises ConfigError."""
     if (ranks := model.topology.context.size) > 1:
@@ -203,6 +208,7 @@ def prepare(
     settings = model.config.model
     tokenizer = model.tokenizer
     most = settings.max_position_embeddings
+    context = limits.context
     learned = settings.position_embedding_type == "learned_absolute"
     if context is not None and (context < 2 or (learned and context > most)):
         raise ConfigError(
@@ -210,7 +216,7 @@ def prepare(
             "positions of a model that has such"
         )
     most = most if context is None else context
-    if max_new_tokens < 1 or (cut and max_new_tokens >= most):
+    if max_new_tokens < 1 or (limits.cut and max_new_tokens >= most):
         raise ConfigError(
             f"{max_new_tokens} new tokens in a context of {most}: give 1 or more, and with prompts "
             "that are cut fewer than the context, so that some of the prompt remains"
@@ -229,7 +235,7 @@ def prepare(
                 f"prompt {number} has the token ids {list(ids)[:8]}: it needs at least one, all "
                 f"from 0 to {settings.vocab_size - 1}"
             )
-        left = max(0, len(ids) + max_new_tokens - most) if cut else 0
+        left = max(0, len(ids) + max_new_tokens - most) if limits.cut else 0
         room = most - (len(ids) - left)
         if room < 1:
             raise ConfigError(
@@ -242,44 +248,37 @@ def prepare(
     return found
 
 
+@dataclass(eq=False)
 class _Sample:
     """A text that grows; `finish` says why it has ended, and is "" before."""
 
-    def __init__(
-        self,
-        number: int,
-        prompt: Prompt,
-        seed: int,
-        stream: TextStream | None,
-        ends: frozenset[int],
-    ) -> None:
-        self.number = number
-        self.seed = seed
-        self.ids = list[int]()
-        self.finish = ""
-        self._prompt = prompt
-        self._stream = stream
-        self._ends = ends
+    number: int
+    prompt: Prompt
+    seed: int
+    stream: TextStream | None
+    ends: frozenset[int]
+    ids: list[int] = field(default_factory=list)
+    finish: str = ""
 
     def add(self, token: int) -> str:
         """Add a token, set `finish` if it is the last, and return the text that is now certain."""
         self.ids.append(token)
-        stream = self._stream
+        stream = self.stream
         text = ""
-        if token in self._ends:
+        if token in self.ends:
             self.finish = "end_token"
         elif stream is not None:
             text = stream.add(token)
-        if not self.finish and len(self.ids) == self._prompt.room:
-            self.finish = self._prompt.limit
+        if not self.finish and len(self.ids) == self.prompt.room:
+            self.finish = self.prompt.limit
         if stream is not None:
             text += stream.end() if self.finish else ""
             self.finish = self.finish if stream.stopped is None else "stop_string"
         return text
 
     def result(self) -> Continuation:
-        text = "" if self._stream is None else self._stream.text
-        return Continuation(self.ids, text, self.finish, self._prompt.cut)
+        text = "" if self.stream is None else self.stream.text
+        return Continuation(self.ids, text, self.finish, self.prompt.cut)
 
 
 def choose(

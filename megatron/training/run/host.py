@@ -23,7 +23,6 @@ import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -175,7 +174,7 @@ def mapped_blocks() -> Iterator[None]:
         _set_first(libc, _M_MMAP_THRESHOLD, KEEP_BLOCKS_BYTES)
 
 
-def _malloc() -> tuple[Any, str]:
+def _malloc() -> tuple[ctypes.CDLL, str]:
     """Return the C library, and why its malloc must not be changed, "" where it may."""
     libc = ctypes.CDLL(None)
     environ = os.environ
@@ -189,7 +188,7 @@ def _malloc() -> tuple[Any, str]:
     return libc, next((f"{name} is set" for name in environ if name.startswith(sizes)), "")
 
 
-def _set_first(libc: Any, parameter: int, values: tuple[int, ...]) -> int | None:
+def _set_first(libc: ctypes.CDLL, parameter: int, values: tuple[int, ...]) -> int | None:
     """Set `parameter` to the first of `values` that malloc accepts; return that one."""
     return next(
         (v for v in values if libc.mallopt(ctypes.c_int(parameter), ctypes.c_int(v)) == 1), None

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.files import digest, sampled_digest
 from megatron.config import Config
@@ -66,7 +65,7 @@ def identity(config: Config, placement: str = "") -> Alike:
     """
     values = config.to_dict()
     pieces = {f"{name} of your own": where for name, where in config.pieces.describe().items()}
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         option.flag: values[name]
         for name, option in all_options().items()
         if name not in MAY_DIFFER and not option.inert and not option.internal

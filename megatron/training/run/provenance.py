@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -89,7 +88,7 @@ class Provenance:
         if not topology.world.is_first:
             return
         self._here = {
-            "program": {"name": _NAME, "version": _version(), "command": sys.argv},
+            "program": {"name": _NAME, "version": _version(_NAME), "command": sys.argv},
             "versions": versions(),
             "layout": layout_record(config, topology),
             "device": device_name(topology.device),
@@ -157,14 +156,11 @@ def order_record(config: Config, train_samples: int | None) -> dict[str, object]
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the libraries that compute."""
-    # Not imported: it would print messages, and choose a device before this process has one.
-    deepspeed = None
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        deepspeed = importlib.metadata.version("deepspeed")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "deepspeed": deepspeed,
+        # not imported: it would print messages, and choose a device before this process has one
+        "deepspeed": _version("deepspeed"),
         "numpy": np.__version__,
         "rocm": torch.version.hip,
         "cuda": torch.version.cuda,
@@ -245,10 +241,10 @@ def ends_digest(path: Path, end: int) -> tuple[int, str]:
         return size, digest(first + f.read(end))
 
 
-def _version() -> str | None:
-    """Return the version of this project; None where it is not installed."""
+def _version(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
     try:
-        return importlib.metadata.version(_NAME)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -10,10 +10,9 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,6 +34,7 @@ from megatron.data.sampler import sample_order, short_names
 from megatron.errors import CheckpointError, ConfigError, DataError, MegatronError
 from megatron.kernels import choose
 from megatron.training.report.reporter import Reporter
+from megatron.training.report.trackers import Say
 from megatron.training.run.provenance import data_identity, order_record
 from megatron.training.run.schedules import (
     SCHEDULE,
@@ -70,7 +70,7 @@ class Stored:
     """
 
     folder: Path
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     config: Config
     provenance: Mapping[str, object]
 
@@ -83,7 +83,7 @@ def stored_settings(folder: Path, config: Config) -> Stored:
         raise CheckpointError(
             f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint"
         )
-    values: dict[str, Any] = {"pieces": stored.get("pieces", {})}
+    values: dict[str, object] = {"pieces": stored.get("pieces", {})}
     sections = {}
     for name, section in SECTIONS.items():
         there = stored.get(name)
@@ -156,7 +156,7 @@ def describe_resume(
 
 
 def describe_changes(
-    stored: Stored, config: Config, progress: Progress, end: int, say: Callable[[str], object]
+    stored: Stored, config: Config, progress: Progress, end: int, say: Say
 ) -> None:
     """Report what differs from the run of the checkpoint, from `progress` to iteration `end`.
 
@@ -176,7 +176,7 @@ def describe_changes(
 
 
 def describe_implementations(
-    stored: Stored, config: Config, device: torch.device, say: Callable[[str], object]
+    stored: Stored, config: Config, device: torch.device, say: Say
 ) -> None:
     """Report what computes otherwise than in the run of the checkpoint, e.g. on another CPU."""
     before = stored.provenance.get("implementations")
@@ -293,7 +293,7 @@ def describe_data(
     train_samples: int,
     progress: Progress,
     end: int,
-    say: Callable[[str], object],
+    say: Say,
 ) -> None:
     """Report the samples that are repeated or skipped because the data have another order.
 
@@ -391,9 +391,9 @@ class _FormerData:
         return [*found, *(f"{name} has other content" for name in sorted(self.others))]
 
     def _samples(self) -> int:
-        samples: Any = self._record.get("samples")
-        if is_count(samples):
-            return int(samples)
+        samples = self._record.get("samples")
+        if isinstance(samples, int) and is_count(samples):
+            return samples
         theirs = self._stored.config
         with _checked(self._stored):
             return planned_samples(theirs, BatchSchedule.from_config(theirs))[0]

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -194,19 +195,11 @@ def is_lost_peer(error: BaseException) -> bool:
     """
     if isinstance(error, LaunchError | dist.DistError):
         return True
-    text = str(error)
-    signs = (
-        "gloo",
-        "NCCL",
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "Timed out",
-    )
+    signs = "gloo|NCCL|Connection (closed|reset) by peer|Broken pipe|Timed out"
     return (
         isinstance(error, RuntimeError)
         and not isinstance(error, MegatronError)
-        and any(s in text for s in signs)
+        and re.search(signs, str(error)) is not None
     )
 
 
@@ -316,9 +309,9 @@ def assemble(
 def with_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
     """Return the tokenizer, and `config` with the size of its vocabulary. Raises ConfigError."""
     tokenizer = load_tokenizer(config)
-    known = config.model.vocab_size
     if tokenizer is None:
         return config, None
+    known = config.model.vocab_size
     size = max(tokenizer.vocab_size, known or 0)
     source = hugging_face_folder(config.checkpoint.load)
     files = config.tokenizer.tokenizer_model
@@ -342,8 +335,8 @@ def build_data(
     samples = planned_samples(config, batches)
     with reporter.console.doing("copying data to the node"):
         staged = staged_locations(config, topology, reporter.say)
-    eod = tokenizer.eod if tokenizer is not None else None
-    reading = Reading(staged, pad_id=eod or 0, verify=topology.rank == 0)
+    pad_id = tokenizer.eod if tokenizer is not None else 0
+    reading = Reading(staged, pad_id, verify=topology.rank == 0)
     build = partial(build_datasets, config, reading=reading)
     check = partial(report_data, config, tokenizer, samples[0], staged, reporter.say)
     build_in_turn = first_builds(config, topology, build, reporter.say, check=check)
@@ -440,8 +433,7 @@ def check_export(config: Config) -> str:
             f"--save-hf {folder} ({config.origin('save_hf')}) exists; if this run was there before, "
             f"it may be its own earlier model: give --save-hf {free}, or rename or remove {folder}"
         )
-    companions = companions_of(config)
-    return companions.note
+    return companions_of(config).note
 
 
 def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
@@ -491,7 +483,7 @@ def build_saves(
         if note:
             print(f"note: rank {topology.rank}: {note}", file=sys.stderr, flush=True)
     provenance = Provenance(config, topology, places, train_samples)
-    return Saves(config, saver, agreement, reporter, engine=engine, provenance=provenance)
+    return Saves(config, saver, agreement, reporter, engine, provenance)
 
 
 def build_wall_time(
@@ -553,15 +545,16 @@ def build_wall_time(
 
 def load_tokenizer(config: Config) -> Tokenizer | None:
     """Return the tokenizer that the flags name; None when only a vocabulary size is given."""
-    t = config.tokenizer
-    if t.tokenizer_type is None:
+    if config.tokenizer.tokenizer_type is None:
         if config.model.vocab_size is None:
             raise ConfigError(
                 "the vocabulary size is unknown: give --tokenizer-type and its files, or "
                 "--vocab-size"
             )
         return None
-    return build_tokenizer(**dataclasses.asdict(t), vocab_size=config.model.vocab_size)
+    return build_tokenizer(
+        **dataclasses.asdict(config.tokenizer), vocab_size=config.model.vocab_size
+    )
 
 
 def extended(

@@ -14,16 +14,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.config.duration import duration_s, show_duration
 from megatron.parallel import collectives
+from megatron.parallel.collectives import Started
 from megatron.parallel.environment import ask_slurm, job_name, whole
 from megatron.parallel.topology import Topology
 from megatron.training.run.process import Signals
@@ -54,7 +52,7 @@ class Agreement:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._own: dict[str, tuple[Callable[[], int], Callable[[], bool]]] = {}
-        self._posted: tuple[npt.NDArray[np.int32], list[str], Any] | None = None
+        self._posted: tuple[torch.Tensor, list[str], Started] | None = None
 
     def add(self, name: str, own: Callable[[], int], on: Callable[[], bool] = lambda: True) -> None:
         """Agree on `name` from now on.
@@ -78,10 +76,8 @@ class Agreement:
         """Start the reduction. The previous one must have been read. All ranks call this."""
         assert self._posted is None, "one reduction at a time"
         if self._topology.world.size > 1 and (own := self._current()):
-            numbers = np.array(list(own.values()), np.int32)
-            work = collectives.all_reduce_async(
-                torch.from_numpy(numbers), self._topology.world, dist.ReduceOp.MAX
-            )
+            numbers = torch.tensor(list(own.values()), dtype=torch.int32)
+            work = collectives.all_reduce_async(numbers, self._topology.world, dist.ReduceOp.MAX)
             self._posted = numbers, list(own), work
 
     def read(self) -> Mapping[str, int]:
@@ -93,7 +89,7 @@ class Agreement:
             return self._current()
         if self._posted is None:
             return {}
-        (numbers, names, work) = self._posted
+        numbers, names, work = self._posted
         self._posted = None
         work.wait()
         return dict(zip(names, numbers.tolist(), strict=True))
@@ -196,6 +192,7 @@ class StopRules:
         return self.signalled(agreed) or bool(agreed.get("leave"))
 
 
+@dataclass(eq=False)
 class SlurmEnd:
     """The end of this Slurm job according to squeue.
 
@@ -206,29 +203,24 @@ class SlurmEnd:
     unknown.
     """
 
-    def __init__(
-        self,
-        environ: Mapping[str, str],
-        say: Callable[[str], object],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        every_s: float = _ASK_EVERY_S,
-    ) -> None:
-        self._job = job_name(environ) or ""
-        self._say = say
-        self._clock = clock
-        self._every_s = every_s
+    environ: Mapping[str, str]
+    say: Callable[[str], object]
+    clock: Callable[[], float] = time.monotonic
+    every_s: float = _ASK_EVERY_S
+
+    def __post_init__(self) -> None:
+        self._job = job_name(self.environ) or ""
         self._end: float | None = None
         self._warned = False
         self._closed = threading.Event()
-        promised = whole(environ.get("SLURM_JOB_END_TIME", ""))
-        self._promised = None if promised is None else clock() + promised - time.time()
+        promised = whole(self.environ.get("SLURM_JOB_END_TIME", ""))
+        self._promised = None if promised is None else self.clock() + promised - time.time()
         self.thread = threading.Thread(target=self._keep_asking, name="wall time", daemon=True)
         self.thread.start()
 
     def left_s(self) -> float | None:
         """Return the seconds until the job ends; None where that is unknown or never."""
-        return None if self._end is None else self._end - self._clock()
+        return None if self._end is None else self._end - self.clock()
 
     def close(self) -> None:
         """Stop querying Slurm."""
@@ -236,28 +228,22 @@ class SlurmEnd:
 
     def _keep_asking(self) -> None:
         while True:
-            try:
-                self.ask()
-            except (OSError, subprocess.SubprocessError) as error:
-                self._failed(f"squeue failed: {error}")
-            if self._closed.wait(self._every_s):
+            self.ask()
+            if self._closed.wait(self.every_s):
                 return
 
     def ask(self) -> None:
-        """Query squeue once. Raises OSError and SubprocessError."""
-        answer = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%L", timeout_s=_ANSWER_S)
-        if answer.returncode:
-            said = (
-                answer.stderr.strip() or answer.stdout.strip() or f"exit code {answer.returncode}"
-            )
-            self._failed(f"squeue failed: {said}")
+        """Query squeue once."""
+        text, failure = _answer("squeue", "-h", "-j", self._job, "-o", "%L", timeout_s=_ANSWER_S)
+        if failure:
+            self._failed(f"squeue failed: {failure}")
             return
-        word = next(iter(answer.stdout.split()), "nothing")
+        word = next(iter(text.split()), "nothing")
         left = duration_s(word)
         if left is not None:
             if self._end is None:
-                self._say(f" wall time: job {self._job} has {show_duration(left)} left")
-            self._end = self._clock() + left
+                self.say(f" wall time: job {self._job} has {show_duration(left)} left")
+            self._end = self.clock() + left
         elif word == "UNLIMITED":
             self._end = None
         else:  # INVALID: past its limit, or longer than a year; NOT_SET: no limit yet
@@ -270,7 +256,7 @@ class SlurmEnd:
             return
         self._warned = True
         left = self.left_s()
-        self._say(
+        self.say(
             f" warning: the time left to job {self._job} is unknown ({reason}): the run continues "
             "without it; set it with --walltime"
             if left is None
@@ -279,6 +265,7 @@ class SlurmEnd:
         )
 
 
+@dataclass(eq=False)
 class WallTime:
     """Decides whether the time left is enough for another step and the saves that follow.
 
@@ -296,26 +283,18 @@ class WallTime:
     elapsed_s          returns the seconds since the program began
     """
 
-    def __init__(
-        self,
-        left_s: Callable[[], float | None],
-        checkpoint_bytes: float,
-        eval_iters: int = 0,
-        steps_ahead: int = 1,
-        close: Callable[[], object] = lambda: None,
-        duration_s: float | None = None,
-        elapsed_s: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self._left_s = left_s
-        self._eval_iters = eval_iters
-        self.steps_ahead = steps_ahead
-        self.close = close
-        self._duration_s = duration_s
-        self._elapsed_s = elapsed_s
+    left_s: Callable[[], float | None]
+    checkpoint_bytes: float
+    eval_iters: int = 0
+    steps_ahead: int = 1
+    close: Callable[[], object] = lambda: None
+    duration_s: float | None = None
+    elapsed_s: Callable[[], float] = lambda: 0.0
+
+    def __post_init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._evaluation_s = self._save_s = 0.0
         self.task_s = dict[str, float]()  # of the latest evaluation of each task
-        self._guess_s = checkpoint_bytes / _GUESSED_BYTES_PER_S
         self._evaluations = 0
         self._saves_ahead = 1
         self.saved = False  # whether the run has ended, and all of it is saved
@@ -341,7 +320,7 @@ class WallTime:
     @property
     def save_s(self) -> float:
         """Return the time of the longest save, or the estimate until one is measured."""
-        return self._save_s or self._guess_s
+        return self._save_s or self.checkpoint_bytes / _GUESSED_BYTES_PER_S
 
     @property
     def needed_s(self) -> float:
@@ -357,14 +336,14 @@ class WallTime:
 
     @property
     def _work_s(self) -> float:
-        evaluation = self._evaluation_s or self._eval_iters * self._step_s
+        evaluation = self._evaluation_s or self.eval_iters * self._step_s
         evaluation += sum(self.task_s.values())
         steps = self.steps_ahead * self._step_s + self._evaluations * evaluation
         return steps + _SPREAD * self.save_s * self._saves_ahead
 
     def is_ending(self) -> bool:
         """Return whether to end now, because the job ends."""
-        left = self._left_s()
+        left = self.left_s()
         return left is not None and left < self.needed_s
 
     def duration_is_over(self) -> bool:
@@ -372,25 +351,25 @@ class WallTime:
         return self._duration_left_s() < self._work_s
 
     def _duration_left_s(self) -> float:
-        if self._duration_s is None:
+        if self.duration_s is None:
             return math.inf
-        margin_s = min(_MARGIN_S, _DURATION_SHARE * self._duration_s)
-        return self._duration_s - margin_s - self._elapsed_s()
+        margin_s = min(_MARGIN_S, _DURATION_SHARE * self.duration_s)
+        return self.duration_s - margin_s - self.elapsed_s()
 
     def must_leave(self) -> bool:
         """Return whether an evaluation under way leaves no time for a save and the end."""
-        left = self._left_s()
+        left = self.left_s()
         left_s = min(math.inf if left is None else left - _MARGIN_S, self._duration_left_s())
         return left_s < (0.0 if self.saved else _SPREAD * self.save_s)
 
     def __str__(self) -> str:
-        left = self._left_s()
+        left = self.left_s()
         times = list[str]()
         if left is not None:
             times.append(f"{show_duration(left)} left of the job")
-        if self._duration_s is not None:
-            elapsed = self._elapsed_s() / 60
-            limit = self._duration_s / 60
+        if self.duration_s is not None:
+            elapsed = self.elapsed_s() / 60
+            limit = self.duration_s / 60
             times.append(
                 f"{elapsed:.2f} of the {limit:.2f} minutes of --exit-duration-in-mins over"
             )
@@ -400,6 +379,19 @@ class WallTime:
             + f", a save {self.save_s:.1f} s"
             + ("" if self._save_s else " (estimated from its size)")
         )
+
+
+def _answer(*command: str, timeout_s: float = 60.0) -> tuple[str, str]:
+    """Return what a command of Slurm prints, and why it failed ("" if it did not)."""
+    try:
+        answer = ask_slurm(*command, timeout_s=timeout_s)
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    # Slurm ends the processes of a requeued job, sometimes scontrol before it has its answer.
+    if answer.returncode in (0, -signal.SIGTERM):
+        return answer.stdout, ""
+    said = answer.stderr.strip() or answer.stdout.strip()
+    return answer.stdout, said or f"exit code {answer.returncode}"
 
 
 def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
@@ -413,22 +405,13 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
     if not job:
         say(" note: --requeue does nothing: this is not a Slurm job")
         return False
-    try:
-        answer = ask_slurm("squeue", "-h", "-j", job, "-o", "%T %r")
-        state, _, why = ("" if answer.returncode else answer.stdout.strip()).partition(" ")
-    except (OSError, subprocess.SubprocessError):
-        state = why = ""
+    text, failure = _answer("squeue", "-h", "-j", job, "-o", "%T %r")
+    state, _, why = ("" if failure else text.strip()).partition(" ")
     if state not in ("", "RUNNING") and not why.startswith("TimeLimit"):
         say(f" note: job {job} is not requeued: it is {state}, so somebody ended it")
         return False
-    try:
-        answer = ask_slurm("scontrol", "requeue", job)
-        # Slurm ends the processes of a requeued job, sometimes scontrol before it has its answer.
-        taken = answer.returncode in (0, -signal.SIGTERM)
-        reason = None if taken else answer.stderr.strip() or f"exit code {answer.returncode}"
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = str(error)
-    if reason is not None:
+    _, reason = _answer("scontrol", "requeue", job)
+    if reason:
         say(
             f" ERROR: job {job} could not be requeued: {' '.join(reason.split())}. Submit it again "
             "by hand; sbatch --requeue, or the site, may have to allow it"

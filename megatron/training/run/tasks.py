@@ -263,18 +263,18 @@ def _read(path: str, tokenizer: Tokenizer, longest: int) -> Task:
 def _example(line: Mapping[str, Any]) -> tuple[str, list[str], int | None]:
     """Return context, endings and answer of a line; no endings if it has another form."""
     context = line.get("context")
-    answer = line.get("answer")
-    choices: Any = line.get("choices")
-    if "choices" not in line:
-        choices = [line.get("ending")]
-        answer = None
-        right = True
-    else:
-        several = isinstance(choices, list) and len(choices) > 1
-        right = several and type(answer) is int and 0 <= answer < len(choices)
-    if not right or not isinstance(context, str):
+    answer = line.get("answer") if "choices" in line else None
+    endings = line.get("choices", [line.get("ending")])
+    if "choices" in line and not (
+        isinstance(endings, list)
+        and len(endings) > 1
+        and type(answer) is int
+        and 0 <= answer < len(endings)
+    ):
+        endings = []
+    if not isinstance(context, str) or not all(isinstance(c, str) and c for c in endings):
         return "", [], None
-    return context, choices if all(isinstance(c, str) and c for c in choices) else [], answer
+    return context, endings, answer
 
 
 def evaluate_task(
@@ -294,7 +294,7 @@ def evaluate_task(
     scores = score(model, task.requests, micro_batch_size=micro_batch_size, on_progress=on_progress)
     sums = np.array([found.log_likelihood for found in scores])
     sizes = np.array([len(request.ids) - request.start for request in task.requests])
-    figures: dict[str, Any] = {
+    figures: dict[str, float | str] = {
         "task": task.name,
         "examples": len(task.starts) - 1,
         "tokens": int(sizes.sum()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.config import Config
 from megatron.config.files import hugging_face_folder
@@ -115,7 +115,7 @@ def _config(
     folder: str | os.PathLike[str],
     topology: Topology,
     tag: str | int | None,
-    settings: dict[str, Any],
+    settings: dict[str, object],
 ) -> Config:
     """Return the checkpoint's settings on the layout of a topology, in fp32 unless changed."""
     from megatron.checkpoint.find import find_folder, open_checkpoint

@@ -8,17 +8,18 @@ changes, and the gradients are cleared. It takes one slow step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import socket
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.find import Found, find
 from megatron.data.sampler import MicroBatch, around, merged
@@ -122,11 +123,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
     """
     reporter = run.reporter
     saves = run.saves
-    figures: dict[str, Any] = {
-        "iteration": spike.iteration,
-        "lm_loss": spike.loss,
-        "median": spike.median,
-    }
+    event = LossSpike(iteration=spike.iteration, lm_loss=spike.loss, median=spike.median)
     reporter.say(f"WARNING: {spike}")
     found: Found | None = None
     if saves is not None:
@@ -144,7 +141,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
         reporter.say(
             "WARNING: there is no checkpoint from before it to go back to: training continues"
         )
-        reporter.publish(LossSpike(**figures))
+        reporter.publish(event)
         return False
     # Everything is loaded, including what the flags left out of the first checkpoint of the run.
     config = run.config.replace(
@@ -172,8 +169,8 @@ def roll_back(run: Run, spike: Spike) -> bool:
         f"order are left out from now on ({sum(stop - start for start, stop in left_out)} in all)"
     )
     reporter.publish(
-        LossSpike(
-            **figures,
+        dataclasses.replace(
+            event,
             back_to_iteration=progress.iteration,
             samples=[first, last + 1],
             left_out=left_out,
@@ -246,7 +243,7 @@ class _Tracer:
     def installed(self, run: Run) -> Iterator[None]:
         """Hook every module of the chunks inside the context."""
         executor = run.executor
-        handles = list[Any]()
+        handles = list[RemovableHandle]()
         # no gradient leaves this rank
         begin = executor.before_training
         executor.before_training = None

@@ -18,7 +18,7 @@ from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
-from megatron.training.run.generate import Model, Sampling, choose, generate
+from megatron.training.run.generate import Limits, Model, Sampling, choose, generate
 from tests.helpers.text import ByteTokenizer, TextModel, one_process
 from tests.model.test_huggingface import FAMILIES, hugging_face
 
@@ -101,8 +101,8 @@ def test_cache_and_batch_change_nothing(name: str) -> None:
     assert ids(model) == whole and len({tuple(text) for text in whole}) == 3
     assert [ids(model, [prompt])[0] for prompt in PROMPTS] == whole
     if model.config.model.position_embedding_type != "learned_absolute":  # no last position
-        assert ids(model, context=64, max_new_tokens=40, cached=False) == ids(
-            model, context=64, max_new_tokens=40
+        assert ids(model, limits=Limits(context=64), max_new_tokens=40, cached=False) == ids(
+            model, limits=Limits(context=64), max_new_tokens=40
         )
     # a text is drawn from its own seed, whatever is beside it
     drawn = ids(model, sampling=Sampling(), seeds=[3, 4, 5])
@@ -144,7 +144,7 @@ def test_a_text_ends_with_the_end_token() -> None:
     model = one_process(**FIELDS)
     whole = ids(model)
     end = whole[0][2]
-    cut = generate(model, PROMPTS, max_new_tokens=20, sampling=GREEDY, end_token=end)
+    cut = generate(model, PROMPTS, max_new_tokens=20, sampling=GREEDY, limits=Limits(end_token=end))
     assert [text.ids for text in cut] == [
         text[: text.index(end) + 1] if end in text else text for text in whole
     ]
@@ -178,7 +178,7 @@ def test_what_is_too_long_is_refused_or_cut_from_the_left() -> None:
         (1, "context"),
         (4, "max_new_tokens"),
     ]
-    (cut,) = generate(model, [long], max_new_tokens=4, sampling=GREEDY, cut=True)
+    (cut,) = generate(model, [long], max_new_tokens=4, sampling=GREEDY, limits=Limits(cut=True))
     assert cut.cut == 4 and [cut.ids] == ids(model, [long[4:]], max_new_tokens=4)
 
 
@@ -201,7 +201,7 @@ def test_text_streams_and_ends_at_a_stop_string() -> None:
     assert text == bytes(whole[0].ids).decode(errors="replace")
     assert len(text) > 6
     stop = text[3:5]
-    (found,) = generate(model, prompts[:1], max_new_tokens=12, stop=["none of it", stop])
+    (found,) = generate(model, prompts[:1], max_new_tokens=12, limits=Limits(["none of it", stop]))
     assert found.finish == "stop_string" and found.text == text[: text.index(stop)]
     assert found.ids == whole[0].ids[: len(found.ids)] and len(found.ids) < 12
 
@@ -269,10 +269,10 @@ def test_bad_prompts_are_refused(prompt: Any) -> None:
     "options",
     [
         dict(max_new_tokens=0),
-        dict(context=33),
-        dict(cut=True, max_new_tokens=32),
+        dict(limits=Limits(context=33)),
+        dict(limits=Limits(cut=True), max_new_tokens=32),
         dict(seeds=[1]),
-        dict(stop=["x"]),
+        dict(limits=Limits(["x"])),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:

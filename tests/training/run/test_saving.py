@@ -88,6 +88,7 @@ class Case:
             self.saver,
             self.agreement,
             reporter,
+            None,  # type: ignore[arg-type]
             saved_iteration=saved,
             clock=lambda: self.now,
         )
