@@ -189,10 +189,8 @@ class TensorBoard(Callback):
     """Writes into --tensorboard-dir. A resumed run hides the points that it computes again."""
 
     def __init__(self, config: Config) -> None:
-        flags = config.logging
-        self._every = flags.tensorboard_log_interval
-        self._queue = flags.tensorboard_queue_size
-        self._folder = flags.tensorboard_dir or "."
+        self._flags = config.logging
+        self._folder = config.logging.tensorboard_dir or "."
         self._writer: Any = None
         self._board = _package("torch.utils.tensorboard", "--tensorboard-dir", "tensorboard")
         try:
@@ -207,12 +205,15 @@ class TensorBoard(Callback):
         if isinstance(event, Start):
             again = event.iteration + 1 if event.iteration else None
             writer = self._writer = self._board.SummaryWriter(
-                self._folder, purge_step=again, max_queue=self._queue, flush_secs=_FLUSH_S
+                self._folder,
+                purge_step=again,
+                max_queue=self._flags.tensorboard_queue_size,
+                flush_secs=_FLUSH_S,
             )
             rows = [f"| {name} | {value} |" for name, value in event.settings().items()]
             table = "\n".join(["| setting | value |", "|---|---|", *rows])
             writer.add_text("configuration", table, event.iteration, walltime=event.time)
-        for iteration, values in scalars(event, self._every).items():
+        for iteration, values in scalars(event, self._flags.tensorboard_log_interval).items():
             for name, value in values.items():
                 self._writer.add_scalar(name, value, iteration, walltime=event.time)
 

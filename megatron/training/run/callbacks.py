@@ -32,7 +32,7 @@ class Recorder(Callback):
     def figures(self, run: Run) -> Mapping[str, object]:
         recording = run.timers.recording
         run.timers.recording = None
-        save_s = run.watch.paused_s.pop("save", 0.0) / len(run.interval.steps)
+        save_s = run.watch.paused_s.pop("saving", 0.0) / len(run.interval.steps)
         if recording is None:
             return {}
         phases, self._drawn = self.timeline.report(recording, save_s)

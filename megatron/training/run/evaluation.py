@@ -45,7 +45,7 @@ class Tasks(Callback):
         finish_step(run)
         self._iteration = iteration
         run.first_time("evaluation")
-        with run.watch.paused(), run.topology.flight.phase("evaluation"):
+        with run.aside("evaluation"):
             run.chunks.eval()
             try:
                 self._evaluate(run)
@@ -84,36 +84,26 @@ class Losses(Callback):
 
     def on_evaluation(self, run: Run, last: bool) -> None:
         finish_step(run)
-        if last:
-            self._at_end(run)
-            return
-        done = False
         iteration = run.progress.iteration
-        dataset = run.datasets.valid
-        prefix = f"iteration {iteration}"
-        if run.datasets.corpora:
-            done = evaluate_corpora(run, prefix)
-        elif dataset is not None:
-            done = evaluate(run, "valid", dataset, prefix, advance=iteration > 0) is not None
-        if done:
-            self._iteration = iteration
-
-    def _at_end(self, run: Run) -> None:
-        sets = (
-            ("valid", "validation", run.datasets.valid),
-            ("test", "test", run.datasets.test),
-        )
-        for name, label, dataset in sets:
-            prefix = f"iteration {run.progress.iteration}"
-            if name == "valid" and self._iteration == run.progress.iteration:
-                continue
-            if run.stop.must_leave(run.agreement.now()):
+        sets = {"validation": run.datasets.valid}
+        if last:
+            sets["test"] = run.datasets.test
+        if last and self._iteration == iteration:
+            del sets["validation"]
+        for label, dataset in sets.items():
+            prefix = f"iteration {iteration}"
+            if last and run.stop.must_leave(run.agreement.now()):
                 run.reporter.say(f" note: no evaluation on {label} data, {_ASKED}")
-            elif name == "valid" and run.datasets.corpora:
-                evaluate_corpora(run, prefix)
+            elif label == "validation" and run.datasets.corpora:
+                if evaluate_corpora(run, prefix):
+                    self._iteration = iteration
             elif dataset is not None:
-                prefix += f" on {run.eval_samples}-sample draw from {label} set"
-                evaluate(run, name, dataset, prefix, advance=False)
+                if last:
+                    prefix += f" on {run.eval_samples}-sample draw from {label} set"
+                name = "test" if label == "test" else "valid"
+                advance = not last and iteration > 0
+                if evaluate(run, name, dataset, prefix, advance=advance) is not None:
+                    self._iteration = iteration
 
 
 def evaluate_corpora(run: Run, prefix: str) -> bool:
@@ -169,8 +159,7 @@ def evaluate(
     wanted = 1 + run.config.training.eval_ema
     batches = wanted * -(-samples // run.batches.global_batch_size_at_end)
     what = f"evaluation on {corpus or name} data: batch"
-    progress_line = run.reporter.console.doing(what, batches)
-    with run.watch.paused(), run.topology.flight.phase("evaluation"), progress_line:
+    with run.aside("evaluation"), run.reporter.console.doing(what, batches):
         if run.config.training.manual_gc:
             gc.collect()
         each = partial(measure, run, dataset, range(position, position + samples), corpus)

@@ -120,7 +120,7 @@ def between_steps(run: Run) -> Stop | None:
     stop = run.stop.check(iteration, agreed)
     if run.saves is not None:
         if run.saves.under_way:
-            with run.watch.paused("save"), run.topology.flight.phase("saving"):
+            with run.aside("saving"):
                 run.saves.commit_written(agreed)
         if stop is None and run.saves.is_due(iteration, agreed):  # a run that ends saves anyway
             save(run)
@@ -133,7 +133,7 @@ def go_back(run: Run, spike: Spike) -> bool:
     """Go back to the checkpoint before a loss spike; return whether there was one."""
     report(run)
     run.agreement.read()  # discarded
-    with run.watch.paused(), run.topology.flight.phase("loading"):
+    with run.aside("loading"):
         return roll_back(run, spike)
 
 
@@ -191,7 +191,7 @@ def save(run: Run, *, last: bool = False) -> None:
         last_s = saves.elapsed_s
         known = "" if last_s is None else f" (the last one took {show_duration(last_s)})"
         shown = run.reporter.console.doing(f"saving checkpoint {iteration}{known}")
-        with run.watch.paused("save"), run.topology.flight.phase("saving"), shown:
+        with run.aside("saving"), shown:
             if run.config.training.manual_gc:
                 gc.collect()
             saves.save(iteration, dataclasses.asdict(run.progress), last=last)
@@ -208,7 +208,7 @@ def export(run: Run, folder: Path, stop: Stop | None) -> None:
 
     finish_step(run)
     shown = run.reporter.console.doing(f"writing the model to {folder}")
-    with run.watch.paused("save"), run.topology.flight.phase("saving"), shown:
+    with run.aside("saving"), shown:
         start = time.perf_counter()
         average = run.config.checkpoint.save_hf_ema
         with run.engine.averaged_weights() if average else nullcontext():

@@ -160,11 +160,6 @@ class Progress:
     left_out: list[list[int]] = field(default_factory=list)
     recent_losses: list[float] = field(default_factory=list)
 
-    @property
-    def schedule_position(self) -> tuple[int, int, int]:
-        """Return (iterations, samples, tokens) of the steps that moved the weights."""
-        return self.scheduled_iterations, self.scheduled_samples, self.scheduled_tokens
-
     def advance(self, samples: int, seq_length: int) -> None:
         """Count one step over `samples` sequences; `count` records later whether it was skipped."""
         self.iteration += 1
@@ -324,14 +319,16 @@ class _Clock:
         }
         return amount * per_iteration[self.unit] / per_iteration[unit]
 
+    def length(self, section: OptimizerConfig, prefix: str, what: str) -> float:
+        """Return the length of a part of a schedule in this clock's unit; 0 if none is set."""
+        found = _length(section, prefix)
+        return self.convert(*found, what) if found else 0.0
+
 
 def _length(
     section: BatchConfig | OptimizerConfig, prefix: str, order: Sequence[str] = tuple(_UNITS)
 ) -> tuple[float, str] | None:
-    """Return the first given of PREFIX_tokens, PREFIX_samples and PREFIX_iters, with its unit.
-
-    They are tried in this order unless another one is given.
-    """
+    """Return the first given of PREFIX_tokens, PREFIX_samples and PREFIX_iters, with its unit."""
     for suffix in order:
         if amount := getattr(section, f"{prefix}_{suffix}", None):
             return amount, _UNITS[suffix]
@@ -339,10 +336,7 @@ def _length(
 
 
 def _run_length(config: Config) -> tuple[float, str] | None:
-    """Return the length of the run.
-
-    Samples and iterations take precedence over the token limit, which only shortens it.
-    """
+    """Return the length of the run; a limit of tokens only shortens one of samples or iterations."""
     return _length(config.batch, "train", ("samples", "iters", "tokens"))
 
 
@@ -493,7 +487,10 @@ def learning_rate(config: Config) -> Schedule:
             "lr-decay-iters"
         )
     clock = _Clock(config, unit)
-    warmup = _warmup_length(o, clock, decay)
+    if o.lr_warmup_fraction is None:
+        warmup = clock.length(o, "lr_warmup", "the warm-up")
+    else:
+        warmup = 0.0 if math.isinf(decay) else o.lr_warmup_fraction * decay
     if ends and decay <= warmup:
         raise ConfigError(
             f"the learning rate's decay ends after {decay:g} {unit}, which is not "
@@ -503,13 +500,11 @@ def learning_rate(config: Config) -> Schedule:
     if style == "constant":
         pieces.append(_constant(lr, warmup))
     elif style == "WSD":
-        length = _length(o, "lr_wsd_decay")
-        assert length is not None, "megatron.config refuses WSD without a length"
-        final = clock.convert(*length, "the final decay of WSD")
+        final = clock.length(o, "lr_wsd_decay", "the final decay of WSD")
         if final > decay - warmup:
             raise ConfigError(
-                f"the final decay of WSD takes {final:g} {unit}, more than the "
-                f"{decay - warmup:g} after the warm-up: shorten it"
+                f"the final decay of WSD takes {final:g} {unit}, more than the {decay - warmup:g} "
+                "after the warm-up: shorten it"
             )
         pieces.append(Piece("constant", warmup, decay - final, lr, lr))
         pieces.append(Piece(o.lr_wsd_decay_style, decay - final, decay, lr, low))
@@ -517,13 +512,6 @@ def learning_rate(config: Config) -> Schedule:
         pieces.append(Piece(style, warmup, decay, lr, low))
         pieces.append(_constant(low, decay))
     return Schedule(tuple(pieces), unit)
-
-
-def _warmup_length(o: OptimizerConfig, clock: _Clock, decay: float) -> float:
-    if o.lr_warmup_fraction is not None:
-        return 0.0 if math.isinf(decay) else o.lr_warmup_fraction * decay
-    found = _length(o, "lr_warmup")
-    return clock.convert(*found, "the warm-up") if found else 0.0
 
 
 def weight_decay(config: Config) -> Schedule:
@@ -572,7 +560,8 @@ class Schedules:
 
     def at(self, progress: Progress) -> StepValues:
         """Return the values of the next step."""
-        here = progress.schedule_position
+        p = progress
+        here = (p.scheduled_iterations, p.scheduled_samples, p.scheduled_tokens)
         return StepValues(
             self.learning_rate.at(*here),
             self.weight_decay.at(*here),
@@ -588,12 +577,12 @@ class Schedules:
         updates = steps // interval
         return 1.0 - min(decay, (1 + updates) / (10 + updates) if self.settings.ema_warmup else 1.0)
 
-    def all(self) -> tuple[Schedule, ...]:
-        """Return each schedule."""
-        return (self.learning_rate, self.weight_decay, *(self.betas or ()))
-
-    def __str__(self) -> str:
+    def named(self) -> dict[str, Schedule]:
+        """Return each schedule by its name."""
         named = {"learning rate": self.learning_rate, "weight decay": self.weight_decay}
         if self.betas is not None:
             named |= {"beta1": self.betas[0], "beta2": self.betas[1]}
-        return "; ".join(f"{name} {schedule}" for name, schedule in named.items())
+        return named
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name} {schedule}" for name, schedule in self.named().items())

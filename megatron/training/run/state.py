@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -113,6 +114,12 @@ class Run:
     def eval_samples(self) -> int:
         """Return the number of samples of one evaluation."""
         return self.config.training.eval_iters * self.batches.global_batch_size_at_end
+
+    @contextmanager
+    def aside(self, phase: str) -> Iterator[None]:
+        """Name work between steps, whose time is no part of theirs, in the flight record."""
+        with self.watch.paused(phase), self.topology.flight.phase(phase):
+            yield
 
     def first_time(self, work: str) -> None:
         """Note that `work` begins, which may take longer the first time."""

@@ -117,7 +117,8 @@ def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule() -> Non
         progress.count(4, 8, skipped=skipped)
     assert (progress.iteration, progress.consumed_samples, progress.consumed_tokens) == (5, 20, 160)
     assert progress.skipped_iterations == 2
-    assert progress.schedule_position == (3, 12, 96)
+    scheduled = (progress.scheduled_iterations, progress.scheduled_samples)
+    assert (*scheduled, progress.scheduled_tokens) == (3, 12, 96)
 
 
 @given(st.integers(0, 3000))
