@@ -42,8 +42,7 @@ class LimitedTokenizer(Tokenizer):
         self._process.close()
 
     def texts_of(self, count: int) -> list[str]:
-        found: list[str] = self._process.ask(("texts", count), count)
-        return found
+        return list(self._process.ask(("texts", count), count))
 
     def _encode(self, texts: list[str]) -> list[Int64Array]:
         size = sum(len(text.encode()) for text in texts)
@@ -58,8 +57,7 @@ class LimitedTokenizer(Tokenizer):
         return found[:, 0], found[:, 1:]
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._process.ask(("decode", ids), len(ids))
-        return text
+        return str(self._process.ask(("decode", ids), len(ids)))
 
 
 def serve(build: Callable[[], Tokenizer]) -> Callable[[Any], Any]:

@@ -246,8 +246,7 @@ class RankTokenizer(Tokenizer):
         return ids, np.stack([first, last + 1], axis=1)
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._encoding.decode(ids)
-        return text
+        return str(self._encoding.decode(ids))
 
 
 class FastTokenizer(Tokenizer):
@@ -280,8 +279,7 @@ class FastTokenizer(Tokenizer):
         return encoding.ids, encoding.offsets
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
 class GPT2Tokenizer(FastTokenizer):
@@ -439,8 +437,7 @@ class SentencePieceTokenizer(Tokenizer):
         return bos + ids, [(0, 0)] * len(bos) + places
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._processor.decode(ids)
-        return text
+        return str(self._processor.decode(ids))
 
 
 def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> Tokenizer:
@@ -448,11 +445,7 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
 
     Only SentencePieceTokenizer has `vocab_extra_ids`.
     """
-
-    with reading(path, "a SentencePiece model"):
-        from sentencepiece import SentencePieceProcessor
-
-        processor = SentencePieceProcessor(model_file=str(path))
+    processor = _processor(path)
     if tokenizer_type == "SentencePieceTokenizer":
         names = _megatrons_names(processor, vocab_extra_ids)
         appended = names[processor.get_piece_size() :]
@@ -474,13 +467,9 @@ def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> 
 
 def sentence_piece_facts(path: Path) -> Callable[[Any], dict[str, Any]]:
     """Return what answers with the names, special ids and prefix of a SentencePiece model."""
-
-    with reading(path, "a SentencePiece model"):
-        from sentencepiece import SentencePieceProcessor
-
-        processor = SentencePieceProcessor(model_file=str(path))
+    processor = _processor(path)
     facts = {
-        "names": [processor.id_to_piece(i) for i in range(processor.get_piece_size())],
+        "names": _names(processor),
         "ids": {name: getattr(processor, f"{name}_id")() for name in ("bos", "unk", "pad")},
         # SentencePiece's mark for a space
         "prefix": processor.encode("a", out_type=str)[0].startswith("\u2581"),
@@ -488,19 +477,25 @@ def sentence_piece_facts(path: Path) -> Callable[[Any], dict[str, Any]]:
     return lambda _: facts
 
 
+def _processor(path: Path) -> Any:
+    with reading(path, "a SentencePiece model"):
+        from sentencepiece import SentencePieceProcessor
+
+        return SentencePieceProcessor(model_file=str(path))
+
+
+def _names(processor: Any) -> list[str]:
+    return [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+
+
 def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:
     """Return all pieces and the names that Megatron appends, in Megatron's order.
 
     The ids of data written by Megatron depend on it.
     """
-    names = [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
-    names += ["<CLS>", "<SEP>", "<EOD>", "<MASK>"]
-    for i, name in (
-        (processor.pad_id(), "<PAD>"),
-        (processor.bos_id(), "<BOS>"),
-        (processor.eos_id(), "<EOS>"),
-    ):
-        names.append(processor.id_to_piece(i) if i >= 0 else name)
+    names = [*_names(processor), "<CLS>", "<SEP>", "<EOD>", "<MASK>"]
+    ends = {"<PAD>": processor.pad_id(), "<BOS>": processor.bos_id(), "<EOS>": processor.eos_id()}
+    names += [processor.id_to_piece(i) if i >= 0 else name for name, i in ends.items()]
     names += [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
     return list(dict.fromkeys(names))  # each once, at its first place
 

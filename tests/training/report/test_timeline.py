@@ -280,12 +280,12 @@ def test_a_timeline_has_the_order_of_its_schedule_and_its_bubble(
     folder, (first, *others) = ran
     times_ms, record = first[CASES.index(case)]
     assert all(rank[CASES.index(case)] == ({}, None) for rank in others)
-    assert record["iteration"] == 5 and record["file"] == f"{name}.json"
-    assert record["bubble"] == pytest.approx(record["predicted_bubble"], rel=1e-6)
+    assert record.iteration == 5 and record.file == f"{name}.json"
+    assert record.bubble == pytest.approx(record.predicted_bubble, rel=1e-6)
     if name != "zb-h1":
         # Narayanan et al., arXiv 2104.04473, sections 2.2.1 and 2.2.2
         share = (RANKS - 1) / chunks / count
-        assert record["bubble"] == pytest.approx(share / (1 + share), rel=0.1)
+        assert record.bubble == pytest.approx(share / (1 + share), rel=0.1)
     passes = chunks * count
     assert times_ms["forward"] == pytest.approx([1e3 * passes * FORWARD_S] * RANKS)
     assert times_ms["backward"] == pytest.approx([1e3 * passes * 2 * HALF_S] * RANKS)
@@ -326,7 +326,7 @@ def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path: Path) -> N
     """Passes that wait are equally long whatever else the machine does."""
     first, *_ = run_processes(RANKS, run_pipeline, str(tmp_path), True)
     for _, record in first:
-        assert record["bubble"] == pytest.approx(record["predicted_bubble"], rel=0.1)
+        assert record.bubble == pytest.approx(record.predicted_bubble, rel=0.1)
 
 
 def ahead(rank: int, offset_s: float) -> tuple[float, float]:
@@ -352,4 +352,4 @@ def test_a_file_that_cannot_be_written_is_noted_once(tmp_path: Path, clock: Virt
         times_ms, record = timeline.report(a_step(SINGLE, clock.advance), 0.0)
         assert times_ms["forward"] == [8000.0] and record is not None
         clock.advance(100.0)
-    assert record["file"] is None and len(said) == 1 and str(path) in said[0]
+    assert record.file is None and len(said) == 1 and str(path) in said[0]
