@@ -23,36 +23,13 @@ from megatron.parallel.topology import Topology
 from megatron.training.run.host import device_name
 
 # Prefixes of the variables that change what a job computes, or where.
-_KEPT = (
-    "SLURM_JOB",
-    "SLURM_NNODES",
-    "SLURM_NTASKS",
-    "SLURM_CLUSTER",
-    "SLURM_RESTART_COUNT",
-    "SLURM_ARRAY",
-    "HIP_",
-    "HSA_",
-    "ROCR_",
-    "ROCM_",
-    "CUDA_",
-    "GPU_MAX_HW_QUEUES",
-    "NCCL_",
-    "RCCL_",
-    "FI_",
-    "MIOPEN_",
-    "OMP_",
-    "MKL_",
-    "PYTORCH_",
-    "TORCH",
-    "DS_",
-    "GLOO_",
-    "MPICH_",
-    "MEGATRON_",
-    "PYTHONHASHSEED",
-    "CONDA_DEFAULT_ENV",
-    "VIRTUAL_ENV",
-    "LMOD_SYSTEM_NAME",
-    "LOADEDMODULES",
+_KEPT = tuple(
+    (
+        "SLURM_JOB SLURM_NNODES SLURM_NTASKS SLURM_CLUSTER SLURM_RESTART_COUNT SLURM_ARRAY HIP_ "
+        "HSA_ ROCR_ ROCM_ CUDA_ GPU_MAX_HW_QUEUES NCCL_ RCCL_ FI_ MIOPEN_ OMP_ MKL_ PYTORCH_ TORCH "
+        "DS_ GLOO_ MPICH_ MEGATRON_ PYTHONHASHSEED CONDA_DEFAULT_ENV VIRTUAL_ENV LMOD_SYSTEM_NAME "
+        "LOADEDMODULES"
+    ).split()
 )
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _NAME = "megatron-frontier"
