@@ -288,7 +288,7 @@ def test_tensorboard_on_a_full_disk_is_off_after_one_note(
     )  # fmt: skip
     said: list[str] = []
     (behind,) = trackers.trackers(config, said.append)
-    behind._wait = threading.Event.wait
+    behind.wait = threading.Event.wait
     behind.on_event(
         Start(iteration=0, config={}, layout={}, places=[], device="CPU", parameters=1, versions={})
     )
@@ -309,7 +309,7 @@ def test_mlflow_without_its_store_is_off_after_one_note(tmp_path: Path) -> None:
     )  # fmt: skip
     said: list[str] = []
     (behind,) = trackers.trackers(config, said.append)
-    behind._wait = threading.Event.wait
+    behind.wait = threading.Event.wait
     behind.on_event(
         Start(iteration=0, config={}, layout={}, places=[], device="CPU", parameters=1, versions={})
     )
@@ -379,7 +379,8 @@ class Full(megatron.Callback):
 def wait_for_trackers(folder: str) -> None:
     """Find modules in `folder`, and wait for trackers without a time limit."""
     sys.path.insert(0, folder)
-    trackers.Background.__init__.__kwdefaults__["wait"] = threading.Event.wait
+    *others, _ = trackers.Background.__init__.__defaults__
+    trackers.Background.__init__.__defaults__ = (*others, threading.Event.wait)
 
 
 def do_not_wait_for_hangs(folder: str) -> None:
@@ -387,8 +388,8 @@ def do_not_wait_for_hangs(folder: str) -> None:
 
     class Quick(Background):
         def close(self) -> None:
-            if "Hangs" in self._name:
-                self._wait = lambda ended: False
+            if "Hangs" in self.name:
+                self.wait = lambda ended: False
             super().close()
 
     trackers.Background = Quick  # type: ignore[misc]
