@@ -249,9 +249,9 @@ def test_deepspeed_reports_what_its_json_asks_for(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(asked))
     words = [*TINY, "--pipeline-model-parallel-size", "2"]
     reports = ["--deepspeed_config", f"{tmp_path}/ds.json", "--save", f"{tmp_path}/saved"]
-    plain = launch(4, [*words, "--metrics-file", f"{tmp_path}/plain"])
-    first = launch(4, [*words, *reports, "--exit-interval", "2"])
-    second = launch(4, [*words, *reports, "--load", f"{tmp_path}/saved"])
+    plain = launch(2, [*words, "--metrics-file", f"{tmp_path}/plain"])
+    first = launch(2, [*words, *reports, "--exit-interval", "2"])
+    second = launch(2, [*words, *reports, "--load", f"{tmp_path}/saved"])
     outcomes = [outcome for some in (plain, first, second) for outcome in some]
     assert all(outcome is not None and outcome.code == 0 for outcome in outcomes), outcomes
     records = [json.loads(line) for line in (tmp_path / "plain").read_text().splitlines()]
