@@ -13,7 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from megatron.config.duration import show_duration
 from megatron.errors import LaunchError
@@ -107,6 +109,8 @@ class StoreConnection:
                 timeout=self.timeout,
                 wait_for_workers=False,
                 master_listen_fd=None if inside is None else inside.detach(),
+                # that of torch before 2.8 takes no socket
+                use_libuv=inside is None or TorchVersion(torch.__version__) >= "2.8",
             )
         except (RuntimeError, OSError) as error:
             raise LaunchError(
