@@ -34,7 +34,7 @@ from megatron.engine.optimizer import (  # noqa: E402
     parameter_groups,
     unique_parameters,
 )
-from megatron.engine.zero_plan import bucket_rule  # noqa: E402
+from megatron.engine.buckets import bucket_rule  # noqa: E402
 from megatron.model.gpt import GPTChunk, build_chunks  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402
 from megatron.parallel.sharding import sharding_of  # noqa: E402

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.config.phases import norm_limits
+from megatron.engine.buckets import bucket_rule
 from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_engine import (
     Model,
@@ -27,7 +28,7 @@ from megatron.engine.deepspeed_engine import (
     import_deepspeed,
     start_engine,
 )
-from megatron.engine.gradients import ALIGNMENT, Bucket, Gradients, Terms, WeightGather, divide
+from megatron.engine.gradients import Bucket, Gradients, Terms, WeightGather, calls_of, divide
 from megatron.engine.optimizer import (
     Fragment,
     build_optimizer,
@@ -49,17 +50,13 @@ from megatron.engine.optimizer_state import (
 from megatron.engine.qk_clip import Part, QKClip
 from megatron.engine.update import Update, moves
 from megatron.engine.whole import WholeParameters
-from megatron.engine.zero_plan import (
-    BucketRule,
-    bucket_rule,
-    stage_in_effect,
-    unit_of,
-)
+from megatron.engine.zero_plan import ZeroPlan, zero_of, zero_plan
 from megatron.errors import ConfigError
 from megatron.kernels.choose import Fusions
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.model.gpt import hidden_state, stages_of
+from megatron.model.stages import recomputed_groups
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.sharding import sharding_of
@@ -180,9 +177,7 @@ class Engine:
         self.skipped_steps = 0
         self._dtype = getattr(torch, config.precision.dtype_name)
         self._shards = _shards_of(config, topology)
-        stage = stage_in_effect(config.engine.zero_stage, self._shards[0].inner.size)
         self.copies = self._shards[0].copies, self._shards[1].copies
-        self._divided = stage > 1
         self.kept = kept_tensors(chunks)
         self._logging = config.logging
         self.routers: Sequence[Router] = ()
@@ -190,12 +185,14 @@ class Engine:
         parameters = unique_parameters(chunks)
         freeze_copies(parameters, topology)
         self._trains = {p: p.requires_grad for p in parameters}
-        self._stage_of = _stages_of(chunks) if self._divided else {}
         ensure_process_group(topology.device)
 
-        trained = self._divide(config, stage, [p for p in parameters if p.requires_grad])
-        exact = [part for _, _, part in trained]
-        self._basic = _build_optimizer(config, topology, [group for group, _, _ in trained])
+        self.plan = plan = _plan_of(config, topology, chunks, parameters)
+        divided = self._divide(config, parameters)
+        trained = [part for part in divided if not part[0].frozen]
+        exact = [part for _, part in trained]
+        groups = parameter_groups(exact, config.optimizer.weight_decay, plan.buckets)
+        self._basic = _build_optimizer(config, topology, groups)
         self.deepspeed = start_engine(
             import_deepspeed(topology.device),
             topology,
@@ -210,7 +207,7 @@ class Engine:
             self._basic,
             topology,
             self._dtype,
-            [bucket for _, bucket, _ in trained],
+            [bucket for bucket, _ in trained],
             exact,
             self._shards[0],
             kernels=config.kernels.optimizer_implementation != "torch",
@@ -220,21 +217,22 @@ class Engine:
         models: dict[torch.Tensor, torch.Tensor] = {}
         if config.engine.cpu_offload:  # in fp32 the masters are on the device
             models.update(zip(self._update.masters, exact, strict=True))
-        del exact, trained
         self._take_whole()
         # frozen parameters, with this rank's exact part of them
-        self._frozen: list[tuple[Bucket, torch.Tensor]] = []
-        if frozen := [p for p in parameters if not p.requires_grad]:
-            for _, bucket, part in self._divide(config, stage, frozen):
-                in_fp32 = bucket.own_weights.dtype == torch.float32
-                self._frozen.append((bucket, bucket.own_weights if in_fp32 else part))
-        self._connect(config, parameters)
+        self._frozen = [
+            (bucket, bucket.own_weights if bucket.own_weights.dtype == torch.float32 else part)
+            for bucket, part in divided[len(trained) :]
+        ]
+        del exact, trained, divided
+        self._connect(config)
         # the moments do not fit into any gap left by the initial weights
         release_free_memory()
         state = optimizer_state(config)
         create_state(self._basic, state, topology.device, models)
         models.clear()
-        self.host_state = self._update.offload() if config.engine.cpu_offload else None
+        self.host_state = (
+            self._update.offload(plan.updates()) if config.engine.cpu_offload else None
+        )
         self._scale = LossScale(config.precision)
         # a step whose results have not been read yet
         self._under_way: tuple[float, float, HostCopy] | None = None
@@ -254,34 +252,27 @@ class Engine:
             router.measured = self._logging.moe_per_layer_logging
 
     def _divide(
-        self, config: Config, stage: int, parameters: list[torch.nn.Parameter]
-    ) -> list[tuple[dict[str, Any], Bucket, torch.Tensor]]:
-        """Divide parameters, which all train or are all frozen, into buckets.
-
-        Returns the optimizer's group, the bucket and this rank's exact fp32 part of each. A group's
-        parameter gets its values when the update is made.
-        """
-        frozen = bool(parameters) and not parameters[0].requires_grad
-        rule = bucket_rule(config, self.topology.data.size)
-        decay = config.optimizer.weight_decay
-        if frozen:
-            rule, decay = BucketRule(rule.limit), 0.0
-        records = [sharding_of(p) for p in parameters]
-        for p, record in zip(parameters, records, strict=True):
-            assert p.dtype == torch.float32, f"{record.name} is {p.dtype}: chunks arrive in fp32"
-        units = [
-            unit_of(record, stage, self._stage_of.get(p, 0))
-            for p, record in zip(parameters, records, strict=True)
-        ]
+        self, config: Config, parameters: Sequence[torch.nn.Parameter]
+    ) -> list[tuple[Bucket, torch.Tensor]]:
+        """Put parameters into the plan's buckets; return these, and this rank's exact fp32 shares."""
+        for p in parameters:
+            assert p.dtype == torch.float32, (
+                f"{sharding_of(p).name} is {p.dtype}: chunks arrive in fp32"
+            )
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
         divided = []
-        for group in parameter_groups(parameters, decay, rule.plan(records, units)):
-            shards = self._shards[bool(group["experts"])]
-            bucket, part = divide(
-                group["params"], shards, self._dtype, sums, stage, self.topology.device, frozen
+        for bucket in self.plan.buckets:
+            made, part = divide(
+                [parameters[number] for number in bucket.members],
+                bucket,
+                self.plan.zero,
+                self._shards[bucket.kind.experts],
+                self._dtype,
+                sums,
+                self.topology.device,
             )
-            group["params"] = [torch.nn.Parameter(part.new_zeros(ALIGNMENT))]
-            divided.append((group, bucket, part.cpu() if config.engine.cpu_offload else part))
+            offloaded = config.engine.cpu_offload and not made.frozen
+            divided.append((made, part.cpu() if offloaded else part))
         return divided
 
     def _take_whole(self) -> None:
@@ -329,35 +320,27 @@ class Engine:
         ]
         self._qk_clip = QKClip(config.optimizer, self.topology, self.chunks, parts)
 
-    def _connect(self, config: Config, parameters: list[torch.nn.Parameter]) -> None:
-        """Connect the parameters, in the order of the model, with the buckets of the optimizer."""
-        place = {p: i for i, p in enumerate(parameters)}
-
-        def position(bucket: Bucket) -> int:
-            return -min((place[p] for p in bucket.parameters), default=0)
-
-        buckets = sorted(self._update.buckets, key=position)
-        by_use = sorted((*buckets, *(bucket for bucket, _ in self._frozen)), key=position)
-        watched = self.chunks.children() if self.topology.tensor.size > 1 else ()
-        terms = Terms(watched, config.parallel.sequence_parallel)
-        overlap, direct = (
-            config.engine.overlap_grad_reduce,
-            config.kernels.gradient_accumulation_fusion,
+    def _connect(self, config: Config) -> None:
+        """Connect the parameters with their gradients' and weights' messages."""
+        plan, chunks = self.plan, list(self.chunks.children())
+        terms = Terms(
+            chunks if self.topology.tensor.size > 1 else (), config.parallel.sequence_parallel
         )
-        ahead = config.engine.overlap_param_gather
+        direct = config.kernels.gradient_accumulation_fusion
         self._gradients: Gradients
         self._weights: WeightGather
-        if not self._divided:
-            self._gradients = Gradients(buckets, self.topology, terms, overlap, direct)
-            self._weights = WeightGather(reversed(by_use), self.chunks.children(), ahead)
-            return
-        from megatron.engine.sharded import ShardedGradients, ShardedWeights
+        if plan.zero.divides_gradients:
+            from megatron.engine.sharded import ShardedGradients, ShardedWeights
 
-        stage_of = self._stage_of
-        any_stage = next(iter(stage_of.values()))  # of a bucket without parameters
-        stages = {b: stage_of[b.parameters[0]] if b.parameters else any_stage for b in buckets}
-        self._gradients = ShardedGradients(buckets, self.topology, terms, overlap, direct, stages)
-        self._weights = ShardedWeights(reversed(by_use), self.chunks.children(), ahead)
+            self._gradients = ShardedGradients(plan, self.buckets, self.topology, terms, direct)
+        else:
+            self._gradients = Gradients(plan, self.buckets, self.topology, terms, direct)
+        if plan.zero.stage == 3:
+            ((stage, chunk),) = self.chunks.named_children()
+            self._weights = ShardedWeights(plan, self.buckets, chunk, int(stage))
+        else:
+            by_use = [self.buckets[number] for number in plan.return_order]
+            self._weights = WeightGather(by_use, chunks, plan.zero.ahead)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -373,7 +356,7 @@ class Engine:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Return the parameter groups as flat tensors, frozen parameters included."""
+        """Return the plan's buckets as flat tensors, frozen parameters included."""
         return *self._update.buckets, *(bucket for bucket, _ in self._frozen)
 
     @property
@@ -407,7 +390,7 @@ class Engine:
 
     def pass_ends(self, stage: int) -> None:
         """Announce that a backward pass of a pipeline stage has ended; needed by ZeRO 2 and 3."""
-        if self._divided:
+        if self.plan.zero.divides_gradients:
             self._gradients.pass_ends(stage)
             self._weights.pass_ends()
 
@@ -523,7 +506,7 @@ class Engine:
 
         With ZeRO stages 2 and 3 that takes more memory than training.
         """
-        if not self._divided:
+        if not self.plan.zero.divides_gradients:
             yield
             return
         self._gradients.local = True
@@ -704,13 +687,41 @@ def _build_optimizer(
     return made
 
 
-def _stages_of(chunks: torch.nn.Module) -> dict[torch.nn.Parameter, int]:
-    """Return the pipeline stage of each parameter; of one that several have, the first."""
-    found: dict[torch.nn.Parameter, int] = {}
-    for stage, chunk in chunks.named_children():
-        for p in chunk.parameters():
-            found.setdefault(p, int(stage))
-    return found
+def _plan_of(
+    config: Config,
+    topology: Topology,
+    chunks: torch.nn.Module,
+    parameters: Sequence[torch.nn.Parameter],
+) -> ZeroPlan:
+    """Return what ZeRO does with the parameters of this rank's chunks.
+
+    Raises ConfigError for a parameter that ZeRO-3 would never gather.
+    """
+    numbers = {p: number for number, p in enumerate(parameters)}
+    calls = {int(stage): calls_of(chunk, numbers) for stage, chunk in chunks.named_children()}
+    recomputed = {
+        stage: recomputed_groups(sum(call.layer for call in of_stage), config.recompute)
+        for stage, of_stage in calls.items()
+    }
+    plan = zero_plan(
+        zero_of(config, topology.layout),
+        bucket_rule(config, topology.data.size),
+        [sharding_of(p) for p in parameters],
+        calls,
+        recomputed,
+        optimizer_state(config).sweeps,
+        [not p.requires_grad for p in parameters],
+    )
+    called = {
+        number for of_stage in calls.values() for call in of_stage for number in call.parameters
+    }
+    for bucket in filter(plan.zero.divides_weights, plan.buckets):
+        if missing := sorted(set(bucket.members) - called):
+            raise ConfigError(
+                f"--zero-stage 3 gathers weights for the calls that weight_users() lists, but none "
+                f"needs {sharding_of(parameters[missing[0]]).name}: list the module that uses it"
+            )
+    return plan
 
 
 def _check_masks(config: Config, fusions: Fusions) -> None:

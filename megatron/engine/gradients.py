@@ -11,7 +11,7 @@ alone, each of which has 1/(data-parallel size) of the elements.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.engine.buckets import BucketPlan
 from megatron.engine.copies import FirstGradients, digest
+from megatron.engine.zero_plan import (
+    REDUCED_ALREADY,
+    Call,
+    Hop,
+    Instruction,
+    Op,
+    Reductions,
+    Sizes,
+    Zero,
+    ZeroPlan,
+)
 from megatron.errors import ConfigError
 from megatron.parallel.collectives import (
     all_reduce,
@@ -33,12 +45,10 @@ from megatron.parallel.topology import Group, Shards, Topology
 
 
 class Gradients:
-    """Gradient sums of this rank's parameters.
+    """Gradient sums of this rank's parameters, reduced as the plan of ZeRO says.
 
-    buckets   in the order in which backward passes complete them: the same on all data-parallel
-              ranks
+    buckets   of the plan, frozen ones included
     terms     which gradients are terms of a sum over the tensor ranks
-    overlap   send a bucket as soon as it is complete, not only in `reduce`
     direct    layers may add weight gradients to the sums themselves
 
     A bucket is complete once each of its parameters has received all contributions of a step.
@@ -48,6 +58,7 @@ class Gradients:
     sent in their order, so that all ranks post the same messages, even if a parameter gets no
     gradient: its bucket and the later ones wait for `reduce`.
 
+    buckets  those that train, in the order in which they are sent
     local    see Engine.local_gradients
     counted  whether a step has counted
     first    of the first step that counted; None without tensor parallelism
@@ -55,23 +66,24 @@ class Gradients:
 
     def __init__(
         self,
+        plan: ZeroPlan,
         buckets: Sequence[Bucket],
         topology: Topology,
         terms: Terms,
-        overlap: bool,
         direct: bool,
     ) -> None:
-        self.buckets = list(buckets)
+        self._plan, self._numbered = plan, buckets
+        self.buckets = [buckets[number] for number in plan.order]
         self.local, self.counted = False, False
         self.first: FirstGradients | None = None
         self._looked: FirstGradients | None = None
         self._topology, self._terms = topology, terms
-        self._overlap = overlap and topology.data.size > 1
-        self._hops = max((bucket.shards.hops for bucket in self.buckets), default=0)
+        self._counting = plan.zero.divides_gradients or (plan.zero.early and topology.data.size > 1)
         self._sinks: dict[torch.nn.Parameter, GradientSink] = {}
         self._bucket_of: dict[torch.nn.Parameter, int] = {}
-        added = self._added if self._overlap else None
-        for number, bucket in enumerate(self.buckets):
+        added = self._added if self._counting else None
+        for number in plan.order:
+            bucket = buckets[number]
             for p in bucket.parameters:
                 sink = GradientSink(p, bucket.gradient(p), added, direct)
                 p.gradient_sink = sink  # type: ignore[attr-defined]
@@ -87,15 +99,16 @@ class Gradients:
         self._shared = {n: owned_gradients(self.buckets, some) for n, some in shared.items()}
         tied = [p for p in self._sinks if sharding_of(p).tied]
         self._tied = owned_gradients(self.buckets, tied)
-        # reductions that have begun, with the messages under way of each
-        self._begun: Begun = deque()
-        self._sent = 0  # number of buckets sent
+        self._sums = Reductions(plan)
+        # messages of each bucket's REDUCE, and the transfers of REDUCE_BEYOND that have begun
+        self._works: dict[int, list[Any]] = {}
+        self._beyond: Begun = deque()
         self._micro_batches = 0  # of the current step; 0: not announced
         # contributions; empty until the first step is over
         self._per_micro_batch: dict[torch.nn.Parameter, int] = {}
         self._seen = dict.fromkeys(self._sinks, 0)
         # number of incomplete parameters of each bucket; empty: nothing is sent early
-        self._missing: list[int] = []
+        self._missing: dict[int, int] = {}
 
     # -- while backward passes run -----------------------------------------------------------------
 
@@ -108,8 +121,11 @@ class Gradients:
         if self._missing:
             raise ConfigError(REDUCED_ALREADY)
         self._micro_batches += micro_batches
-        if self._overlap and self._per_micro_batch and self.counted:
-            self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        if self._counting and self._per_micro_batch and self.counted:
+            self._missing = self._parameters_of_buckets()
+
+    def _parameters_of_buckets(self) -> dict[int, int]:
+        return {number: len(self._numbered[number].parameters) for number in self._plan.order}
 
     def pass_ends(self, stage: int) -> None:
         """Note that a backward pass of a pipeline stage has ended."""
@@ -128,37 +144,51 @@ class Gradients:
         if self._seen[p] < due:
             return
         number = self._bucket_of[p]
-        if number < self._sent:
+        if self._sums.was_sent(number):
             raise too_many(p, due, self._micro_batches)
         if self._seen[p] == due:
             self._missing[number] -= 1
-            while self._sent < len(self.buckets) and self._missing[self._sent] == 0:
-                self._send()
+            if not self._missing[number]:
+                self._run(self._sums.complete(number, final=True))
 
     @torch.no_grad()
-    def _send(self) -> None:
-        bucket = self.buckets[self._sent]
+    def _run(self, instructions: Iterable[Instruction]) -> None:
+        """Carry out instructions of the plan."""
+        for op, number, _ in instructions:
+            if op is Op.REDUCE:
+                self._reduce(number)
+            elif op is Op.REDUCE_BEYOND:
+                self._reduce_beyond(number)
+
+    def _reduce(self, number: int) -> None:
+        """Begin to sum a bucket over the inner ranks."""
+        bucket = self._numbered[number]
         for p in bucket.parameters:
             self._sinks[p].complete()  # a parameter without any gradient counts as zero
-        if self._hops > 1:  # the next hop of the bucket before: its first one had some time
-            self._advance(1)
-        self._begin(reduce_to_owners(bucket))
-        self._sent += 1
+        self._works[number] = next(transfer(bucket, Op.REDUCE), [])
 
-    def _begin(self, messages: Messages, begun: Begun | None = None) -> None:
-        """Begin a reduction, in a queue of its own if there is one (`begun`)."""
-        works = next(messages, None)
-        if works is not None:
-            (self._begun if begun is None else begun).append((messages, works))
+    def _reduce_beyond(self, number: int) -> None:
+        """Begin to sum a bucket over the other ranks, if there are any."""
+        bucket = self._numbered[number]
+        if bucket.hops(Op.REDUCE_BEYOND):
+            self._arrive(number)
+            messages = transfer(bucket, Op.REDUCE_BEYOND)
+            self._beyond.append((messages, next(messages)))
 
-    def _advance(self, most: int, begun: Begun | None = None) -> None:
-        """Let the reductions that began first, `most` of them, take their next hop."""
-        queue = self._begun if begun is None else begun
-        for _ in range(min(most, len(queue))):
-            messages, works = queue.popleft()
+    def _arrive(self, number: int) -> None:
+        for work in self._works.pop(number, ()):
+            work.wait()
+
+    def _drain(self) -> None:
+        """Wait for all reductions that have begun."""
+        for number in list(self._works):
+            self._arrive(number)
+        while self._beyond:
+            messages, works = self._beyond.popleft()
             for work in works:
                 work.wait()
-            self._begin(messages, queue)
+            if following := next(messages, []):
+                self._beyond.append((messages, following))
 
     # -- between backward passes and the optimizer's step ------------------------------------------
 
@@ -180,6 +210,11 @@ class Gradients:
             self._look()
         self._send_all()
         self._over_model()
+
+    def _send_all(self) -> None:
+        self._run(self._sums.pass_ends(0, final=True))
+        self._run(self._sums.step_ends())
+        self._drain()
 
     def _over_model(self) -> None:
         """Sum the owned parts of gradients that several ranks of the model have terms of."""
@@ -224,16 +259,6 @@ class Gradients:
         if not self.counted:
             self.counted, self.first = True, self._looked
 
-    def _send_all(self) -> None:
-        while self._sent < len(self.buckets):
-            self._send()
-        self._drain()
-
-    def _drain(self, begun: Begun | None = None) -> None:
-        queue = self._begun if begun is None else begun
-        while queue:
-            self._advance(len(queue), queue)
-
     def renew(self) -> None:
         """Begin new sums, after the messages in flight have arrived.
 
@@ -241,7 +266,8 @@ class Gradients:
         """
         if self._missing:
             self._send_all()  # the other ranks may have sent more or fewer, or wait for this one
-        self._sent, self._micro_batches, self._missing = 0, 0, []
+        self._drain()
+        self._sums, self._micro_batches, self._missing = Reductions(self._plan), 0, {}
         for p, sink in self._sinks.items():
             p.grad = None
             sink.renew()
@@ -253,11 +279,6 @@ _OF_NODES = {
     "megatron::linear_with_whole_gradient": False,
 }
 """The attribute partial_gradient of nodes of csrc/nodes, by their names."""
-
-REDUCED_ALREADY = (
-    "the gradients of the micro-batches before are being reduced already: call Engine.step() after "
-    "every Executor.train(), or turn the overlap off with --no-overlap-grad-reduce"
-)
 
 
 def too_many(p: torch.nn.Parameter, due: int, micro_batches: int) -> ConfigError:
@@ -385,11 +406,6 @@ class Terms:
 # parameter. With Shards of two levels there are as many parts as inner ranks, each of which is cut
 # again into as many as outer ranks.
 
-ALIGNMENT = 8
-"""A rank's part of a bucket is a multiple of this number of elements, so that each part begins on a
-multiple of 16 bytes, in 16 and in 32 bit. On smaller multiples kernels load single elements, and
-NCCL leaves its wide path."""
-
 Messages = Iterator[list[Any]]
 """Hops of a transfer, as work handles: the next one begins once these have been waited for."""
 Begun = deque[tuple[Messages, list[Any]]]
@@ -443,9 +459,21 @@ class Bucket:
             at += p.numel()
 
     @property
+    def shard_sums(self) -> torch.Tensor:
+        """Return `sums` of ZeRO stages 2 and 3."""
+        assert self.sums is not None, "made by divide()"
+        return self.sums
+
+    @property
     def ranks(self) -> int:
         """Return the number of ranks that own parts."""
         return self.shards.states.size
+
+    def hops(self, op: Op) -> tuple[Hop, ...]:
+        """Return the collectives of an instruction on this bucket."""
+        shards = self.shards
+        sizes = Sizes(shards.inner.size, self.ranks, self.ranks * shards.copies.size)
+        return sizes.hops(op, self.held is not None)
 
     def inner_part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor [n] that this rank has among the inner ranks."""
@@ -472,21 +500,23 @@ class Bucket:
 @torch.no_grad()
 def divide(
     parameters: Sequence[torch.nn.Parameter],
+    plan: BucketPlan,
+    zero: Zero,
     shards: Shards,
     dtype: torch.dtype,
     sums: torch.dtype,
-    stage: int,
     device: torch.device,
-    frozen: bool = False,
 ) -> tuple[Bucket, torch.Tensor]:
-    """Put the parameters of a group into a bucket; return also this rank's part, exact, in fp32.
+    """Put the parameters of a plan's bucket into flat tensors.
 
-    Values that are not there yet (ParameterFactory.late) are drawn. Without parameters all of it is
-    padding.
+    Return also this rank's share, exact, in fp32. Values that are not there yet
+    (ParameterFactory.late) are drawn. Without parameters all of it is padding.
+
+    dtype, sums  of weights and of gradient sums
     """
+    frozen = plan.kind.frozen
     inner = shards.inner
-    each = ALIGNMENT * shards.states.size
-    n = -(-max(sum(p.numel() for p in parameters), 1) // each) * each
+    n = plan.padded(shards.states.size)
     exact = torch.zeros(n, device=device)
     at = 0
     for p in parameters:
@@ -494,8 +524,7 @@ def divide(
         values = p if late is None else late()
         exact[at : at + p.numel()] = values.reshape(-1)
         at += p.numel()
-    fp32 = any(sharding_of(p).fp32 for p in parameters)
-    weights = exact.to(torch.float32 if fp32 else dtype, copy=True)
+    weights = exact.to(torch.float32 if plan.kind.fp32 else dtype, copy=True)
     part = exact.chunk(shards.states.size)[shards.part].clone()
     at = 0
     for p in parameters:
@@ -503,11 +532,9 @@ def divide(
         at += p.numel()
     del exact
     own_sums = held = None
-    if stage > 1 and not frozen:
+    if zero.divides_gradients and not frozen:
         own_sums = torch.zeros(n // inner.size, dtype=sums, device=device)
-    kinds = {sharding_of(p).kind for p in parameters}
-    # those of vectors are few, and messages for each layer would be small
-    if stage == 3 and kinds - {"vector"} and inner.size > 1:
+    if zero.divides_weights(plan):
         held = weights.chunk(inner.size)[inner.rank].clone()
     gradients = torch.zeros(n, dtype=sums, device="meta" if frozen else device)
     bucket = Bucket(parameters, gradients, weights, shards, own_sums, held, frozen)
@@ -553,29 +580,27 @@ def owned_gradients(
     return found
 
 
-def reduce_to_owners(bucket: Bucket) -> Messages:
-    """Sum the gradients over all ranks of the bucket: each gets the part that it owns.
+def transfer(bucket: Bucket, op: Op) -> Messages:
+    """Carry out an instruction's collectives, one hop after another.
 
-    The other parts are undefined afterwards.
+    Summed gradients are on their owners alone; the rest of the tensor is undefined afterwards.
     """
-    yield from reduce_to_inner(bucket)
-    yield from reduce_beyond(bucket, bucket.inner_part(bucket.gradients))
-
-
-def reduce_to_inner(bucket: Bucket) -> Messages:
-    """Sum the gradients over the inner ranks: each gets one part."""
-    flat, inner = bucket.gradients, bucket.shards.inner
-    if inner.size > 1:
-        yield _reduce_scatter(flat, bucket.inner_part(flat), inner)
-
-
-def reduce_beyond(bucket: Bucket, part: torch.Tensor) -> Messages:
-    """Sum this rank's part among the inner ranks over the other ranks that have it."""
-    outer, copies = bucket.shards.outer, bucket.shards.copies
-    if outer.size > 1:
-        yield _reduce_scatter(part, bucket.own_gradients, outer)
-    if copies.size > 1:
-        yield [all_reduce_async(bucket.own_gradients, copies)]
+    of_weights = op in (Op.GATHER, Op.RETURN)
+    flat, kept, own = bucket.gradients, bucket.sums, bucket.own_gradients
+    if of_weights:
+        flat, kept, own = bucket.weights, bucket.held, bucket.own_weights
+    share = bucket.inner_part(flat) if kept is None else kept
+    for hop in bucket.hops(op):
+        group: Group = getattr(bucket.shards, hop.ranks)
+        if hop.kind == "all_reduce":
+            yield [all_reduce_async(own, group)]
+        elif hop.kind == "reduce_scatter":
+            outward = hop.ranks == "outer"
+            ends = (share, own) if outward else (flat, bucket.inner_part(flat))
+            yield _reduce_scatter(*ends, group)
+        else:
+            ends = (share, own) if hop.ranks == "outer" else (flat, share)
+            yield [gather_into(*ends, group)]
 
 
 def _reduce_scatter(flat: torch.Tensor, own: torch.Tensor, group: Group) -> list[Any]:
@@ -588,16 +613,6 @@ def _reduce_scatter(flat: torch.Tensor, own: torch.Tensor, group: Group) -> list
             for part, rank in parts
         ]
     return [reduce_scatter_into_async(own, flat, group)]
-
-
-def gather_from_owners(bucket: Bucket) -> Messages:
-    """Gather the weights of all owners; held ones only as far as they are held."""
-    inner, outer = bucket.shards.inner, bucket.shards.outer
-    if outer.size > 1:
-        part = bucket.inner_part(bucket.weights) if bucket.held is None else bucket.held
-        yield [gather_into(part, bucket.own_weights, outer)]
-    if bucket.held is None and inner.size > 1:
-        yield [gather_into(bucket.weights, bucket.inner_part(bucket.weights), inner)]
 
 
 def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Group) -> Any:
@@ -623,6 +638,29 @@ def sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
         )
         norms.append(torch.linalg.vector_norm(t[whole:], dtype=torch.float32).view(1))
     return torch.cat(norms).double().square().sum().float()
+
+
+User = tuple[torch.nn.Module, Sequence[torch.nn.Parameter]]
+"""A module that a chunk calls, and the parameters that the call needs."""
+
+
+def weight_users(chunk: torch.nn.Module) -> list[User]:
+    """Return what a chunk calls; without a method `weight_users` it counts as one call."""
+    users = getattr(chunk, "weight_users", None)
+    return list(users()) if users else [(chunk, list(chunk.parameters()))]
+
+
+def calls_of(chunk: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) -> list[Call]:
+    """Describe a chunk's calls to the plan of ZeRO; `numbers` are those of the parameters."""
+    layers = set(getattr(chunk, "layers", ()))
+    calls = []
+    for module, parameters in weight_users(chunk):
+        inside = set(module.parameters())
+        outlives = any(p not in inside for p in parameters)
+        table = bool(inside) and all(sharding_of(p).kind == "embedding" for p in inside)
+        used = tuple(numbers[p] for p in parameters)
+        calls.append(Call(used, outlives, module in layers, table))
+    return calls
 
 
 class WeightGather:
@@ -653,13 +691,10 @@ class WeightGather:
             needed = list(dict.fromkeys(of[p] for p in parameters if p in of))
             module.register_forward_pre_hook(partial(self._wait, needed))
 
-    def _users(
-        self, chunks: Iterable[torch.nn.Module]
-    ) -> Iterator[tuple[torch.nn.Module, Sequence[torch.nn.Parameter]]]:
+    def _users(self, chunks: Iterable[torch.nn.Module]) -> Iterator[User]:
         """Yield the modules that use weights, and these; a state_dict of any waits for all."""
         for chunk in chunks:
-            users = getattr(chunk, "weight_users", None)
-            yield from users() if users else [(chunk, list(chunk.parameters()))]
+            yield from weight_users(chunk)
             for module in chunk.modules():
                 module.register_state_dict_pre_hook(lambda *_: self.wait())
 
@@ -672,7 +707,7 @@ class WeightGather:
         for bucket in self._buckets:
             if bucket.frozen and not frozen:
                 continue
-            self._continue(bucket, gather_from_owners(bucket))
+            self._continue(bucket, transfer(bucket, Op.RETURN))
         for bucket, (messages, works) in list(self._begun.items()):
             if bucket.shards.outer.size > 1:  # the last hop arrives while forward passes run
                 for work in works:

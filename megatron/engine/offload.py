@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from megatron.engine.optimizer import tensors_of
 from megatron.engine.optimizer_state import MASTER
+from megatron.engine.zero_plan import Instruction, Op, Use, streamed
 from megatron.errors import ConfigError
 
 Group = dict[str, Any]
@@ -30,6 +32,7 @@ class HostState:
                from now on they show no values there, but on `device` while their group is updated
     masters    whether the parameters move; in fp32 they are the weights themselves
     updated    called with a parameter after its update, while it has its values
+    uses       what a step is expected to use (ZeroPlan.updates): numbers of groups, and names
 
     kept       state of each parameter by name, MASTER included, in host memory; valid after
                `settle` until the next `prefetch`
@@ -46,6 +49,7 @@ class HostState:
         device: torch.device,
         masters: bool,
         updated: Callable[[torch.Tensor], None],
+        uses: Iterable[Use] = (),
     ) -> None:
         self._optimizer, self._updated = optimizer, updated
         self._step: Callable[[], Any] = optimizer.step
@@ -79,17 +83,30 @@ class HostState:
         self._out: Any = None
         if device.type == "cuda":
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        # uses in the order of the last step, and how many of this step's have begun and ended
-        self._uses: list[tuple[torch.Tensor, tuple[str, ...]]] = []
-        self._begun = self._ended = 0
+        self._number = {p: number for number, p in enumerate(parameters)}
+        self._parameters = parameters
+        # uses as they are expected, those of this step, and what is to be done for them
+        self._expected = [self._use(number, names) for number, names in uses]
+        self._uses = list[Use]()
+        self._instructions: Iterator[Instruction] = iter(())
+        self._fetched: deque[Use] = deque()
         self._arrived: dict[int, Any] = {}
         optimizer.step = self._by_group  # type: ignore[assignment, method-assign]
         if whole:
             optimizer.near = self.near  # type: ignore[attr-defined]
 
+    def _use(self, number: int, names: Sequence[str]) -> Use:
+        """Return a use with the names of the tensors that move."""
+        kept = self.kept[self._parameters[number]]
+        return number, tuple(name for name in kept if not names or name in names)
+
     def prefetch(self) -> None:
         """Begin a step: fetch the state that its update uses first."""
-        self._begun = self._ended = 0
+        if self._uses:
+            self._expected = self._uses
+        self._uses = []
+        self._fetched.clear()
+        self._instructions = streamed(self._expected)
         self._fetch()
 
     def settle(self) -> None:
@@ -115,46 +132,54 @@ class HostState:
         """Yield groups, each with its state of these names on the device; all of it without any."""
         for group in groups:
             (p,) = group["params"]
-            use = p, tuple(name for name in self.kept[p] if not names or name in names)
-            if self._uses[self._ended : self._ended + 1] != [use]:
-                self._uses[self._ended :] = [use]
-                self._begun = self._ended
-            self._fetch()
-            self._show(p, self._ended % 2, use[1])
+            use = self._use(self._number[p], names)
+            number = len(self._uses)
+            if (
+                not self._fetched or self._fetched[0] != use
+            ):  # not as expected: from now on when it is needed
+                self._instructions = iter(())
+                self._fetched.clear()
+                self._copy_in(use, number)
+            self._uses.append(use)
+            self._fetched.popleft()
+            self._show(p, number % 2, use[1])
             yield group
             if MASTER in use[1]:  # in fp32 they are the working weights
                 self._updated(p)
-            self._send()
+            self._copy_out(use, number)
             self._show(p, None)
+            self._fetch()
 
     def _fetch(self) -> None:
-        """Fetch state for the next uses, as far as there are free sets."""
-        while self._begun < min(self._ended + 2, len(self._uses)):
-            p, names = self._uses[self._begun]
-            now, used = self._uses[self._ended]
-            if self._begun > self._ended and p is now and set(names) & set(used):
-                return  # its values are about to change
-            with self._on(self._in):
-                if self._in is not None:  # the set's last state, and this one's last values
-                    self._in.wait_stream(self._out)
-                for name in names:
-                    kept = self.kept[p][name]
-                    self._in_set(p, name, self._begun % 2).copy_(kept, non_blocking=True)
-                if self._in is not None:
-                    self._arrived[self._begun % 2] = self._in.record_event()
-            self._begun += 1
+        """Carry out the plan's instructions up to the next update."""
+        for op, number, names in self._instructions:
+            if op is Op.FETCH:
+                self._copy_in((number, names), len(self._uses) + len(self._fetched))
+            elif op is Op.UPDATE:
+                return
 
-    def _send(self) -> None:
-        """Send the state of the current use to the host."""
-        p, names = self._uses[self._ended]
+    def _copy_in(self, use: Use, place: int) -> None:
+        """Fetch state into a set of working tensors: that of the use's place in the step."""
+        p = self._parameters[use[0]]
+        with self._on(self._in):
+            if self._in is not None:  # the set's last state, and this one's last values
+                self._in.wait_stream(self._out)
+            for name in use[1]:
+                kept = self.kept[p][name]
+                self._in_set(p, name, place % 2).copy_(kept, non_blocking=True)
+            if self._in is not None:
+                self._arrived[place % 2] = self._in.record_event()
+        self._fetched.append(use)
+
+    def _copy_out(self, use: Use, place: int) -> None:
+        """Send the state of a use to the host."""
+        p = self._parameters[use[0]]
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream())
         with self._on(self._out):
-            for name in names:
-                used = self._in_set(p, name, self._ended % 2)
+            for name in use[1]:
+                used = self._in_set(p, name, place % 2)
                 self.kept[p][name].copy_(used, non_blocking=True)
-        self._ended += 1
-        self._fetch()
 
     def _in_set(self, p: torch.Tensor, name: str, number: int) -> torch.Tensor:
         kept = self.kept[p][name]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.engine.buckets import ALIGNMENT, BucketPlan
 from megatron.engine.optimizer_state import MASTER, OptimizerState, has_16_bit_moments
 from megatron.engine.optimizers import SGD, AdamW, Lion, Muon
-from megatron.engine.zero_plan import BucketPlan
 from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions, fused_adam
 from megatron.kernels.ops.optimizer import FusedAdamW
@@ -66,27 +66,29 @@ def freeze_copies(parameters: Sequence[torch.nn.Parameter], topology: Topology) 
 
 
 def parameter_groups(
-    parameters: Sequence[torch.nn.Parameter], weight_decay: float, buckets: Sequence[BucketPlan]
+    shares: Sequence[torch.Tensor], weight_decay: float, buckets: Sequence[BucketPlan]
 ) -> list[dict[str, Any]]:
-    """Return an optimizer's parameter groups, one for each bucket of `parameters`.
+    """Return an optimizer's parameter groups, one for each bucket that trains.
+
+    shares  this rank's part of each of these buckets. A group's one parameter is as small as a
+            bucket can be, on the same device: the update gives it its values
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
     whether it consists of whole parameters. Its learning rate is that of the schedule times its key
     `lr_scale`; its weight decay is divided by it, so that their product, which AdamW subtracts, is
     the same for all. Its key `eps_scale` is the factor of AdamW's epsilon.
     """
+    kinds = (bucket.kind for bucket in buckets if not bucket.kind.frozen)
     return [
         {
-            "params": [parameters[number] for number in bucket.members],
-            "weight_decay": 0.0 if bucket.kind.spared else weight_decay / bucket.kind.lr_scale,
-            "decays": not bucket.kind.spared,
-            "whole": bucket.kind.whole,
-            "lr_scale": bucket.kind.lr_scale,
-            "eps_scale": bucket.kind.eps_scale,
-            "experts": bucket.kind.experts,
-            "fp32": bucket.kind.fp32,
+            "params": [torch.nn.Parameter(share.new_zeros(ALIGNMENT))],
+            "weight_decay": 0.0 if kind.spared else weight_decay / kind.lr_scale,
+            "decays": not kind.spared,
+            "whole": kind.whole,
+            "lr_scale": kind.lr_scale,
+            "eps_scale": kind.eps_scale,
         }
-        for bucket in buckets
+        for share, kind in zip(shares, kinds, strict=True)
     ]
 
 

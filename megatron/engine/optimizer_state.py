@@ -49,11 +49,13 @@ class OptimizerState(NamedTuple):
              fp32 and 2 in bf16
     step     type of the "step" that each tensor of weights has, a tensor or a number; None without
     whole    state of the parameters that it takes whole; None: the same
+    sweeps   over those parameters that an update makes: names of the tensors that each uses; (): all
     """
 
     tensors: Mapping[str, int]
     step: type | None = None
     whole: OptimizerState | None = None
+    sweeps: tuple[tuple[str, ...], ...] = ((),)
 
     def of(self, whole: bool) -> OptimizerState:
         """Return the state of parameters that are taken whole, or of others."""
@@ -90,7 +92,11 @@ OPTIMIZERS = {
     "adam": OptimizerState({"exp_avg": 4, "exp_avg_sq": 4}),
     "sgd": _MOMENTUM,
     "lion": OptimizerState({"exp_avg": 4}),
-    "muon": OptimizerState({"exp_avg": 4, "exp_avg_sq": 4}, whole=_MOMENTUM),
+    "muon": OptimizerState(
+        {"exp_avg": 4, "exp_avg_sq": 4},
+        whole=_MOMENTUM,
+        sweeps=(("momentum_buffer",), (MASTER,)),
+    ),
 }
 """State by --optimizer. Steps are counted by group, or created with the rest (optimizer.py)."""
 
@@ -220,6 +226,3 @@ def _kept_by(optimizer: torch.optim.Optimizer) -> OptimizerState:
 ROUND = 1 << 22
 """Elements of an owner's whole parameters at which a round of messages is closed (whole.py): 8 MiB in
 bf16, worth their latency, and at most one matrix more in memory."""
-
-IN_FLIGHT = 2
-"""Most buckets whose gradients ZeRO stages 2 and 3 have under way (sharded.py)."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.engine.buckets import muon_scale
 from megatron.engine.optimizer_state import MASTER
-from megatron.engine.zero_plan import muon_scale
 from megatron.kernels.ops.optimizer import Untraced
 
 if TYPE_CHECKING:

@@ -1,20 +1,12 @@
-"""ZeRO stages 2 and 3: gradients, and with stage 3 weights, of which each rank keeps a part.
+"""ZeRO stages 2 and 3 on tensors: gradients, and with stage 3 weights, that passes allocate and free.
 
-Rajbhandari et al., arXiv 1910.02054, sections 5.2 and 5.3, with shards of two sizes (Wang et al.,
-arXiv 2306.10209; Zhang et al., arXiv 2205.00119): gradients and weights are divided over
-neighbours, the optimizer's state over as many or more ranks.
-
-The gradients of a bucket have memory from the first to the last contribution of a backward pass.
-Then they are summed over the inner ranks, each of which adds its part to its sums. The weights of a
-bucket have memory while modules use them, in the forward and in the backward pass; before, they
-are gathered from the inner ranks, while the module before them computes.
+When, and beside what, is in engine/zero_plan.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,161 +14,135 @@ import torch
 
 from megatron.engine.copies import digest
 from megatron.engine.gradients import (
-    REDUCED_ALREADY,
-    Begun,
     Bucket,
     Gradients,
-    Messages,
     Terms,
     WeightGather,
     free,
-    gather_into,
-    reduce_beyond,
-    reduce_to_inner,
     take,
     too_many,
+    transfer,
+    weight_users,
 )
-from megatron.engine.optimizer_state import IN_FLIGHT
-from megatron.errors import ConfigError
+from megatron.engine.zero_plan import (
+    AGAIN,
+    BACKWARD,
+    FORWARD,
+    Instruction,
+    Op,
+    Reductions,
+    Step,
+    ZeroPlan,
+)
 from megatron.parallel.gradient_accumulator import within_backward
-from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
 # -- gradients -------------------------------------------------------------------------------------
 
 
 class ShardedGradients(Gradients):
-    """Gradient sums of which this rank keeps parts.
+    """Gradient sums of which this rank keeps a part.
 
-    stage_of  the pipeline stage of each bucket
-
-    The buckets of a stage are sent once after each of its backward passes, in their order, so that
-    all ranks post the same messages: with overlap as soon as they are complete, otherwise when the
-    pass ends. The first pass shows how many contributions a parameter gets; it assumes one. In the
-    last pass of a step, the sum of a bucket over the inner ranks is followed by that over the
-    others, once a step has counted (Gradients) and the passes were announced.
+    A bucket is complete once its parameters have all contributions of a pass. The first pass shows
+    how many a parameter gets; it assumes one. Sums over all ranks begin in the last pass once a
+    step has counted (Gradients) and the passes were announced.
     """
 
     def __init__(
         self,
+        plan: ZeroPlan,
         buckets: Sequence[Bucket],
         topology: Topology,
         terms: Terms,
-        overlap: bool,
         direct: bool,
-        stage_of: Mapping[Bucket, int],
     ) -> None:
-        super().__init__(buckets, topology, terms, True, direct)
-        self._early = overlap
-        self._of_stage: dict[int, list[int]] = {}
-        for number, bucket in enumerate(self.buckets):
-            self._of_stage.setdefault(stage_of[bucket], []).append(number)
-        self._stage_of = {n: stage for stage, some in self._of_stage.items() for n in some}
-        # buckets of each stage that were sent in the current pass
-        self._sent_of = dict.fromkeys(self._of_stage, 0)
+        super().__init__(plan, buckets, topology, terms, direct)
         # contributions of the current pass, and of each: empty until a first pass is over
         self._new = dict.fromkeys(self._sinks, 0)
         self._per_pass: dict[torch.nn.Parameter, int] = {}
-        self._incomplete = [len(bucket.parameters) for bucket in self.buckets]
-        self._flying = set[int]()
-        # backward passes of a stage in this step, and messages beyond the inner ranks
-        self._ended = dict.fromkeys(self._of_stage, 0)
-        self._outward: Begun = deque()
-        self._final = set[int]()  # whose sums over all ranks have begun
-        self._empty = set(range(len(self.buckets)))  # without sums
+        self._missing = self._parameters_of_buckets()
+        self._ended = dict.fromkeys(plan.calls, 0)  # backward passes of each stage in this step
+        self._empty = set(plan.order)  # without sums
         self._used = set[torch.nn.Parameter]()
         for p, sink in self._sinks.items():
-            sink.before_use = partial(self._take, self._bucket_of[p])
+            sink.before_use = partial(self._use, self._bucket_of[p])
 
     def begin(self, micro_batches: int) -> None:
         """Announce backward passes. A gradient after the last of them raises ConfigError."""
         self._micro_batches += micro_batches
 
-    def _take(self, number: int) -> None:
-        """Give the gradients of a bucket memory, once its last message has arrived."""
-        while number in self._flying:
-            self._advance(1)
-        take(self.buckets[number].gradients)
+    def _use(self, number: int) -> None:
+        self._run(self._sums.use(number))
 
     def _added(self, p: torch.nn.Parameter) -> None:
         self._new[p] += 1
         due, number = self._per_pass.get(p, 1), self._bucket_of[p]
-        if not self._early or self.local:
+        if self.local:
             return
-        stage = self._stage_of[number]
-        of_stage = self._of_stage[stage]
-        if self._new[p] > due and self._per_pass and number in of_stage[: self._sent_of[stage]]:
+        if self._new[p] > due and self._per_pass and self._sums.was_sent(number):
             raise too_many(p, due, 1)
         if self._new[p] != due:
             return
-        self._incomplete[number] -= 1
-        while (at := self._sent_of[stage]) < len(of_stage) and not self._incomplete[of_stage[at]]:
-            self._send_bucket(of_stage[at])
-            self._sent_of[stage] += 1
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            self._run(self._sums.complete(number, self._is_last(self._plan.stage_of(number))))
+
+    def _is_last(self, stage: int) -> bool:
+        """Return whether a stage's pass is the last of the step, so that its sums go beyond."""
+        last = self.counted and self._ended[stage] == self._micro_batches - 1
+        return last and self._plan.zero.early
 
     def pass_ends(self, stage: int) -> None:
         """Send what a backward pass of a pipeline stage has left."""
-        if stage not in self._of_stage or self.local:
+        order = self._plan.order_of(stage)
+        if not order or self.local:
             return
-        of_stage = self._of_stage[stage]
-        counts = {p: self._new[p] for n in of_stage for p in self.buckets[n].parameters}
-        for number in of_stage[self._sent_of[stage] :]:
-            self._send_bucket(number)
-        self._sent_of[stage] = 0
+        counts = {p: self._new[p] for n in order for p in self._numbered[n].parameters}
+        self._run(self._sums.pass_ends(stage, self._is_last(stage)))
         if not self._per_pass.keys() >= counts.keys():
-            for number in of_stage:  # sent before a second contribution
-                if any(not self._sinks[p].fresh for p in self.buckets[number].parameters):
-                    self._send_bucket(number)
+            for number in order:  # sent before a second contribution
+                if any(not self._sinks[p].fresh for p in self._numbered[number].parameters):
+                    self._run(self._sums.send(number, final=False))
             self._per_pass |= {p: n or -1 for p, n in counts.items()}
-        for number in of_stage:
-            self._incomplete[number] = len(self.buckets[number].parameters)
+        for number in order:
+            self._missing[number] = len(self._numbered[number].parameters)
         for p in counts:
             self._new[p] = 0
         self._ended[stage] += 1
 
     @torch.no_grad()
-    def _send_bucket(self, number: int) -> None:
-        bucket = self.buckets[number]
-        for p in bucket.parameters:
+    def _run(self, instructions: Iterable[Instruction]) -> None:
+        for op, number, _ in instructions:
+            bucket = self._numbered[number]
+            if op is Op.ALLOCATE:
+                take(bucket.gradients)
+            elif op is Op.ACCUMULATE:
+                self._accumulate(number, bucket)
+            else:
+                super()._run([Instruction(op, number)])
+
+    def _reduce(self, number: int) -> None:
+        for p in self._numbered[number].parameters:
             if not self._sinks[p].fresh:
                 self._used.add(p)
-            self._sinks[p].complete()  # a parameter without any gradient counts as zero
+        super()._reduce(number)
+        for p in self._numbered[number].parameters:
             self._sinks[p].renew()
-        if number in self._final:
-            raise ConfigError(REDUCED_ALREADY)
-        while len(self._begun) >= IN_FLIGHT:
-            self._advance(1)
-        self._flying.add(number)
-        ended, of_step = self._ended[self._stage_of[number]], self._micro_batches
-        final = self._early and self.counted and ended == of_step - 1
-        if final:
-            self._final.add(number)
-        self._begin(self._to_sums(number, final))
 
-    def _to_sums(self, number: int, final: bool) -> Messages:
-        bucket = self.buckets[number]
-        yield from reduce_to_inner(bucket)
-        assert bucket.sums is not None, "made by divide()"
+    def _accumulate(self, number: int, bucket: Bucket) -> None:
+        self._arrive(number)
         part = bucket.inner_part(bucket.gradients)
         if number in self._empty:
-            bucket.sums.copy_(part)
+            bucket.shard_sums.copy_(part)
         else:
-            bucket.sums.add_(part)
+            bucket.shard_sums.add_(part)
         self._empty.discard(number)
         free(bucket.gradients)
-        self._flying.discard(number)
-        if final:
-            self._go_beyond(bucket)
 
-    def _go_beyond(self, bucket: Bucket) -> None:
-        """Begin to sum a bucket over the other ranks."""
-        assert bucket.sums is not None, "made by divide()"
-        self._begin(reduce_beyond(bucket, bucket.sums), self._outward)
-
-    def _drain_all(self) -> None:
-        """Wait for the sums over the inner ranks, then for those beyond, which may follow them."""
-        self._drain()
-        self._drain(self._outward)
+    def _reduce_beyond(self, number: int) -> None:
+        if number in self._empty:
+            self._numbered[number].shard_sums.zero_()
+        super()._reduce_beyond(number)
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return what `p` adds to the sum, in its shape: zero after a pass, unless it is `local`.
@@ -189,18 +155,11 @@ class ShardedGradients(Gradients):
     @torch.no_grad()
     def reduce(self) -> None:
         """Sum the terms of all ranks; each rank then has the sum of the parts that it owns."""
-        for number, bucket in enumerate(self.buckets):  # gradients that were put there by hand
-            if any(self._new[p] for p in bucket.parameters):
-                self._send_bucket(number)
+        for number in self._plan.order:  # gradients that were put there by hand
+            if any(self._new[p] for p in self._numbered[number].parameters):
+                self._run(self._sums.send(number, final=False))
+        self._run(self._sums.step_ends())
         self._drain()
-        for number in self._empty:
-            sums = self.buckets[number].sums
-            assert sums is not None, "made by divide()"
-            sums.zero_()
-        for number, bucket in enumerate(self.buckets):
-            if number not in self._final:
-                self._go_beyond(bucket)
-        self._drain_all()
         if not self.counted:
             self._look()
         self._over_model()
@@ -217,12 +176,11 @@ class ShardedGradients(Gradients):
 
     def renew(self) -> None:
         """Begin new sums, after the messages in flight have arrived."""
-        self._drain_all()
-        self._empty = set(range(len(self.buckets)))
-        self._sent_of = dict.fromkeys(self._of_stage, 0)
-        self._ended, self._micro_batches = dict.fromkeys(self._of_stage, 0), 0
-        self._final.clear()
-        self._incomplete = [len(bucket.parameters) for bucket in self.buckets]
+        self._drain()
+        self._sums, self._micro_batches = Reductions(self._plan), 0
+        self._empty = set(self._plan.order)
+        self._ended = dict.fromkeys(self._plan.calls, 0)
+        self._missing = self._parameters_of_buckets()
         for bucket in self.buckets:
             free(bucket.gradients)
         for p, sink in self._sinks.items():
@@ -235,168 +193,191 @@ class ShardedGradients(Gradients):
 # -- weights ---------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Use:
-    """A call of a module, and the buckets whose weights it needs.
-
-    last  whether the weights are used after the call: they stay until the backward pass
-    """
-
-    buckets: list[Bucket]
-    last: bool = False
-    backward: bool = True
+def name_of(chunk: torch.nn.Module, module: torch.nn.Module) -> str:
+    """Return a module's name in its chunk."""
+    return next(name or "the chunk" for name, one in chunk.named_modules() if one is module)
 
 
 class ShardedWeights(WeightGather):
-    """Weights that are gathered for each use, and given up after it.
+    """Weights that are gathered for each call, and freed after it, as the plan's steps say.
 
-    Which use follows another is known from the passes before: its weights are gathered meanwhile,
-    so that at most those of two uses have memory.
+    A model that calls its modules in another order gets its weights when they are needed, without
+    overlap, and a warning.
     """
 
     def __init__(
-        self, buckets: Iterable[Bucket], chunks: Iterable[torch.nn.Module], overlap: bool
+        self, plan: ZeroPlan, buckets: Sequence[Bucket], chunk: torch.nn.Module, stage: int
     ) -> None:
-        super().__init__(buckets, (), overlap)
-        self._ahead = overlap
-        self._bucket_of = {p: b for b in self._buckets for p in b.parameters}
-        self._of = {p: b for p, b in self._bucket_of.items() if b.held is not None}
-        self._works: dict[Bucket, Any] = {}
-        self._here = set[Bucket]()
-        # uses by the two before: what a forward pass needs next differs from a backward pass
-        self._after: dict[tuple[_Use | None, _Use], _Use] = {}
-        self._before: tuple[_Use | None, _Use | None] = None, None
-        self._kept = False  # all weights stay gathered
+        super().__init__([buckets[n] for n in plan.return_order], (), plan.zero.ahead)
+        self._plan, self._numbered, self._stage = plan, buckets, stage
+        self._number = {bucket: n for n, bucket in enumerate(buckets)}
+        self._names = [name_of(chunk, module) for module, _ in weight_users(chunk)]
+        self._works: dict[int, Any] = {}
+        self._here = set[int]()
+        self._steps: tuple[Step, ...] = ()
+        self._at, self._backward = 0, False  # the step that runs, and its pass
+        self._keeps = False  # all weights stay gathered
         self._passes = 0  # backward passes that follow in this step
-        for module, parameters in self._users(chunks):
-            self._watch(module, parameters)
+        self._warned = False
+        self._index = {
+            backward: self._indices(steps)
+            for backward, steps in ((False, plan.forward(stage)), (True, plan.backward(stage)))
+        }
+        # whether the backward pass of a look-up needs no weights
+        self._looks_up = [call.table for call in plan.calls[stage]]
+        for number, (module, parameters) in enumerate(self._users([chunk])):
+            self._watch(number, module, parameters)
 
-    def _watch(self, module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> None:
-        buckets = dict.fromkeys(self._bucket_of[p] for p in parameters if p in self._bucket_of)
-        module.register_forward_pre_hook(partial(self._wait, list(buckets)))  # for new weights
-        needed = [bucket for bucket in buckets if bucket.held is not None]
-        if not needed:
-            return
-        own = set(module.parameters())
-        use = _Use(needed, last=any(p not in own for p in parameters))
-        tables = all(sharding_of(p).kind == "embedding" for p in own)
+    def _indices(self, steps: Sequence[Step]) -> dict[tuple[str, int], int]:
+        """Return the step that an event begins: a call, or the arrival of its output's gradient.
+
+        Of the last layer of a recomputed group the gradient arrives first, and then it is called.
+        """
+        indices = {(step.kind, step.call): n for n, step in enumerate(steps)}
+        for last in self._plan.groups[self._stage]:
+            if (AGAIN, last) in indices:
+                first, second = indices[AGAIN, last], indices[BACKWARD, last]
+                indices[BACKWARD, last], indices[AGAIN, last] = first, second
+        return indices
+
+    def _watch(
+        self, number: int, module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        of_call = {
+            self._plan.bucket_of[p] for p in self._plan.calls[self._stage][number].parameters
+        }
+        returned = [self._numbered[n] for n in self._plan.return_order if n in of_call]
+        module.register_forward_pre_hook(partial(self._wait, returned))  # for new weights
 
         def before(_: Any, args: Any) -> None:
-            self._need(use)
-            if torch.is_grad_enabled() and not within_backward():
-                given = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
-                for x in given[:1]:  # its gradient is the last that the module computes
-                    ended = getattr(x, "uses_ended", None)
-                    if ended is None:
-                        x.register_hook(lambda _: self._give_up(use))
-                    else:  # another use's output, which has a hook that comes before
-                        ended.append(use)
-                # the backward pass of a look-up needs no weights
-                use.backward = bool(given) or not tables
+            if within_backward():
+                self._enter(AGAIN, number)
+                return
+            self._enter(FORWARD, number)
+            inputs = (x for x in args if isinstance(x, torch.Tensor))
+            table = self._plan.calls[self._stage][number].table
+            self._looks_up[number] = table and not any(x.requires_grad for x in inputs)
 
         def after(_: Any, __: Any, output: Any) -> None:
             if within_backward():  # recomputed: its backward pass follows
                 return
-            if use.backward and torch.is_grad_enabled():
-                outputs = output if isinstance(output, tuple) else (output,)
-                for x in outputs:
-                    if isinstance(x, torch.Tensor) and x.requires_grad:
-                        x.uses_ended = ended = list[_Use]()  # type: ignore[attr-defined]
-                        x.register_hook(partial(begin, ended))
-            if not use.last:
-                self._give_up(use)
-
-        def begin(ended: list[_Use], _: Any) -> None:
-            for other in ended:
-                self._give_up(other)
-            self._need(use)
+            self._leave(self._index[False][FORWARD, number] + 1)
+            for x in output if isinstance(output, tuple) else (output,):
+                if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+                    x.register_hook(lambda _: self._enter(BACKWARD, number))
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
     @torch.no_grad()
-    def _need(self, use: _Use) -> None:
-        """Wait for the weights of a use, and begin to gather those of the next."""
-        if self._kept:
+    def _enter(self, kind: str, call: int) -> None:
+        """Begin a step: wait for its weights, and begin to gather those of the next."""
+        if self._keeps:
             return
-        if self._here.issuperset(use.buckets):
-            return
-        self._gather(use)
-        self._arrive(use.buckets)
-        first, second = self._before
-        if second is not None:
-            self._after[first, second] = use
-        self._before = second, use
-        following = self._after.get((second, use)) if self._ahead else None
-        for bucket in list(self._works):  # of another use than was expected
-            if following is None or bucket not in following.buckets:
-                self._arrive([bucket])
-                self._free([bucket])
-        if following is None or (
-            self._passes == 1 and not following.backward and within_backward()
-        ):
-            return  # no forward pass follows
+        backward = kind != FORWARD
+        index = self._index[backward][kind, call]
+        if backward != self._backward or index < self._at or not self._steps:
+            self._leave(len(self._steps))
+            self._backward, self._at = backward, 0
+            if backward:
+                self._steps = self._plan.backward(self._stage, self._passes == 1)
+            else:
+                self._steps = self._plan.forward(self._stage, torch.is_grad_enabled())
+        self._leave(index)
+        step = self._steps[index]
+        needed = [instruction.bucket for instruction in step.before]
+        if not (kind == BACKWARD and self._looks_up[call]):
+            needed += self._plan.gathered(self._stage, call)
+        following = [instruction.bucket for instruction in step.beside]
+        for number in list(self._works):
+            if number not in needed and number not in following:  # of another call than planned
+                self._warn(call)
+                self._arrive_at([number])
+                self._free([number])
+        self._gather(needed)
+        self._arrive_at(needed)
         self._gather(following)
 
-    def _gather(self, use: _Use) -> None:
-        for bucket in use.buckets:
-            if bucket.held is None or bucket in self._works or bucket in self._here:
+    def _warn(self, call: int) -> None:
+        """Name a call that does not follow the plan, once."""
+        if not self._warned and torch.is_grad_enabled():
+            self._warned = True
+            warnings.warn(
+                f"{self._names[call]} is called in another order than weight_users() gives: with "
+                "--zero-stage 3 its weights are gathered when it begins, not before",
+                stacklevel=2,
+            )
+
+    def _leave(self, end: int) -> None:
+        """End all steps before number `end`."""
+        if self._keeps:
+            return
+        for step in self._steps[self._at : end]:
+            self._free(instruction.bucket for instruction in step.after)
+        self._at = max(self._at, end)
+
+    def _gather(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            bucket = self._numbered[number]
+            if number in self._works or number in self._here:
                 continue
             self._wait([bucket])  # for the new weights that this rank holds
             take(bucket.weights)
-            self._works[bucket] = gather_into(bucket.weights, bucket.held, bucket.shards.inner)
+            self._works[number] = next(transfer(bucket, Op.GATHER))
 
-    def _arrive(self, buckets: Iterable[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket in self._works:
-                self._works.pop(bucket).wait()
-                self._here.add(bucket)
+    def _arrive_at(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number in self._works:
+                for work in self._works.pop(number):
+                    work.wait()
+                self._here.add(number)
 
-    def _free(self, buckets: Iterable[Bucket]) -> None:
+    def _free(self, numbers: Iterable[int]) -> None:
         """Give up weights, other than those under way."""
-        for bucket in buckets:
-            if bucket in self._here:
-                self._here.discard(bucket)
-                free(bucket.weights)
-
-    def _give_up(self, use: _Use) -> None:
-        if not self._kept:
-            self._free(use.buckets)
+        for number in numbers:
+            if number in self._here:
+                self._here.discard(number)
+                free(self._numbered[number].weights)
 
     def begin(self, micro_batches: int) -> None:
         self._passes += micro_batches
 
     def pass_ends(self) -> None:
-        """Give up the weights of uses whose end no gradient has shown."""
+        """Free the weights of calls whose end no gradient has shown."""
         self._passes -= 1
-        if not self._kept:
+        self._leave(len(self._steps))
+        if not self._keeps:
             self._free(list(self._here))
 
     @torch.no_grad()
     def start(self, frozen: bool = False) -> None:
         """Gather the new weights, of those that are held only what each rank holds."""
-        self._kept, self._passes = False, 0
-        self._arrive(list(self._works))
+        self._keeps, self._passes = False, 0
+        self._steps, self._at = (), 0
+        self._arrive_at(list(self._works))
         self._free(list(self._here))
         super().start(frozen)
+
+    def _divided(self) -> list[int]:
+        return [n for n in self._plan.return_order if self._numbered[n].held is not None]
 
     def wait(self) -> None:
         """Gather all weights. They keep their memory until the next step."""
         self.settle()
-        for bucket in dict.fromkeys(self._of.values()):
-            self._gather(_Use([bucket]))
-        self._arrive(list(self._works))
-        self._kept = True
+        self._gather(self._divided())
+        self._arrive_at(list(self._works))
+        self._keeps = True
 
     def each(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
         """Yield parameters whose weights have arrived, one after another."""
         self.settle()
+        of = {p: n for n in self._divided() for p in self._numbered[n].parameters}
         for p in parameters:
-            bucket = self._of.get(p)
-            if bucket is None or self._kept:
+            number = of.get(p)
+            if number is None or self._keeps:
                 yield p
                 continue
-            self._gather(_Use([bucket]))
-            self._arrive([bucket])
+            self._gather([number])
+            self._arrive_at([number])
             yield p
-            self._free([bucket])
+            self._free([number])

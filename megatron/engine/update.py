@@ -12,6 +12,7 @@ import torch
 from megatron.engine.gradients import Bucket, owned_gradients, sum_of_squares
 from megatron.engine.optimizer import is_copy, tensors_of
 from megatron.engine.optimizer_state import MASTER
+from megatron.engine.zero_plan import Instruction, Op
 from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import FusedAdamW, scale_and_norm_
 from megatron.parallel.collectives import all_reduce
@@ -127,14 +128,18 @@ class Update:
             else None
         )
 
-    def offload(self) -> HostState:
-        """Keep the optimizer's state, which is in host memory now, there from now on."""
+    def offload(self, updates: Iterable[Instruction]) -> HostState:
+        """Keep the optimizer's state, which is in host memory now, there from now on.
+
+        updates  of the plan of ZeRO
+        """
         from megatron.engine.offload import HostState  # no part of other runs
 
         in_fp32 = self._values[0] is self.buckets[0].own_weights
         if not in_fp32:
             self._values.clear()  # so that memory that is copied can be given up
-        self._host = HostState(self._inner, self._topology.device, not in_fp32, self._round)
+        uses = [(number, names) for op, number, names in updates if op is Op.UPDATE]
+        self._host = HostState(self._inner, self._topology.device, not in_fp32, self._round, uses)
         self._values = self._values or [self._host.kept[m][MASTER] for m in self.masters]
         return self._host
 

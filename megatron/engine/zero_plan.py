@@ -1,157 +1,210 @@
-"""The plan of ZeRO: which parameters are summed, updated and sent together.
+"""The plan of ZeRO: what each pass and the end of a step do with each bucket of parameters.
 
-Pure functions of the parameters' records and of settings. The engine runs the plan on tensors; the
-planner adds up its bytes and seconds.
+Rajbhandari et al., arXiv 1910.02054, with shards of two sizes (Wang et al., arXiv 2306.10209; Zhang
+et al., arXiv 2205.00119). Pure functions of the parameters' records and of settings. The engine
+carries the plan out on tensors; memory, seconds and messages of the planner are sums over it.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.engine.optimizer_state import has_16_bit_moments, wants_whole
+from megatron.engine.buckets import BucketPlan, BucketRule
+from megatron.errors import ConfigError
 from megatron.parallel.sharding import Sharding
 
 if TYPE_CHECKING:
     from megatron.config import Config
+    from megatron.parallel.layout import Layout
 
-_SMALLEST = 4_000_000
-_PER_RANK = 1_000_000
+IN_FLIGHT = 2
+"""Most buckets whose gradients ZeRO stages 2 and 3 have under way."""
 
-Scales = Callable[[Sharding], tuple[float, float]]
-"""Function from a parameter to the factors of its learning rate and of its epsilon."""
+REDUCED_ALREADY = (
+    "the gradients of the micro-batches before are being reduced already: call Engine.step() after "
+    "every Executor.train(), or turn the overlap off with --no-overlap-grad-reduce"
+)
+
+# -- what is divided, and its messages -------------------------------------------------------------
 
 
-class BucketKind(NamedTuple):
-    """Properties that the parameters of a bucket share. An optimizer's groups are in its order.
+class Op(Enum):
+    """Instruction on a bucket. Messages run beside what follows, until their result is needed.
 
-    spared     from weight decay
-    whole      whether the optimizer takes each parameter whole
-    lr_scale   factor of the learning rate
-    eps_scale  factor of AdamW's epsilon
-    fp32       whether passes use the weights in fp32, also beside 16-bit weights
-    unit       number of what the bucket may not go beyond (unit_of)
+    GATHER         allocate the weights and gather them from the inner ranks (stage 3)
+    FREE           give up the memory of gathered weights
+    ALLOCATE       give gradients memory (stages 2 and 3)
+    REDUCE         sum gradients over the inner ranks, each of which gets its part
+    ACCUMULATE     add that part to the sums of the micro-batches before, and give up the memory of
+                   the gradients (stages 2 and 3)
+    REDUCE_BEYOND  sum the part over all other ranks: each rank gets what its optimizer owns
+    FETCH, STORE   optimizer state from and to host memory (--cpu-offload)
+    UPDATE         run the optimizer on what this rank owns
+    RETURN         gather new weights from their owners
     """
 
-    spared: bool = True
-    whole: bool = False
-    tied: bool = False
-    lr_scale: float = 1.0
-    eps_scale: float = 1.0
-    experts: bool = False
-    fp32: bool = False
-    unit: int = 0
+    GATHER = "gather"
+    FREE = "free"
+    ALLOCATE = "allocate"
+    REDUCE = "reduce"
+    ACCUMULATE = "accumulate"
+    REDUCE_BEYOND = "reduce beyond"
+    FETCH = "fetch"
+    STORE = "store"
+    UPDATE = "update"
+    RETURN = "return"
 
 
-@dataclass
-class BucketPlan:
-    """Parameters whose gradients are summed, and whose weights are sent, as one flat tensor.
+class Instruction(NamedTuple):
+    """Operation on a bucket.
 
-    members   numbers of its parameters, from the last one that a forward pass uses to the first
-    elements  of all of them on this rank
+    bucket  number among the plan's
+    names   tensors of the state that a FETCH, UPDATE or STORE is about; (): all
     """
 
-    kind: BucketKind
-    members: list[int]
-    elements: int = 0
+    op: Op
+    bucket: int
+    names: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class BucketRule:
-    """Settings of a run that decide about buckets.
+class Hop(NamedTuple):
+    """Collective of an instruction; an instruction's hops follow one another.
 
-    limit     elements at which a bucket is closed
-    whole     whether the optimizer takes a parameter whole
-    scales    muP's factors
-    settings  that decide about `whole` and `scales`: rules of equal ones are equal
+    kind     "reduce_scatter", "all_reduce" or "all_gather"
+    ranks    which of Shards: "inner", "outer" or "copies"
+    divided  by how much the collective's whole tensor is smaller than the bucket
     """
 
-    limit: float = math.inf
-    whole: Callable[[Sharding], bool] = field(default=lambda record: False, compare=False)
-    scales: Scales = field(default=lambda record: (1.0, 1.0), compare=False)
-    settings: Hashable = None
+    kind: str
+    ranks: str
+    divided: int
 
-    def plan(
-        self, records: Sequence[Sharding], units: Sequence[Hashable] | None = None
-    ) -> list[BucketPlan]:
-        """Divide parameters into buckets, in the order of the optimizer's groups.
 
-        records  of a rank's parameters, in the order in which forward passes use them first
-        units    of each, see unit_of; by default one unit
+class Sizes(NamedTuple):
+    """Ranks that share a parameter.
 
-        Buckets of a kind are filled in the reverse of that order, which is about the order in which
-        a backward pass produces gradients. A bucket exceeds the limit only with a single parameter.
-        The tied embedding is a bucket of its own, so that the first and the last stage divide it
-        alike over their data-parallel ranks. Without parameters there is one empty bucket: an
-        optimizer needs a group.
+    inner   over which gradients of stages 2 and 3, and weights of stage 3, are divided
+    states  over which the optimizer's state is divided
+    line    that sum its gradients
+    """
+
+    inner: int
+    states: int
+    line: int
+
+    def hops(self, op: Op, divided_weights: bool = False) -> tuple[Hop, ...]:
+        """Return the collectives of an instruction.
+
+        divided_weights  whether the weights are gathered by passes, so that new ones go no further
+                         than to the inner ranks
         """
-        numbers: dict[Hashable, int] = {}
-        for unit in units or ():
-            numbers.setdefault(unit, len(numbers))
-        kinds: dict[BucketKind, list[BucketPlan]] = {}
-        for number, record in reversed(list(enumerate(records))):
-            kind = BucketKind(
-                not record.decay,
-                self.whole(record),
-                record.tied,
-                *self.scales(record),
-                record.experts,
-                record.fp32,
-                numbers[units[number]] if units else 0,
-            )
-            buckets = kinds.setdefault(kind, [BucketPlan(kind, [])])
-            size = buckets[-1].elements + record.elements
-            if buckets[-1].elements and size > self.limit and not record.tied:
-                buckets.append(BucketPlan(kind, []))
-            buckets[-1].members.append(number)
-            buckets[-1].elements += record.elements
-        plans = [bucket for kind in sorted(kinds) for bucket in kinds[kind]]
-        return plans or [BucketPlan(BucketKind(), [])]
+        inner, states, line = self
+        outward = Hop("reduce_scatter", "outer", inner), states > inner
+        summed = Hop("all_reduce", "copies", states), line > states
+        from_outer = Hop("all_gather", "outer", inner), states > inner
+        from_inner = Hop("all_gather", "inner", 1), inner > 1
+        of_op: dict[Op, list[tuple[Hop, bool]]] = {
+            Op.GATHER: [from_inner],
+            Op.REDUCE: [(Hop("reduce_scatter", "inner", 1), inner > 1)],
+            Op.REDUCE_BEYOND: [outward, summed],
+            Op.RETURN: [from_outer] if divided_weights else [from_outer, from_inner],
+        }
+        return tuple(hop for hop, needed in of_op.get(op, ()) if needed)
 
 
-def bucket_limit(config: Config, ranks: int) -> float:
-    """Return the elements at which buckets are closed that `ranks` data-parallel ranks share.
+class Zero(NamedTuple):
+    """ZeRO's stage and sizes.
 
-    A single rank needs buckets only where 16-bit moments are widened, or offloaded state arrives,
-    one bucket after another.
+    stage         in effect
+    sizes         of parameters other than experts
+    experts       expert-parallel size: ranks that share an expert are fewer by this factor
+    ahead, early  whether weights are gathered, and gradients sent, while passes run
+    offload       whether the optimizer's state is in host memory
+    weight_bytes, gradient_bytes  of an element
     """
-    if ranks == 1 and not (has_16_bit_moments(config) or config.engine.cpu_offload):
-        return math.inf
-    return bucket_elements(config.engine.zero_reduce_bucket_size, ranks)
+
+    stage: int
+    sizes: Sizes
+    experts: int
+    ahead: bool
+    early: bool
+    offload: bool
+    weight_bytes: int
+    gradient_bytes: int
+
+    @property
+    def line(self) -> int:
+        return self.sizes.line
+
+    def sizes_of(self, experts: bool) -> Sizes:
+        """Return the sizes of experts, or of other parameters."""
+        each = self.experts if experts else 1
+        return Sizes(*(max(1, n // each) for n in self.sizes))
+
+    def divides_weights(self, bucket: BucketPlan) -> bool:
+        """Return whether a bucket's weights are divided outside of the passes that use them.
+
+        Those of vectors are few, and messages for each layer would be small.
+        """
+        inner = self.sizes_of(bucket.kind.experts).inner
+        return self.stage == 3 and not bucket.vectors and inner > 1
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Return whether gradients have memory only from a pass's first one until they are sent."""
+        return self.stage > 1
+
+    def hops(self, op: Op, bucket: BucketPlan) -> tuple[Hop, ...]:
+        """Return the collectives of an instruction on a bucket."""
+        return self.sizes_of(bucket.kind.experts).hops(op, self.divides_weights(bucket))
+
+    def weights_held(self, bucket: BucketPlan) -> float:
+        """Return the elements of weights that a rank holds for the whole run."""
+        inner = self.sizes_of(bucket.kind.experts).inner
+        return bucket.elements / (inner if self.divides_weights(bucket) else 1)
+
+    def gradients_held(self, bucket: BucketPlan) -> float:
+        """Return the elements of gradient sums that a rank holds for the whole run."""
+        inner = self.sizes_of(bucket.kind.experts).inner
+        return bucket.elements / (inner if self.divides_gradients else 1)
+
+    def owned(self, bucket: BucketPlan) -> float:
+        """Return the elements that a rank's optimizer owns."""
+        return bucket.elements / self.sizes_of(bucket.kind.experts).states
 
 
-def bucket_rule(config: Config, ranks: int) -> BucketRule:
-    """Return the rule of a configuration whose `ranks` data-parallel ranks share a parameter."""
-    wants = wants_whole(config)
+def zero_of(config: Config, layout: Layout | None = None) -> Zero:
+    """Return what ZeRO divides in a configuration.
 
-    def whole(record: Sharding) -> bool:
-        return wants is not None and bool(wants(record.name, record.global_shape))
-
-    key = repr((config.model, config.optimizer)), config.pieces
-    return BucketRule(bucket_limit(config, ranks), whole, mup_scales(config), key)
-
-
-def send_order(plans: Sequence[BucketPlan]) -> list[BucketPlan]:
-    """Sort buckets as backward passes complete them: that of the first parameter is the last."""
-    return sorted(plans, key=lambda bucket: -min(bucket.members, default=0))
-
-
-def unit_of(record: Sharding, zero_stage: int, stage: int, part: int = 0) -> Hashable:
-    """Return what a parameter's bucket may not go beyond.
-
-    With ZeRO stage 2 a bucket is of one pipeline stage, so that it is complete after a backward
-    pass. With stage 3 a matrix is in a bucket with others of its layer, whose weights are gathered
-    together.
-
-    part  number of the layer within its stage, where the record's name does not tell
+    layout  of the job; without it, shards of a node (-1) count as undivided: see
+            planner.placement.over_nodes
     """
-    if zero_stage < 2:
-        return ()
-    if zero_stage == 2 or record.kind == "vector":
-        return (stage,)
-    return stage, part, *record.name.split(".")[:2]
+    engine, precision = config.engine, config.precision
+    if layout is not None:
+        line, experts = layout.data, layout.expert
+        inner, states = layout.shard_sizes
+    else:
+        line, experts = config.parallel.gradient_ranks, config.parallel.expert_model_parallel_size
+        inner = max(0, engine.zero_shard_size) or line
+        states = max(0, engine.zero_state_shard_size) or line
+    stage = stage_in_effect(engine.zero_stage, inner)
+    return Zero(
+        stage,
+        Sizes(inner, states, line) if stage else Sizes(1, 1, line),
+        experts,
+        engine.overlap_param_gather,
+        engine.overlap_grad_reduce,
+        engine.cpu_offload,
+        precision.weight_bytes,
+        precision.gradient_bytes,
+    )
 
 
 def stage_in_effect(stage: int, ranks: int) -> int:
@@ -163,63 +216,417 @@ def stage_in_effect(stage: int, ranks: int) -> int:
     return stage if ranks > 1 else min(stage, 1)
 
 
-def bucket_elements(most: int, ranks: int) -> int:
-    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed.
+# -- passes ----------------------------------------------------------------------------------------
 
-    At most `most` unless 0. A million for each rank, so that each gets a message worth its latency
-    (4 MB in fp32) and a checkpoint has few pieces; at least 4 million, where the ranks are few and
-    many buckets can be in flight during a backward pass.
+
+class Call(NamedTuple):
+    """Call of a module in a forward pass.
+
+    parameters  numbers of the parameters that it uses
+    outlives    whether these are used after the call, too, until the backward pass begins
+    layer       whether it may be recomputed
+    table       whether it looks parameters up, which its backward pass does not need
     """
-    size = max(_SMALLEST, ranks * _PER_RANK)
-    return min(most, size) if most else size
+
+    parameters: tuple[int, ...]
+    outlives: bool = False
+    layer: bool = False
+    table: bool = False
 
 
-def mup_scales(config: Config) -> Scales:
-    """Return the function from a parameter to muP's factors of its learning rate and of epsilon.
+FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
+"""Kinds of steps; AGAIN is the forward pass that a backward pass repeats. That of the last layer of
+a group comes first, since autograd reaches it first, and computes nothing: its backward pass does."""
 
-    By width: Yang et al., arXiv 2203.03466, table 8 and appendix B.3. By depth: Dey et al., arXiv
-    2505.01618, table 1 with alpha = 1; with it, Adam's rate does not depend on depth. SGD's is
-    proportional to it, because gradients in the layers have the factor of the residual branches.
-    Norms through which the residual stream passes have rates in proportion to 1 / depth: all of
-    them change it, and none has that factor.
-    Muon's updates are to have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
-    section 3); they have that of --muon-scale-mode. All other optimizers, also the user's own, are
-    taken to be like Adam: the size of an update does not depend on that of the gradient.
+
+class Step(NamedTuple):
+    """A module's part of a pass, with the instructions around it.
+
+    kind    FORWARD, AGAIN or BACKWARD
+    call    number among the calls of the stage
+    before  has to be complete when it begins
+    beside  begins with it, and runs beside it
+    after   begins when it has ended
     """
-    model = config.model
-    if not model.use_mup:
-        return lambda record: (1.0, 1.0)
-    on_stream = model.layer_norms
-    kind = None if config.pieces.optimizer is not None else config.optimizer.optimizer
-    sgd, mode = kind == "sgd", config.optimizer.muon_scale_mode
 
-    def scales(s: Sharding) -> tuple[float, float]:
-        hidden = s.kind == "hidden"
-        outputs, inputs = s.growth
-        branch = model.residual_scale if s.name.startswith("layers.") else 1.0
-        eps = branch * model.mup_base_hidden_size / model.hidden_size
-        if model.apply_residual_connection_post_layernorm and s.name.split(".")[-2] in on_stream:
-            return outputs * branch if sgd else branch, eps
-        if sgd:
-            return outputs * (1.0 / inputs if hidden else inputs) / branch, eps
-        if hidden and kind == "muon":
-            base = muon_scale(mode, s.base_shape or s.global_shape)
-            return math.sqrt(outputs / inputs) * base / muon_scale(mode, s.global_shape), eps
-        return 1.0 / inputs if hidden else 1.0, eps
-
-    return scales
+    kind: str
+    call: int
+    before: tuple[Instruction, ...] = ()
+    beside: tuple[Instruction, ...] = ()
+    after: tuple[Instruction, ...] = ()
 
 
-def muon_scale(mode: str, shape: Sequence[int]) -> float:
-    """Return the factor of Muon's orthogonal update of a matrix [.., rows, columns].
+class Reductions:
+    """Gradients of a step on the way to their owners: which instructions follow which event.
 
-    Liu et al., arXiv 2502.16982, section 2.2 (spectral), Jordan et al. 2024 (shape_scaling), Pethick
-    et al., arXiv 2502.07529 (unit_rms_norm).
+    Buckets are sent in their order, so that all ranks post the same messages; with stages 2 and 3
+    those of a pipeline stage once after each of its backward passes, otherwise once in a step. With
+    overlap a bucket goes as soon as it and all before it are complete.
+
+    flying  buckets whose REDUCE is under way
     """
-    rows, columns = shape[-2:]
-    scale = {
-        "spectral": max(rows, columns),
-        "shape_scaling": max(1.0, rows / columns),
-        "unit_rms_norm": rows / columns,
-    }[mode]
-    return math.sqrt(scale)
+
+    def __init__(self, plan: ZeroPlan) -> None:
+        self._plan = plan
+        self.flying: deque[int] = deque()
+        self._sent: dict[int, int] = {}
+        self._complete = set[int]()
+        self._final = set[int]()
+
+    @property
+    def state(self) -> object:
+        """Return what the instructions of further events depend on."""
+        parts = self._sent.items(), self._complete, self._final
+        return tuple(self.flying), *(tuple(sorted(part)) for part in parts)
+
+    def copy(self) -> Reductions:
+        """Return an independent copy."""
+        made = Reductions(self._plan)
+        made.flying = self.flying.copy()
+        made._sent = self._sent.copy()
+        made._complete, made._final = self._complete.copy(), self._final.copy()
+        return made
+
+    def use(self, bucket: int) -> Iterator[Instruction]:
+        """Prepare the memory of a bucket, to whose gradients something is about to be added."""
+        while bucket in self.flying:
+            yield from self._arrive()
+        yield Instruction(Op.ALLOCATE, bucket)
+
+    def complete(self, bucket: int, final: bool) -> Iterator[Instruction]:
+        """Note that a bucket has all gradients of a pass; `final`: of the last one of a step."""
+        self._complete.add(bucket)
+        if not self._plan.zero.early:
+            return
+        stage = self._plan.stage_of(bucket)
+        while (following := self._following(stage)) in self._complete:
+            self._sent[stage] = self._sent.get(stage, 0) + 1
+            yield from self.send(following, final)
+
+    def was_sent(self, bucket: int) -> bool:
+        """Return whether a bucket was sent in this pass."""
+        stage = self._plan.stage_of(bucket)
+        return bucket in self._plan.order_of(stage)[: self._sent.get(stage, 0)]
+
+    def pass_ends(self, stage: int, final: bool = False) -> Iterator[Instruction]:
+        """Send what a backward pass has left."""
+        while (following := self._following(stage)) is not None:
+            if self._plan.zero.divides_gradients:
+                yield from self.use(following)
+            self._sent[stage] = self._sent.get(stage, 0) + 1
+            yield from self.send(following, final)
+        if self._plan.zero.divides_gradients:  # otherwise a step's passes count as one
+            self._sent.pop(stage, None)
+            self._complete.difference_update(self._plan.order_of(stage))
+
+    def send(self, bucket: int, final: bool) -> Iterator[Instruction]:
+        """Send a bucket; `final`: the sum over the other ranks follows when it has arrived.
+
+        Raises ConfigError for one whose sum over the other ranks has begun.
+        """
+        if bucket in self._final:
+            raise ConfigError(REDUCED_ALREADY)
+        while len(self.flying) >= self._plan.in_flight(bucket):
+            yield from self._arrive()
+        if final:
+            self._final.add(bucket)
+        yield Instruction(Op.REDUCE, bucket)
+        if self._plan.zero.hops(Op.REDUCE, self._plan.buckets[bucket]):
+            self.flying.append(bucket)
+        else:
+            yield from self._arrived(bucket)
+
+    def step_ends(self) -> Iterator[Instruction]:
+        """Let all sums reach their owners."""
+        while self.flying:
+            yield from self._arrive()
+        for bucket in self._plan.order:
+            if bucket not in self._final:
+                yield Instruction(Op.REDUCE_BEYOND, bucket)
+
+    def _following(self, stage: int) -> int | None:
+        order = self._plan.order_of(stage)
+        sent = self._sent.get(stage, 0)
+        return order[sent] if sent < len(order) else None
+
+    def _arrive(self) -> Iterator[Instruction]:
+        yield from self._arrived(self.flying.popleft())
+
+    def _arrived(self, bucket: int) -> Iterator[Instruction]:
+        if self._plan.zero.divides_gradients:
+            yield Instruction(Op.ACCUMULATE, bucket)
+        if bucket in self._final:
+            yield Instruction(Op.REDUCE_BEYOND, bucket)
+
+
+@dataclass(frozen=True, eq=False)
+class ZeroPlan:
+    """Everything that ZeRO does on a rank.
+
+    buckets     in the order of the optimizer's groups; frozen ones come last
+    places      stage and call in which each parameter is used first
+    calls       of each stage, in the order of a forward pass
+    recomputed  of each stage: layers of each group that the backward pass recomputes, from its
+                first layer on
+    sweeps      over buckets of whole parameters that the optimizer's update makes: names of the
+                state that each needs; (): all
+    """
+
+    zero: Zero
+    buckets: tuple[BucketPlan, ...]
+    places: tuple[tuple[int, int], ...]
+    calls: Mapping[int, tuple[Call, ...]]
+    recomputed: Mapping[int, tuple[int, ...]]
+    sweeps: tuple[tuple[str, ...], ...] = ((),)
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """Buckets that train, as backward passes complete them: that of the first call is last."""
+        return tuple(n for n in self.return_order[::-1] if not self.buckets[n].kind.frozen)
+
+    @functools.cached_property
+    def return_order(self) -> tuple[int, ...]:
+        """All buckets, as forward passes need them."""
+        firsts = [min(bucket.members, default=0) for bucket in self.buckets]
+        return tuple(sorted(range(len(firsts)), key=lambda n: (firsts[n], -n)))
+
+    @functools.cached_property
+    def bucket_of(self) -> Mapping[int, int]:
+        """Bucket of each parameter, by number."""
+        return {member: n for n, bucket in enumerate(self.buckets) for member in bucket.members}
+
+    def stage_of(self, bucket: int) -> int:
+        """Return the stage after whose passes a bucket is sent: one for all before stage 2."""
+        return self._stages[bucket] if self.zero.divides_gradients else 0
+
+    @functools.cached_property
+    def _stages(self) -> tuple[int, ...]:
+        some = min(self.calls, default=0)  # of a bucket without parameters
+        firsts = (bucket.members[:1] for bucket in self.buckets)
+        return tuple(self.places[first[0]][0] if first else some for first in firsts)
+
+    @functools.cached_property
+    def _orders(self) -> Mapping[int, tuple[int, ...]]:
+        orders: dict[int, list[int]] = {}
+        for bucket in self.order:
+            orders.setdefault(self.stage_of(bucket), []).append(bucket)
+        return {stage: tuple(order) for stage, order in orders.items()}
+
+    def order_of(self, stage: int) -> tuple[int, ...]:
+        """Return the buckets that are sent after a backward pass of a stage, in their order."""
+        return self._orders.get(stage, ())
+
+    def in_flight(self, bucket: int) -> float:
+        """Return how many sums may be under way before another begins.
+
+        Before stage 2 any number, but the second hop of one begins before the first of the next.
+        """
+        if self.zero.divides_gradients:
+            return IN_FLIGHT
+        return 1 if self.zero.hops(Op.REDUCE_BEYOND, self.buckets[bucket]) else math.inf
+
+    def gathered(self, stage: int, call: int) -> tuple[int, ...]:
+        """Return the buckets that a call needs and that passes gather."""
+        parameters = self.calls[stage][call].parameters
+        buckets = dict.fromkeys(self.bucket_of[p] for p in parameters)
+        return tuple(n for n in buckets if self.zero.divides_weights(self.buckets[n]))
+
+    # -- passes ------------------------------------------------------------------------------------
+
+    def forward(self, stage: int, training: bool = True) -> tuple[Step, ...]:
+        """Return the steps of a forward pass; `training`: a backward pass follows."""
+        return self._passes[stage][0 if training else 1]
+
+    def backward(self, stage: int, final: bool = False) -> tuple[Step, ...]:
+        """Return the steps of a backward pass; `final`: no forward pass follows in this step.
+
+        Without what sums gradients: see `reducing`.
+        """
+        return self._passes[stage][3 if final else 2]
+
+    def reducing(self, stage: int, final: bool, sums: Reductions) -> tuple[Step, ...]:
+        """Return the steps of a backward pass with what sums gradients.
+
+        sums  of the passes before in this step
+        """
+        steps = list(self.backward(stage, final))
+        if not (self.zero.divides_gradients or (final and self.zero.early)):
+            return tuple(steps)
+        final = final and self.zero.early
+        for n, step in enumerate(steps):
+            after = list(step.after)
+            if step.kind == BACKWARD:
+                for bucket in self._completed_by[stage].get(step.call, ()):
+                    after += sums.complete(bucket, final)
+            if self.zero.divides_gradients and n == len(steps) - 1:
+                ends = sums.pass_ends(stage, final)
+                after += (one for one in ends if one.op != Op.ALLOCATE)
+            steps[n] = step._replace(after=tuple(after))
+        return tuple(steps)
+
+    def end(self, sums: Reductions) -> Iterator[Instruction]:
+        """Yield what follows the passes of a step."""
+        if not self.zero.divides_gradients:
+            yield from sums.pass_ends(0, final=True)
+        yield from sums.step_ends()
+        yield from self.updates()
+        for bucket in self.return_order:
+            if not self.buckets[bucket].kind.frozen:
+                yield Instruction(Op.RETURN, bucket)
+
+    def updates(self) -> Iterator[Instruction]:
+        """Yield the optimizer's update, bucket by bucket."""
+        trained = [n for n, bucket in enumerate(self.buckets) if not bucket.kind.frozen]
+        whole = [n for n in trained if self.buckets[n].kind.whole]
+        uses: list[Use] = [(n, ()) for n in trained if n not in whole]
+        uses += [(n, names) for names in self.sweeps for n in whole]
+        if self.zero.offload:
+            return streamed(uses)
+        return (Instruction(Op.UPDATE, *use) for use in uses)
+
+    @functools.cached_property
+    def _passes(self) -> Mapping[int, tuple[tuple[Step, ...], ...]]:
+        """Of each stage: forward before a backward pass, forward alone, backward, and last backward."""
+        passes = {}
+        for stage, calls in self.calls.items():
+            forward = [(FORWARD, call) for call in range(len(calls))]
+            backward = list(self._backward_order(stage))
+            end = len(forward) + len(backward)
+            alone = self._with_weights(stage, forward)
+            last = self._with_weights(stage, forward + backward)
+            steady = self._with_weights(stage, forward + backward + forward)
+            there = len(forward)
+            passes[stage] = last[:there], alone, steady[there:end], last[there:]
+        return passes
+
+    @functools.cached_property
+    def groups(self) -> Mapping[int, Mapping[int, tuple[int, ...]]]:
+        """Calls that are recomputed together, by stage and by the last of them."""
+        found = {}
+        for stage, calls in self.calls.items():
+            layers = iter([n for n, call in enumerate(calls) if call.layer])
+            groups = [tuple(itertools.islice(layers, n)) for n in self.recomputed.get(stage, ())]
+            found[stage] = {group[-1]: group for group in groups if group}
+        return found
+
+    def _backward_order(self, stage: int) -> Iterator[tuple[str, int]]:
+        """Yield kinds and calls of a backward pass in order."""
+        for call in reversed(range(len(self.calls[stage]))):
+            group = self.groups[stage].get(call, ())
+            yield from ((AGAIN, member) for member in (*group[-1:], *group[:-1]))
+            yield BACKWARD, call
+
+    def _with_weights(self, stage: int, runs: Sequence[tuple[str, int]]) -> tuple[Step, ...]:
+        """Return the steps of passes that follow one another, with what gathers and frees weights.
+
+        A call's weights are gathered for its forward pass and again for its backward pass, which
+        begins before those of a recomputed group are there: they stay. With overlap, those of the
+        next call that has to gather some are gathered beside a call that has.
+        """
+        here, steps, gathers = set[int](), list[Step](), list[int]()
+        for n, (kind, number) in enumerate(runs):
+            call, needed = self.calls[stage][number], self.gathered(stage, number)
+            if kind == BACKWARD and call.table:
+                needed = ()
+            missing = [bucket for bucket in needed if bucket not in here]
+            here.update(needed)
+            stays = kind == AGAIN or (kind == FORWARD and call.outlives)
+            freed = () if stays else needed
+            here.difference_update(freed)
+            before, after = (
+                tuple(Instruction(op, bucket) for bucket in buckets)
+                for op, buckets in ((Op.GATHER, missing), (Op.FREE, freed))
+            )
+            if missing and gathers and self.zero.ahead:
+                steps[gathers[-1]] = steps[gathers[-1]]._replace(beside=before)
+            if missing:
+                gathers.append(n)
+            steps.append(Step(kind, number, before, (), after))
+        return tuple(steps)
+
+    @functools.cached_property
+    def _completed_by(self) -> Mapping[int, Mapping[int, list[int]]]:
+        """Buckets that have all gradients once a call's backward pass has ended, by stage and call."""
+        found: dict[int, dict[int, list[int]]] = {stage: {} for stage in self.calls}
+        for stage, calls in self.calls.items():
+            first = dict[int, int]()
+            for number, call in reversed(list(enumerate(calls))):
+                first |= dict.fromkeys((self.bucket_of[p] for p in call.parameters), number)
+            for bucket in self.order:
+                if bucket in first and self._stages[bucket] == stage:
+                    found[stage].setdefault(first[bucket], []).append(bucket)
+        return found
+
+
+Use = tuple[int, tuple[str, ...]]
+"""Bucket that an update uses, and names of the state; (): all."""
+
+
+def streamed(uses: Sequence[Use]) -> Iterator[Instruction]:
+    """Yield the updates of offloaded state.
+
+    The state of the next use arrives, and that of the last one leaves, beside an UPDATE: two sets of
+    tensors. It does not arrive before a use that changes it has ended.
+    """
+    fetched = 0
+    for now, (bucket, names) in enumerate(uses):
+        for ahead in (now, now + 1):
+            following = uses[ahead : ahead + 1]
+            if ahead < fetched or not following:
+                continue
+            ((other, others),) = following
+            shares = not names or not others or not set(names).isdisjoint(others)
+            if ahead == now or other != bucket or not shares:
+                yield Instruction(Op.FETCH, other, others)
+                fetched = ahead + 1
+        yield Instruction(Op.UPDATE, bucket, names)
+        yield Instruction(Op.STORE, bucket, names)
+
+
+def zero_plan(
+    zero: Zero,
+    rule: BucketRule,
+    records: Sequence[Sharding],
+    calls: Mapping[int, Sequence[Call]],
+    recomputed: Mapping[int, Sequence[int]],
+    sweeps: Iterable[tuple[str, ...]] = ((),),
+    frozen: Sequence[bool] | None = None,
+) -> ZeroPlan:
+    """Return the plan of a rank.
+
+    records  of its parameters, in the order in which forward passes use them first
+    calls    by stage; a parameter without a call counts as one of the first stage
+    frozen   see BucketRule.plan
+    """
+    first: dict[int, tuple[int, int]] = {}
+    for stage, of_stage in calls.items():
+        for number, call in enumerate(of_stage):
+            for parameter in call.parameters:
+                first.setdefault(parameter, (stage, number))
+    some = min(calls, default=0), 0
+    places = [first.get(n, some) for n in range(len(records))]
+    units = [
+        _unit(record, zero.stage, *place) for record, place in zip(records, places, strict=True)
+    ]
+    return ZeroPlan(
+        zero,
+        tuple(rule.plan(records, units, frozen)),
+        tuple(places),
+        {stage: tuple(of_stage) for stage, of_stage in calls.items()},
+        {stage: tuple(groups) for stage, groups in recomputed.items()},
+        tuple(sweeps),
+    )
+
+
+def _unit(record: Sharding, zero_stage: int, stage: int, call: int) -> Hashable:
+    """Return what a parameter's bucket may not go beyond.
+
+    With ZeRO stage 2 a bucket is of one pipeline stage, so that it is complete after a backward
+    pass. With stage 3 a matrix is in a bucket with others of its call, whose weights are gathered
+    together.
+    """
+    if zero_stage < 2:
+        return ()
+    if zero_stage == 2 or record.kind == "vector":
+        return (stage,)
+    return stage, call

@@ -1,223 +1,128 @@
 """Gradients of ZeRO stages 2 and 3 during a step: which buckets have memory in which pass.
 
-Buckets get memory, are sent and arrive as in engine/sharded.py; what uses them in a pass is in the
-trace (events.Sum).
+The plan (engine/zero_plan.py) says what follows the use of a gradient sum; where a pass uses them is
+in the trace (events.Sum).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
-from megatron.config import Config
-from megatron.engine.optimizer_state import IN_FLIGHT
-from megatron.engine.zero_plan import BucketRule, bucket_rule, send_order, unit_of
-from megatron.planner.events import Sum, Trace
-from megatron.planner.stage import Stage, parameters_in_order, parts_of
-from megatron.planner.zero import Zero, zero_of
-
-
-class Shared(NamedTuple):
-    """Weights and gradients that ZeRO stages 2 and 3 divide.
-
-    ahead, early  whether weights are gathered, and gradients sent, while passes run
-    rule          how parameters are divided into buckets
-    """
-
-    zero: Zero
-    ahead: bool
-    early: bool
-    rule: BucketRule
-
-
-def shared_of(config: Config) -> Shared | None:
-    """Return what ZeRO stages 2 and 3 divide; None for other stages."""
-    engine = config.engine
-    zero = zero_of(config)
-    if zero.stage < 2:
-        return None
-    rule = bucket_rule(config, zero.line)
-    return Shared(zero, engine.overlap_param_gather, engine.overlap_grad_reduce, rule)
-
+from megatron.engine.zero_plan import Instruction, Op, Reductions, ZeroPlan
+from megatron.planner.events import Part, Sum
 
 Gradients = tuple[tuple[tuple[int, int], ...], ...]
 """Changes of the gradients that have memory in a backward pass, or a half of it: for each part from
 the last one on, before which of its rows they get or lose how many bytes."""
 
-
-@dataclass(eq=False)
-class Bucket:
-    """Gradients that are sent together.
-
-    number  place among those of a rank
-    due     contributions of a backward pass
-    alone   whether no other rank has a part
-    """
-
-    number: int
-    alone: bool
-    elements: int
-    due: int = 0
-
-
-@dataclass(eq=False)
-class Plan:
-    """Buckets of a stage.
-
-    order  in which they are sent
-    uses   of each half and part from the last one on: before which of its rows, of which bucket,
-           and whether that completes a contribution
-    rows   of each half's last part
-    """
-
-    order: list[Bucket]
-    uses: dict[str, list[list[tuple[int, Bucket, bool]]]]
-    rows: Mapping[str, int]
-
-
 Sums = Sequence[tuple[int, Sum]]
 """Uses of gradient sums in a pass, each with the number of the row before which it is."""
 
+Uses = list[list[tuple[int, int, bool]]]
+"""Of each part from the last one on: before which of its rows, of which bucket, and whether that
+completes a contribution."""
 
-def plan_of(
-    traced: Trace,
-    stage: Stage,
-    sums: Mapping[str, Sequence[Sums]],
-    rows: Mapping[str, int],
-    shared: Shared,
-    ahead: int,
-    begin: int,
-) -> Plan:
-    """Follow the parameters of a stage into the buckets of engine/zero_plan.py.
 
-    sums   of each part from the last one on, by half
-    rows   as in Plan
-    ahead  first halves of backward passes that come before the first second half, that included
-    begin  number of the first bucket
+class Chunk:
+    """Uses of gradient sums in the backward passes of a stage.
+
+    uses, rows  of each half, and the rows of its last part
+    due         contributions to each bucket in a backward pass
     """
-    zero = shared.zero
-    parts = parts_of(traced, stage)
-    once = parameters_in_order(traced, stage)
-    units = [unit_of(one.record, zero.stage, 0, one.part) for one in once]
-    order = list[Bucket]()
-    of: list[dict[str, Bucket]] = [{} for _ in parts]
-    for plan in send_order(shared.rule.plan([one.record for one in once], units)):
-        alone = zero.gradient_ranks(plan.kind.experts) == 1
-        order.append(Bucket(begin + len(order), alone, plan.elements))
-        for member in plan.members:
-            of[once[member].part][once[member].record.name] = order[-1]
-    if stage.first and stage.last:  # two uses of one tied weight
-        of[-1] |= {p.name: of[0][p.name] for p in traced.head.parameters if p.tied}
-    uses = dict[str, list[list[tuple[int, Bucket, bool]]]]()
-    for half, of_parts in sums.items():
-        uses[half] = [
-            [(row, in_part[parameters[step.place].name], step.complete) for row, step in of_part]
-            for of_part, in_part, parameters in zip(
-                of_parts, reversed(of), [part.parameters for part in reversed(parts)], strict=True
-            )
-        ]
-        for part in uses[half]:
-            for _, bucket, complete in part:
-                bucket.due += complete * (ahead if half == "inputs" else 1)
-    return Plan(order, uses, rows)
+
+    def __init__(
+        self,
+        plan: ZeroPlan,
+        stage: int,
+        parts: Sequence[Part],
+        sums: Mapping[str, Sequence[Sums]],
+        rows: Mapping[str, int],
+        ahead: int,
+    ) -> None:
+        """
+        parts  in the order of a forward pass
+        sums   of each part from the last one on, by half
+        ahead  first halves of backward passes that come before the first second half, that included
+        """
+        self.stage, self.rows = stage, rows
+        self.uses: dict[str, Uses] = {}
+        self.due: dict[int, int] = {}
+        parameters = [n for call in plan.calls[stage] for n in call.parameters]
+        of_parts, at = list[list[int]](), 0
+        for part in parts:
+            of_parts.append(parameters[at : at + len(part.parameters)])
+            at += len(part.parameters)
+        for half, passes in sums.items():
+            self.uses[half] = [
+                [(row, plan.bucket_of[numbers[step.place]], step.complete) for row, step in of_pass]
+                for of_pass, numbers in zip(passes, reversed(of_parts), strict=True)
+            ]
+            for uses in self.uses[half]:
+                for _, bucket, complete in uses:
+                    more = complete * (ahead if half == "inputs" else 1)
+                    self.due[bucket] = self.due.get(bucket, 0) + more
 
 
-@dataclass
 class Traffic:
-    """Gradients of a rank during a step, as engine/sharded.py keeps them.
+    """Gradients of a rank during a step.
 
-    there   buckets that have memory, by number
-    flying  those of them that are under way
-    added   contributions since the last pass of their stage
-    sent    number of a stage's buckets that have been sent, by chunk
+    chunks  of the rank's stages
     """
 
-    plans: Sequence[Plan]
-    early: bool
-    gradient_bytes: int
-    there: dict[int, int] = field(default_factory=dict)
-    flying: deque[Bucket] = field(default_factory=deque)
-    added: dict[int, int] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)
+    def __init__(self, plan: ZeroPlan, chunks: Sequence[Chunk]) -> None:
+        self._plan, self._chunks = plan, chunks
+        self._sums = Reductions(plan)
+        self._there = set[int]()
+        self._added: dict[int, int] = {}  # contributions since the last pass of a bucket's stage
 
     @property
     def bytes(self) -> int:
-        return self.gradient_bytes * sum(self.there.values())
+        """Return the memory of gradients now."""
+        elements = sum(self._plan.buckets[number].elements for number in self._there)
+        return self._plan.zero.gradient_bytes * elements
 
     @property
     def state(self) -> object:
         """Return what the changes of further passes depend on."""
-        flying = tuple(bucket.number for bucket in self.flying)
-        return flying, *(tuple(sorted(x.items())) for x in (self.there, self.added, self.sent))
+        return self._sums.state, frozenset(self._there), tuple(sorted(self._added.items()))
 
     def copy(self) -> Traffic:
-        lists = {name: getattr(self, name).copy() for name in ("there", "flying", "added", "sent")}
-        return dataclasses.replace(self, **lists)
+        """Return an independent copy."""
+        made = Traffic(self._plan, self._chunks)
+        made._sums = self._sums.copy()
+        made._there, made._added = self._there.copy(), self._added.copy()
+        return made
 
-    def run(self, chunk: int, half: str) -> Gradients:
-        """Follow a backward pass, or a half of it."""
-        plan = self.plans[chunk]
-        of_parts = list[tuple[tuple[int, int], ...]]()
+    def run(self, number: int, half: str) -> Gradients:
+        """Follow a backward pass of a chunk, or a half of it."""
+        chunk, of_parts = self._chunks[number], list[tuple[tuple[int, int], ...]]()
         changes = list[tuple[int, int]]()
-        before = self.bytes
+        for part in chunk.uses[half]:
+            changes = []
+            for row, bucket, complete in part:
+                changes += self._carry_out(row, self._sums.use(bucket))
+                if not complete:
+                    continue
+                self._added[bucket] = self._added.get(bucket, 0) + 1
+                if self._added[bucket] == chunk.due[bucket]:
+                    changes += self._carry_out(row, self._sums.complete(bucket, final=False))
+            of_parts.append(tuple(changes))
+        if half != "inputs":
+            changes += self._carry_out(chunk.rows[half], self._sums.pass_ends(chunk.stage))
+            of_parts[-1] = tuple(changes)
+            for bucket in self._plan.order_of(chunk.stage):
+                self._added.pop(bucket, None)
+        return tuple(of_parts)
 
-        def note(row: int) -> None:
-            nonlocal before
+    def _carry_out(self, row: int, instructions: Iterable[Instruction]) -> list[tuple[int, int]]:
+        """Follow instructions; return the changes before a row."""
+        changes, before = list[tuple[int, int]](), self.bytes
+        for op, number, _ in instructions:
+            if op is Op.ALLOCATE:
+                self._there.add(number)
+            elif op is Op.ACCUMULATE:
+                self._there.discard(number)
             if (now := self.bytes) != before:
                 changes.append((row, now - before))
                 before = now
-
-        for part in plan.uses[half]:
-            changes = []
-            for row, bucket, complete in part:
-                self._take(bucket)
-                note(row)
-                self.added[bucket.number] = self.added.get(bucket.number, 0) + complete
-                while self.early and (following := self._following(chunk)):
-                    if self.added.get(following.number, 0) < following.due:
-                        break
-                    self._send(chunk, following)
-                note(row)
-            of_parts.append(tuple(changes))
-        if half == "inputs":
-            return tuple(of_parts)
-        while following := self._following(chunk):
-            self._take(following)
-            note(plan.rows[half])
-            self._send(chunk, following)
-            note(plan.rows[half])
-        of_parts[-1] = tuple(changes)
-        self.sent.pop(chunk)
-        for bucket in plan.order:
-            self.added.pop(bucket.number, None)
-        return tuple(of_parts)
-
-    def _following(self, chunk: int) -> Bucket | None:
-        order = self.plans[chunk].order
-        sent = self.sent.get(chunk, 0)
-        return order[sent] if sent < len(order) else None
-
-    def _take(self, bucket: Bucket) -> None:
-        while bucket in self.flying:
-            self._arrive()
-        self.there[bucket.number] = bucket.elements
-
-    def _arrive(self) -> None:
-        del self.there[self.flying.popleft().number]
-
-    def _send(self, chunk: int, bucket: Bucket) -> None:
-        self.sent[chunk] = self.sent.get(chunk, 0) + 1
-        while len(self.flying) >= IN_FLIGHT:
-            self._arrive()
-        if bucket.alone:
-            del self.there[bucket.number]
-        else:
-            self.flying.append(bucket)
-
-
-def halves_of(stage: Stage) -> tuple[str, ...]:
-    """Return the names of a backward pass, or of its two halves (events.Part)."""
-    return ("inputs", "weights") if stage.split else ("backward",)
+        return changes

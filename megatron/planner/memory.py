@@ -9,42 +9,34 @@ inside kernels, and fragmentation. Needs torch if a trace is not cached.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.config import Config, ModelConfig
+from megatron.engine.buckets import BucketPlan, BucketRule, bucket_rule
 from megatron.engine.optimizer_state import optimizer_state
-from megatron.parallel.sharding import Sharding
-from megatron.pipeline.orders import Op
+from megatron.engine.zero_plan import AGAIN, BACKWARD, Op, Step, Zero, ZeroPlan, zero_of
+from megatron.pipeline.orders import Op as PipelineOp
 from megatron.pipeline.schedule import moments_of_rank
-from megatron.planner.events import Give, Part, Pass, Step, Sum, Take, Trace
-from megatron.planner.gradients import (
-    Gradients,
-    Plan,
-    Shared,
-    Sums,
-    Traffic,
-    halves_of,
-    plan_of,
-    shared_of,
-)
+from megatron.planner.events import Give, Part, Pass, Sum, Take, Trace
+from megatron.planner.events import Step as Event
+from megatron.planner.gradients import Chunk, Gradients, Sums, Traffic
 from megatron.planner.stage import (
+    ALONE,
     Stage,
-    buckets_of_rank,
-    experts_of,
-    owned_elements,
-    parameters_of,
+    computed,
+    elements_of_rank,
+    halves_of,
     parts_of,
+    plan_of_rank,
+    planned,
     stages_of,
-    vectors_of,
-    whole_parameters,
 )
 from megatron.planner.trace import GPT2_VOCABULARY, trace
-from megatron.planner.zero import zero_of
 
 GPU_BLOCK, CPU_BLOCK = 512, 64
 """Allocation granularity in bytes: of the caching allocator of CUDA and ROCm (kMinBlockSize in
@@ -125,10 +117,20 @@ def room_bytes(memory: float, device: str) -> float:
     return max(0.0, memory - PROCESS_BYTES) / PROCESS_SHARES[0] if device == "cpu" else memory
 
 
+Shared = tuple[Zero, BucketRule]
+"""What ZeRO stages 2 and 3 divide, and how parameters become buckets."""
+
+
+def shared_of(config: Config) -> Shared | None:
+    """Return what ZeRO stages 2 and 3 divide; None for other stages."""
+    zero = zero_of(config)
+    return (zero, bucket_rule(config, zero.line)) if zero.divides_gradients else None
+
+
 # -- passes ----------------------------------------------------------------------------------------
 
 
-def changes(steps: Iterable[Step], block: int, made: dict[int, Take]) -> Bytes:
+def changes(steps: Iterable[Event], block: int, made: dict[int, Take]) -> Bytes:
     """Write a row for each tensor that is allocated or freed, its size rounded up to `block`.
 
     made  live tensors, updated in place; freeing any other tensor does not count
@@ -214,15 +216,14 @@ class ChunkMemory(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def chunk_memory(
-    traced: Trace, stage: Stage, group: int, block: int, shared: Shared | None = None
+    traced: Trace, stage: Stage, block: int, shared: Shared | None = None
 ) -> ChunkMemory:
     """Simulate the memory of a stage.
 
-    group   most layers that are recomputed together
     block   granularity to which a tensor's size is rounded up
     shared  what ZeRO stages 2 and 3 divide
     """
-    chunk = _chunk(traced, stage, group, block, shared)
+    chunk = _chunk(traced, stage, block, shared)
     forward = chunk.forward()
     kept = forward.sum(axis=0)
     first, *second = map(chunk.backward, halves_of(stage))
@@ -237,77 +238,100 @@ def chunk_memory(
 
 
 class _Chunk:
-    """Rows of a stage's passes.
+    """Rows of a stage's passes, with those of weights that ZeRO gathers and frees between its parts.
 
     A part's output is freed at the end of its forward pass, and counts as the input of the next
     part; on another stage it arrives as a message.
     """
 
-    def __init__(
-        self, traced: Trace, stage: Stage, group: int, block: int, shared: Shared | None
-    ) -> None:
-        self._traced, self._stage = traced, stage
-        self._embedding, self._head = (
-            _passes(part, block) for part in (traced.embedding, traced.head)
-        )
-        kinds = [traced.layer_of(kind) for kind in stage.layer_kinds]
-        self._layers = [_passes(layer, block) for layer, _ in kinds]
-        self._agains = [_passes(again, block) for _, again in kinds]
-        self._groups, at = list[slice](), 0
-        for count, times in _groups(stage, group):
-            self._groups += [slice(i, i + count) for i in range(at, at + count * times, count)]
-            at += count * times
-        self._recomputed, self._first, self._last = at, int(stage.first), int(stage.last)
-        self._around = _Around(traced, stage, shared)
+    def __init__(self, traced: Trace, stage: Stage, block: int, shared: Shared | None) -> None:
+        self._traced, self._stage, self._block = traced, stage, block
+        zero, rule = shared or (ALONE, BucketRule())
+        self._plan = planned(traced, ((0, stage),), zero, rule).plan
+        self._recomputed = sum(stage.recomputed)
+        self._groups = self._plan.groups[0]
+        # layers that begin no group; their inputs are not kept
+        self._inside = {call for group in self._groups.values() for call in group[1:]}
+        self._made_again = {call for group in self._groups.values() for call in group[:-1]}
 
     def forward(self) -> Bytes:
         """Return the rows of a forward pass."""
-        return self._around.forward(
-            [
-                *[self._embedding["forward"].rows] * self._first,
-                *(rows for some in self._groups for rows in _forward_again(self._agains[some])),
-                *(layer["forward"].rows for layer in self._layers[self._recomputed :]),
-                *[self._head["forward"].rows] * self._last,
-            ]
-        )
+        rows, here = [NOTHING], set[int]()
+        again = {call for group in self._groups.values() for call in group}
+        for step in self._plan.forward(0):
+            part, _ = computed(self._traced, self._stage, self._plan, step, "")
+            of_step = NOTHING
+            if step.call in again:
+                kind = self._stage.layer_kinds[step.call - self._first_layer]
+                of_step = _passes(self._traced.layer_of(kind)[1], self._block)["forward"].rows
+                if step.call in self._inside:  # nothing of its own is kept
+                    of_step = np.concatenate([of_step, -of_step.sum(axis=0, keepdims=True)])
+            elif part is not None:
+                of_step = _passes(part, self._block)["forward"].rows
+            rows += self._around(step, of_step, here)
+        return np.concatenate(rows)
+
+    @property
+    def _first_layer(self) -> int:
+        return len(self._plan.calls[0]) - self._stage.layers - self._stage.last
 
     def backward(self, half: str, gradients: Gradients | None = None) -> Bytes:
         """Return the rows of a backward pass, or of a half of it."""
-        return self._around.backward(
-            [
-                (
-                    [_as_temporary(layer["forward"].rows) for layer in again],
-                    [_as_temporary(one.rows) if i else one.rows for i, one in enumerate(undone)],
-                )
-                for again, undone in self._undone(half)
-            ],
-            gradients,
+        rows, changes = [NOTHING], iter(gradients or ())
+        here = set[int]()
+        for step in self._plan.forward(0):
+            here = (here | _gathered(step)) - _freed(step)
+        for step in self._plan.backward(0):
+            part, name = computed(self._traced, self._stage, self._plan, step, half)
+            of_step = NOTHING
+            if part is not None and not (step.kind == AGAIN and half == "weights"):
+                of_step = _passes(part, self._block)[name].rows
+                if step.call in self._made_again:
+                    of_step = _as_temporary(of_step)
+            if step.kind == BACKWARD and part is not None and (of_part := next(changes, ())):
+                bytes_of = [_row(gradients=change)[0] for _, change in of_part]
+                of_step = np.insert(of_step, [row for row, _ in of_part], bytes_of, axis=0)
+            rows += self._around(step, of_step, here)
+        return np.concatenate(rows)
+
+    def _around(self, step: Step, rows: Bytes, here: set[int]) -> list[Bytes]:
+        """Return a step's rows with those of weights before and after it.
+
+        here  buckets whose weights have memory, updated in place
+        """
+        new = _gathered(step) - here
+        freed = _freed(step) & (here | new)
+        here |= new
+        here -= freed
+        before, after = (
+            [_row(weights=sign * sum(map(self._weight_bytes, some)))] * bool(some)
+            for some, sign in ((new, 1.0), (freed, -1.0))
         )
+        return [*before, rows, *after]
 
-    def plan(self, shared: Shared, ahead: int, begin: int) -> Plan:
-        """Return the buckets of the stage (gradients.py)."""
-        passes = {
-            half: [one for _, undone in self._undone(half) for one in undone]
-            for half in halves_of(self._stage)
-        }
-        sums = {half: [one.sums for one in ones] for half, ones in passes.items()}
-        rows = {half: len(ones[-1].rows) for half, ones in passes.items()}
-        return plan_of(self._traced, self._stage, sums, rows, shared, ahead, begin)
+    def _weight_bytes(self, bucket: int) -> int:
+        return self._plan.zero.weight_bytes * self._plan.buckets[bucket].elements
 
-    def _undone(self, half: str) -> list[tuple[list[dict[str, _Rows]], list[_Rows]]]:
-        """List groups of parts from the last on: layers that are recomputed first, and passes."""
+    def sums(self, plan: ZeroPlan, number: int, ahead: int) -> Chunk:
+        """Return the uses of gradient sums of the stage, which is `number` in the plan of a rank."""
+        sums = dict[str, list[Sums]]()
+        rows = dict[str, int]()
+        for half in halves_of(self._stage):
+            steps = (step for step in self._plan.backward(0) if step.kind == BACKWARD)
+            passes = (computed(self._traced, self._stage, self._plan, step, half) for step in steps)
+            each = [_passes(part, self._block)[name] for part, name in passes if part is not None]
+            sums[half] = [one.sums for one in each]
+            rows[half] = len(each[-1].rows)
+        return Chunk(plan, number, parts_of(self._traced, self._stage), sums, rows, ahead)
 
-        def again(some: slice) -> tuple[list[dict[str, _Rows]], list[_Rows]]:
-            inside = self._layers[some][:-1]
-            undone = [layer[half] for layer in reversed(inside)]
-            return inside * (half != "weights"), [self._agains[some][-1][half], *undone]
 
-        return [
-            *[([], [self._head[half]])] * self._last,
-            *(([], [layer[half]]) for layer in reversed(self._layers[self._recomputed :])),
-            *map(again, reversed(self._groups)),
-            *[([], [self._embedding[half]])] * self._first,
-        ]
+def _gathered(step: Step) -> set[int]:
+    """Return the buckets whose weights a step needs or gathers."""
+    return {one.bucket for one in (*step.before, *step.beside)}
+
+
+def _freed(step: Step) -> set[int]:
+    return {one.bucket for one in step.after if one.op is Op.FREE}
 
 
 _chunk = lru_cache(maxsize=1 << 12)(_Chunk)
@@ -317,96 +341,6 @@ _chunk = lru_cache(maxsize=1 << 12)(_Chunk)
 def _rise(chunk: _Chunk, half: str, gradients: Gradients) -> Bytes:
     """Return the bytes at the peak of a backward pass, beyond those before it."""
     return find_peak(chunk.backward(half, gradients))[0]
-
-
-def _forward_again(agains: Sequence[dict[str, _Rows]]) -> Iterator[Bytes]:
-    """Yield the rows of a recomputed group: the layers after the first keep nothing of their own."""
-    for i, again in enumerate(agains):
-        rows = again["forward"].rows
-        yield np.concatenate([rows, -rows.sum(axis=0, keepdims=True)]) if i else rows
-
-
-def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
-    """List (layers, number of groups) of the recomputed groups, in order."""
-    if stage.groups_again == stage.layers_again:
-        return [(1, stage.groups_again)]
-    whole, rest = divmod(stage.layers_again, group)
-    return [(group, whole), (rest, 1)] if rest else [(group, whole)]
-
-
-# -- weights that are not there all the time -------------------------------------------------------
-
-
-class _Around:
-    """Rows of weights and gradients between the passes of a stage's parts."""
-
-    def __init__(self, traced: Trace, stage: Stage, shared: Shared | None) -> None:
-        self._shared = shared
-        parts = parts_of(traced, stage)
-        self._head = stage.last
-        # of each use in a forward pass; first come tables, which no backward pass needs
-        self._weights, self._tables = [0.0] * len(parts), int(stage.first)
-        if shared is None:
-            return
-        zero = shared.zero
-
-        def gathered(parameters: Iterable[Sharding]) -> list[float]:
-            return [
-                float(zero.weight_bytes * p.elements)
-                for p in parameters
-                if p.kind != "vector" and zero.weight_ranks(p.experts) > 1
-            ]
-
-        tables = (gathered(traced.embedding.parameters) or [0.0]) * stage.first
-        others = (sum(gathered(part.parameters)) for part in parts[stage.first :])
-        self._weights, self._tables = [*tables, *others], len(tables)
-
-    def forward(self, passes: Sequence[Bytes]) -> Bytes:
-        """Return the rows of a forward pass with those around them."""
-        if self._shared is None:
-            return np.concatenate([NOTHING, *passes])
-        w, ahead, rows = self._weights, self._shared.ahead, list[Bytes]()
-        # the rows of the embedding are those around its last table
-        for i, of_part in enumerate([*[NOTHING] * (len(w) - len(passes)), *passes]):
-            # after the last one, a backward pass begins with the layer before it
-            following = i + 1 if i + 1 < len(w) else max(0, i - 1)
-            now = w[following] + (w[0] if i == 0 else 0.0) if ahead else w[i]
-            stays = self._head and i == len(w) - 1
-            rows += [_row(now), of_part, _row(0.0 if stays else -w[i])]
-        return np.concatenate([NOTHING, *rows])
-
-    def backward(
-        self,
-        passes: Sequence[tuple[list[Bytes], list[Bytes]]],
-        gradients: Gradients | None = None,
-    ) -> Bytes:
-        """Return the rows of a backward pass, or of a half of it, with those around them.
-
-        passes  for each group of parts: what is recomputed first, and each part's backward pass
-        """
-        if self._shared is None:
-            return np.concatenate(
-                [NOTHING, *(rows for pair in passes for rows in (*pair[0], *pair[1]))]
-            )
-        w, ahead, rows = self._weights, self._shared.ahead, list[Bytes]()
-        changes = iter(gradients or [()] * len(w))
-        at = len(w)  # uses before are left
-        for number, (made, undone) in enumerate(passes):
-            embedding = at <= self._tables
-            if not (embedding or (self._head and number == 0)):
-                first = at - len(undone)
-                # after the first layer, a forward pass begins with the first table
-                following = first - 1 if first > self._tables else 0
-                rows.append(_row(sum(w[first : at - ahead]) + ahead * w[following]))
-            rows += made
-            for one in undone:
-                of_part = next(changes)
-                at -= 1
-                if of_part:
-                    bytes_of = [_row(gradients=change)[0] for _, change in of_part]
-                    one = np.insert(one, [row for row, _ in of_part], bytes_of, axis=0)
-                rows += [one, _row(0.0 if embedding else -w[at])]
-        return np.concatenate([NOTHING, *rows])
 
 
 def _row(weights: float = 0.0, gradients: float = 0.0) -> Bytes:
@@ -437,33 +371,20 @@ def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
     return max(ranks, key=lambda rank: rank.total)
 
 
-def state_bytes(
-    config: Config,
-    parameters: int,
-    experts: int,
-    whole: int,
-    whole_experts: int,
-    vectors: int,
-) -> dict[str, float]:
+def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer for a rank's parameters.
 
-    experts, whole  how many of them are of experts, and how many the optimizer takes whole;
-                    whole_experts: how many are both
-    vectors         how many others than those of experts are of norms and biases
+    buckets  of these, however large (stage.elements_of_rank)
     """
     precision, state, zero = config.precision, optimizer_state(config), zero_of(config)
-    others = parameters - experts - vectors
-    weights = vectors + others / zero.weight_ranks() + experts / zero.weight_ranks(experts=True)
-    gradients = (others + vectors) / zero.gradient_ranks()
-    gradients += experts / zero.gradient_ranks(experts=True)
-    owned = owned_elements(config, parameters, experts)
-    of_whole = owned_elements(config, whole, whole_experts)
-    return {
-        "weights": precision.weight_bytes * weights,
-        "master": 0.0 if precision.dtype_name == "float32" else 4.0 * owned,
-        "moments": state.bytes * (owned - of_whole) + state.of(True).bytes * of_whole,
-        "gradients": precision.gradient_bytes * gradients,
-    }
+    found = dict.fromkeys(("weights", "master", "moments", "gradients"), 0.0)
+    for bucket in buckets:
+        owned = zero.owned(bucket)
+        found["weights"] += precision.weight_bytes * zero.weights_held(bucket)
+        found["master"] += 0.0 if precision.dtype_name == "float32" else 4.0 * owned
+        found["moments"] += state.of(bucket.kind.whole).bytes * owned
+        found["gradients"] += precision.gradient_bytes * zero.gradients_held(bucket)
+    return found
 
 
 def working_bytes(config: Config, rank: int, device: str) -> dict[str, float]:
@@ -473,9 +394,10 @@ def working_bytes(config: Config, rank: int, device: str) -> dict[str, float]:
     """
     state, in_fp32 = optimizer_state(config), config.precision.dtype_name == "float32"
     most: dict[str, float] = {}
-    for plan, _ in buckets_of_rank(config, trace(config, device), rank):
-        elements = plan.elements / zero_of(config).sizes(plan.kind.experts)[1]
-        tensors = {**state.of(plan.kind.whole).tensors, **({} if in_fp32 else {"master": 4})}
+    plan = plan_of_rank(config, trace(config, device), rank).plan
+    for bucket in plan.buckets:
+        elements = plan.zero.owned(bucket)
+        tensors = {**state.of(bucket.kind.whole).tensors, **({} if in_fp32 else {"master": 4})}
         for name, n_bytes in tensors.items():
             most[name] = max(most.get(name, 0.0), n_bytes * elements)
     master = most.pop("master", 0.0)
@@ -494,42 +416,7 @@ def sized_model(config: Config) -> ModelConfig:
 
 def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
     """Count parameters on each device of a pipeline rank, including a tied embedding's copy."""
-    traced = trace(config, device)
-    own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
-    count = sum(parameters_of(traced, stage) for stage in own)
-    # one rank with several chunks has one tied embedding
-    if len(own) > 1 and own[0].first and own[-1].last:
-        count -= sum(p.elements for p in traced.head.parameters if p.tied)
-    return count
-
-
-def experts_of_rank(config: Config, rank: int, device: str) -> int:
-    """Count the parameters of experts on each device of a pipeline rank."""
-    own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
-    return sum(experts_of(trace(config, device), stage) for stage in own)
-
-
-def whole_of_rank(config: Config, rank: int, device: str, only_experts: bool = False) -> int:
-    """Count the parameters on each device of a rank that the optimizer takes whole."""
-    own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
-    traced = trace(config, device)
-    found = (p for stage in own for p in whole_parameters(config, traced, stage))
-    return sum(p.elements for p in found if p.experts or not only_experts)
-
-
-def vectors_of_rank(config: Config, rank: int, device: str) -> int:
-    """Count the parameters of norms and biases on each device of a rank, without experts'."""
-    own = stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]
-    return sum(vectors_of(trace(config, device), stage) for stage in own)
-
-
-PARTS_OF_RANK = (
-    experts_of_rank,
-    whole_of_rank,
-    partial(whole_of_rank, only_experts=True),
-    vectors_of_rank,
-)
-"""Functions that count the parameters of a rank as state_bytes wants them, after all of them."""
+    return sum(b.elements for b in elements_of_rank(config, trace(config, device), rank))
 
 
 def host_bytes(config: Config, rank: int, device: str) -> float:
@@ -541,8 +428,7 @@ def host_bytes(config: Config, rank: int, device: str) -> float:
 
 
 def _states(config: Config, rank: int, device: str) -> dict[str, float]:
-    counts = (count(config, rank, device) for count in (parameters_of_rank, *PARTS_OF_RANK))
-    return state_bytes(config, *counts)
+    return state_bytes(config, elements_of_rank(config, trace(config, device), rank))
 
 
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
@@ -561,19 +447,19 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     traced = trace(config, device)
     m = config.num_micro_batches()
     p = parallel.pipeline_model_parallel_size
-    group = config.recompute.recompute_num_layers
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
     shared = shared_of(config)
     stages = stages_of(config)[rank::p]
-    mine = [chunk_memory(traced, stage, group, block, shared) for stage in stages]
+    mine = [chunk_memory(traced, stage, block, shared) for stage in stages]
     op, chunk, held, waiting, messages = moments_of_rank(
         config.schedule, p, parallel.num_chunks, m, rank
     )
     by_op = np.array([[c.forward, c.backward, c.backward, c.weights] for c in mine])  # as in Op
     now = by_op[chunk, op]
     if shared is not None:
-        chunks = [_chunk(traced, stage, group, block, shared) for stage in stages]
-        now = now + _gradients_of_passes(stages, chunks, shared, op, chunk)
+        chunks = [_chunk(traced, stage, block, shared) for stage in stages]
+        plan = plan_of_rank(config, traced, rank).plan
+        now = now + _gradients_of_passes(stages, chunks, plan, op, chunk)
     now = now + held @ np.array([c.kept for c in mine]) + waiting[:, None] * mine[0].waiting
     now[:, _BUFFERS] += messages * traced.layer.hands_on
     most: np.ndarray[Any, np.dtype[np.float64]] = now[np.argmax(now.sum(axis=1))]
@@ -585,9 +471,9 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
 
 
 _HALVES = {
-    Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "inputs",
-    Op.BACKWARD_WEIGHT: "weights",
+    PipelineOp.BACKWARD: "backward",
+    PipelineOp.BACKWARD_INPUT: "inputs",
+    PipelineOp.BACKWARD_WEIGHT: "weights",
 }
 """Names of backward passes and their halves in events.Part, by instruction."""
 
@@ -595,18 +481,15 @@ _HALVES = {
 def _gradients_of_passes(
     stages: Sequence[Stage],
     chunks: Sequence[_Chunk],
-    shared: Shared,
-    op: Any,
-    chunk: Any,
+    plan: ZeroPlan,
+    op: np.ndarray[Any, Any],
+    chunk: np.ndarray[Any, Any],
 ) -> Bytes:
     """Return what the gradients of ZeRO stages 2 and 3 add to each pass of a rank."""
-    first_end = np.argmax((op == Op.BACKWARD_WEIGHT) | (op == Op.BACKWARD))
-    ahead = max(1, int((op[:first_end] == Op.BACKWARD_INPUT).sum()))
-    plans = list[Plan]()
-    for each in chunks:
-        begin = sum(len(plan.order) for plan in plans)
-        plans.append(each.plan(shared, ahead, begin))
-    traffic = Traffic(plans, shared.early, shared.zero.gradient_bytes)
+    first_end = np.argmax((op == PipelineOp.BACKWARD_WEIGHT) | (op == PipelineOp.BACKWARD))
+    ahead = max(1, int((op[:first_end] == PipelineOp.BACKWARD_INPUT).sum()))
+    uses = [each.sums(plan, stage, ahead) for each, stage in zip(chunks, plan.calls, strict=True)]
+    traffic = Traffic(plan, uses)
     without = {
         (number, half): _rise(chunks[number], half, ())
         for number, stage in enumerate(stages)
@@ -616,7 +499,7 @@ def _gradients_of_passes(
     rows = []
     for what, number in zip(op.tolist(), chunk.tolist(), strict=True):
         live = _row(gradients=traffic.bytes)[0]
-        if what == Op.FORWARD:
+        if what == PipelineOp.FORWARD:
             rows.append(live)
             continue
         key = traffic.state, what, number

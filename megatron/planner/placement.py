@@ -9,6 +9,7 @@ description. Frontier's are the best of all 40,320 for the layouts in tests/plan
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,19 +25,19 @@ from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import PUBLISHED
-from megatron.planner.events import Message
+from megatron.planner.events import Message, Trace
 from megatron.planner.node_links import ESTIMATED
 from megatron.planner.stage import (
-    experts_of,
-    parameters_of,
+    messages_in_passes,
+    plan_in_passes,
+    plan_of_rank,
     stage_passes,
     stages_of,
     tied_elements,
-    vectors_of,
 )
 from megatron.planner.table import Table
 from megatron.planner.trace import trace
-from megatron.planner.zero import zero_of
+from megatron.planner.zero import messages_at_end
 
 # -- what a step sends -----------------------------------------------------------------------------
 
@@ -60,54 +61,40 @@ class StepMessages(NamedTuple):
 def step_messages(config: Config, device: str) -> StepMessages:
     """Count the messages of a step on a "cuda" or "cpu" device, from the model's trace."""
     parallel = config.parallel
-    zero = zero_of(config)
     traced = trace(config, device)
-    stages = stages_of(config)
     size = parallel.pipeline_model_parallel_size
     micro_batches = config.num_micro_batches()
-    passes = list[Counter[Message]]()
-    parameters = 0
-    experts = 0
-    vectors = 0
-    for own in (stages[rank::size] for rank in range(size)):
-        sent = Counter[Message]()
-        for run in (
-            run
-            for stage in own
-            for runs in stage_passes(traced, stage, zero).values()
-            for run in runs
-        ):
-            for message in (*run.of.messages(), *run.shared):
-                sent[message] += run.times * micro_batches
-        passes.append(sent)
-        count = sum(parameters_of(traced, stage) for stage in own)
-        if count > parameters:
-            parameters, experts, vectors = (
-                sum(of(traced, stage) for stage in own)
-                for of in (parameters_of, experts_of, vectors_of)
-            )
-    busiest = max(passes, key=lambda of: sum(count * each.bytes for each, count in of.items()))
-    ends = Counter[tuple[str, str]]()  # bytes of one message for each kind and group
-    for count, of_experts, of_vectors in (
-        (vectors, False, True),
-        (parameters - experts - vectors, False, False),
-        (experts, True, False),
-    ):
-        gradients = zero.gradient_bytes * count
-        weights = zero.weight_bytes * count
-        for kind, group, _ in zero.in_passes(of_experts) if of_vectors else ():
-            busiest[Message(kind, gradients, group)] += micro_batches
-        for kind, group, before in zero.at_end(of_experts):
-            ends[kind, group] += gradients // before
-        for kind, group, before in zero.gathers(of_experts, of_vectors):
-            ends[kind, group] += weights // before
-    data = (Message(kind, size, group) for (kind, group), size in ends.items() if size)
+    busiest = max(
+        (_sent(config, traced, rank) for rank in range(size)),
+        key=lambda sent: sum(count * each.bytes for each, count in sent.items()),
+    )
     return StepMessages(
-        busiest + Counter(data),
+        busiest,
         traced.layer.hands_on,
         parallel.num_chunks * micro_batches if size > 1 else 0,
         4 * tied_elements(config, traced),
     )
+
+
+def _sent(config: Config, traced: Trace, rank: int) -> Counter[Message]:
+    """Count the collectives of a pipeline rank in a step.
+
+    Those of ZeRO outside of the passes count as one for each kind and group.
+    """
+    sent = Counter[Message]()
+    for stage in stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
+        runs = itertools.chain.from_iterable(stage_passes(traced, stage).values())
+        of_passes = [(message, run.times) for run in runs for message in run.of.messages()]
+        if (plan := plan_in_passes(config, traced, stage)) is not None:
+            of_passes += [(message, 1) for message in messages_in_passes(traced, stage, plan)]
+        for message, times in of_passes:
+            sent[message] += times * config.num_micro_batches()
+    ends: dict[tuple[str, str], float] = {}
+    for messages in messages_at_end(plan_of_rank(config, traced, rank).plan):
+        for kind, n_bytes, group in messages:
+            ends[kind, group] = ends.get((kind, group), 0.0) + n_bytes
+    sent.update(Message(kind, n_bytes, group) for (kind, group), n_bytes in ends.items())
+    return sent
 
 
 class MessageCost(NamedTuple):

@@ -6,16 +6,33 @@ The time of a pass is simulated: a clock for computations on the device, one for
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
-from megatron.engine.optimizer_state import wants_whole
-from megatron.engine.zero_plan import BucketPlan, BucketRule, bucket_rule, send_order, unit_of
+from megatron.engine.buckets import BucketPlan, BucketRule, bucket_rule
+from megatron.engine.optimizer_state import optimizer_state
+from megatron.engine.zero_plan import (
+    AGAIN,
+    BACKWARD,
+    IN_FLIGHT,
+    Call,
+    Instruction,
+    Op,
+    Reductions,
+    Sizes,
+    Step,
+    Zero,
+    ZeroPlan,
+    zero_of,
+    zero_plan,
+)
 from megatron.kernels.work import Attention, Computation, Product
-from megatron.model.stages import assign_layers, recomputed_layers
+from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel.sharding import Sharding
 from megatron.pipeline.schedule import splits_backward
 from megatron.planner.cluster import Cluster
@@ -33,13 +50,13 @@ from megatron.planner.events import (
 )
 from megatron.planner.rates import Rates
 from megatron.planner.trace import kinds_of_layers
-from megatron.planner.zero import Zero, zero_of
+from megatron.planner.zero import messages_of
 
 
 class Stage(NamedTuple):
     """Work of a global stage.
 
-    again      (recomputed groups of layers, layers in them)
+    recomputed layers of each group that is recomputed whole (model.stages.recomputed_groups)
     split      whether the backward pass runs in two halves
     kinds      of each layer (trace.kinds_of_layers), if the model has layers of several
     """
@@ -47,8 +64,7 @@ class Stage(NamedTuple):
     layers: int
     first: bool
     last: bool
-    groups_again: int = 0
-    layers_again: int = 0
+    recomputed: tuple[int, ...] = ()
     split: bool = False
     kinds: tuple[int, ...] = ()
 
@@ -90,7 +106,7 @@ def _stages(
             len(part),
             i == 0,
             i == stages - 1,
-            *recomputed_layers(len(part), recompute),
+            tuple(recomputed_groups(len(part), recompute)),
             split,
             kinds[part.start : part.stop],
         )
@@ -104,74 +120,106 @@ def parts_of(traced: Trace, stage: Stage) -> list[Part]:
     return [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
 
 
-class Located(NamedTuple):
-    """Parameter of a rank, with the numbers of its stage and of its part in the stage."""
-
-    record: Sharding
-    stage: int
-    part: int
-
-
-class LocatedBucket(NamedTuple):
-    """Bucket with its parameters."""
-
-    plan: BucketPlan
-    members: tuple[Located, ...]
-
-    @property
-    def vectors(self) -> bool:
-        """Return whether it has norms and biases alone, which ZeRO-3 does not divide."""
-        return all(one.record.kind == "vector" for one in self.members)
+ALONE = Zero(
+    stage=0,
+    sizes=Sizes(1, 1, 1),
+    experts=1,
+    ahead=False,
+    early=False,
+    offload=False,
+    weight_bytes=0,
+    gradient_bytes=0,
+)
+"""ZeRO of a rank that shares nothing."""
 
 
-def parameters_in_order(traced: Trace, stage: Stage, number: int = 0) -> list[Located]:
-    """List a stage's parameters in the order of their first use, a tied weight once."""
-    return [
-        Located(p, number, at)
-        for at, part in enumerate(parts_of(traced, stage))
-        for p in part.parameters
-        if not (p.tied and stage.first and at)
-    ]
+class PlannedRank(NamedTuple):
+    """Plan of ZeRO on a rank, and the parameters that its numbers are of."""
+
+    plan: ZeroPlan
+    records: tuple[Sharding, ...]
 
 
-def buckets_of_rank(config: Config, traced: Trace, rank: int) -> tuple[LocatedBucket, ...]:
-    """List the buckets of a pipeline rank in the order in which they are sent."""
+def plan_of_rank(config: Config, traced: Trace, rank: int) -> PlannedRank:
+    """Return what ZeRO does on a pipeline rank."""
     size = config.parallel.pipeline_model_parallel_size
     zero = zero_of(config)
     of_rank = tuple(enumerate(stages_of(config)))[rank::size]
-    return _buckets(traced, of_rank, bucket_rule(config, zero.line), zero.stage)
+    sweeps = optimizer_state(config).sweeps
+    return planned(traced, of_rank, zero, bucket_rule(config, zero.line), sweeps)
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _buckets(
-    traced: Trace, stages: tuple[tuple[int, Stage], ...], rule: BucketRule, zero_stage: int
-) -> tuple[LocatedBucket, ...]:
-    located = [one for n, stage in stages for one in parameters_in_order(traced, stage, n)]
-    first = stages[0][0]
-    if stages[0][1].first:  # the last of several stages has the same tied embedding
-        located = [one for one in located if not (one.record.tied and one.stage != first)]
-    units = [unit_of(one.record, zero_stage, one.stage, one.part) for one in located]
-    plans = rule.plan([one.record for one in located], units)
-    return tuple(
-        LocatedBucket(plan, tuple(located[member] for member in plan.members))
-        for plan in send_order(plans)
+def planned(
+    traced: Trace,
+    stages: tuple[tuple[int, Stage], ...],
+    zero: Zero,
+    rule: BucketRule,
+    sweeps: tuple[tuple[str, ...], ...] = ((),),
+) -> PlannedRank:
+    """Return the plan of a rank with these stages, by number."""
+    records = list[Sharding]()
+    tied: list[int] = []
+    calls: dict[int, list[Call]] = {}
+    for stage_number, stage in stages:
+        calls[stage_number] = of_stage = []
+        for part in parts_of(traced, stage):
+            numbers = list[int]()
+            for record in part.parameters:
+                if record.tied and tied:
+                    numbers.append(tied[0])
+                    continue
+                numbers.append(len(records))
+                records.append(record)
+                if record.tied:
+                    tied.append(numbers[-1])
+            if part is not traced.embedding:
+                is_head = part is traced.head
+                of_stage.append(Call(tuple(numbers), outlives=is_head, layer=not is_head))
+                continue
+            for _, some in itertools.groupby(numbers, lambda n: records[n].name.rpartition(".")[0]):
+                of_call = tuple(some)
+                table = all(records[n].kind == "embedding" for n in of_call)
+                of_stage.append(Call(of_call, table=table))
+    recomputed = {number: stage.recomputed for number, stage in stages}
+    plan = zero_plan(zero, rule, records, calls, recomputed, sweeps)
+    return PlannedRank(plan, tuple(records))
+
+
+def plan_in_passes(config: Config, traced: Trace, stage: Stage) -> ZeroPlan | None:
+    """Return what ZeRO does in the passes of a stage, as number 0; None where that is nothing."""
+    zero = zero_of(config)
+    if not zero.divides_gradients:
+        return None
+    return planned(traced, ((0, stage),), zero, bucket_rule(config, zero.line)).plan
+
+
+def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPlan, ...]:
+    """Return the parameters of a pipeline rank, in as few buckets as tell experts, vectors and whole
+    parameters apart: enough for what depends on their elements alone."""
+    size = config.parallel.pipeline_model_parallel_size
+    whole = bucket_rule(config, 1).whole
+    key = config.optimizer, config.pieces
+    return _elements(
+        traced, tuple(stages_of(config)[rank::size]), BucketRule(whole=whole, settings=key)
     )
 
 
-class Run(NamedTuple):
-    """Pass that a stage runs `times` times in a row.
+@functools.lru_cache(maxsize=1 << 12)
+def _elements(traced: Trace, stages: tuple[Stage, ...], rule: BucketRule) -> tuple[BucketPlan, ...]:
+    records = planned(traced, tuple(enumerate(stages)), ALONE, BucketRule()).records
+    return tuple(rule.plan(records, [record.kind == "vector" for record in records]))
 
-    again   whether all of it is recomputation
-    shared  messages of ZeRO in each pass
-    """
+
+class Run(NamedTuple):
+    """Pass that a stage runs `times` times in a row; `again`: all of it is recomputation."""
 
     times: int
     of: Pass
     again: bool = False
-    shared: tuple[Message, ...] = ()
 
 
-def stage_passes(trace: Trace, stage: Stage, zero: Zero | None = None) -> dict[str, list[Run]]:
+def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
     """List a stage's runs for one micro-batch: "forward", "backward" and "weight".
 
     If the backward pass is split, "backward" is its first half and "weight" its second. Runs are in
@@ -183,59 +231,37 @@ def stage_passes(trace: Trace, stage: Stage, zero: Zero | None = None) -> dict[s
     first = int(stage.first)
     last = int(stage.last)
     kinds = list(_kinds(trace, stage))
-
-    def shared(part: Part, name: str) -> tuple[Message, ...]:
-        if zero is None:
-            return ()
-        return messages_of_part(zero, part, name, layer=part in layers, split=stage.split)
-
-    layers = [layer for layer, *_ in kinds]
     found = {
         "forward": [
-            Run(first, trace.embedding.forward, shared=shared(trace.embedding, "forward")),
-            *(
-                Run(count, layer.forward, shared=shared(layer, "forward"))
-                for layer, _, count, _, _ in kinds
-            ),
-            Run(last, trace.head.forward, shared=shared(trace.head, "forward")),
+            Run(first, trace.embedding.forward),
+            *(Run(count, layer.forward) for layer, _, count, _, _ in kinds),
+            Run(last, trace.head.forward),
         ]
     }
-    halves = ("inputs", "weights") if stage.split else ("backward",)
-    for name, half in zip(("backward", "weight"), halves, strict=False):
-        found[name] = [Run(last, getattr(trace.head, half), shared=shared(trace.head, name))]
+    for name, half in _halves(stage).items():
+        found[name] = [Run(last, getattr(trace.head, half))]
         for layer, again, count, recomputed, alone in kinds:
             inside = recomputed - alone if name == "backward" else 0
             found[name] += [
                 Run(inside, layer.forward, again=True),
-                Run(alone, getattr(again, half), shared=shared(layer, name)),
-                Run(count - alone, getattr(layer, half), shared=shared(layer, name)),
+                Run(alone, getattr(again, half)),
+                Run(count - alone, getattr(layer, half)),
             ]
-        found[name].append(
-            Run(first, getattr(trace.embedding, half), shared=shared(trace.embedding, name))
-        )
+        found[name].append(Run(first, getattr(trace.embedding, half)))
     return {
         name: [run for run in found.get(name, []) if run.times]
         for name in ("forward", "backward", "weight")
     }
 
 
-def messages_of_part(
-    zero: Zero, part: Part, name: str, *, layer: bool, split: bool
-) -> tuple[Message, ...]:
-    """List ZeRO's messages in a pass of a part; those of a split backward pass are in its second half.
+def halves_of(stage: Stage) -> tuple[str, ...]:
+    """Return the names of a backward pass, or of its two halves, in events.Part."""
+    return tuple(_halves(stage).values())
 
-    With stage 3 a layer's weights are gathered for each of both passes; the embedding's are not
-    needed in its backward pass, and the output layer's stay from one to the other.
 
-    name   as in stage_passes
-    layer  whether the part is a layer
-    """
-    if zero.stage < 2:
-        return ()
-    gathered = name == "forward" or (name == "backward" and layer)
-    reduced = name == ("weight" if split else "backward")
-    ways = [False] * gathered + [True] * reduced
-    return tuple(m for way in ways for m in zero.of_pass(part.parameters, way))
+def _halves(stage: Stage) -> dict[str, str]:
+    """Return the names of a backward pass, or of its halves, and of their passes in events.Part."""
+    return {"backward": "inputs", "weight": "weights"} if stage.split else {"backward": "backward"}
 
 
 def _kinds(trace: Trace, stage: Stage) -> Iterator[tuple[Part, Part, int, int, int]]:
@@ -244,10 +270,10 @@ def _kinds(trace: Trace, stage: Stage) -> Iterator[tuple[Part, Part, int, int, i
     (layer, layer with recomputation, how many, how many of them are recomputed, how many of these
     are the last of their group)
     """
-    left = stage.layers_again
-    groups = stage.groups_again
+    left = sum(stage.recomputed)
+    groups = len(stage.recomputed)
     for kind in sorted(set(stage.layer_kinds)):
-        recomputed = stage.layer_kinds[: stage.layers_again].count(kind)
+        recomputed = stage.layer_kinds[: sum(stage.recomputed)].count(kind)
         # Layers of several kinds alternate: groups end with each in proportion.
         alone = round(groups * recomputed / left) if left else 0
         left = left - recomputed
@@ -267,57 +293,16 @@ def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dic
     }
 
 
-@functools.lru_cache(maxsize=1 << 14)
 def parameters_of(trace: Trace, stage: Stage) -> int:
     """Count parameters of one tensor rank of a stage, including the last one's tied embedding."""
-    count = sum(trace.kinds[kind][0].elements for kind in stage.layer_kinds)
-    count += stage.first * trace.embedding.elements
-    if not stage.last:
-        return count
-    return count + sum(p.elements for p in trace.head.parameters if not (p.tied and stage.first))
-
-
-def experts_of(trace: Trace, stage: Stage) -> int:
-    """Count those of them that are of experts."""
-    return sum(trace.kinds[kind][0].of_experts for kind in stage.layer_kinds)
-
-
-def whole_parameters(config: Config, trace: Trace, stage: Stage) -> list[Sharding]:
-    """List the parameters of a stage that the optimizer takes whole, as one tensor rank has them."""
-    wants = wants_whole(config)
-    parts = [trace.embedding] * stage.first + [trace.head] * stage.last
-    found = [*(trace.kinds[kind][0] for kind in stage.layer_kinds), *parts]
-    return [p for part in found for p in part.parameters if wants and wants(p.name, p.global_shape)]
-
-
-def vectors_of(trace: Trace, stage: Stage) -> int:
-    """Count the parameters of a stage's norms and biases."""
-    parts = [trace.embedding] * stage.first + [trace.head] * stage.last
-    parts += [trace.kinds[kind][0] for kind in stage.layer_kinds]
-    return sum(
-        p.elements
-        for part in parts
-        for p in part.parameters
-        if p.kind == "vector" and not p.experts
-    )
-
-
-def owners(config: Config) -> int:
-    """Count the devices over which a parameter's optimizer state is partitioned."""
-    return zero_of(config).states
-
-
-def owned_elements(config: Config, elements: float, experts: float) -> float:
-    """Return the elements of optimizer state on a device, of which `experts` are of experts."""
-    zero = zero_of(config)
-    return (elements - experts) / zero.sizes()[1] + experts / zero.sizes(experts=True)[1]
+    return sum(bucket.elements for bucket in _elements(trace, (stage,), BucketRule()))
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
     """Count a tied embedding's gradient elements that first and last stage sum per device."""
     if config.parallel.pipeline_model_parallel_size == 1:
         return 0.0
-    return sum(p.elements for p in trace.head.parameters if p.tied) / owners(config)
+    return sum(p.elements for p in trace.head.parameters if p.tied) / zero_of(config).sizes.states
 
 
 # -- time ------------------------------------------------------------------------------------------
@@ -445,28 +430,151 @@ def stage_seconds(
     message_s: MessageSeconds | None,
     *,
     hides: bool = True,
-    zero: Zero | None = None,
+    plan: ZeroPlan | None = None,
 ) -> StageSeconds:
     """Time a stage; message_s None: messages take no time.
 
-    ZeRO's messages of a part overlap with a pass of its size: that of the part before or after.
+    plan  of ZeRO, for the stage as number 0, where passes send its messages
     """
-    found = {}
-    for name, runs in stage_passes(trace, stage, zero).items():
+    found, seconds = {}, dict[Pass | None, float]()
+    for name, runs in stage_passes(trace, stage).items():
         parts = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
+        seconds |= {run.of: one.total for run, one in parts}
         compute = sum(run.times * one.compute for run, one in parts if not run.again)
         again = sum(run.times * (one.again + one.compute * run.again) for run, one in parts)
         waited = sum(run.times * one.waited for run, one in parts)
-        shared = sum(
-            run.times
-            * max(0.0, sum(message_s(*m) for m in run.shared) - (one.total if hides else 0.0))
-            for run, one in parts
-            if message_s is not None
-        )
-        found[name] = PassSeconds(compute, again, waited, shared)
+        found[name] = PassSeconds(compute, again, waited)
+    if plan is not None and message_s is not None:
+        steps = zero_steps(trace, stage, plan)
+        for name, shared in zero_waits(steps, seconds, message_s, hides).items():
+            found[name] = found[name]._replace(shared=shared)
+    recomputed = sum(stage.recomputed)
     each = rates.instruction_overhead_s
     ahead = rates.layer_forward_overhead_s
     back = rates.layer_backward_overhead_s
-    backward = each + back * stage.layers + ahead * stage.layers_again
+    backward = each + back * stage.layers + ahead * recomputed
     overhead = each + ahead * stage.layers, backward, each if stage.split else 0.0
     return StageSeconds(found["forward"], found["backward"], found["weight"], overhead)
+
+
+def computed(
+    trace: Trace, stage: Stage, plan: ZeroPlan, step: Step, half: str
+) -> tuple[Part | None, str]:
+    """Return what a step of the plan computes: a part, and the name of its pass (events.Part).
+
+    plan  has the stage as number 0
+    half  of a backward pass, or "backward"
+
+    The embedding's pass is that of the last of its tables. The last layer of a recomputed group
+    repeats its forward pass within its backward pass.
+    """
+    layer = step.call - (len(plan.calls[0]) - stage.layers - stage.last)
+    name = half if step.kind == BACKWARD else "forward"
+    if layer < 0:
+        return (trace.embedding if layer == -1 else None), name
+    if layer >= stage.layers:
+        return trace.head, name
+    plain, again = trace.layer_of(stage.layer_kinds[layer])
+    ends_group = step.call in plan.groups[0]
+    if step.kind == AGAIN and ends_group:
+        return None, name
+    return (again if step.kind == BACKWARD and ends_group else plain), name
+
+
+Sends = tuple[tuple[int, tuple[Message, ...]], ...]
+"""Buckets, and the messages of an instruction on each."""
+
+
+class ZeroStep(NamedTuple):
+    """A module's part of a pass with the messages of ZeRO around it (engine.zero_plan.Step).
+
+    name  of the pass, as in stage_passes
+    of    what is computed; None: nothing
+    """
+
+    name: str
+    of: Pass | None
+    before: Sends
+    beside: Sends
+    after: Sends
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def zero_steps(trace: Trace, stage: Stage, plan: ZeroPlan) -> tuple[ZeroStep, ...]:
+    """List the steps of a micro-batch's passes in the middle of a step of training."""
+
+    def sends(instructions: Iterable[Instruction]) -> Sends:
+        wanted = (one for one in instructions if one.op in (Op.GATHER, Op.REDUCE))
+        return tuple((one.bucket, tuple(messages_of(plan, [one]))) for one in wanted)
+
+    halves = _halves(stage)
+    passes = {"forward": plan.forward(0), **dict.fromkeys(halves, plan.backward(0))}
+    passes[list(halves)[-1]] = plan.reducing(0, False, Reductions(plan))
+    found = []
+    for name, steps in passes.items():
+        for step in steps:
+            part, of_part = computed(trace, stage, plan, step, halves.get(name, ""))
+            of = None if part is None else getattr(part, of_part)
+            around = (step.before, step.beside, step.after)
+            found.append(ZeroStep(name, of, *map(sends, around)))
+    return tuple(found)
+
+
+def messages_in_passes(
+    trace: Trace, stage: Stage, plan: ZeroPlan, name: str | None = None
+) -> list[Message]:
+    """List the messages of ZeRO in a micro-batch's passes, or in one of them."""
+    return [
+        message
+        for step in zero_steps(trace, stage, plan)
+        if name in (None, step.name)
+        for _, messages in (*step.before, *step.after)
+        for message in messages
+    ]
+
+
+def zero_waits(
+    steps: Sequence[ZeroStep],
+    seconds: Mapping[Pass | None, float],
+    message_s: MessageSeconds,
+    hides: bool,
+) -> dict[str, float]:
+    """Return how long the passes of a micro-batch wait for messages of ZeRO, by name.
+
+    seconds  of each pass without them
+    hides    messages overlap with computation; otherwise each is waited for
+
+    Two micro-batches are simulated, of which the second counts. The messages of a group follow one
+    another.
+    """
+    clock, free = 0.0, dict[str, float]()
+    gathers, flying = dict[int, float](), deque[float]()
+
+    def sent(messages: Iterable[Message]) -> float:
+        nonlocal clock
+        arrives = clock
+        for message in messages:
+            arrives = max(arrives, free.get(message.group, 0.0)) + message_s(*message)
+            free[message.group] = arrives
+        clock = clock if hides else arrives
+        return arrives
+
+    waits = dict[str, float]()
+    for _ in range(2):
+        waits = dict.fromkeys((step.name for step in steps), 0.0)
+        for step in steps:
+            begin = clock
+            for bucket, messages in step.before:
+                arrives = gathers.pop(bucket) if bucket in gathers else sent(messages)
+                clock = max(clock, arrives)
+            for bucket, messages in step.beside:
+                gathers[bucket] = sent(messages)
+            waits[step.name] += clock - begin
+            clock += seconds.get(step.of, 0.0)
+            begin = clock
+            for _, messages in step.after:
+                while len(flying) >= IN_FLIGHT:
+                    clock = max(clock, flying.popleft())
+                flying.append(sent(messages))
+            waits[step.name] += clock - begin
+    return waits

@@ -16,7 +16,7 @@ from megatron.engine.gradients import (
     sum_of_squares,
 )
 from megatron.engine.optimizer import parameter_groups, unique_parameters
-from megatron.engine.zero_plan import BucketRule
+from megatron.engine.buckets import BucketRule
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 from tests.helpers.training import BASE
@@ -69,7 +69,7 @@ def test_gpt_waits_for_each_weight_before_it_is_used(
     with torch.no_grad():
         loss, logits = chunk(batch, None), chunk.logits(batch, None)
         monkeypatch.setattr(
-            engine_gradients, "gather_from_owners", lambda bucket: iter([[Late(bucket)]])
+            engine_gradients, "transfer", lambda bucket, op: iter([[Late(bucket)]])
         )
         gather = WeightGather(buckets_of(parameters), [chunk], overlap=True)
         gather.start()
@@ -94,7 +94,7 @@ def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     It must not hold the weights of the step before.
     """
     monkeypatch.setattr(
-        engine_gradients, "gather_from_owners", lambda bucket: iter([[Late(bucket)]])
+        engine_gradients, "transfer", lambda bucket, op: iter([[Late(bucket)]])
     )
     chunks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 2))])
     gather = WeightGather(buckets_of(list(chunks.parameters())), chunks, overlap=True)
@@ -134,9 +134,10 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
     ps += [parameter(f"w{i}", size) for i, size in enumerate((4, 4, 30, 4, 5))]
 
     def names(elements: float) -> list[list[str]]:
-        groups = parameter_groups(ps, 0.1, BucketRule(elements).plan(list(map(sharding_of, ps))))
+        plans = BucketRule(elements).plan(list(map(sharding_of, ps)))
+        groups = parameter_groups([torch.zeros(8)] * len(plans), 0.1, plans)
         assert [g["weight_decay"] for g in groups] == [0.1] * (len(groups) - 1) + [0.0]
-        return [[p.sharding.name for p in g["params"]] for g in groups]
+        return [[ps[number].sharding.name for number in plan.members] for plan in plans]
 
     assert names(math.inf) == [["w4", "w3", "w2", "w1", "w0"], ["e"], ["n"]]
     assert names(9) == [["w4", "w3"], ["w2"], ["w1", "w0"], ["e"], ["n"]]
@@ -146,9 +147,11 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
 def test_groups_of_learning_rates() -> None:
     ps = [parameter("w0", 4), parameter("w1", 4), parameter("n", 3, decay=False)]
     rule = BucketRule(scales=lambda s: (0.25, 1.0) if s.name == "w1" else (1.0, 1.0))
-    groups = parameter_groups(ps, 0.1, rule.plan(list(map(sharding_of, ps))))
+    plans = rule.plan(list(map(sharding_of, ps)))
+    groups = parameter_groups([torch.zeros(8)] * len(plans), 0.1, plans)
     found = [
-        ([p.sharding.name for p in g["params"]], g["lr_scale"], g["weight_decay"]) for g in groups
+        ([ps[number].sharding.name for number in plan.members], g["lr_scale"], g["weight_decay"])
+        for plan, g in zip(plans, groups, strict=True)
     ]
     assert found == [(["w1"], 0.25, 0.4), (["w0"], 1.0, 0.1), (["n"], 1.0, 0.0)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.engine.optimizer_state import IN_FLIGHT
+from megatron.engine.zero_plan import IN_FLIGHT, Op
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.training import batches, configured
@@ -72,19 +72,24 @@ def test_a_few_layers_have_memory_at_a_time(stage: int, again: bool) -> None:
 
 def outward(rank: int, stage: int, twice: bool) -> Any:
     """Return how many sums over other ranks began in the passes of each step, of how many."""
-    from megatron.engine import sharded
+    from megatron.engine import gradients
     from megatron.engine.engine import Engine, build_executor
     from megatron.errors import ConfigError
     from megatron.model.gpt import build_chunks, layer_context
 
     fields = dict(num_layers=2, zero_stage=stage, zero_shard_size=2, global_batch_size=8)
-    config, topology = configured(fields, 4), join()
+    config, topology = configured(fields, 4), join(zero_shard_size=2)
     chunks = build_chunks(config, topology, layer_context(config, topology, late=stage == 3))
     engine = Engine(config, topology, chunks)
     executor = build_executor(config, topology, chunks, engine)
     begun, found = list[Any](), []
-    reduce_beyond = sharded.reduce_beyond
-    sharded.reduce_beyond = lambda *args: (begun.append(args[0]), reduce_beyond(*args))[1]
+    transfer = gradients.transfer
+
+    def note(bucket: Any, op: Op) -> Any:
+        begun.extend([bucket] * (op is Op.REDUCE_BEYOND))
+        return transfer(bucket, op)
+
+    gradients.transfer = note
     for step in range(2):
         executor.train(batches(config, step, topology.replica))
         if twice and step:

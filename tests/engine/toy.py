@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import ParallelConfig, RecomputeConfig
 from megatron.config.pieces import Pieces
 from megatron.config.training import KernelConfig
 from megatron.engine.engine import Engine
@@ -103,6 +103,8 @@ class ToyPrecision:
     hysteresis: int = 1
     gradient_bytes: int = 4
 
+    weight_bytes: int = 4
+
     @property
     def dtype_name(self) -> str:
         return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
@@ -149,6 +151,7 @@ class ToyConfig:
         default_factory=lambda: KernelConfig(optimizer_implementation="torch")
     )
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = dataclasses.field(default_factory=RecomputeConfig)
     pieces: Pieces = dataclasses.field(default_factory=Pieces)
 
 

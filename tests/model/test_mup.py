@@ -11,7 +11,7 @@ import torch
 from benchmarks.mup import BASE, LIMIT, MUP, configured, mean_coordinates, synthetic_text
 from megatron.checkpoint.huggingface_save import take_up, without_mup
 from megatron.config import Config
-from megatron.engine.zero_plan import mup_scales
+from megatron.engine.buckets import mup_scales
 from megatron.model.gpt import build_chunks
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import Sharding, sharding_of

@@ -28,7 +28,6 @@ from megatron.planner.layout import (
     write_value,
 )
 from megatron.planner.memory import (
-    PARTS_OF_RANK,
     parameters_of_rank,
     peak_rank,
     state_bytes,
@@ -36,7 +35,9 @@ from megatron.planner.memory import (
 from megatron.planner.placement import Placement, check_device_order, layout_of, place_with
 from megatron.planner.processes import process_pool
 from megatron.planner.search.space import Rejections, Space
+from megatron.planner.stage import elements_of_rank
 from megatron.planner.timing import estimate, folded_seconds
+from megatron.planner.trace import trace
 
 ESTIMATED = 50
 OF_EACH_VALUE = 8
@@ -286,11 +287,10 @@ class Search:
             plain = _with(replace(config, batch=batch), CandidateLayout(1, 1))
             ranks = range(parallel.pipeline_model_parallel_size)
             device = self.space.cluster.device_type
-            most, rank = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
-            others = (count(plain, -rank, device) for count in PARTS_OF_RANK)
-            self._known[key] = (most, *others), -rank
-        counts, rank = self._known[key]
-        states = state_bytes(config, *counts)
+            _, rank = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
+            self._known[key] = elements_of_rank(plain, trace(plain, device), -rank), -rank
+        elements, rank = self._known[key]
+        states = state_bytes(config, elements)
         held = 0.0
         cluster = self.space.cluster
         if config.engine.cpu_offload and cluster.device_type != "cpu":

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.optimizer_state import IN_FLIGHT, ROUND, has_kernel, optimizer_state
+from megatron.engine.optimizer_state import ROUND, has_kernel, optimizer_state
+from megatron.engine.zero_plan import Op, Reductions, ZeroPlan, zero_of
 from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
@@ -32,25 +33,22 @@ from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement, over_nodes
 from megatron.planner.rates import Rates
 from megatron.planner.stage import (
-    Located,
     Stage,
     StageSeconds,
-    buckets_of_rank,
     crowding,
-    experts_of,
-    owned_elements,
-    owners,
-    parameters_of,
+    elements_of_rank,
+    messages_in_passes,
+    plan_in_passes,
+    plan_of_rank,
     rates_of,
     seconds_of,
     stage_flops,
     stage_seconds,
     stages_of,
     tied_elements,
-    whole_parameters,
 )
 from megatron.planner.trace import trace
-from megatron.planner.zero import Zero, zero_of
+from megatron.planner.zero import messages_at_end, messages_of
 
 PARTS = (
     "forward",
@@ -181,7 +179,12 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     hides = cluster.device_type != "cpu"  # gloo's messages need the cores
     each = {
         stage: stage_seconds(
-            traced, stage, rates, channels.seconds, hides=hides, zero=zero_of(config)
+            traced,
+            stage,
+            rates,
+            channels.seconds,
+            hides=hides,
+            plan=plan_in_passes(config, traced, stage),
         )
         for stage in set(stages)
     }
@@ -290,21 +293,6 @@ class Exchange(NamedTuple):
     gathered: float
 
 
-class TimedBucket(NamedTuple):
-    """Bucket with its moments in a step.
-
-    needed   time at which a rank's first forward passes reach it
-    ready    time at which the last backward passes have computed its gradient
-    vectors  whether it has norms and biases alone
-    """
-
-    elements: int
-    experts: bool
-    vectors: bool
-    needed: float
-    ready: float
-
-
 def exchange(
     config: Config, traced: Trace, channels: Channels, run: PipelineRun, *, hides: bool
 ) -> Exchange:
@@ -312,55 +300,50 @@ def exchange(
 
     hides  whether messages overlap with computation
 
-    Those that ZeRO stages 2 and 3 send in each pass are the passes'. Where a sum between their
-    nodes overlaps, it begins when as many more buckets are complete as may be under way
-    (engine/sharded.py).
+    Sums over the inner ranks that ZeRO stages 2 and 3 send in each pass are the passes'.
     """
-    engine, zero = config.engine, zero_of(config)
-    size = config.parallel.pipeline_model_parallel_size
-    if zero.line == 1:
+    if zero_of(config).line == 1:
         return Exchange(0.0, 0.0)
-    early = engine.overlap_grad_reduce and hides
-    behind = IN_FLIGHT if zero.stage > 1 else 0
-    late = engine.overlap_param_gather and hides
     reduced, gathered = run.makespan, 0.0
-    for rank in range(size):
-        buckets = timed_buckets(config, traced, run, rank)
-        first = min(bucket.needed for bucket in buckets)
-        end = max(bucket.ready for bucket in buckets)
-        begins = [*(bucket.ready for bucket in buckets[behind:]), *[end] * behind]
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        plan = plan_of_rank(config, traced, rank).plan
+        moments = _moments(plan, stages_of(config), run)
+        needed, ready = (
+            [pick(moments[member][i] for member in bucket.members) for bucket in plan.buckets]
+            for i, pick in ((0, min), (1, max))
+        )
+        end, sums = max(ready), Reductions(plan)
+        sent = [(ready[n], one) for n in plan.order for one in sums.complete(n, final=True)]
+        after = list(plan.end(sums))
         free = arrived = 0.0
-        for bucket, begin in zip(buckets, begins, strict=False):
-            free = max(free, begin if early else end)
-            free += seconds_of_all(channels, zero.sums(bucket.elements, bucket.experts))
-        for bucket in reversed(buckets):
-            news = zero.returns(bucket.elements, bucket.experts, bucket.vectors)
-            arrived += seconds_of_all(channels, news)
-            gathered = max(gathered, arrived - (bucket.needed if late else first))
+        for begin, instruction in (*sent, *((end, one) for one in after)):
+            in_passes = instruction.op is Op.REDUCE and plan.zero.divides_gradients
+            if instruction.op in (Op.REDUCE, Op.REDUCE_BEYOND) and not in_passes:
+                free = max(free, begin if hides else end)
+                free += seconds_of_all(channels, messages_of(plan, [instruction]))
+        for instruction in after:
+            if instruction.op is Op.RETURN:
+                arrived += seconds_of_all(channels, messages_of(plan, [instruction]))
+                due = needed[instruction.bucket] if plan.zero.ahead and hides else min(needed)
+                gathered = max(gathered, arrived - due)
         reduced = max(reduced, free)
     return Exchange(reduced - run.makespan, gathered)
 
 
-def timed_buckets(config: Config, traced: Trace, run: PipelineRun, rank: int) -> list[TimedBucket]:
-    """List a rank's buckets in the order in which they are sent.
+def _moments(
+    plan: ZeroPlan, stages: Sequence[Stage], run: PipelineRun
+) -> list[tuple[float, float]]:
+    """Return when a rank needs each parameter first, and when the gradient of a step is computed.
 
     Layers are spread evenly over a pass, with embedding and head at its ends.
     """
-    stages = stages_of(config)
-
-    def moments(one: Located) -> tuple[float, float]:
-        stage, number = stages[one.stage], one.stage
-        layer = one.part - stage.first
-        share = min(1.0, max(0, layer) / stage.layers) if stage.layers else float(layer >= 0)
+    found = []
+    for number, call in plan.places:
+        before = sum(one.layer for one in plan.calls[number][:call])
+        share = before / max(1, stages[number].layers)
         begin, end = run.last_backward_start[number], run.last_backward_end[number]
         needed = run.first_forward_start[number] + share * run.pipeline.times.forward[number]
-        return needed, end - share * (end - begin)
-
-    found = []
-    for bucket in buckets_of_rank(config, traced, rank):
-        needed, ready = zip(*map(moments, bucket.members), strict=True)
-        size = bucket.plan.elements, bucket.plan.kind.experts, bucket.vectors
-        found.append(TimedBucket(*size, min(needed), max(ready)))
+        found.append((needed, end - share * (end - begin)))
     return found
 
 
@@ -439,24 +422,16 @@ def update_seconds(config: Config, device: str, rates: Rates) -> float:
 
 def updated_elements(config: Config, device: str) -> tuple[float, float]:
     """Return the most elements that a device owns: others, and those that are taken whole."""
-    stages = stages_of(config)
-    traced = trace(config, device)
-    size = config.parallel.pipeline_model_parallel_size
-    most, own = max(
-        (sum(parameters_of(traced, stage) for stage in stages[rank::size]), stages[rank::size])
-        for rank in range(size)
+    traced, zero = trace(config, device), zero_of(config)
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    most = max(
+        (elements_of_rank(config, traced, rank) for rank in ranks),
+        key=lambda buckets: sum(bucket.elements for bucket in buckets),
     )
-    found = [p for stage in own for p in whole_parameters(config, traced, stage)]
-    whole, of_experts = _elements(found)
-    experts = sum(experts_of(traced, stage) for stage in own)
-    elements = owned_elements(config, most - whole, experts - of_experts)
-    return elements, owned_elements(config, whole, of_experts)
-
-
-def _elements(parameters: Sequence[Sharding]) -> tuple[int, int]:
-    """Count elements, and those of experts."""
-    experts = sum(p.elements for p in parameters if p.experts)
-    return sum(p.elements for p in parameters), experts
+    owned = {False: 0.0, True: 0.0}
+    for bucket in most:
+        owned[bucket.kind.whole] += zero.owned(bucket)
+    return owned[False], owned[True]
 
 
 def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
@@ -466,14 +441,14 @@ def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float
     overlap with the work of another; those of one round are left. An all-to-all takes as long as an
     all-gather in which a rank sends as much.
     """
-    stages, device = stages_of(config), cluster.device_type
-    size = config.parallel.pipeline_model_parallel_size
-    traced = trace(config, device)
-    of_ranks = [
-        [p for stage in stages[rank::size] for p in whole_parameters(config, traced, stage)]
-        for rank in range(size)
-    ]
-    parameters = max(of_ranks, key=lambda found: sum(p.elements for p in found))
+    device, zero = cluster.device_type, zero_of(config)
+    traced, parameters, sent = trace(config, device), list[Sharding](), 0.0
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        plan, records = plan_of_rank(config, traced, rank)
+        whole = [bucket for bucket in plan.buckets if bucket.kind.whole]
+        if (owned := sum(map(zero.owned, whole))) > sent:
+            sent = owned
+            parameters = [records[number] for bucket in whole for number in bucket.members]
     if not parameters:
         return 0.0
     shapes = {p.name: p.global_shape[p.experts :] for p in parameters}  # of one expert
@@ -490,17 +465,17 @@ def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float
         sum(seconds_of(each, rates) for each in update[p.name].computations()) for p in parameters
     ]
     # without ZeRO, too, the ranks of an expert group have different experts
-    ranks = owners(config), max(owners(config), config.parallel.expert_model_parallel_size)
+    owners = zero.sizes.states
+    ranks = owners, max(owners, config.parallel.expert_model_parallel_size)
     shares = (
         s * (p.global_shape[0] / ranks[1] if p.experts else 1 / ranks[0])
         for s, p in zip(seconds, parameters, strict=True)
     )
     work = max(sum(shares) / config.parallel.tensor_model_parallel_size, *seconds)
-    sent = owned_elements(config, *_elements(parameters))
     rounds = max(1, round(sent / ROUND))
     message = value_bytes * sent / rounds
     messages = 2 * channels.seconds("all_gather", message)
-    if owners(config) > 1:
+    if owners > 1:
         messages += 2 * channels.seconds("all_gather", message, "data")
     if device == "cpu":
         return work + rounds * messages
@@ -526,8 +501,12 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     traced = trace(config, cluster.device_type)
     hides = cluster.device_type != "cpu"
     stages = stages_of(config)
-    zero = zero_of(config)
-    each = {stage: _seconds(traced, stage, rates, channels, hides, zero) for stage in set(stages)}
+    each = {
+        stage: _seconds(
+            traced, stage, rates, channels, hides, plan_in_passes(config, traced, stage)
+        )
+        for stage in set(stages)
+    }
     seconds = [each[stage] for stage in stages]
     size = config.parallel.pipeline_model_parallel_size
     m = config.num_micro_batches()
@@ -550,14 +529,21 @@ _known: dict[tuple[object, ...], _Seconds] = {}
 
 
 def _seconds(
-    traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool, zero: Zero
+    traced: Trace,
+    stage: Stage,
+    rates: Rates,
+    channels: Channels,
+    hides: bool,
+    plan: ZeroPlan | None,
 ) -> _Seconds:
     """Time a stage's passes; cached for placements with the same kind of groups in them."""
-    names = [*OF_PASSES, *(hop[1] for kind in (False, True) for hop in zero.in_passes(kind))]
-    lanes = tuple(channels.lanes[name] for name in names)
-    key = traced, stage, rates, lanes, hides, zero if zero.stage > 1 else None
+    groups = set[str]()
+    if plan is not None:
+        groups = {message.group for message in messages_in_passes(traced, stage, plan)}
+    lanes = tuple(channels.lanes[name] for name in (*OF_PASSES, *sorted(groups)))
+    key = traced, stage, rates, lanes, hides, plan
     if key not in _known:
-        found = stage_seconds(traced, stage, rates, channels.seconds, hides=hides, zero=zero)
+        found = stage_seconds(traced, stage, rates, channels.seconds, hides=hides, plan=plan)
         _known[key] = found.forward_s, found.backward_s, found.weight_s
     return _known[key]
 
@@ -612,11 +598,8 @@ def _exchanged(
             whole / chunks - beside, whole - (1 + (chunks - 1) * size) * beside, whole / layers
         )
 
-    up = down = 0.0
-    for bucket in buckets_of_rank(config, traced, 0):
-        elements, experts = bucket.plan.elements, bucket.plan.kind.experts
-        up += seconds_of_all(channels, zero.sums(elements, experts))
-        down += seconds_of_all(channels, zero.returns(elements, experts, bucket.vectors))
+    sums, returns = messages_at_end(plan_of_rank(config, traced, 0).plan)
+    up, down = seconds_of_all(channels, sums), seconds_of_all(channels, returns)
     forward, backward, weight = seconds[0]
     return left(up, backward + weight, engine.overlap_grad_reduce) + left(
         down, forward, engine.overlap_param_gather

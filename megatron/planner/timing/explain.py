@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
+from megatron.engine.zero_plan import FORWARD, Reductions, Step, Zero, ZeroPlan, zero_of
 from megatron.kernels.work import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
 from megatron.planner.cluster import GIB
-from megatron.planner.events import Message, Part, Pass
+from megatron.planner.events import Message, Part, Pass, Trace
 from megatron.planner.memory import host_bytes
 from megatron.planner.rates import BACKWARD_OPERATIONS, attention_operations, causal_pairs
-from megatron.planner.stage import messages_of_part, rates_of, seconds_of, stages_of
+from megatron.planner.stage import (
+    Stage,
+    messages_in_passes,
+    plan_in_passes,
+    plan_of_rank,
+    rates_of,
+    seconds_of,
+    stages_of,
+)
 from megatron.planner.table import Table
-from megatron.planner.timing.estimate import Estimate, busiest_rank, timed_buckets
+from megatron.planner.timing.estimate import Estimate, busiest_rank
 from megatron.planner.trace import LayerKind, kinds_of_layers, trace
-from megatron.planner.zero import Zero, zero_of
+from megatron.planner.zero import messages_at_end
 
 _LAYER = re.compile(r"^layers\.\d+\.?")
 
@@ -39,18 +49,16 @@ def explain(found: Estimate) -> list[Table]:
         parts["the embedding"] = traced.embedding
     if own[-1].last:
         parts["the output layer"] = traced.head
-    zero = zero_of(found.config)
     device = device_unit(found.cluster.device)
-    split = stages[0].split
     tables = list[Table]()
     for title, part in parts.items():
-        layer = title.startswith("one ")
-        for half, name, of in _passes(part, split):
+        for half, of in _passes(part, stages[0].split):
             if of.steps:
-                shared = messages_of_part(zero, part, name, layer=layer, split=split)
-                tables.append(_pass(found, f"{title}, {half}, on one {device}", of, shared))
+                tables.append(_pass(found, f"{title}, {half}, on one {device}", of))
     tables += _stages(found, rank), _step(found, rank)
-    if zero.line > 1:
+    if (plan := plan_in_passes(found.config, traced, own[0])) is not None:
+        tables += _zero_steps(plan), *_zero_messages(found, traced, own, rank)
+    if zero_of(found.config).line > 1:
         tables.append(_end_of_step(found, rank))
     return [*tables, _memory(found), _figures(found)]
 
@@ -63,16 +71,12 @@ def _kind(kind: LayerKind, kinds: int) -> str:
     return "".join(parts) or " without experts"
 
 
-def _passes(part: Part, split: bool) -> list[tuple[str, str, Pass]]:
-    """Return title and name of each pass."""
-    passes = [("forward", "forward", part.forward)]
+def _passes(part: Part, split: bool) -> list[tuple[str, Pass]]:
+    """Return the title of each pass with it."""
+    passes = [("forward", part.forward)]
     if not split:
-        return [*passes, ("backward", "backward", part.backward)]
-    return [
-        *passes,
-        ("backward, inputs", "backward", part.inputs),
-        ("backward, weights", "weight", part.weights),
-    ]
+        return [*passes, ("backward", part.backward)]
+    return [*passes, ("backward, inputs", part.inputs), ("backward, weights", part.weights)]
 
 
 def _time(seconds: float) -> str:
@@ -82,11 +86,8 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.4g} us"
 
 
-def _pass(found: Estimate, title: str, of: Pass, shared: tuple[Message, ...]) -> Table:
-    """Tabulate each distinct operation of each module, and each distinct message.
-
-    shared  messages of ZeRO
-    """
+def _pass(found: Estimate, title: str, of: Pass) -> Table:
+    """Tabulate each distinct operation of each module, and each distinct message."""
     rates = rates_of(found.cluster, found.config.precision.dtype_name)
     rows = list[_Row]()
     total = sum(seconds_of(operation, rates) for operation in of.computations())
@@ -103,7 +104,6 @@ def _pass(found: Estimate, title: str, of: Pass, shared: tuple[Message, ...]) ->
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
     rows.append(("computations", "sum of the above", _time(total), ""))
     rows += _messages(found, of.messages(), "hidden if it overlaps with a product")
-    rows += _messages(found, shared, "hidden as far as a pass of this length overlaps")
     return Table(title, ("operation", "formula", "time", "module"), rows)
 
 
@@ -215,6 +215,64 @@ def _zero(zero: Zero) -> list[tuple[str, str, str]]:
     if zero.stage > 1:
         sizes = f"{'weights and ' * (zero.stage > 2)}gradients over {zero.inner} ranks, {sizes}"
     return [("ZeRO", sizes if zero.stage else "nothing is divided", f"stage {zero.stage}")]
+
+
+def _zero_steps(plan: ZeroPlan) -> Table:
+    """Draw what ZeRO does around and beside the steps of a stage's passes; equal rows are one."""
+    sums = Reductions(plan)
+    steps = (*plan.forward(0), *plan.reducing(0, True, sums))
+    rows = [(step.kind, str(step.call), *_instructions(plan, step)) for step in steps]
+    drawn = list[tuple[str, ...]]()
+    for (kind, *columns), group in itertools.groupby(rows, lambda row: (row[0], *row[2:])):
+        calls = [int(call) for _, call, *_ in group]
+        names = dict.fromkeys((_call(plan, calls[0]), _call(plan, calls[-1])))
+        drawn.append((f"{kind}, {' to '.join(names)}", *columns))
+    return Table(
+        "ZeRO in the forward and the last backward pass of the first stage of this rank",
+        ("step", "before", "beside", "after"),
+        drawn,
+    )
+
+
+def _call(plan: ZeroPlan, call: int) -> str:
+    """Name a call of the plan's stage 0."""
+    calls = plan.calls[0]
+    if calls[call].layer:
+        return f"layer {sum(one.layer for one in calls[:call])}"
+    return "output layer" if calls[call].outlives else f"embedding {call}"
+
+
+def _instructions(plan: ZeroPlan, step: Step) -> tuple[str, ...]:
+    """Describe the instructions before, beside and after a step, by the place of their parameters."""
+
+    def place(bucket: int) -> str:
+        calls = [plan.places[member][1] for member in plan.buckets[bucket].members]
+        if all(plan.calls[0][call].layer for call in (*calls, step.call)):
+            away = [call - step.call for call in (min(calls), max(calls))]
+            words = dict.fromkeys(f"{n:+d}" if n else "this" for n in away)
+            return f"layer {' to '.join(words)}"
+        return " to ".join(dict.fromkeys(_call(plan, call) for call in (min(calls), max(calls))))
+
+    gathers = [] if plan.zero.ahead and step.kind != FORWARD else step.before
+    return tuple(
+        ", ".join(f"{one.op.value} {place(one.bucket)}" for one in some)
+        for some in (gathers, step.beside, step.after)
+    )
+
+
+def _zero_messages(
+    found: Estimate, traced: Trace, stages: Sequence[Stage], rank: int
+) -> Iterator[Table]:
+    """Tabulate the messages of ZeRO in the passes of one micro-batch."""
+    columns = ("message", "formula", "time", "overlaps with")
+    for name in ("forward", "backward", "weight"):
+        messages = list[Message]()
+        for stage in stages:
+            if (plan := plan_in_passes(found.config, traced, stage)) is not None:
+                messages += messages_in_passes(traced, stage, plan, name)
+        if messages:
+            title = f"messages of ZeRO in one {name} pass, pipeline rank {rank}"
+            yield Table(title, columns, _messages(found, messages, "the next step of the pass"))
 
 
 def _end_of_step(found: Estimate, rank: int) -> Table:

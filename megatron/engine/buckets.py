@@ -1,0 +1,219 @@
+"""Rule by which parameters become buckets, the optimizer's groups; pure functions of their records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.engine.optimizer_state import has_16_bit_moments, wants_whole
+from megatron.parallel.sharding import Sharding
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+_SMALLEST = 4_000_000
+_PER_RANK = 1_000_000
+
+ALIGNMENT = 8
+"""A rank's share of a bucket is a multiple of this number of elements, so that each share begins on
+a multiple of 16 bytes, in 16 and in 32 bit. On smaller multiples kernels load single elements, and
+NCCL leaves its wide path."""
+
+Scales = Callable[[Sharding], tuple[float, float]]
+"""Function from a parameter to the factors of its learning rate and of its epsilon."""
+
+
+class BucketKind(NamedTuple):
+    """Properties that the parameters of a bucket share. An optimizer's groups are in its order.
+
+    frozen     whether the parameters do not train; such buckets are no groups of the optimizer
+    spared     from weight decay
+    whole      whether the optimizer takes each parameter whole
+    lr_scale   factor of the learning rate
+    eps_scale  factor of AdamW's epsilon
+    fp32       whether passes use the weights in fp32, also beside 16-bit weights
+    unit       number of what the bucket may not go beyond (unit_of)
+    """
+
+    frozen: bool = False
+    spared: bool = True
+    whole: bool = False
+    tied: bool = False
+    lr_scale: float = 1.0
+    eps_scale: float = 1.0
+    experts: bool = False
+    fp32: bool = False
+    unit: int = 0
+
+
+@dataclass(eq=False)
+class BucketPlan:
+    """Parameters whose gradients are summed, and whose weights are sent, as one flat tensor.
+
+    members   numbers of its parameters, from the last one that a forward pass uses to the first
+    elements  of all of them on this rank
+    vectors   whether all of them are norms and biases
+    """
+
+    kind: BucketKind
+    members: list[int]
+    elements: int = 0
+    vectors: bool = True
+
+    def padded(self, ranks: int) -> int:
+        """Return the elements with the padding that lets `ranks` ranks own equal shares."""
+        each = ALIGNMENT * ranks
+        return -(-max(self.elements, 1) // each) * each
+
+
+@dataclass(frozen=True)
+class BucketRule:
+    """Settings of a run that decide about buckets.
+
+    limit     elements at which a bucket is closed
+    whole     whether the optimizer takes a parameter whole
+    scales    muP's factors
+    settings  that decide about `whole` and `scales`: rules of equal ones are equal
+    """
+
+    limit: float = math.inf
+    whole: Callable[[Sharding], bool] = field(default=lambda record: False, compare=False)
+    scales: Scales = field(default=lambda record: (1.0, 1.0), compare=False)
+    settings: Hashable = None
+
+    def plan(
+        self,
+        records: Sequence[Sharding],
+        units: Sequence[Hashable] | None = None,
+        frozen: Sequence[bool] | None = None,
+    ) -> list[BucketPlan]:
+        """Divide parameters into buckets, in the order of the optimizer's groups.
+
+        records  of a rank's parameters, in the order in which forward passes use them first
+        units    of each, see unit_of; by default one unit
+        frozen   of each, whether it does not train; by default none
+
+        Buckets of a kind are filled in the reverse of that order, which is about the order in which
+        a backward pass produces gradients. A bucket exceeds the limit only with a single parameter.
+        The tied embedding is a bucket of its own, so that the first and the last stage divide it
+        alike over their data-parallel ranks. Without parameters that train there is one empty
+        bucket: an optimizer needs a group.
+        """
+        numbers: dict[Hashable, int] = {}
+        for unit in units or ():
+            numbers.setdefault(unit, len(numbers))
+        kinds: dict[BucketKind, list[BucketPlan]] = {}
+        for number, record in reversed(list(enumerate(records))):
+            kind = BucketKind(
+                tied=record.tied,
+                experts=record.experts,
+                fp32=record.fp32,
+                unit=numbers[units[number]] if units else 0,
+            )
+            if frozen and frozen[number]:
+                kind = kind._replace(frozen=True)
+            else:
+                lr_scale, eps_scale = self.scales(record)
+                kind = kind._replace(
+                    spared=not record.decay,
+                    whole=self.whole(record),
+                    lr_scale=lr_scale,
+                    eps_scale=eps_scale,
+                )
+            buckets = kinds.setdefault(kind, [BucketPlan(kind, [])])
+            size = buckets[-1].elements + record.elements
+            if buckets[-1].elements and size > self.limit and not record.tied:
+                buckets.append(BucketPlan(kind, []))
+            buckets[-1].members.append(number)
+            buckets[-1].elements += record.elements
+            buckets[-1].vectors &= record.kind == "vector"
+        plans = [bucket for kind in sorted(kinds) for bucket in kinds[kind]]
+        if all(bucket.kind.frozen for bucket in plans):
+            plans.insert(0, BucketPlan(BucketKind(), []))
+        return plans
+
+
+def bucket_limit(config: Config, ranks: int) -> float:
+    """Return the elements at which buckets are closed that `ranks` data-parallel ranks share.
+
+    A single rank needs buckets only where 16-bit moments are widened, or offloaded state arrives,
+    one bucket after another.
+    """
+    if ranks == 1 and not (has_16_bit_moments(config) or config.engine.cpu_offload):
+        return math.inf
+    return bucket_elements(config.engine.zero_reduce_bucket_size, ranks)
+
+
+def bucket_rule(config: Config, ranks: int) -> BucketRule:
+    """Return the rule of a configuration whose `ranks` data-parallel ranks share a parameter."""
+    wants = wants_whole(config)
+
+    def whole(record: Sharding) -> bool:
+        return wants is not None and bool(wants(record.name, record.global_shape))
+
+    key = repr((config.model, config.optimizer)), config.pieces
+    return BucketRule(bucket_limit(config, ranks), whole, mup_scales(config), key)
+
+
+def bucket_elements(most: int, ranks: int) -> int:
+    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed.
+
+    At most `most` unless 0. A million for each rank, so that each gets a message worth its latency
+    (4 MB in fp32) and a checkpoint has few pieces; at least 4 million, where the ranks are few and
+    many buckets can be in flight during a backward pass.
+    """
+    size = max(_SMALLEST, ranks * _PER_RANK)
+    return min(most, size) if most else size
+
+
+def mup_scales(config: Config) -> Scales:
+    """Return the function from a parameter to muP's factors of its learning rate and of epsilon.
+
+    By width: Yang et al., arXiv 2203.03466, table 8 and appendix B.3. By depth: Dey et al., arXiv
+    2505.01618, table 1 with alpha = 1; with it, Adam's rate does not depend on depth. SGD's is
+    proportional to it, because gradients in the layers have the factor of the residual branches.
+    Norms through which the residual stream passes have rates in proportion to 1 / depth: all of
+    them change it, and none has that factor.
+    Muon's updates are to have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
+    section 3); they have that of --muon-scale-mode. All other optimizers, also the user's own, are
+    taken to be like Adam: the size of an update does not depend on that of the gradient.
+    """
+    model = config.model
+    if not model.use_mup:
+        return lambda record: (1.0, 1.0)
+    on_stream = model.layer_norms
+    kind = None if config.pieces.optimizer is not None else config.optimizer.optimizer
+    sgd, mode = kind == "sgd", config.optimizer.muon_scale_mode
+
+    def scales(s: Sharding) -> tuple[float, float]:
+        hidden = s.kind == "hidden"
+        outputs, inputs = s.growth
+        branch = model.residual_scale if s.name.startswith("layers.") else 1.0
+        eps = branch * model.mup_base_hidden_size / model.hidden_size
+        if model.apply_residual_connection_post_layernorm and s.name.split(".")[-2] in on_stream:
+            return outputs * branch if sgd else branch, eps
+        if sgd:
+            return outputs * (1.0 / inputs if hidden else inputs) / branch, eps
+        if hidden and kind == "muon":
+            base = muon_scale(mode, s.base_shape or s.global_shape)
+            return math.sqrt(outputs / inputs) * base / muon_scale(mode, s.global_shape), eps
+        return 1.0 / inputs if hidden else 1.0, eps
+
+    return scales
+
+
+def muon_scale(mode: str, shape: Sequence[int]) -> float:
+    """Return the factor of Muon's orthogonal update of a matrix [.., rows, columns].
+
+    Liu et al., arXiv 2502.16982, section 2.2 (spectral), Jordan et al. 2024 (shape_scaling), Pethick
+    et al., arXiv 2502.07529 (unit_rms_norm).
+    """
+    rows, columns = shape[-2:]
+    scale = {
+        "spectral": max(rows, columns),
+        "shape_scaling": max(1.0, rows / columns),
+        "unit_rms_norm": rows / columns,
+    }[mode]
+    return math.sqrt(scale)
