@@ -29,12 +29,12 @@ import torch  # noqa: E402
 
 from megatron.config import Config  # noqa: E402
 from megatron.data.sampler import MicroBatch  # noqa: E402
+from megatron.engine.buckets import bucket_rule  # noqa: E402
 from megatron.engine.optimizer import (  # noqa: E402
     build_optimizer,
     parameter_groups,
     unique_parameters,
 )
-from megatron.engine.buckets import bucket_rule  # noqa: E402
 from megatron.model.gpt import GPTChunk, build_chunks  # noqa: E402
 from megatron.parallel.layout import Layout  # noqa: E402
 from megatron.parallel.sharding import sharding_of  # noqa: E402
@@ -100,7 +100,8 @@ class Training:
         self.model, self.config = chunk.train(), config
         parameters = unique_parameters(chunk)
         buckets = bucket_rule(config, 1).plan([sharding_of(p) for p in parameters])
-        groups = parameter_groups(parameters, config.optimizer.weight_decay, buckets)
+        of_groups = ([parameters[number] for number in bucket.members] for bucket in buckets)
+        groups = parameter_groups(of_groups, config.optimizer.weight_decay, buckets)
         self.optimizer = build_optimizer(groups, config, topology.device)
         self.batches = batches(text, config.training.seed, samples, config.model.seq_length)
 

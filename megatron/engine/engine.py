@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.config.phases import norm_limits
-from megatron.engine.buckets import bucket_rule
+from megatron.engine.buckets import ALIGNMENT, bucket_rule
 from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_engine import (
     Model,
@@ -191,7 +191,9 @@ class Engine:
         divided = self._divide(config, parameters)
         trained = [part for part in divided if not part[0].frozen]
         exact = [part for _, part in trained]
-        groups = parameter_groups(exact, config.optimizer.weight_decay, plan.buckets)
+        # parameters of the optimizer, which get their values when the update is made
+        empty = [[torch.nn.Parameter(part.new_zeros(ALIGNMENT))] for part in exact]
+        groups = parameter_groups(empty, config.optimizer.weight_decay, plan.buckets)
         self._basic = _build_optimizer(config, topology, groups)
         self.deepspeed = start_engine(
             import_deepspeed(topology.device),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.engine.buckets import ALIGNMENT, BucketPlan
+from megatron.engine.buckets import BucketPlan
 from megatron.engine.optimizer_state import MASTER, OptimizerState, has_16_bit_moments
 from megatron.engine.optimizers import SGD, AdamW, Lion, Muon
 from megatron.errors import ConfigError
@@ -66,12 +66,13 @@ def freeze_copies(parameters: Sequence[torch.nn.Parameter], topology: Topology) 
 
 
 def parameter_groups(
-    shares: Sequence[torch.Tensor], weight_decay: float, buckets: Sequence[BucketPlan]
+    parameters: Iterable[Sequence[torch.nn.Parameter]],
+    weight_decay: float,
+    buckets: Sequence[BucketPlan],
 ) -> list[dict[str, Any]]:
     """Return an optimizer's parameter groups, one for each bucket that trains.
 
-    shares  this rank's part of each of these buckets. A group's one parameter is as small as a
-            bucket can be, on the same device: the update gives it its values
+    parameters  of each group
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
     whether it consists of whole parameters. Its learning rate is that of the schedule times its key
@@ -81,14 +82,14 @@ def parameter_groups(
     kinds = (bucket.kind for bucket in buckets if not bucket.kind.frozen)
     return [
         {
-            "params": [torch.nn.Parameter(share.new_zeros(ALIGNMENT))],
+            "params": list(of_group),
             "weight_decay": 0.0 if kind.spared else weight_decay / kind.lr_scale,
             "decays": not kind.spared,
             "whole": kind.whole,
             "lr_scale": kind.lr_scale,
             "eps_scale": kind.eps_scale,
         }
-        for share, kind in zip(shares, kinds, strict=True)
+        for of_group, kind in zip(parameters, kinds, strict=True)
     ]
 
 

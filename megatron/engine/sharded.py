@@ -269,7 +269,6 @@ class ShardedWeights(WeightGather):
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
-    @torch.no_grad()
     def _enter(self, kind: str, call: int) -> None:
         """Begin a step: wait for its weights, and begin to gather those of the next."""
         if self._keeps:
@@ -289,8 +288,9 @@ class ShardedWeights(WeightGather):
         if not (kind == BACKWARD and self._looks_up[call]):
             needed += self._plan.gathered(self._stage, call)
         following = [instruction.bucket for instruction in step.beside]
+        gathers = any(number not in self._here for number in needed)
         for number in list(self._works):
-            if number not in needed and number not in following:  # of another call than planned
+            if gathers and number not in needed:  # of another call than planned
                 self._warn(call)
                 self._arrive_at([number])
                 self._free([number])
@@ -316,6 +316,7 @@ class ShardedWeights(WeightGather):
             self._free(instruction.bucket for instruction in step.after)
         self._at = max(self._at, end)
 
+    @torch.no_grad()
     def _gather(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             bucket = self._numbered[number]

@@ -165,15 +165,21 @@ class Zero(NamedTuple):
         """Return the collectives of an instruction on a bucket."""
         return self.sizes_of(bucket.kind.experts).hops(op, self.divides_weights(bucket))
 
+    def bytes_of_weight(self, bucket: BucketPlan) -> int:
+        """Return the bytes of an element of a bucket's weights."""
+        return 4 if bucket.kind.fp32 else self.weight_bytes
+
     def weights_held(self, bucket: BucketPlan) -> float:
-        """Return the elements of weights that a rank holds for the whole run."""
+        """Return the bytes of weights that a rank holds for the whole run."""
         inner = self.sizes_of(bucket.kind.experts).inner
-        return bucket.elements / (inner if self.divides_weights(bucket) else 1)
+        divided = inner if self.divides_weights(bucket) else 1
+        return self.bytes_of_weight(bucket) * bucket.elements / divided
 
     def gradients_held(self, bucket: BucketPlan) -> float:
-        """Return the elements of gradient sums that a rank holds for the whole run."""
+        """Return the bytes of gradient sums that a rank holds for the whole run."""
         inner = self.sizes_of(bucket.kind.experts).inner
-        return bucket.elements / (inner if self.divides_gradients else 1)
+        divided = inner if self.divides_gradients else 1
+        return self.gradient_bytes * bucket.elements / divided
 
     def owned(self, bucket: BucketPlan) -> float:
         """Return the elements that a rank's optimizer owns."""

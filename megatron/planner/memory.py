@@ -310,7 +310,8 @@ class _Chunk:
         return [*before, rows, *after]
 
     def _weight_bytes(self, bucket: int) -> int:
-        return self._plan.zero.weight_bytes * self._plan.buckets[bucket].elements
+        of = self._plan.buckets[bucket]
+        return self._plan.zero.bytes_of_weight(of) * of.elements
 
     def sums(self, plan: ZeroPlan, number: int, ahead: int) -> Chunk:
         """Return the uses of gradient sums of the stage, which is `number` in the plan of a rank."""
@@ -380,10 +381,10 @@ def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, floa
     found = dict.fromkeys(("weights", "master", "moments", "gradients"), 0.0)
     for bucket in buckets:
         owned = zero.owned(bucket)
-        found["weights"] += precision.weight_bytes * zero.weights_held(bucket)
+        found["weights"] += zero.weights_held(bucket)
         found["master"] += 0.0 if precision.dtype_name == "float32" else 4.0 * owned
         found["moments"] += state.of(bucket.kind.whole).bytes * owned
-        found["gradients"] += precision.gradient_bytes * zero.gradients_held(bucket)
+        found["gradients"] += zero.gradients_held(bucket)
     return found
 
 

@@ -22,7 +22,8 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[Instruction]) -> list[Mes
             "copies": sizes.line // sizes.states,
         }
         for hop in zero.hops(op, bucket):
-            each = zero.weight_bytes if hop.kind == "all_gather" else zero.gradient_bytes
+            of_weights = hop.kind == "all_gather"
+            each = zero.bytes_of_weight(bucket) if of_weights else zero.gradient_bytes
             size = each * bucket.padded(sizes.states) / hop.divided
             # a group of all ranks of the line is the line's
             group = line if ranks[hop.ranks] == sizes.line else f"{line}.{hop.ranks}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.engine import gradients as engine_gradients
+from megatron.engine.buckets import BucketPlan, BucketRule
 from megatron.engine.gradients import (
     Bucket,
     WeightGather,
@@ -16,7 +17,6 @@ from megatron.engine.gradients import (
     sum_of_squares,
 )
 from megatron.engine.optimizer import parameter_groups, unique_parameters
-from megatron.engine.buckets import BucketRule
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 from tests.helpers.training import BASE
@@ -68,9 +68,7 @@ def test_gpt_waits_for_each_weight_before_it_is_used(
     parameters = unique_parameters(chunk)
     with torch.no_grad():
         loss, logits = chunk(batch, None), chunk.logits(batch, None)
-        monkeypatch.setattr(
-            engine_gradients, "transfer", lambda bucket, op: iter([[Late(bucket)]])
-        )
+        monkeypatch.setattr(engine_gradients, "transfer", lambda bucket, op: iter([[Late(bucket)]]))
         gather = WeightGather(buckets_of(parameters), [chunk], overlap=True)
         gather.start()
         assert all(p.isnan().any() for p in parameters), "nothing is waited for before it is needed"
@@ -93,9 +91,7 @@ def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
     It must not hold the weights of the step before.
     """
-    monkeypatch.setattr(
-        engine_gradients, "transfer", lambda bucket, op: iter([[Late(bucket)]])
-    )
+    monkeypatch.setattr(engine_gradients, "transfer", lambda bucket, op: iter([[Late(bucket)]]))
     chunks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 2))])
     gather = WeightGather(buckets_of(list(chunks.parameters())), chunks, overlap=True)
     gather.start()
@@ -129,15 +125,21 @@ def parameter(name: str, *shape: int, decay: bool = True, tied: bool = False) ->
     return p
 
 
+def members(
+    parameters: list[torch.nn.Parameter], plans: list[BucketPlan]
+) -> list[list[torch.nn.Parameter]]:
+    return [[parameters[number] for number in plan.members] for plan in plans]
+
+
 def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
     ps = [parameter("e", 100, tied=True), parameter("n", 3, decay=False)]
     ps += [parameter(f"w{i}", size) for i, size in enumerate((4, 4, 30, 4, 5))]
 
     def names(elements: float) -> list[list[str]]:
         plans = BucketRule(elements).plan(list(map(sharding_of, ps)))
-        groups = parameter_groups([torch.zeros(8)] * len(plans), 0.1, plans)
+        groups = parameter_groups(members(ps, plans), 0.1, plans)
         assert [g["weight_decay"] for g in groups] == [0.1] * (len(groups) - 1) + [0.0]
-        return [[ps[number].sharding.name for number in plan.members] for plan in plans]
+        return [[p.sharding.name for p in g["params"]] for g in groups]
 
     assert names(math.inf) == [["w4", "w3", "w2", "w1", "w0"], ["e"], ["n"]]
     assert names(9) == [["w4", "w3"], ["w2"], ["w1", "w0"], ["e"], ["n"]]
@@ -148,10 +150,9 @@ def test_groups_of_learning_rates() -> None:
     ps = [parameter("w0", 4), parameter("w1", 4), parameter("n", 3, decay=False)]
     rule = BucketRule(scales=lambda s: (0.25, 1.0) if s.name == "w1" else (1.0, 1.0))
     plans = rule.plan(list(map(sharding_of, ps)))
-    groups = parameter_groups([torch.zeros(8)] * len(plans), 0.1, plans)
+    groups = parameter_groups(members(ps, plans), 0.1, plans)
     found = [
-        ([ps[number].sharding.name for number in plan.members], g["lr_scale"], g["weight_decay"])
-        for plan, g in zip(plans, groups, strict=True)
+        ([p.sharding.name for p in g["params"]], g["lr_scale"], g["weight_decay"]) for g in groups
     ]
     assert found == [(["w1"], 0.25, 0.4), (["w0"], 1.0, 0.1), (["n"], 1.0, 0.0)]
 

@@ -8,14 +8,13 @@ from megatron.config import Config
 from megatron.pipeline.schedule import build_schedule, moments_of_rank
 from megatron.planner.events import Pass, Take
 from megatron.planner.memory import (
-    PARTS_OF_RANK,
     ChunkMemory,
     chunk_memory,
     memory_of_ranks,
     parameters_of_rank,
     state_bytes,
 )
-from megatron.planner.stage import stages_of
+from megatron.planner.stage import elements_of_rank, stages_of
 from megatron.planner.trace import trace
 from tools.show_schedule import peak_activations
 
@@ -66,8 +65,7 @@ def test_the_first_rank_in_closed_form(p, v, m):
 def chunk(stage: int, **options: object) -> ChunkMemory:
     """Return the memory of a chunk of four layers."""
     config = small(pp=4, **{"seq_length": 512, "max_position_embeddings": 512, **options})
-    group = config.recompute.recompute_num_layers
-    return chunk_memory(trace(config, "cuda"), stages_of(config)[stage], group, 512)
+    return chunk_memory(trace(config, "cuda"), stages_of(config)[stage], 512)
 
 
 def test_recomputation_keeps_inputs():
@@ -244,5 +242,5 @@ def test_states_are_what_a_rank_holds_after_a_step(pp, zero, ema):
     found = run_processes(2 * pp, held_after_a_step, fields)
     for rank, held in enumerate(found):
         # the data-parallel rank varies fastest
-        counts = (count(config, rank // 2, "cpu") for count in (parameters_of_rank, *PARTS_OF_RANK))
-        assert held == pytest.approx(sum(state_bytes(config, *counts).values()), rel=0.02)
+        elements = elements_of_rank(config, trace(config, "cpu"), rank // 2)
+        assert held == pytest.approx(sum(state_bytes(config, elements).values()), rel=0.02)

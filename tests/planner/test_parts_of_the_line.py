@@ -153,7 +153,8 @@ def test_messages_of_experts() -> None:
     experts = 4 * 2 * (2 * 64 * 32 + 64 + 32)  # layers, experts of a rank, matrices and biases
     assert sent[Message("reduce_scatter", 4 * experts, "expert_data")] == 1
     others = parameters_of_rank(config, 0) - experts
-    assert sent[Message("all_gather", 2 * others, "data")] == 1
+    routers = 4 * 8 * 64  # weights of these in fp32
+    assert sent[Message("all_gather", 2 * others + 2 * routers, "data")] == 1
 
 
 def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly() -> None:

@@ -91,7 +91,7 @@ def test_the_host_adds_to_each_layer():
     figure = dataclasses.replace(cluster.compute["layer_overhead_s"], points=((1e-3,),))
     slower = rates_of(cluster.with_figures([figure]), "bfloat16")
     traced = trace(run(recompute_granularity="full"), "cuda")
-    stage = Stage(8, True, True, groups_again=3, layers_again=8)
+    stage = Stage(8, True, True, recomputed=(3, 3, 2))
     plain, with_host = (stage_seconds(traced, stage, rates, None) for rates in (RATES, slower))
     assert with_host.forward_s - plain.forward_s == pytest.approx(8e-3)
     assert with_host.backward_s - plain.backward_s == pytest.approx(16e-3)

@@ -344,8 +344,7 @@ def test_listed_messages_of_zero_are_all_that_a_step_waits_for(stage: int):
         title: sum(_seconds(row[2]) for row in rows if row[0].startswith("message: data"))
         for title, rows in tables.items()
     }
-    times = {"one layer": 8, "the embedding": 1, "the output layer": 1}
-    passes = sum(n * s for title, s in listed.items() for k, n in times.items() if k in title)
+    passes = sum(s for title, s in listed.items() if title.startswith("messages of ZeRO in one"))
     ends = listed["messages at the end of a step, pipeline rank 0"]
     assert (passes > 0) == (stage > 1) and ends > 0
     assert found.parts["data-parallel"] == pytest.approx(2 * passes + ends, rel=1e-3)
