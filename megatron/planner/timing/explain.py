@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron.engine.zero_plan import FORWARD, Reductions, Step, Zero, ZeroPlan, zero_of
+from megatron.engine.zero_plan import Instruction, Reductions, Step, Zero, ZeroPlan, zero_of
 from megatron.kernels.work import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
 from megatron.planner.cluster import GIB
@@ -219,12 +219,16 @@ def _zero(zero: Zero) -> list[tuple[str, str, str]]:
 
 def _zero_steps(plan: ZeroPlan) -> Table:
     """Draw what ZeRO does around and beside the steps of a stage's passes; equal rows are one."""
-    sums = Reductions(plan)
-    steps = (*plan.forward(0), *plan.reducing(0, True, sums))
-    rows = [(step.kind, str(step.call), *_instructions(plan, step)) for step in steps]
+    steps = (*plan.forward(0), *plan.reducing(0, True, Reductions(plan)))
+    rows, begun = list[tuple[str, int, tuple[str, ...]]](), set[Instruction]()
+    for step in steps:
+        before = [one for one in step.before if one not in begun]
+        begun = begun.difference(step.before).union(step.beside)
+        columns = (_instructions(plan, step, some) for some in (before, step.beside, step.after))
+        rows.append((step.kind, step.call, tuple(columns)))
     drawn = list[tuple[str, ...]]()
-    for (kind, *columns), group in itertools.groupby(rows, lambda row: (row[0], *row[2:])):
-        calls = [int(call) for _, call, *_ in group]
+    for (kind, columns), group in itertools.groupby(rows, lambda row: (row[0], row[2])):
+        calls = [call for _, call, _ in group]
         names = dict.fromkeys((_call(plan, calls[0]), _call(plan, calls[-1])))
         drawn.append((f"{kind}, {' to '.join(names)}", *columns))
     return Table(
@@ -242,22 +246,21 @@ def _call(plan: ZeroPlan, call: int) -> str:
     return "output layer" if calls[call].outlives else f"embedding {call}"
 
 
-def _instructions(plan: ZeroPlan, step: Step) -> tuple[str, ...]:
-    """Describe the instructions before, beside and after a step, by the place of their parameters."""
+_AWAY = {-1: "the layer before", 0: "this layer", 1: "the next layer"}
+
+
+def _instructions(plan: ZeroPlan, step: Step, instructions: Iterable[Instruction]) -> str:
+    """Describe the instructions around a step, by the place of their parameters."""
 
     def place(bucket: int) -> str:
-        calls = [plan.places[member][1] for member in plan.buckets[bucket].members]
-        if all(plan.calls[0][call].layer for call in (*calls, step.call)):
-            away = [call - step.call for call in (min(calls), max(calls))]
-            words = dict.fromkeys(f"{n:+d}" if n else "this" for n in away)
-            return f"layer {' to '.join(words)}"
-        return " to ".join(dict.fromkeys(_call(plan, call) for call in (min(calls), max(calls))))
+        ends = [plan.places[member][1] for member in plan.buckets[bucket].members]
+        first, last = min(ends), max(ends)
+        if first == last and plan.calls[0][first].layer and plan.calls[0][step.call].layer:
+            return _AWAY.get(first - step.call, _call(plan, first))
+        return " to ".join(dict.fromkeys((_call(plan, first), _call(plan, last))))
 
-    gathers = [] if plan.zero.ahead and step.kind != FORWARD else step.before
-    return tuple(
-        ", ".join(f"{one.op.value} {place(one.bucket)}" for one in some)
-        for some in (gathers, step.beside, step.after)
-    )
+    counts = Counter(f"{one.op.value} {place(one.bucket)}" for one in instructions)
+    return ", ".join(f"{words} ({n} buckets)" if n > 1 else words for words, n in counts.items())
 
 
 def _zero_messages(
