@@ -105,34 +105,41 @@ class BucketRule:
         for unit in units or ():
             numbers.setdefault(unit, len(numbers))
         kinds: dict[BucketKind, list[BucketPlan]] = {}
-        for number, record in reversed(list(enumerate(records))):
-            kind = BucketKind(
-                tied=record.tied,
-                experts=record.experts,
-                fp32=record.fp32,
-                unit=numbers[units[number]] if units else 0,
-            )
-            if frozen and frozen[number]:
-                kind = kind._replace(frozen=True)
-            else:
-                lr_scale, eps_scale = self.scales(record)
-                kind = kind._replace(
-                    spared=not record.decay,
-                    whole=self.whole(record),
-                    lr_scale=lr_scale,
-                    eps_scale=eps_scale,
-                )
+        known: dict[tuple[int, bool], tuple[BucketKind, int, bool]] = {}  # layers share records
+        for number in reversed(range(len(records))):
+            record, is_frozen = records[number], bool(frozen and frozen[number])
+            key = id(record), is_frozen
+            if key not in known:
+                is_vector = record.kind == "vector"
+                known[key] = self._kind(record, is_frozen), record.elements, is_vector
+            kind, elements, is_vector = known[key]
+            if units:
+                kind = kind._replace(unit=numbers[units[number]])
             buckets = kinds.setdefault(kind, [BucketPlan(kind, [])])
-            size = buckets[-1].elements + record.elements
-            if buckets[-1].elements and size > self.limit and not record.tied:
-                buckets.append(BucketPlan(kind, []))
-            buckets[-1].members.append(number)
-            buckets[-1].elements += record.elements
-            buckets[-1].vectors &= record.kind == "vector"
+            bucket = buckets[-1]
+            if bucket.elements and bucket.elements + elements > self.limit and not record.tied:
+                bucket = BucketPlan(kind, [])
+                buckets.append(bucket)
+            bucket.members.append(number)
+            bucket.elements += elements
+            bucket.vectors &= is_vector
         plans = [bucket for kind in sorted(kinds) for bucket in kinds[kind]]
         if all(bucket.kind.frozen for bucket in plans):
             plans.insert(0, BucketPlan(BucketKind(), []))
         return plans
+
+    def _kind(self, record: Sharding, frozen: bool) -> BucketKind:
+        """Return the kind of a parameter's bucket, without its unit."""
+        kind = BucketKind(tied=record.tied, experts=record.experts, fp32=record.fp32)
+        if frozen:
+            return kind._replace(frozen=True)
+        lr_scale, eps_scale = self.scales(record)
+        return kind._replace(
+            spared=not record.decay,
+            whole=self.whole(record),
+            lr_scale=lr_scale,
+            eps_scale=eps_scale,
+        )
 
 
 def bucket_limit(config: Config, ranks: int) -> float:

@@ -99,6 +99,7 @@ class Sizes(NamedTuple):
     states: int
     line: int
 
+    @functools.lru_cache(maxsize=1 << 12)  # noqa: B019 (sizes are values)
     def hops(self, op: Op, divided_weights: bool = False) -> tuple[Hop, ...]:
         """Return the collectives of an instruction.
 
@@ -145,8 +146,9 @@ class Zero(NamedTuple):
 
     def sizes_of(self, experts: bool) -> Sizes:
         """Return the sizes of experts, or of other parameters."""
-        each = self.experts if experts else 1
-        return Sizes(*(max(1, n // each) for n in self.sizes))
+        if not experts or self.experts == 1:
+            return self.sizes
+        return Sizes(*(max(1, n // self.experts) for n in self.sizes))
 
     def divides_weights(self, bucket: BucketPlan) -> bool:
         """Return whether a bucket's weights are divided outside of the passes that use them.
@@ -431,11 +433,19 @@ class ZeroPlan:
             return IN_FLIGHT
         return 1 if self.zero.hops(Op.REDUCE_BEYOND, self.buckets[bucket]) else math.inf
 
+    @functools.cached_property
+    def _divided(self) -> frozenset[int]:
+        """Buckets whose weights passes gather."""
+        numbered = enumerate(self.buckets)
+        return frozenset(n for n, bucket in numbered if self.zero.divides_weights(bucket))
+
     def gathered(self, stage: int, call: int) -> tuple[int, ...]:
         """Return the buckets that a call needs and that passes gather."""
+        if not self._divided:
+            return ()
         parameters = self.calls[stage][call].parameters
         buckets = dict.fromkeys(self.bucket_of[p] for p in parameters)
-        return tuple(n for n in buckets if self.zero.divides_weights(self.buckets[n]))
+        return tuple(n for n in buckets if n in self._divided)
 
     # -- passes ------------------------------------------------------------------------------------
 
@@ -497,11 +507,12 @@ class ZeroPlan:
         for stage, calls in self.calls.items():
             forward = [(FORWARD, call) for call in range(len(calls))]
             backward = list(self._backward_order(stage))
-            end = len(forward) + len(backward)
+            there, end = len(forward), len(forward) + len(backward)
             alone = self._with_weights(stage, forward)
             last = self._with_weights(stage, forward + backward)
-            steady = self._with_weights(stage, forward + backward + forward)
-            there = len(forward)
+            steady = last
+            if self._divided:
+                steady = self._with_weights(stage, forward + backward + forward)
             passes[stage] = last[:there], alone, steady[there:end], last[there:]
         return passes
 

@@ -5,6 +5,7 @@ The time of a pass is simulated: a clock for computations on the device, one for
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import deque
@@ -149,7 +150,6 @@ def plan_of_rank(config: Config, traced: Trace, rank: int) -> PlannedRank:
     return planned(traced, of_rank, zero, bucket_rule(config, zero.line), sweeps)
 
 
-@functools.lru_cache(maxsize=1 << 10)
 def planned(
     traced: Trace,
     stages: tuple[tuple[int, Stage], ...],
@@ -158,32 +158,83 @@ def planned(
     sweeps: tuple[tuple[str, ...], ...] = ((),),
 ) -> PlannedRank:
     """Return the plan of a rank with these stages, by number."""
+    return _planned(_weights_of(traced), stages, zero, rule, sweeps)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _planned(
+    weights: _Weights,
+    stages: tuple[tuple[int, Stage], ...],
+    zero: Zero,
+    rule: BucketRule,
+    sweeps: tuple[tuple[str, ...], ...],
+) -> PlannedRank:
+    # buckets depend neither on ZeRO's sizes nor on recomputation
+    plain = tuple((n, stage._replace(recomputed=(), split=False)) for n, stage in stages)
+    plan = _divided(weights, plain, zero.stage, rule)
+    recomputed = {number: stage.recomputed for number, stage in stages}
+    changed = dataclasses.replace(plan, zero=zero, sweeps=sweeps, recomputed=recomputed)
+    return PlannedRank(changed, _called(weights, plain)[0])
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """Parameters of a trace's parts; one object for all traces with the same."""
+
+    embedding: tuple[Sharding, ...]
+    kinds: tuple[tuple[Sharding, ...], ...]
+    head: tuple[Sharding, ...]
+
+
+_known_weights: dict[tuple[object, ...], _Weights] = {}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _weights_of(traced: Trace) -> _Weights:
+    kinds = tuple(layer.parameters for layer, _ in traced.kinds)
+    key = traced.embedding.parameters, kinds, traced.head.parameters
+    return _known_weights.setdefault(key, _Weights(*key))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _divided(
+    weights: _Weights, stages: tuple[tuple[int, Stage], ...], zero_stage: int, rule: BucketRule
+) -> ZeroPlan:
+    records, calls = _called(weights, stages)
+    return zero_plan(ALONE._replace(stage=zero_stage), rule, records, calls, {})
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _called(
+    weights: _Weights, stages: tuple[tuple[int, Stage], ...]
+) -> tuple[tuple[Sharding, ...], dict[int, list[Call]]]:
+    """Return a rank's parameters, in the order of their first use, and the calls that use them."""
     records = list[Sharding]()
     tied: list[int] = []
-    calls: dict[int, list[Call]] = {}
-    for stage_number, stage in stages:
-        calls[stage_number] = of_stage = []
-        for part in parts_of(traced, stage):
-            numbers = list[int]()
-            for record in part.parameters:
-                if record.tied and tied:
-                    numbers.append(tied[0])
-                    continue
-                numbers.append(len(records))
-                records.append(record)
-                if record.tied:
-                    tied.append(numbers[-1])
-            if part is not traced.embedding:
-                is_head = part is traced.head
-                of_stage.append(Call(tuple(numbers), outlives=is_head, layer=not is_head))
+
+    def numbers(parameters: Iterable[Sharding]) -> Iterator[int]:
+        for record in parameters:
+            if record.tied and tied:
+                yield tied[0]
                 continue
-            for _, some in itertools.groupby(numbers, lambda n: records[n].name.rpartition(".")[0]):
-                of_call = tuple(some)
-                table = all(records[n].kind == "embedding" for n in of_call)
-                of_stage.append(Call(of_call, table=table))
-    recomputed = {number: stage.recomputed for number, stage in stages}
-    plan = zero_plan(zero, rule, records, calls, recomputed, sweeps)
-    return PlannedRank(plan, tuple(records))
+            records.append(record)
+            if record.tied:
+                tied.append(len(records) - 1)
+            yield len(records) - 1
+
+    calls: dict[int, list[Call]] = {}
+    for number, stage in stages:
+        calls[number] = of_stage = []
+        tables = itertools.groupby(weights.embedding, lambda p: p.name.rpartition(".")[0])
+        for _, group in tables if stage.first else ():
+            some = tuple(group)
+            is_table = all(record.kind == "embedding" for record in some)
+            of_stage.append(Call(tuple(numbers(some)), table=is_table))
+        for kind in stage.layer_kinds:
+            of_stage.append(Call(tuple(numbers(weights.kinds[kind])), layer=True))
+        if stage.last:
+            of_stage.append(Call(tuple(numbers(weights.head)), outlives=True))
+    return tuple(records), calls
 
 
 def plan_in_passes(config: Config, traced: Trace, stage: Stage) -> ZeroPlan | None:
@@ -200,14 +251,16 @@ def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPl
     size = config.parallel.pipeline_model_parallel_size
     whole = bucket_rule(config, 1).whole
     key = config.optimizer, config.pieces
-    return _elements(
-        traced, tuple(stages_of(config)[rank::size]), BucketRule(whole=whole, settings=key)
-    )
+    stages = tuple(stages_of(config)[rank::size])
+    return _elements(_weights_of(traced), stages, BucketRule(whole=whole, settings=key))
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _elements(traced: Trace, stages: tuple[Stage, ...], rule: BucketRule) -> tuple[BucketPlan, ...]:
-    records = planned(traced, tuple(enumerate(stages)), ALONE, BucketRule()).records
+def _elements(
+    weights: _Weights, stages: tuple[Stage, ...], rule: BucketRule
+) -> tuple[BucketPlan, ...]:
+    plain = (stage._replace(recomputed=(), split=False) for stage in stages)
+    records, _ = _called(weights, tuple(enumerate(plain)))
     return tuple(rule.plan(records, [record.kind == "vector" for record in records]))
 
 
@@ -295,7 +348,7 @@ def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dic
 
 def parameters_of(trace: Trace, stage: Stage) -> int:
     """Count parameters of one tensor rank of a stage, including the last one's tied embedding."""
-    return sum(bucket.elements for bucket in _elements(trace, (stage,), BucketRule()))
+    return sum(bucket.elements for bucket in _elements(_weights_of(trace), (stage,), BucketRule()))
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
