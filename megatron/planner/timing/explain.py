@@ -211,9 +211,11 @@ def _zero(zero: Zero) -> list[tuple[str, str, str]]:
     """Return the row of ZeRO's stage and sizes; none without data-parallel ranks."""
     if zero.line == 1:
         return []
-    sizes = f"states over {zero.states}"
+    sizes = f"states over {zero.sizes.states}"
     if zero.stage > 1:
-        sizes = f"{'weights and ' * (zero.stage > 2)}gradients over {zero.inner} ranks, {sizes}"
+        sizes = (
+            f"{'weights and ' * (zero.stage > 2)}gradients over {zero.sizes.inner} ranks, {sizes}"
+        )
     return [("ZeRO", sizes if zero.stage else "nothing is divided", f"stage {zero.stage}")]
 
 
@@ -280,13 +282,10 @@ def _zero_messages(
 
 def _end_of_step(found: Estimate, rank: int) -> Table:
     """Tabulate the messages that sum gradients and gather new weights."""
-    zero = zero_of(found.config)
     engine = found.config.engine
     hides = found.cluster.device_type != "cpu"
     traced = trace(found.config, found.cluster.device_type)
-    buckets = timed_buckets(found.config, traced, found.run, rank)
-    sums = (m for b in buckets for m in zero.sums(b.elements, b.experts))
-    news = (m for b in buckets for m in zero.returns(b.elements, b.experts, b.vectors))
+    sums, news = messages_at_end(plan_of_rank(found.config, traced, rank).plan)
     rows = _messages(found, sums, "last backward pass" * (engine.overlap_grad_reduce and hides))
     rows += _messages(found, news, "first forward pass" * (engine.overlap_param_gather and hides))
     columns = ("message", "formula", "time", "overlaps with")
