@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from megatron.engine.optimizer_state import optimizer_state
 from megatron.engine.zero_plan import (
     AGAIN,
     BACKWARD,
-    IN_FLIGHT,
     Call,
     Instruction,
     Op,
@@ -534,8 +532,8 @@ def computed(
     return (again if step.kind == BACKWARD and ends_group else plain), name
 
 
-Sends = tuple[tuple[int, tuple[Message, ...]], ...]
-"""Buckets, and the messages of an instruction on each."""
+Sends = tuple[tuple[Instruction, tuple[Message, ...]], ...]
+"""Instructions with their messages."""
 
 
 class ZeroStep(NamedTuple):
@@ -557,12 +555,13 @@ def zero_steps(trace: Trace, stage: Stage, plan: ZeroPlan) -> tuple[ZeroStep, ..
     """List the steps of a micro-batch's passes in the middle of a step of training."""
 
     def sends(instructions: Iterable[Instruction]) -> Sends:
-        wanted = (one for one in instructions if one.op in (Op.GATHER, Op.REDUCE))
-        return tuple((one.bucket, tuple(messages_of(plan, [one]))) for one in wanted)
+        return tuple((one, tuple(messages_of(plan, [one]))) for one in instructions)
 
     halves = _halves(stage)
     passes = {"forward": plan.forward(0), **dict.fromkeys(halves, plan.backward(0))}
-    passes[list(halves)[-1]] = plan.reducing(0, False, Reductions(plan))
+    sums = Reductions(plan)
+    plan.reducing(0, False, sums)  # of the micro-batch before, whose sums are still under way
+    passes[list(halves)[-1]] = plan.reducing(0, False, sums)
     found = []
     for name, steps in passes.items():
         for step in steps:
@@ -601,33 +600,39 @@ def zero_waits(
     another.
     """
     clock, free = 0.0, dict[str, float]()
-    gathers, flying = dict[int, float](), deque[float]()
+    arrives: dict[tuple[Op, int], float] = {}
 
-    def sent(messages: Iterable[Message]) -> float:
+    def send(instruction: Instruction, messages: Iterable[Message]) -> None:
         nonlocal clock
-        arrives = clock
+        at = clock
         for message in messages:
-            arrives = max(arrives, free.get(message.group, 0.0)) + message_s(*message)
-            free[message.group] = arrives
-        clock = clock if hides else arrives
-        return arrives
+            at = max(at, free.get(message.group, 0.0)) + message_s(*message)
+            free[message.group] = at
+        arrives[instruction[:2]] = at
+        clock = clock if hides else at
+
+    def wait(op: Op, bucket: int) -> None:
+        nonlocal clock
+        clock = max(clock, arrives.pop((op, bucket), 0.0))
 
     waits = dict[str, float]()
     for _ in range(2):
         waits = dict.fromkeys((step.name for step in steps), 0.0)
         for step in steps:
             begin = clock
-            for bucket, messages in step.before:
-                arrives = gathers.pop(bucket) if bucket in gathers else sent(messages)
-                clock = max(clock, arrives)
-            for bucket, messages in step.beside:
-                gathers[bucket] = sent(messages)
+            for instruction, messages in step.before:
+                if instruction[:2] not in arrives:
+                    send(instruction, messages)
+                wait(*instruction[:2])
+            for instruction, messages in step.beside:
+                send(instruction, messages)
             waits[step.name] += clock - begin
             clock += seconds.get(step.of, 0.0)
             begin = clock
-            for _, messages in step.after:
-                while len(flying) >= IN_FLIGHT:
-                    clock = max(clock, flying.popleft())
-                flying.append(sent(messages))
+            for instruction, messages in step.after:
+                if instruction.op is Op.REDUCE:
+                    send(instruction, messages)
+                elif instruction.op is Op.ACCUMULATE:
+                    wait(Op.REDUCE, instruction.bucket)
             waits[step.name] += clock - begin
     return waits
