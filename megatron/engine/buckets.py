@@ -34,7 +34,7 @@ class BucketKind(NamedTuple):
     lr_scale   factor of the learning rate
     eps_scale  factor of AdamW's epsilon
     fp32       whether passes use the weights in fp32, also beside 16-bit weights
-    unit       number of what the bucket may not go beyond (unit_of)
+    unit       number of what the bucket may not go beyond (zero_plan._unit)
     """
 
     frozen: bool = False
@@ -92,7 +92,7 @@ class BucketRule:
         """Divide parameters into buckets, in the order of the optimizer's groups.
 
         records  of a rank's parameters, in the order in which forward passes use them first
-        units    of each, see unit_of; by default one unit
+        units    of each, what its bucket may not go beyond; by default one unit
         frozen   of each, whether it does not train; by default none
 
         Buckets of a kind are filled in the reverse of that order, which is about the order in which

@@ -47,7 +47,7 @@ from megatron.parallel.topology import Group, Shards, Topology
 class Gradients:
     """Gradient sums of this rank's parameters, reduced as the plan of ZeRO says.
 
-    buckets   of the plan, frozen ones included
+    numbered  buckets of the plan, frozen ones included
     terms     which gradients are terms of a sum over the tensor ranks
     direct    layers may add weight gradients to the sums themselves
 
@@ -67,13 +67,13 @@ class Gradients:
     def __init__(
         self,
         plan: ZeroPlan,
-        buckets: Sequence[Bucket],
+        numbered: Sequence[Bucket],
         topology: Topology,
         terms: Terms,
         direct: bool,
     ) -> None:
-        self._plan, self._numbered = plan, buckets
-        self.buckets = [buckets[number] for number in plan.order]
+        self._plan, self._numbered = plan, numbered
+        self.buckets = [numbered[number] for number in plan.order]
         self.local, self.counted = False, False
         self.first: FirstGradients | None = None
         self._looked: FirstGradients | None = None
@@ -83,7 +83,7 @@ class Gradients:
         self._bucket_of: dict[torch.nn.Parameter, int] = {}
         added = self._added if self._counting else None
         for number in plan.order:
-            bucket = buckets[number]
+            bucket = numbered[number]
             for p in bucket.parameters:
                 sink = GradientSink(p, bucket.gradient(p), added, direct)
                 p.gradient_sink = sink  # type: ignore[attr-defined]
@@ -709,7 +709,7 @@ class WeightGather:
                 continue
             self._continue(bucket, transfer(bucket, Op.RETURN))
         for bucket, (messages, works) in list(self._begun.items()):
-            if bucket.shards.outer.size > 1:  # the last hop arrives while forward passes run
+            if len(bucket.hops(Op.RETURN)) > 1:  # the last hop arrives while forward passes run
                 for work in works:
                     work.wait()
                 self._continue(bucket, messages)

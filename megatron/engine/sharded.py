@@ -274,7 +274,8 @@ class ShardedWeights(WeightGather):
         if self._keeps:
             return
         backward = kind != FORWARD
-        index = self._index[backward][kind, call]
+        # what a model recomputes besides the plan's groups, its backward pass follows
+        index = self._index[backward].get((kind, call), self._index[True][BACKWARD, call])
         if backward != self._backward or index < self._at or not self._steps:
             self._leave(len(self._steps))
             self._backward, self._at = backward, 0

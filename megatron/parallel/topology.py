@@ -113,11 +113,6 @@ class Shards:
         """Return whether the ranks of `states` have all experts of a layer among them."""
         return self.states.size % experts.size == 0
 
-    @property
-    def hops(self) -> int:
-        """Return the number of messages, one after another, that sum a gradient."""
-        return sum(group.size > 1 for group in (self.inner, self.outer, self.copies))
-
 
 @dataclass
 class _Groups:

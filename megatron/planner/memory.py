@@ -248,7 +248,6 @@ class _Chunk:
         self._traced, self._stage, self._block = traced, stage, block
         zero, rule = shared or (ALONE, BucketRule())
         self._plan = planned(traced, ((0, stage),), zero, rule).plan
-        self._recomputed = sum(stage.recomputed)
         self._groups = self._plan.groups[0]
         # layers that begin no group; their inputs are not kept
         self._inside = {call for group in self._groups.values() for call in group[1:]}

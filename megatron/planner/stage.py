@@ -566,6 +566,8 @@ def zero_steps(trace: Trace, stage: Stage, plan: ZeroPlan) -> tuple[ZeroStep, ..
     for name, steps in passes.items():
         for step in steps:
             part, of_part = computed(trace, stage, plan, step, halves.get(name, ""))
+            if name == "weight" and step.kind == AGAIN:  # the first half has done that
+                part = None
             of = None if part is None else getattr(part, of_part)
             around = (step.before, step.beside, step.after)
             found.append(ZeroStep(name, of, *map(sends, around)))

@@ -270,14 +270,18 @@ def _zero_messages(
 ) -> Iterator[Table]:
     """Tabulate the messages of ZeRO in the passes of one micro-batch."""
     columns = ("message", "formula", "time", "overlaps with")
+    engine = found.config.engine
     for name in ("forward", "backward", "weight"):
+        overlaps = engine.overlap_param_gather if name == "forward" else engine.overlap_grad_reduce
+        hides = overlaps and found.cluster.device_type != "cpu"
+        beside = "steps of the pass" if hides else ""
         messages = list[Message]()
         for stage in stages:
             if (plan := plan_in_passes(found.config, traced, stage)) is not None:
                 messages += messages_in_passes(traced, stage, plan, name)
         if messages:
             title = f"messages of ZeRO in one {name} pass, pipeline rank {rank}"
-            yield Table(title, columns, _messages(found, messages, "the next step of the pass"))
+            yield Table(title, columns, _messages(found, messages, beside))
 
 
 def _end_of_step(found: Estimate, rank: int) -> Table:
