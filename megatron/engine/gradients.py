@@ -652,7 +652,8 @@ def weight_users(chunk: torch.nn.Module) -> list[User]:
 
 def calls_of(chunk: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) -> list[Call]:
     """Describe a chunk's calls to the plan of ZeRO; `numbers` are those of the parameters."""
-    layers = set(getattr(chunk, "layers", ()))
+    layers = getattr(chunk, "layers", None)
+    layers = set(layers) if isinstance(layers, torch.nn.ModuleList) else set()
     calls = []
     for module, parameters in weight_users(chunk):
         inside = set(module.parameters())

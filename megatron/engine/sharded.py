@@ -225,8 +225,11 @@ class ShardedWeights(WeightGather):
         }
         # whether the backward pass of a look-up needs no weights
         self._looks_up = [call.table for call in plan.calls[stage]]
-        for number, (module, parameters) in enumerate(self._users([chunk])):
-            self._watch(number, module, parameters)
+        calls: dict[torch.nn.Module, list[int]] = {}
+        for number, (module, _) in enumerate(self._users([chunk])):
+            calls.setdefault(module, []).append(number)
+        for module, numbers in calls.items():
+            self._watch(module, numbers)
 
     def _indices(self, steps: Sequence[Step]) -> dict[tuple[str, int], int]:
         """Return the step that an event begins: a call, or the arrival of its output's gradient.
@@ -240,42 +243,55 @@ class ShardedWeights(WeightGather):
                 indices[BACKWARD, last], indices[AGAIN, last] = first, second
         return indices
 
-    def _watch(
-        self, number: int, module: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]
-    ) -> None:
-        of_call = {
-            self._plan.bucket_of[p] for p in self._plan.calls[self._stage][number].parameters
-        }
-        returned = [self._numbered[n] for n in self._plan.return_order if n in of_call]
+    def _watch(self, module: torch.nn.Module, numbers: Sequence[int]) -> None:
+        """Follow a module, which a pass calls once for each of these numbers."""
+        calls = self._plan.calls[self._stage]
+        used = {self._plan.bucket_of[p] for n in numbers for p in calls[n].parameters}
+        returned = [self._numbered[n] for n in self._plan.return_order if n in used]
         module.register_forward_pre_hook(partial(self._wait, returned))  # for new weights
+        now = numbers[0]
 
         def before(_: Any, args: Any) -> None:
-            if within_backward():
-                self._enter(AGAIN, number)
-                return
-            self._enter(FORWARD, number)
-            inputs = (x for x in args if isinstance(x, torch.Tensor))
-            table = self._plan.calls[self._stage][number].table
-            self._looks_up[number] = table and not any(x.requires_grad for x in inputs)
+            nonlocal now
+            kind = AGAIN if within_backward() else FORWARD
+            now = self._next(kind, numbers)
+            self._enter(kind, now)
+            if kind == FORWARD:
+                inputs = (x for x in args if isinstance(x, torch.Tensor))
+                is_look_up = calls[now].table and not any(x.requires_grad for x in inputs)
+                self._looks_up[now] = is_look_up
 
         def after(_: Any, __: Any, output: Any) -> None:
             if within_backward():  # recomputed: its backward pass follows
                 return
-            self._leave(self._index[False][FORWARD, number] + 1)
+            self._leave(self._index[False][FORWARD, now] + 1)
             for x in output if isinstance(output, tuple) else (output,):
                 if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
-                    x.register_hook(lambda _: self._enter(BACKWARD, number))
+                    x.register_hook(partial(self._enter_backward, now))
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
+
+    def _next(self, kind: str, numbers: Sequence[int]) -> int:
+        """Return the first of a module's calls that the pass has not come to."""
+        backward = kind != FORWARD
+        at = self._at if backward == self._backward else 0
+        indices = self._index[backward]
+        in_order = sorted(numbers, key=lambda number: indices.get((kind, number), 0))
+        following = (n for n in in_order if indices.get((kind, n), 0) >= at)
+        return next(following, in_order[0])
+
+    def _enter_backward(self, call: int, _: torch.Tensor) -> None:
+        self._enter(BACKWARD, call)
 
     def _enter(self, kind: str, call: int) -> None:
         """Begin a step: wait for its weights, and begin to gather those of the next."""
         if self._keeps:
             return
         backward = kind != FORWARD
-        # what a model recomputes besides the plan's groups, its backward pass follows
-        index = self._index[backward].get((kind, call), self._index[True][BACKWARD, call])
+        indices = self._index[backward]
+        # the backward pass follows what a model recomputes besides the plan's groups
+        index = indices.get((kind, call), indices.get((BACKWARD, call), len(indices)))
         if backward != self._backward or index < self._at or not self._steps:
             self._leave(len(self._steps))
             self._backward, self._at = backward, 0
@@ -284,7 +300,7 @@ class ShardedWeights(WeightGather):
             else:
                 self._steps = self._plan.forward(self._stage, torch.is_grad_enabled())
         self._leave(index)
-        step = self._steps[index]
+        step = self._steps[index] if index < len(self._steps) else Step(kind, call)
         needed = [instruction.bucket for instruction in step.before]
         if not (kind == BACKWARD and self._looks_up[call]):
             needed += self._plan.gathered(self._stage, call)

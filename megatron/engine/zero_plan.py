@@ -527,8 +527,18 @@ class ZeroPlan:
         return found
 
     def _backward_order(self, stage: int) -> Iterator[tuple[str, int]]:
-        """Yield kinds and calls of a backward pass in order."""
-        for call in reversed(range(len(self.calls[stage]))):
+        """Yield kinds and calls of a backward pass in order.
+
+        With stage 3, whose pipeline has one stage, it ends with the first call that trains anything.
+        """
+        calls = self.calls[stage]
+        trained = (
+            number
+            for number, call in enumerate(calls)
+            if any(not self.buckets[self.bucket_of[p]].kind.frozen for p in call.parameters)
+        )
+        first = next(trained, len(calls)) if self.zero.stage == 3 else 0
+        for call in reversed(range(first, len(calls))):
             group = self.groups[stage].get(call, ())
             yield from ((AGAIN, member) for member in (*group[-1:], *group[:-1]))
             yield BACKWARD, call

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.config.pieces import Pieces
 from megatron.engine.zero_plan import IN_FLIGHT, Op
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -115,3 +117,56 @@ def test_sums_over_other_ranks_begin_in_the_last_backward_pass(stage: int) -> No
 def test_a_second_batch_after_the_sums_were_sent_is_refused() -> None:
     messages = run_processes(4, outward, 3, True)
     assert len(set(messages)) == 1 and "--no-overlap-grad-reduce" in messages[0]
+
+
+def of_users(rank: int, stage: int) -> list[tuple[list[float], int]]:
+    """Return losses of users' models after a step, and warnings."""
+    import warnings
+
+    from torch.utils.checkpoint import checkpoint
+
+    from megatron.engine.engine import Engine, build_executor
+    from megatron.model.gpt import GPTChunk, build_chunks, layer_context
+
+    class Recomputes(GPTChunk):
+        def _run_layers(self, hidden: Any, call: Any) -> Any:
+            for layer in self.layers:
+                hidden = checkpoint(layer, hidden, call, use_reentrant=False)
+            return hidden
+
+    class Shares(GPTChunk):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.layers = torch.nn.ModuleList([*self.layers, *self.layers])
+
+    class Trains(GPTChunk):
+        """Its last layer alone."""
+
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.requires_grad_(False)
+            self.layers[-1].requires_grad_(True)
+
+    found, topology = list[tuple[list[float], int]](), join()
+    for model in (Recomputes, Shares, Trains):
+        config = configured(dict(num_layers=3, zero_stage=stage, global_batch_size=4), 2)
+        config = dataclasses.replace(config, pieces=Pieces(model=model))
+        chunks = build_chunks(config, topology, layer_context(config, topology, late=stage == 3))
+        engine = Engine(config, topology, chunks)
+        executor = build_executor(config, topology, chunks, engine)
+        losses = list[float]()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in range(3):
+                losses += map(float, executor.train(batches(config, step, topology.replica)))
+                engine.step(1e-2)
+        found.append((losses, sum("weight_users" in str(one.message) for one in warned)))
+    return found
+
+
+def test_models_of_users_train_alike_with_stage_3() -> None:
+    """They recompute by themselves, call a layer twice, or train their last layer."""
+    for whole, gathered in zip(*(run_processes(2, of_users, n) for n in (1, 3)), strict=True):
+        for (losses, _), (found, warned) in zip(whole, gathered, strict=True):
+            assert found == pytest.approx(losses, rel=1e-5) and len(set(losses)) == 6
+            assert not warned
