@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.load import load, load_weights
-from megatron.engine import gradients
+from megatron.engine import buckets
 from megatron.engine.engine import Engine
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
@@ -73,11 +73,11 @@ def padded_less(action: Any) -> Any:
 
     Checkpoints had it before this project padded buckets itself.
     """
-    usual, gradients.ALIGNMENT = gradients.ALIGNMENT, 2
+    usual, buckets.ALIGNMENT = buckets.ALIGNMENT, 2
     try:
         return action()
     finally:
-        gradients.ALIGNMENT = usual
+        buckets.ALIGNMENT = usual
 
 
 def in_pieces(action: Any) -> Any:

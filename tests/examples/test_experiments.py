@@ -221,10 +221,10 @@ class Runs:
         self.clock, self.calls, self.ends = VirtualClock(), [], ends or {}
         self.steps: list[tuple[str, float, float, Any]] = []
         monkeypatch.setattr(
-            running, "start_here", lambda words, count, folder, **_: FakeRun(self, folder, None)
+            running, "start_here", lambda words, count, folder, _: FakeRun(self, folder, None)
         )
         monkeypatch.setattr(
-            running, "start_step", lambda words, step, folder, **_: FakeRun(self, folder, step)
+            running, "start_step", lambda words, step, folder, _: FakeRun(self, folder, step)
         )
 
     def run(

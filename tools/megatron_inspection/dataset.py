@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -274,7 +275,7 @@ def _check_tokens(
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
     with path.open("rb") as file:
         while data := file.read(_BLOCK_BYTES):
-            tokens = np.frombuffer(data, index.dtype, len(data) // itemsize)
+            tokens: npt.NDArray[Any] = np.frombuffer(data, index.dtype, len(data) // itemsize)
             if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > limit):
                 for at in found.places(
                     "vocabulary", (tokens < 0) | (tokens.astype(np.int64) > limit)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -52,7 +54,7 @@ class Agreement:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._own: dict[str, tuple[Callable[[], int], Callable[[], bool]]] = {}
-        self._posted: tuple[torch.Tensor, list[str], Started] | None = None
+        self._posted: tuple[npt.NDArray[np.int32], list[str], Started] | None = None
 
     def add(self, name: str, own: Callable[[], int], on: Callable[[], bool] = lambda: True) -> None:
         """Agree on `name` from now on.
@@ -76,8 +78,10 @@ class Agreement:
         """Start the reduction. The previous one must have been read. All ranks call this."""
         assert self._posted is None, "one reduction at a time"
         if self._topology.world.size > 1 and (own := self._current()):
-            numbers = torch.tensor(list(own.values()), dtype=torch.int32)
-            work = collectives.all_reduce_async(numbers, self._topology.world, dist.ReduceOp.MAX)
+            numbers = np.array(list(own.values()), np.int32)  # which no device is asked for
+            work = collectives.all_reduce_async(
+                torch.from_numpy(numbers), self._topology.world, dist.ReduceOp.MAX
+            )
             self._posted = numbers, list(own), work
 
     def read(self) -> Mapping[str, int]:
