@@ -134,9 +134,8 @@ class HostState:
             (p,) = group["params"]
             use = self._use(self._number[p], names)
             number = len(self._uses)
-            if (
-                not self._fetched or self._fetched[0] != use
-            ):  # not as expected: from now on when it is needed
+            # not as expected: from now on, state is fetched when it is needed
+            if not self._fetched or self._fetched[0] != use:
                 self._instructions = iter(())
                 self._fetched.clear()
                 self._copy_in(use, number)

@@ -210,7 +210,6 @@ class ShardedWeights(WeightGather):
     ) -> None:
         super().__init__([buckets[n] for n in plan.return_order], (), plan.zero.ahead)
         self._plan, self._numbered, self._stage = plan, buckets, stage
-        self._number = {bucket: n for n, bucket in enumerate(buckets)}
         self._names = [name_of(chunk, module) for module, _ in weight_users(chunk)]
         self._works: dict[int, Any] = {}
         self._here = set[int]()

@@ -308,8 +308,7 @@ class Reductions:
             return
         stage = self._plan.stage_of(bucket)
         while (following := self._following(stage)) in self._complete:
-            self._sent[stage] = self._sent.get(stage, 0) + 1
-            yield from self.send(following, final)
+            yield from self._send_next(stage, following, final)
 
     def was_sent(self, bucket: int) -> bool:
         """Return whether a bucket was sent in this pass."""
@@ -321,11 +320,14 @@ class Reductions:
         while (following := self._following(stage)) is not None:
             if self._plan.zero.divides_gradients:
                 yield from self.use(following)
-            self._sent[stage] = self._sent.get(stage, 0) + 1
-            yield from self.send(following, final)
+            yield from self._send_next(stage, following, final)
         if self._plan.zero.divides_gradients:  # otherwise a step's passes count as one
             self._sent.pop(stage, None)
             self._complete.difference_update(self._plan.order_of(stage))
+
+    def _send_next(self, stage: int, bucket: int, final: bool) -> Iterator[Instruction]:
+        self._sent[stage] = self._sent.get(stage, 0) + 1
+        yield from self.send(bucket, final)
 
     def send(self, bucket: int, final: bool) -> Iterator[Instruction]:
         """Send a bucket; `final`: the sum over the other ranks follows when it has arrived.
@@ -502,7 +504,7 @@ class ZeroPlan:
 
     @functools.cached_property
     def _passes(self) -> Mapping[int, tuple[tuple[Step, ...], ...]]:
-        """Of each stage: forward before a backward pass, forward alone, backward, and last backward."""
+        """Passes of each stage: forward before a backward pass, forward alone, backward, the last."""
         passes = {}
         for stage, calls in self.calls.items():
             forward = [(FORWARD, call) for call in range(len(calls))]

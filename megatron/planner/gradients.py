@@ -19,8 +19,8 @@ Sums = Sequence[tuple[int, Sum]]
 """Uses of gradient sums in a pass, each with the number of the row before which it is."""
 
 Uses = list[list[tuple[int, int, bool]]]
-"""Of each part from the last one on: before which of its rows, of which bucket, and whether that
-completes a contribution."""
+"""Uses of each part from the last one on: before which of its rows, of which bucket, and whether
+that completes a contribution."""
 
 
 class Chunk:

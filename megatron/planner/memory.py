@@ -19,7 +19,7 @@ import numpy as np
 from megatron.config import Config, ModelConfig
 from megatron.engine.buckets import BucketPlan, BucketRule, bucket_rule
 from megatron.engine.optimizer_state import optimizer_state
-from megatron.engine.zero_plan import AGAIN, BACKWARD, Op, Step, Zero, ZeroPlan, zero_of
+from megatron.engine.zero_plan import BACKWARD, Op, Step, Zero, ZeroPlan, zero_of
 from megatron.pipeline.orders import Op as PipelineOp
 from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Give, Part, Pass, Sum, Take, Trace
@@ -118,7 +118,7 @@ def room_bytes(memory: float, device: str) -> float:
 
 
 Shared = tuple[Zero, BucketRule]
-"""What ZeRO stages 2 and 3 divide, and how parameters become buckets."""
+"""Sizes of what ZeRO stages 2 and 3 divide, and the rule of their buckets."""
 
 
 def shared_of(config: Config) -> Shared | None:
@@ -283,7 +283,7 @@ class _Chunk:
         for step in self._plan.backward(0):
             part, name = computed(self._traced, self._stage, self._plan, step, half)
             of_step = NOTHING
-            if part is not None and not (step.kind == AGAIN and half == "weights"):
+            if part is not None:
                 of_step = _passes(part, self._block)[name].rows
                 if step.call in self._made_again:
                     of_step = _as_temporary(of_step)

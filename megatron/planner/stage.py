@@ -517,7 +517,7 @@ def computed(
     half  of a backward pass, or "backward"
 
     The embedding's pass is that of the last of its tables. The last layer of a recomputed group
-    repeats its forward pass within its backward pass.
+    repeats its forward pass within its backward pass. The second half of a split one repeats none.
     """
     layer = step.call - (len(plan.calls[0]) - stage.layers - stage.last)
     name = half if step.kind == BACKWARD else "forward"
@@ -527,7 +527,7 @@ def computed(
         return trace.head, name
     plain, again = trace.layer_of(stage.layer_kinds[layer])
     ends_group = step.call in plan.groups[0]
-    if step.kind == AGAIN and ends_group:
+    if step.kind == AGAIN and (ends_group or half == "weights"):
         return None, name
     return (again if step.kind == BACKWARD and ends_group else plain), name
 
@@ -566,8 +566,6 @@ def zero_steps(trace: Trace, stage: Stage, plan: ZeroPlan) -> tuple[ZeroStep, ..
     for name, steps in passes.items():
         for step in steps:
             part, of_part = computed(trace, stage, plan, step, halves.get(name, ""))
-            if name == "weight" and step.kind == AGAIN:  # the first half has done that
-                part = None
             of = None if part is None else getattr(part, of_part)
             around = (step.before, step.beside, step.after)
             found.append(ZeroStep(name, of, *map(sends, around)))

@@ -1,4 +1,4 @@
-"""What a DeepSpeed JSON asks for: DeepSpeed's monitors, its comms logger and its flops profiler."""
+"""Reports that a DeepSpeed JSON asks for: monitors, comms logger and flops profiler of DeepSpeed."""
 
 from __future__ import annotations
 
