@@ -38,9 +38,9 @@ from megatron.parallel.topology import Topology  # noqa: E402
 from megatron.pipeline.captured import Captures, Pool  # noqa: E402
 from megatron.pipeline.executor import Executor  # noqa: E402
 from megatron.planner.cluster import load_cluster  # noqa: E402
-from megatron.planner.stage import rates_of, stage_seconds  # noqa: E402
 from megatron.planner.stage import stages_of as stages_planned  # noqa: E402
 from megatron.planner.table import Table, print_table  # noqa: E402
+from megatron.planner.timing.passes import rates_of, stage_seconds  # noqa: E402
 from megatron.planner.trace import trace  # noqa: E402
 
 WIDTH, TOKENS, VOCABULARY, FEW, MANY, REPEATS = 64, 8, 64, 2, 10, 200

@@ -37,8 +37,8 @@ from megatron.kernels.work import Attention, Computation, Memory, Product  # noq
 from megatron.planner.cluster import load_cluster  # noqa: E402
 from megatron.planner.events import Again, Pass, Post, Wait  # noqa: E402
 from megatron.planner.recorder import record  # noqa: E402
-from megatron.planner.stage import rates_of, seconds_of  # noqa: E402
 from megatron.planner.timing.estimate import bytes_per_element, estimate  # noqa: E402
+from megatron.planner.timing.passes import rates_of, seconds_of  # noqa: E402
 from megatron.planner.trace import trace  # noqa: E402
 
 ELEMENT = 2  # bytes of bf16

@@ -34,9 +34,9 @@ from megatron.planner.search import tables
 from megatron.planner.search.find import Found, Progress, Search, check_device_orders, search
 from megatron.planner.search.space import Space, make_config, usable_bytes
 from megatron.planner.search.tables import Chosen, chosen_layout
-from megatron.planner.stage import rates_of
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
+from megatron.planner.timing.passes import rates_of
 from megatron.training.run.process import as_tool
 from megatron_preparation.progress import ByteProgress
 

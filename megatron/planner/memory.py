@@ -30,6 +30,7 @@ from megatron.planner.stage import (
     Stage,
     computed,
     elements_of_rank,
+    first_layer,
     halves_of,
     parts_of,
     plan_of_rank,
@@ -261,7 +262,7 @@ class _Chunk:
             part, _ = computed(self._traced, self._stage, self._plan, step, "")
             of_step = NOTHING
             if step.call in again:
-                kind = self._stage.layer_kinds[step.call - self._first_layer]
+                kind = self._stage.layer_kinds[step.call - first_layer(self._stage, self._plan)]
                 of_step = _passes(self._traced.layer_of(kind)[1], self._block)["forward"].rows
                 if step.call in self._inside:  # nothing of its own is kept
                     of_step = np.concatenate([of_step, -of_step.sum(axis=0, keepdims=True)])
@@ -269,10 +270,6 @@ class _Chunk:
                 of_step = _passes(part, self._block)["forward"].rows
             rows += self._around(step, of_step, here)
         return np.concatenate(rows)
-
-    @property
-    def _first_layer(self) -> int:
-        return len(self._plan.calls[0]) - self._stage.layers - self._stage.last
 
     def backward(self, half: str, gradients: Gradients | None = None) -> Bytes:
         """Return the rows of a backward pass, or of a half of it."""

@@ -1,6 +1,6 @@
-"""Work of a pipeline stage for one micro-batch, composed from a trace's parts, and its time.
+"""Work of a pipeline stage for one micro-batch, composed from a trace's parts, and ZeRO's messages.
 
-The time of a pass is simulated: a clock for computations on the device, one for its messages.
+timing/passes.py has its time.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ from megatron.engine.zero_plan import (
     BACKWARD,
     Call,
     Instruction,
-    Op,
     Reductions,
     Sizes,
     Step,
@@ -30,24 +29,15 @@ from megatron.engine.zero_plan import (
     zero_of,
     zero_plan,
 )
-from megatron.kernels.work import Attention, Computation, Product
 from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel.sharding import Sharding
 from megatron.pipeline.schedule import splits_backward
-from megatron.planner.cluster import Cluster
 from megatron.planner.events import (
-    Again,
-    Give,
     Message,
     Part,
     Pass,
-    Post,
-    Sum,
-    Take,
     Trace,
-    Wait,
 )
-from megatron.planner.rates import Rates
 from megatron.planner.trace import kinds_of_layers
 from megatron.planner.zero import messages_of
 
@@ -356,156 +346,9 @@ def tied_elements(config: Config, trace: Trace) -> float:
     return sum(p.elements for p in trace.head.parameters if p.tied) / zero_of(config).sizes.states
 
 
-# -- time ------------------------------------------------------------------------------------------
-
-MessageSeconds = Callable[[str, float, str], float]
-"""Function from a message's kind, bytes and group to its seconds."""
-
-
-@functools.lru_cache(maxsize=64)
-def rates_of(cluster: Cluster, dtype_name: str) -> Rates:
-    """Return the rates of a machine and dtype; one object for each, which caches its results."""
-    return Rates(cluster, dtype_name)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def seconds_of(operation: Computation, rates: Rates) -> float:
-    if isinstance(operation, Product):
-        if not operation.flops:  # of an expert without rows
-            return 0.0
-        moved = rates.memory_s(operation.moved, 0) if operation.moved else 0.0
-        return max(rates.product_s(*operation[:4]), moved)
-    if isinstance(operation, Attention):
-        return rates.attention_s(operation)
-    return rates.memory_s(*operation)
-
-
-def crowding(config: Config, cluster: Cluster) -> float:
-    """Count the ranks that share a core while a whole node computes; 1 for GPUs."""
-    if cluster.shared_cores is None:
-        return 1.0
-    return max(
-        1.0, min(config.parallel.world_size, cluster.devices_per_node) / cluster.shared_cores
-    )
-
-
-class PassSeconds(NamedTuple):
-    """Seconds of one pass: computation, recomputation, and waiting for messages, or for ZeRO's."""
-
-    compute: float
-    again: float
-    waited: float
-    shared: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.again + self.waited + self.shared
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, float]:
-    """Return a pass's messages and the seconds between them, then its compute and recompute time."""
-    found: list[float | Post | Wait] = []
-    sums = {False: 0.0, True: 0.0}
-    since = 0.0
-    for step in of.steps:
-        if isinstance(step, Post | Wait):
-            found += [since, step]
-            since = 0.0
-        elif not isinstance(step, Take | Give | Sum):
-            seconds = seconds_of(step.operation if isinstance(step, Again) else step, rates)
-            sums[isinstance(step, Again)] += seconds
-            since += seconds
-    return [*found, since], sums[False], sums[True]
-
-
-def pass_seconds(
-    of: Pass, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True
-) -> PassSeconds:
-    """Simulate a pass. A message without a wait in it overlaps with the next pass.
-
-    message_s  None: messages take no time
-    hides      messages overlap with computation; otherwise each is waited for when it is posted
-    """
-    timed, compute, again = _timed(of, rates)
-    if message_s is None:
-        return PassSeconds(compute, again, 0.0)
-    clock = waited = 0.0
-    arrives: dict[int, float] = {}
-    free: dict[str, float] = {}  # the links of each group
-    for step in timed:
-        if isinstance(step, float):
-            clock += step
-            continue
-        if isinstance(step, Post):
-            group = step.message.group
-            there = max(clock, free.get(group, 0.0)) + message_s(*step.message)
-            free[group] = arrives[step.number] = there
-            if hides:
-                continue
-        there = max(clock, arrives.get(step.number, 0.0))
-        waited = waited + there - clock
-        clock = there
-    return PassSeconds(compute, again, waited)
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """Seconds of one micro-batch; `backward` and `weight` are the halves of a split backward pass.
-
-    overhead  of the host, for each of the three passes
-    """
-
-    forward: PassSeconds
-    backward: PassSeconds
-    weight: PassSeconds
-    overhead: tuple[float, float, float]
-
-    @property
-    def forward_s(self) -> float:
-        return self.forward.total + self.overhead[0]
-
-    @property
-    def backward_s(self) -> float:
-        return self.backward.total + self.overhead[1]
-
-    @property
-    def weight_s(self) -> float:
-        return self.weight.total + self.overhead[2]
-
-
-def stage_seconds(
-    trace: Trace,
-    stage: Stage,
-    rates: Rates,
-    message_s: MessageSeconds | None,
-    *,
-    hides: bool = True,
-    plan: ZeroPlan | None = None,
-) -> StageSeconds:
-    """Time a stage; message_s None: messages take no time.
-
-    plan  of ZeRO, for the stage as number 0, where passes send its messages
-    """
-    found, seconds = {}, dict[Pass | None, float]()
-    for name, runs in stage_passes(trace, stage).items():
-        parts = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
-        seconds |= {run.of: one.total for run, one in parts}
-        compute = sum(run.times * one.compute for run, one in parts if not run.again)
-        again = sum(run.times * (one.again + one.compute * run.again) for run, one in parts)
-        waited = sum(run.times * one.waited for run, one in parts)
-        found[name] = PassSeconds(compute, again, waited)
-    if plan is not None and message_s is not None:
-        steps = zero_steps(trace, stage, plan)
-        for name, shared in zero_waits(steps, seconds, message_s, hides).items():
-            found[name] = found[name]._replace(shared=shared)
-    recomputed = sum(stage.recomputed)
-    each = rates.instruction_overhead_s
-    ahead = rates.layer_forward_overhead_s
-    back = rates.layer_backward_overhead_s
-    backward = each + back * stage.layers + ahead * recomputed
-    overhead = each + ahead * stage.layers, backward, each if stage.split else 0.0
-    return StageSeconds(found["forward"], found["backward"], found["weight"], overhead)
+def first_layer(stage: Stage, plan: ZeroPlan) -> int:
+    """Return the number of the first layer's call; the plan has the stage as number 0."""
+    return len(plan.calls[0]) - stage.layers - stage.last
 
 
 def computed(
@@ -519,7 +362,7 @@ def computed(
     The embedding's pass is that of the last of its tables. The last layer of a recomputed group
     repeats its forward pass within its backward pass. The second half of a split one repeats none.
     """
-    layer = step.call - (len(plan.calls[0]) - stage.layers - stage.last)
+    layer = step.call - first_layer(stage, plan)
     name = half if step.kind == BACKWARD else "forward"
     if layer < 0:
         return (trace.embedding if layer == -1 else None), name
@@ -583,56 +426,3 @@ def messages_in_passes(
         for _, messages in (*step.before, *step.after)
         for message in messages
     ]
-
-
-def zero_waits(
-    steps: Sequence[ZeroStep],
-    seconds: Mapping[Pass | None, float],
-    message_s: MessageSeconds,
-    hides: bool,
-) -> dict[str, float]:
-    """Return how long the passes of a micro-batch wait for messages of ZeRO, by name.
-
-    seconds  of each pass without them
-    hides    messages overlap with computation; otherwise each is waited for
-
-    Two micro-batches are simulated, of which the second counts. The messages of a group follow one
-    another.
-    """
-    clock, free = 0.0, dict[str, float]()
-    arrives: dict[tuple[Op, int], float] = {}
-
-    def send(instruction: Instruction, messages: Iterable[Message]) -> None:
-        nonlocal clock
-        at = clock
-        for message in messages:
-            at = max(at, free.get(message.group, 0.0)) + message_s(*message)
-            free[message.group] = at
-        arrives[instruction[:2]] = at
-        clock = clock if hides else at
-
-    def wait(op: Op, bucket: int) -> None:
-        nonlocal clock
-        clock = max(clock, arrives.pop((op, bucket), 0.0))
-
-    waits = dict[str, float]()
-    for _ in range(2):
-        waits = dict.fromkeys((step.name for step in steps), 0.0)
-        for step in steps:
-            begin = clock
-            for instruction, messages in step.before:
-                if instruction[:2] not in arrives:
-                    send(instruction, messages)
-                wait(*instruction[:2])
-            for instruction, messages in step.beside:
-                send(instruction, messages)
-            waits[step.name] += clock - begin
-            clock += seconds.get(step.of, 0.0)
-            begin = clock
-            for instruction, messages in step.after:
-                if instruction.op is Op.REDUCE:
-                    send(instruction, messages)
-                elif instruction.op is Op.ACCUMULATE:
-                    wait(Op.REDUCE, instruction.bucket)
-            waits[step.name] += clock - begin
-    return waits

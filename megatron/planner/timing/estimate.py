@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.engine.optimizer_state import ROUND, has_kernel, optimizer_state
-from megatron.engine.zero_plan import Op, Reductions, ZeroPlan, zero_of
+from megatron.engine.zero_plan import Instruction, Op, Reductions, ZeroPlan, zero_of
 from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
@@ -34,18 +34,20 @@ from megatron.planner.placement import Placement, choose_placement, over_nodes
 from megatron.planner.rates import Rates
 from megatron.planner.stage import (
     Stage,
-    StageSeconds,
-    crowding,
     elements_of_rank,
     messages_in_passes,
     plan_in_passes,
     plan_of_rank,
-    rates_of,
-    seconds_of,
     stage_flops,
-    stage_seconds,
     stages_of,
     tied_elements,
+)
+from megatron.planner.timing.passes import (
+    StageSeconds,
+    crowding,
+    rates_of,
+    seconds_of,
+    stage_seconds,
 )
 from megatron.planner.trace import trace
 from megatron.planner.zero import messages_at_end, messages_of
@@ -190,7 +192,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     }
     seconds = tuple(each[stage] for stage in stages)
     run = _run(config, cluster, channels, seconds, traced)
-    reduced, gathered = exchange(config, traced, channels, run, hides=hides)
+    reduced, gathered = exchange(config, traced, channels, run, seconds, hides=hides)
     parts = _parts_of_passes(config, seconds, run)
     parts["data-parallel"] += crowd * (reduced + gathered)
     if tied := tied_elements(config, traced):
@@ -294,13 +296,18 @@ class Exchange(NamedTuple):
 
 
 def exchange(
-    config: Config, traced: Trace, channels: Channels, run: PipelineRun, *, hides: bool
+    config: Config,
+    traced: Trace,
+    channels: Channels,
+    run: PipelineRun,
+    stages: Sequence[StageSeconds],
+    *,
+    hides: bool,
 ) -> Exchange:
     """Time the engine's buckets that overlap with the last backward and first forward passes.
 
-    hides  whether messages overlap with computation
-
-    Sums over the inner ranks that ZeRO stages 2 and 3 send in each pass are the passes'.
+    stages  seconds of all stages, which include what ZeRO stages 2 and 3 send in each pass
+    hides   whether messages overlap with computation
     """
     if zero_of(config).line == 1:
         return Exchange(0.0, 0.0)
@@ -312,22 +319,41 @@ def exchange(
             [pick(moments[member][i] for member in bucket.members) for bucket in plan.buckets]
             for i, pick in ((0, min), (1, max))
         )
-        end, sums = max(ready), Reductions(plan)
+        # the stage of this rank's first chunk is its first to begin a step, and its last to end one
+        first, last = stages[rank].first, stages[rank].last
+        end, sums = max(ready) + last, Reductions(plan)
         sent = [(ready[n], one) for n in plan.order for one in sums.complete(n, final=True)]
         after = list(plan.end(sums))
-        free = arrived = 0.0
+        free = end if last else 0.0
         for begin, instruction in (*sent, *((end, one) for one in after)):
             in_passes = instruction.op is Op.REDUCE and plan.zero.divides_gradients
             if instruction.op in (Op.REDUCE, Op.REDUCE_BEYOND) and not in_passes:
                 free = max(free, begin if hides else end)
                 free += seconds_of_all(channels, messages_of(plan, [instruction]))
-        for instruction in after:
-            if instruction.op is Op.RETURN:
-                arrived += seconds_of_all(channels, messages_of(plan, [instruction]))
-                due = needed[instruction.bucket] if plan.zero.ahead and hides else min(needed)
-                gathered = max(gathered, arrived - due)
         reduced = max(reduced, free)
+        returns = [one for one in after if one.op is Op.RETURN]
+        due = needed if plan.zero.ahead and hides else [min(needed)] * len(needed)
+        gathered = max(gathered, first + _late(plan, returns, channels, due))
     return Exchange(reduced - run.makespan, gathered)
+
+
+def _late(
+    plan: ZeroPlan, returns: Iterable[Instruction], channels: Channels, due: Sequence[float]
+) -> float:
+    """Return by how much new weights come later than they are due, by bucket.
+
+    Messages of a group follow one another. The second hop of a bucket begins when the first has
+    arrived, which is waited for before the first pass (engine.gradients.WeightGather.start).
+    """
+    late, free = 0.0, dict[str, float]()
+    for instruction in returns:
+        arrives, messages = 0.0, messages_of(plan, [instruction])
+        for number, message in enumerate(messages, start=1):
+            begins = max(arrives, free.get(message.group, 0.0))
+            arrives = free[message.group] = begins + channels.seconds(*message)
+            at = due[instruction.bucket] if number == len(messages) else min(due)
+            late = max(late, arrives - at)
+    return late
 
 
 def _moments(
@@ -507,7 +533,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
         )
         for stage in set(stages)
     }
-    seconds = [each[stage] for stage in stages]
+    seconds = [each[stage][0] for stage in stages]
     size = config.parallel.pipeline_model_parallel_size
     m = config.num_micro_batches()
     passes = _passes(seconds, size, m)
@@ -519,13 +545,14 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
         on_link = (2 if hides else 1) * m * config.parallel.num_chunks * occupies
         passes = max(passes + 2 * (size - 1) * (occupies + latency), on_link)
     after = _exchanged(config, traced, channels, seconds, hides)
+    after += max(each[stage][1] for stage in stages[:size])
     after += optimizer_seconds(config, cluster, rates)
     after += whole_seconds(config, cluster, channels)
     return passes + crowd * after + rates.step_overhead_s
 
 
 _Seconds = tuple[float, float, float]
-_known: dict[tuple[object, ...], _Seconds] = {}
+_known: dict[tuple[object, ...], tuple[_Seconds, float]] = {}
 
 
 def _seconds(
@@ -535,8 +562,11 @@ def _seconds(
     channels: Channels,
     hides: bool,
     plan: ZeroPlan | None,
-) -> _Seconds:
-    """Time a stage's passes; cached for placements with the same kind of groups in them."""
+) -> tuple[_Seconds, float]:
+    """Time a stage's passes, and what ZeRO adds before the first and after the last of a step.
+
+    Cached for placements with the same kind of groups in them.
+    """
     groups = set[str]()
     if plan is not None:
         groups = {message.group for message in messages_in_passes(traced, stage, plan)}
@@ -544,7 +574,8 @@ def _seconds(
     key = traced, stage, rates, lanes, hides, plan
     if key not in _known:
         found = stage_seconds(traced, stage, rates, channels.seconds, hides=hides, plan=plan)
-        _known[key] = found.forward_s, found.backward_s, found.weight_s
+        seconds = found.forward_s, found.backward_s, found.weight_s
+        _known[key] = seconds, found.first + found.last
     return _known[key]
 
 

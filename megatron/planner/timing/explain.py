@@ -19,12 +19,11 @@ from megatron.planner.stage import (
     messages_in_passes,
     plan_in_passes,
     plan_of_rank,
-    rates_of,
-    seconds_of,
     stages_of,
 )
 from megatron.planner.table import Table
 from megatron.planner.timing.estimate import Estimate, busiest_rank
+from megatron.planner.timing.passes import rates_of, seconds_of
 from megatron.planner.trace import LayerKind, kinds_of_layers, trace
 from megatron.planner.zero import messages_at_end
 

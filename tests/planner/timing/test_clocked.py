@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from megatron.kernels.work import Product
 from megatron.planner.cluster import load_cluster
 from megatron.planner.events import Message, Pass, Post, Wait
-from megatron.planner.stage import Stage, pass_seconds, rates_of, seconds_of, stage_seconds
+from megatron.planner.stage import Stage
+from megatron.planner.timing.passes import pass_seconds, rates_of, seconds_of, stage_seconds
 from megatron.planner.trace import trace
 from tests.planner.timing.configs import run
 

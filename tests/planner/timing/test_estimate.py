@@ -15,9 +15,9 @@ from megatron.model import formulas
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import Figure
-from megatron.planner.stage import rates_of
 from megatron.planner.timing import PARTS, estimate, explain, folded_seconds
 from megatron.planner.timing.estimate import busiest_rank
+from megatron.planner.timing.passes import rates_of
 from tests.planner.timing.configs import configs, run, settings_of_runs
 
 FRONTIER = load_cluster("frontier")

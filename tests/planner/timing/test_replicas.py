@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.planner.cluster import load_cluster
-from megatron.planner.stage import parameters_of, stages_of, tied_elements
+from megatron.planner.stage import parameters_of, plan_in_passes, stages_of, tied_elements
 from megatron.planner.timing.estimate import exchange
+from megatron.planner.timing.passes import PassSeconds, StageSeconds, rates_of, stage_seconds
 from megatron.planner.trace import trace
 from tests.planner.timing.configs import run
 
@@ -49,12 +50,19 @@ def passes(config, forward=1.0):
     )
 
 
-def of_equal_layers(**more):
-    """Return a run of four layers, beside which nothing weighs."""
+def exchanged(config, links, *, hides=True):
+    """Return what data parallelism adds to passes without messages of their own."""
+    none = PassSeconds(0.0, 0.0, 0.0)
+    stages = [StageSeconds(none, none, none, (0.0, 0.0, 0.0))] * config.parallel.num_stages
+    return exchange(config, of(config), links, passes(config), stages, hides=hides)
+
+
+def of_equal_layers(vocab_size=1, **more):
+    """Return a run of four layers, beside which nothing weighs but the vocabulary."""
     return run(
         add_bias_linear=False,
         num_layers=4,
-        vocab_size=1,
+        vocab_size=vocab_size,
         make_vocab_size_divisible_by=1,
         position_embedding_type="none",
         normalization="rmsnorm",
@@ -71,19 +79,16 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
     than that are busy from the end of the first quarter on.
     """
     config = of_equal_layers(world_size=2, global_batch_size=4, zero_reduce_bucket_size=256 * 1024)
-    links, clock = (
-        Links(seconds / (4 * parameters_of(of(config), *stages_of(config)))),
-        passes(config),
-    )
-    found = exchange(config, of(config), links, clock, hides=True)
+    links = Links(seconds / (4 * parameters_of(of(config), *stages_of(config))))
+    found = exchanged(config, links)
     assert 0 < found.reduced <= seconds
     if seconds > 10:
         assert found.reduced == pytest.approx(seconds - 2.0 * (1 - 1 / 4), rel=1e-6)
     off = dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, overlap_grad_reduce=False)
     )
-    assert exchange(off, of(off), links, clock, hides=True).reduced == pytest.approx(seconds)
-    assert exchange(config, of(config), links, clock, hides=False).reduced == pytest.approx(seconds)
+    assert exchanged(off, links).reduced == pytest.approx(seconds)
+    assert exchanged(config, links, hides=False).reduced == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +111,30 @@ def test_sums_beyond_the_inner_ranks_begin_two_buckets_later(fields, hidden):
     seconds = 1e-4 * 4 * parameters_of(of(config), *stages_of(config)) / 2
     if "zero_state_shard_size" in fields:
         seconds *= 2  # an all-reduce among the copies
-    found = exchange(config, of(config), links, passes(config), hides=True)
+    found = exchanged(config, links)
     assert found.reduced == pytest.approx(seconds - hidden)
-    shown = exchange(config, of(config), links, passes(config), hides=False)
+    shown = exchanged(config, links, hides=False)
     assert shown.reduced == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_step_of_stage_3_waits_for_its_first_weights_and_its_last_sums(early):
+    """The embedding is gathered for a step's first pass, and reduced after its last, beside nothing.
+
+    In between it is gathered beside the first layer. The sum of the vectors, sent before it, is
+    hidden by its backward pass, unless all sums begin after that.
+    """
+    config = of_equal_layers(
+        4096, world_size=4, global_batch_size=8, zero_stage=3, overlap_grad_reduce=early
+    )
+    traced, (stage,) = of(config), stages_of(config)
+    rates, plan = rates_of(FRONTIER, "bfloat16"), plan_in_passes(config, traced, stage)
+    links = Links(1e-9 * stage_seconds(traced, stage, rates, None).forward_s)
+    found = stage_seconds(traced, stage, rates, links.seconds, plan=plan)
+    hidden = config.model.hidden_size
+    table, vectors = 4096 * hidden, 0 if early else (4 * 2 + 1) * hidden
+    assert found.first == pytest.approx(2 * table * links.per_byte)
+    assert found.last == pytest.approx(4 * (table + vectors) * links.per_byte)
 
 
 def test_experts_are_sent_after_the_other_weights_of_their_layer():
@@ -127,7 +152,7 @@ def test_experts_are_sent_after_the_other_weights_of_their_layer():
     traced = of(config)
     layer = sum(p.elements for p in traced.layer.parameters)
     links = Links(0.4 / (4 * layer))
-    found = exchange(config, traced, links, passes(config), hides=True)
+    found = exchanged(config, links)
     assert 0 < found.reduced < 0.45
 
 
@@ -145,13 +170,13 @@ def test_new_weights_are_waited_for_by_the_layers_that_need_them():
         zero_reduce_bucket_size=100_000,
     )
     elements = [parameters_of(of(config), stage) for stage in stages_of(config)]
-    links, clock = Links(1e-6), passes(config)
-    found = exchange(config, of(config), links, clock, hides=True)
+    links = Links(1e-6)
+    found = exchanged(config, links)
     assert found.gathered == pytest.approx(max(2e-6 * n - i for i, n in enumerate(elements)))
     late = dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, overlap_param_gather=True)
     )
-    overlapped = exchange(late, of(late), links, clock, hides=True)
+    overlapped = exchanged(late, links)
     assert 0 < overlapped.gathered < found.gathered
 
 
@@ -159,11 +184,11 @@ def test_stage_0_sums_everywhere_and_gathers_nothing():
     config = run(world_size=4, global_batch_size=8)
     zero = run(world_size=4, global_batch_size=8, zero_stage=0)
     links = Links(1e-9)
-    one, all_of_it = (exchange(c, of(c), links, passes(c), hides=False) for c in (config, zero))
+    one, all_of_it = (exchanged(c, links, hides=False) for c in (config, zero))
     assert all_of_it.reduced == pytest.approx(2 * one.reduced) and all_of_it.gathered == 0
     assert one.gathered == pytest.approx(0.5 * one.reduced)
     alone = run(global_batch_size=8)
-    assert exchange(alone, of(alone), links, passes(alone), hides=True) == (0.0, 0.0)
+    assert exchanged(alone, links) == (0.0, 0.0)
 
 
 def test_the_tied_embedding_is_summed_over_both_ends():
