@@ -333,24 +333,30 @@ def exchange(
         reduced = max(reduced, free)
         returns = [one for one in after if one.op is Op.RETURN]
         due = needed if plan.zero.ahead and hides else [min(needed)] * len(needed)
-        gathered = max(gathered, first + _late(plan, returns, channels, due))
+        gathered = max(gathered, first + _late(plan, returns, channels, due, hides))
     return Exchange(reduced - run.makespan, gathered)
 
 
 def _late(
-    plan: ZeroPlan, returns: Iterable[Instruction], channels: Channels, due: Sequence[float]
+    plan: ZeroPlan,
+    returns: Iterable[Instruction],
+    channels: Channels,
+    due: Sequence[float],
+    hides: bool,
 ) -> float:
     """Return by how much new weights come later than they are due, by bucket.
 
-    Messages of a group follow one another. The second hop of a bucket begins when the first has
-    arrived, which is waited for before the first pass (engine.gradients.WeightGather.start).
+    Messages of a group follow one another, and all do that need the cores. The second hop of a
+    bucket begins when the first has arrived, which is waited for before the first pass
+    (engine.gradients.WeightGather.start).
     """
     late, free = 0.0, dict[str, float]()
     for instruction in returns:
         arrives, messages = 0.0, messages_of(plan, [instruction])
         for number, message in enumerate(messages, start=1):
-            begins = max(arrives, free.get(message.group, 0.0))
-            arrives = free[message.group] = begins + channels.seconds(*message)
+            line = message.group if hides else ""
+            begins = max(arrives, free.get(line, 0.0))
+            arrives = free[line] = begins + channels.seconds(*message)
             at = due[instruction.bucket] if number == len(messages) else min(due)
             late = max(late, arrives - at)
     return late

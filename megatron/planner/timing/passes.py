@@ -177,7 +177,8 @@ class ZeroWaits(NamedTuple):
     """Seconds for which the passes of a micro-batch wait for messages of ZeRO.
 
     by_pass  in the middle of a step, by the name of the pass
-    first    more in the first forward pass of a step: its weights were not gathered ahead
+    first    more in the first forward pass of a step: its weights were not gathered beside the
+             backward pass before it
     last     from the end of the last backward pass of a step until its sums have arrived
     """
 
@@ -236,8 +237,7 @@ def zero_waits(
                     wait(Op.REDUCE, instruction.bucket)
             waits[step.name] += clock - begin
         rounds.append(waits)
-    first, steady = rounds
-    sums = (at for (op, _), at in arrives.items() if op is Op.REDUCE)
-    return ZeroWaits(
-        steady, max(0.0, first["forward"] - steady["forward"]), max(0.0, *sums, clock) - clock
-    )
+    opening, steady = rounds
+    first = max(0.0, opening["forward"] - steady["forward"]) if hides else 0.0
+    last = max([clock, *(at for (op, _), at in arrives.items() if op is Op.REDUCE)]) - clock
+    return ZeroWaits(steady, first, last)
