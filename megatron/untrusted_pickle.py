@@ -9,13 +9,12 @@ and copies of large containers again and again.
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickletools
 import struct
 import zipfile
 from pathlib import PurePosixPath
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from megatron.errors import MegatronError
 
@@ -38,42 +37,6 @@ _KINDS = {
     **dict.fromkeys(("PROTO", "FRAME"), "format"),
     **dict.fromkeys(("POP", "POP_MARK"), "pop"),
     **{name: name.lower() for name in ("BUILD", "DUP", "MARK", "STOP")},
-}
-
-
-class _Effect(NamedTuple):
-    """Effect of an instruction: its kind, and the operands that it takes off the stack.
-
-    argument   bytes of its argument, or pickletools' code, below 0, for how its length is told
-    lines      of an argument that is text
-    operands   besides those from a mark on, which `marked` ones take as well
-    """
-
-    kind: str
-    argument: int
-    lines: int
-    operands: int
-    marked: bool
-
-
-def _effect(opcode: pickletools.OpcodeInfo) -> _Effect:
-    before = list(opcode.stack_before)
-    argument = opcode.arg
-    lines = 0
-    marked = pickletools.markobject in before
-    operands = before.index(pickletools.markobject) if marked else len(before)
-    if argument is not None and argument.n == pickletools.UP_TO_NEWLINE:
-        lines = 2 if argument.name.endswith("pair") else 1
-    kind = _KINDS.get(opcode.name, "other" if before else "plain")
-    return _Effect(kind, argument.n if argument and not lines else 0, lines, operands, marked)
-
-
-_EFFECTS = {ord(opcode.code): _effect(opcode) for opcode in pickletools.opcodes}
-_LENGTHS = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
 
 
@@ -107,10 +70,9 @@ def check_torch_file(file: BinaryIO, source: object, error: type[MegatronError])
             file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
             check_pickle(file.read(listed[0].file_size), source, error)
         else:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                end = 0
-                for _ in range(_LEGACY_PICKLES):
-                    end = check_pickle(content, source, error, end)
+            file.seek(0)
+            for _ in range(_LEGACY_PICKLES):
+                check_pickle(file, source, error)
     except MegatronError:
         raise
     except Exception as problem:  # a damaged archive or pickle can raise anything
@@ -127,54 +89,42 @@ def _is_pickle(name: str) -> bool:
     return path.name == "data.pkl" and len(path.parts) == 2
 
 
-def check_pickle(
-    content: bytes | mmap.mmap, source: object, error: type[MegatronError], at: int = 0
-) -> int:
-    """Follow the pickle at byte `at` of `content`; return where it ends.
+def check_pickle(content: bytes | BinaryIO, source: object, error: type[MegatronError]) -> None:
+    """Follow a pickle, of a file the one at its position, which is behind the pickle afterwards.
 
     Raises `error`, naming `source`, for one that would take a time or memory out of proportion to
-    its size, and LookupError, ValueError or OverflowError where it is damaged.
+    its size, and LookupError or ValueError where it is damaged.
     """
     stack: list[_Value] = []
     memo: dict[int, _Value] = {}
-    count = copied = 0
-    while True:
-        kind, length, lines, operands, marked = _EFFECTS[content[at]]
-        count = count + 1
-        at = at + 1
-        start = at
-        if length > 0:
-            at += length
-        elif length:
-            start += _LENGTHS[length]
-            at = start + int.from_bytes(content[at:start], "little")
-        for _ in range(lines):
-            at = content.find(b"\n", at) + 1
-            if not at:
-                raise ValueError("it is cut off")
+    copied = 0
+    for count, (opcode, read, _) in enumerate(pickletools.genops(content), 1):
+        argument: Any = read
+        before = opcode.stack_before
+        kind = _KINDS.get(opcode.name, "other" if before else "plain")
         if kind == "plain":
             stack.append(_PLAIN)
-        elif kind in ("put", "get"):
-            text = content[start:at]
-            index = int(text) if lines else int.from_bytes(text, "little") if text else len(memo)
-            if kind == "put":
-                memo[index] = stack[-1]
-            else:
-                stack.append(memo[index])
+        elif kind == "put":
+            memo[len(memo) if argument is None else argument] = stack[-1]
+        elif kind == "get":
+            stack.append(memo[argument])
         elif kind == "mark":
             stack.append(_MARK)
         elif kind == "empty":
             stack.append(_Value([]))
         elif kind == "number":
             # Its hash is not kept: that of a large one takes time again and again.
-            stack.append(_Value([], 1 + (at - start) // 8))
+            stack.append(_Value([], 1 + argument.bit_length() // 64))
         elif kind == "dup":
             stack.append(stack[-1])
         elif kind == "stop":
             _check_size(stack[-1], _GROWTH * count + _FREE, source, error)
-            return at
         elif kind != "format":
-            taken = _from_mark(stack) if marked else []
+            taken = []
+            operands = len(before)
+            if pickletools.markobject in before:
+                taken = _from_mark(stack)
+                operands = before.index(pickletools.markobject)
             if len(stack) < operands:
                 raise ValueError("it takes more than there is")
             if operands:
@@ -190,8 +140,8 @@ def check_pickle(
                 made = _Value(taken, 1 + sum(v.hashed for v in taken) if hashed else 1)
             stack.append(made)
             if kind in ("call", "build"):
-                argument = taken[-1]
-                copied += len(argument.inside) + sum(len(v.inside) for v in argument.inside)
+                last = taken[-1]
+                copied += len(last.inside) + sum(len(v.inside) for v in last.inside)
             if copied > 4 * count + _FREE:
                 raise error(_refusal(source, "copies of large containers"))
         if stack and stack[-1].hashed > _LARGEST_TUPLE:

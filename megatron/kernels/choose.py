@@ -589,8 +589,3 @@ def faster_on_host(name: str, dtype_name: str) -> bool:
     """Return whether an operator's kernel is faster than torch: measured here, or HOST_FASTER."""
     default = "fused" if dtype_name in HOST_FASTER[name] else "torch"
     return measured.find().fastest(f"{name} {dtype_name}", default) == "fused"
-
-
-def bits(fusions: Fusions) -> int:
-    """Encode the choice as a number, to compare it between ranks."""
-    return sum(used << i for i, used in enumerate(vars(fusions).values()))

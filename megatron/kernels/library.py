@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
@@ -140,18 +139,15 @@ def forget() -> None:
     _nodes = None
 
 
-def fingerprint(device_type: str) -> int:
-    """Return a number below 2^63 that identifies the kernels for this kind of device; 0 for none.
+def fingerprint(device_type: str) -> str:
+    """Return a text that identifies the kernels for this kind of device.
 
-    Ranks with the same kernels get the same number. The levels of x86-64 count as one: they differ
-    in speed.
+    Ranks with the same kernels get the same. The levels of x86-64 count as one: they differ in
+    speed.
     """
     found = find(device_type)
-    if found.handle is None:
-        return 0
     family = "x86-64" if found.arch.startswith("x86-64") else found.arch
-    digest = hashlib.sha256(f"{found.target} {family} {found.sources}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1 or 1
+    return f"{found.target} {family} {found.sources}"
 
 
 def device_arch(index: int | None = None) -> tuple[str, str]:

@@ -114,11 +114,6 @@ def test_apex_only_when_asked_for_and_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_fusions(wish, CUDA, "bfloat16") == ALL
 
 
-def test_bits_tell_choices_apart() -> None:
-    choices = [Fusions(), ALL, *(Fusions(**{name: True}) for name in (*OPERATORS, "apex_norm"))]
-    assert len({choose.bits(fusions) for fusions in choices}) == len(choices)
-
-
 def report(device: torch.device, **values: object) -> tuple[str, dict[str, str]]:
     """Return (the log's list of what goes through kernels, {operator: why not}) of a model."""
     line = choose.report(Config.create(**MODEL, **values), device)[1]

@@ -67,11 +67,7 @@ def reason(device_type: str = "cpu") -> str:
 
 def test_nothing_is_there(folder: Path) -> None:
     found = library.find("cpu")
-    assert (
-        found.handle is None
-        and not library.available(torch.device("cpu"))
-        and library.fingerprint("cpu") == 0
-    )
+    assert found.handle is None and not library.available(torch.device("cpu"))
     assert all(part in found.line for part in (HOST, str(folder), "--target host"))
     assert "mps" in reason("mps")
 
@@ -206,12 +202,9 @@ def test_a_question_for_the_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fingerprint differs by sources and targets, but not by levels of one architecture.
+    """The fingerprint differs by sources and targets, but not by levels of one architecture."""
 
-    It fits into an int64 tensor.
-    """
-
-    def of(description: str) -> int:
+    def of(description: str) -> str:
         monkeypatch.setenv(
             library.OVERRIDE, str(fake(folder / f"{len(list(folder.iterdir()))}.so", description))
         )
@@ -225,7 +218,7 @@ def test_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         of("simulator x86-64-v3 aaaa-3"),
         of("host aarch64 aaaa-3"),
     ]
-    assert len({prints[0], *others}) == 4 and all(0 < n < 2**63 for n in (*prints, *others))
+    assert len({prints[0], *others}) == 4
 
 
 def test_calls(folder: Path) -> None:

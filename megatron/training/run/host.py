@@ -32,6 +32,7 @@ from megatron.errors import ConfigError
 from megatron.kernels import choose, library, measured
 from megatron.parallel import collectives
 from megatron.parallel.launch import Launch
+from megatron.parallel.participants import compare
 from megatron.parallel.processes import release_free_memory
 from megatron.parallel.topology import Topology
 
@@ -227,22 +228,14 @@ def check_kernels(config: Config, topology: Topology) -> None:
     Tensor-parallel ranks drop entries of their copies of a tensor. The mask differs with and
     without kernels, so one rank without the library would let the copies drift apart unnoticed.
     """
-    world = topology.world
     device = topology.device
-    if world.size == 1:
-        return
     fusions = choose.choose_fusions(config.kernels, device, config.precision.dtype_name)
-    mine = [library.fingerprint(device.type), choose.bits(fusions)]
-    found = collectives.gather_first(torch.tensor([mine], dtype=torch.int64), world)
-    different = (found != found[0]).any(dim=1).nonzero()
-    if not len(different):
-        return
-    text = f"{'; '.join(choose.report(config, device))} [{mine[0] & 0xFFFFFFFF:08x}]"
-    texts = collectives.gather_objects(text, world)
-    other = int(different[0])
-    raise ConfigError(
-        "the ranks have different fused kernels, and with them different dropout masks: rank 0: "
-        f"{texts[0]}; rank {other}: {texts[other]}. Build the library once, on a file system "
-        "that all nodes share (python setup.py build_kernels), or set "
-        f"{library.OVERRIDE}=none for all ranks"
-    )
+    own = {"fused kernels": library.fingerprint(device.type), **vars(fusions)}
+    if problem := compare({"kernels": own}, topology.world):
+        lines = collectives.gather_objects(library.find(device.type).line, topology.world)
+        raise ConfigError(
+            "the ranks have different fused kernels, and with them different dropout masks: "
+            f"{problem}. The ranks say: {'; '.join(dict.fromkeys(lines))}. Build the library once, "
+            "on a file system that all nodes share (python setup.py build_kernels), or set "
+            f"{library.OVERRIDE}=none for all ranks"
+        )
