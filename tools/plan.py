@@ -189,7 +189,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     most = 1 if forms else max(args.top, args.explain or 0)
     best = [one.layout for found in results for one in found.best[:most]]
     rejected = [
-        tables.rejection_table(found, f"{text}: rejected")
+        tables.rejection_table(found.rejections, f"{text}: rejected")
         for text, found in zip(args.layout or ["all layouts"], results, strict=True)
         if not found.estimated
     ]
@@ -375,7 +375,7 @@ def _tables_of_search(given: Search, found: Found) -> list[Table]:
         *(table for table in of_values if len(table.rows) > 1),
         tables.losses_table(tables.losses(given, found)),
         tables.rejection_table(
-            found,
+            found.rejections,
             f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} layouts "
             "estimated; rejected",
         ),

@@ -36,6 +36,7 @@ from megatron.planner.cluster import CLUSTERS, GIB, Cluster
 from megatron.planner.layout import candidate_of, write_value
 from megatron.planner.memory import peak_rank
 from megatron.planner.search.find import worthwhile_placements
+from megatron.planner.search.space import Rejections
 from megatron.planner.search.tables import first_problem
 from megatron.planner.timing import estimate
 
@@ -102,10 +103,10 @@ class Machine:
 
 @dataclass
 class Enumeration:
-    """Candidates in the order of the combinations, and rejections: reason -> (count, example)."""
+    """Candidates in the order of the combinations, and why others were rejected."""
 
     candidates: list[Candidate] = field(default_factory=list)
-    rejections: dict[str, tuple[int, str]] = field(default_factory=dict)
+    rejections: Rejections = field(default_factory=Rejections)
 
 
 class Rejected(Exception):
@@ -154,8 +155,7 @@ def enumerate_candidates(
             found.candidates.append(replace(candidate, index=len(found.candidates)))
         except Rejected as rejected:
             reason, case = rejected.args
-            count, example = found.rejections.get(reason, (0, f"{key}: {case}"))
-            found.rejections[reason] = count + 1, example
+            found.rejections.add(reason, f"{key}: {case}")
     return found
 
 
@@ -250,30 +250,28 @@ class _Names(dict[str, Any]):
 
     def _worked_out(self, name: str) -> object:
         each = self.machine.processes_per_node
-        found = None
         if name in self.space.derived:
             found = self.evaluate(f"[derived] {name}", self.space.derived[name])
             found = int(found) if isinstance(found, float) and found.is_integer() else found
             try:
-                found = read_value(name, found) if name in DECIDES or found is not None else None
+                return read_value(name, found) if name in DECIDES or found is not None else None
             except ConfigError as error:
                 raise Rejected(f"refused: {name}", str(error)) from None
-        elif name == "processes":
+        if name == "processes":
             known = "nodes" in self or "nodes" in self.space.derived
-            found = (self["nodes"] if known else self.machine.max_nodes) * each
-        elif name == "nodes":
-            found = -(-self["processes"] // each)
-        elif name == "dp":
-            found, rest = divmod(self["processes"], self["tp"] * self["pp"])
+            return (self["nodes"] if known else self.machine.max_nodes) * each
+        if name == "nodes":
+            return -(-self["processes"] // each)
+        if name == "dp":
+            replicas, rest = divmod(self["processes"], self["tp"] * self["pp"])
             if rest:
                 raise Rejected(
                     "TP x PP does not divide the processes", f"{self['tp']} x {self['pp']}"
                 )
-        elif name == "gbs":
-            found = self["mbs"] * self["dp"]
-        else:
-            raise KeyError(f"{name} does not vary here")
-        return found
+            return replicas
+        if name == "gbs":
+            return self["mbs"] * self["dp"]
+        raise KeyError(f"{name} does not vary here")
 
     def evaluate(self, where: str, expression: Expression) -> object:
         try:

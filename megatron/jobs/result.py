@@ -83,7 +83,10 @@ def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
                 launcher (srun) may be in any of them
     """
     tails = [_tail(path) for path in logs]
-    line = _telling_line(tails)
+    lines = [found.group().strip()[:_SHOWN] for tail in tails for found in _ERROR.finditer(tail)]
+    lines = [line for line in lines if not line.startswith("srun: ")]
+    # preferably not one about another rank's loss
+    line = min(lines, key=lambda line: bool(_FOLLOWS.search(line)), default="")
     for kind, how, words in (
         (OUT_OF_MEMORY, "out of memory: ", _MEMORY),
         (HANG, "", "the job hangs: "),
@@ -118,13 +121,6 @@ def _tail(path: Path) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def _telling_line(tails: Sequence[str]) -> str:
-    """Return the first line with an error, preferably not one about another rank's loss."""
-    lines = [found.group().strip()[:_SHOWN] for tail in tails for found in _ERROR.finditer(tail)]
-    lines = [line for line in lines if not line.startswith("srun: ")]
-    return min(lines, key=lambda line: bool(_FOLLOWS.search(line)), default="")
 
 
 def cause(exit_codes: Iterable[int] | None) -> int | None:

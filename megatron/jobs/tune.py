@@ -63,6 +63,7 @@ from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces
 from megatron.metrics_file import Kinds, is_text, read_beside, read_records
 from megatron.planner.cluster import GIB
+from megatron.planner.search.tables import rejection_table
 from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
 
@@ -412,9 +413,7 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
         f"valid layouts on {setup.machine.max_nodes} node(s) of "
         f"{setup.machine.processes_per_node} process(es)"
     )
-    counted = sorted(found.rejections.items(), key=lambda item: -item[1][0])
-    rows = [(f"{count:,}", reason, example) for reason, (count, example) in counted]
-    print_table(Table("Rejected combinations", ("how many", "why", "for example"), rows))
+    print_table(rejection_table(found.rejections, "Rejected combinations"))
     if not candidates:
         print("No layout is left to try: the table above lists the reasons.")
         return

@@ -5,16 +5,11 @@ It has one row for each rank.
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
-from megatron.errors import ConfigError
 from megatron.pipeline.clock import PipelineRun, Span, timeline
 from megatron.pipeline.orders import Op
-from megatron.untrusted import without_waiting
 
 NAMES = {
     Op.FORWARD: "forward",
@@ -27,31 +22,16 @@ _WITH_ARROWS = 20_000
 _MICROSECONDS = 1e6  # the format's unit
 
 
-def write_trace(run: PipelineRun, path: Path) -> None:
-    """Write a run whose times are seconds to `path`, compressed if it ends in .gz.
+def trace_of(run: PipelineRun) -> str:
+    """Return the JSON of a run whose times are seconds.
 
     Each pass is one event of the trace event format (phase X), named by its kind and its
-    micro-batch; in steps of up to 20,000 passes each message is an arrow. Raises ConfigError where
-    the file cannot be written.
+    micro-batch; in steps of up to 20,000 passes each message is an arrow.
     """
     lanes = timeline(run).ranks
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            open(path, "wb", opener=without_waiting) as raw,
-            (
-                gzip.open(raw, "wt", compresslevel=4)
-                if path.suffix == ".gz"
-                else io.TextIOWrapper(raw, "utf-8")
-            ) as file,
-        ):
-            # Written event by event: a large step has hundreds of thousands.
-            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-            for number, event in enumerate(_events(run, lanes)):
-                file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
-            file.write("\n]}\n")
-    except OSError as error:
-        raise ConfigError(f"the trace cannot be written to {path}: {error.strerror}") from None
+    # A large step has hundreds of thousands of events: each becomes text at once.
+    events = (json.dumps(event, separators=(",", ":")) for event in _events(run, lanes))
+    return '{"displayTimeUnit":"ms","traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
 
 
 def _events(run: PipelineRun, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, object]]:

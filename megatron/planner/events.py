@@ -136,11 +136,6 @@ class Part:
         """Number of parameters on one tensor rank."""
         return sum(p.elements for p in self.parameters)
 
-    @property
-    def of_experts(self) -> int:
-        """Number of parameters of experts on one rank."""
-        return sum(p.elements for p in self.parameters if p.experts)
-
     def padding(self, ranks: int) -> float:
         """Return the share of padding in the matrices that this many tensor ranks divide."""
         whole = sum(prod(p.global_shape) for p in self.parameters if p.dim is not None)

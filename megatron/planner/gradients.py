@@ -6,10 +6,12 @@ in the trace (events.Sum).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from megatron.engine.zero_plan import Instruction, Op, Reductions, ZeroPlan
-from megatron.planner.events import Part, Sum
+from megatron.planner.events import Sum
 
 Gradients = tuple[tuple[tuple[int, int], ...], ...]
 """Changes of the gradients that have memory in a backward pass, or a half of it: for each part from
@@ -18,49 +20,20 @@ the last one on, before which of its rows they get or lose how many bytes."""
 Sums = Sequence[tuple[int, Sum]]
 """Uses of gradient sums in a pass, each with the number of the row before which it is."""
 
-Uses = list[list[tuple[int, int, bool]]]
-"""Uses of each part from the last one on: before which of its rows, of which bucket, and whether
-that completes a contribution."""
 
-
-class Chunk:
+class Chunk(NamedTuple):
     """Uses of gradient sums in the backward passes of a stage.
 
-    uses, rows  of each half, and the rows of its last part
-    due         contributions to each bucket in a backward pass
+    uses  by half, of each part from the last one on: before which of its rows, of which bucket, and
+          whether that completes a contribution
+    rows  of each half's last part
+    due   contributions to each bucket in a backward pass
     """
 
-    def __init__(
-        self,
-        plan: ZeroPlan,
-        stage: int,
-        parts: Sequence[Part],
-        sums: Mapping[str, Sequence[Sums]],
-        rows: Mapping[str, int],
-        ahead: int,
-    ) -> None:
-        """
-        parts  in the order of a forward pass
-        sums   of each part from the last one on, by half
-        ahead  first halves of backward passes that come before the first second half, that included
-        """
-        self.stage, self.rows = stage, rows
-        self.uses: dict[str, Uses] = {}
-        self.due: dict[int, int] = {}
-        parameters = [n for call in plan.calls[stage] for n in call.parameters]
-        of_parts, at = list[list[int]](), 0
-        for part in parts:
-            of_parts.append(parameters[at : at + len(part.parameters)])
-            at += len(part.parameters)
-        for half, passes in sums.items():
-            self.uses[half] = [
-                [(row, plan.bucket_of[numbers[step.place]], step.complete) for row, step in of_pass]
-                for of_pass, numbers in zip(passes, reversed(of_parts), strict=True)
-            ]
-            for uses in self.uses[half]:
-                for _, bucket, complete in uses:
-                    more = complete * (ahead if half == "inputs" else 1)
-                    self.due[bucket] = self.due.get(bucket, 0) + more
+    stage: int
+    uses: dict[str, list[list[tuple[int, int, bool]]]]
+    rows: dict[str, int]
+    due: Counter[int]
 
 
 class Traffic:

@@ -9,6 +9,8 @@ inside kernels, and fragmentation. Needs torch if a trace is not cached.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -187,14 +189,6 @@ def _passes(part: Part, block: int) -> dict[str, _Rows]:
     return {"forward": forward, "backward": backward, "inputs": inputs, "weights": weights}
 
 
-def _as_temporary(rows: Bytes) -> Bytes:
-    """Return the rows with activations counted as temporary, as for recomputed ones."""
-    found = rows.copy()
-    found[:, _TEMPORARY] += found[:, _ACTIVATIONS]
-    found[:, _ACTIVATIONS] = 0.0
-    return found
-
-
 # -- chunks ----------------------------------------------------------------------------------------
 
 
@@ -256,7 +250,8 @@ class _Chunk:
 
     def forward(self) -> Bytes:
         """Return the rows of a forward pass."""
-        rows, here = [NOTHING], set[int]()
+        rows = [NOTHING]
+        here = set[int]()
         again = {call for group in self._groups.values() for call in group}
         for step in self._plan.forward(0):
             part, _ = computed(self._traced, self._stage, self._plan, step, "")
@@ -283,7 +278,9 @@ class _Chunk:
             if part is not None:
                 of_step = _passes(part, self._block)[name].rows
                 if step.call in self._made_again:
-                    of_step = _as_temporary(of_step)
+                    of_step = of_step.copy()
+                    of_step[:, _TEMPORARY] += of_step[:, _ACTIVATIONS]
+                    of_step[:, _ACTIVATIONS] = 0.0
             if step.kind == BACKWARD and part is not None and (of_part := next(changes, ())):
                 bytes_of = [_row(gradients=change)[0] for _, change in of_part]
                 of_step = np.insert(of_step, [row for row, _ in of_part], bytes_of, axis=0)
@@ -310,16 +307,29 @@ class _Chunk:
         return self._plan.zero.bytes_of_weight(of) * of.elements
 
     def sums(self, plan: ZeroPlan, number: int, ahead: int) -> Chunk:
-        """Return the uses of gradient sums of the stage, which is `number` in the plan of a rank."""
-        sums = dict[str, list[Sums]]()
-        rows = dict[str, int]()
+        """Return the uses of gradient sums of the stage, which is `number` in the plan of a rank.
+
+        ahead  first halves of backward passes that come before the first second half, that included
+        """
+        chunk = Chunk(number, {}, {}, Counter())
+        parameters = (n for call in plan.calls[number] for n in call.parameters)
+        parts = parts_of(self._traced, self._stage)
+        buckets = [
+            [plan.bucket_of[n] for n in itertools.islice(parameters, len(part.parameters))]
+            for part in parts
+        ]
         for half in halves_of(self._stage):
             steps = (step for step in self._plan.backward(0) if step.kind == BACKWARD)
             passes = (computed(self._traced, self._stage, self._plan, step, half) for step in steps)
             each = [_passes(part, self._block)[name] for part, name in passes if part is not None]
-            sums[half] = [one.sums for one in each]
-            rows[half] = len(each[-1].rows)
-        return Chunk(plan, number, parts_of(self._traced, self._stage), sums, rows, ahead)
+            chunk.rows[half] = len(each[-1].rows)
+            chunk.uses[half] = [
+                [(row, of_part[step.place], step.complete) for row, step in of_pass.sums]
+                for of_pass, of_part in zip(each, reversed(buckets), strict=True)
+            ]
+            for _, bucket, complete in itertools.chain(*chunk.uses[half]):
+                chunk.due[bucket] += complete * (ahead if half == "inputs" else 1)
+        return chunk
 
 
 def _gathered(step: Step) -> set[int]:

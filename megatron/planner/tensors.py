@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.work import Product, counts_as
@@ -66,7 +67,11 @@ class Follower(TorchDispatchMode):
         self, func: Operator, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         if func.namespace == "c10d":
-            return self._communicate(func, args)
+            # A message holds its tensors until it is waited for; it arrives no earlier.
+            work = Work(tensors_of(args), self)
+            self._works[id(work)] = work
+            self.sent(func._schema.name.partition("::")[2].rstrip("_"), args, work.tensors, work)
+            return work.boxed() if len(func._schema.returns) == 1 else (args[0], work.boxed())
         if func is _aten._local_scalar_dense.default and is_empty(args[0]):
             # a finite number, so that no step is skipped
             return (
@@ -77,7 +82,8 @@ class Follower(TorchDispatchMode):
         if func is _aten._fused_sgd_.default and is_empty(args[0][0]):
             return None  # torch has no rule for it, and it has no result
         kwargs = kwargs or {}
-        if func is _aten._to_copy.default and args[0].is_meta and _on_host(kwargs.get("device")):
+        to = torch.device(kwargs.get("device") or "meta")
+        if func is _aten._to_copy.default and args[0].is_meta and to.type == "cpu":
             out = func(*args, **{**kwargs, "device": args[0].device})
             self.see(out, counts=False)  # host memory does not count
             return out
@@ -94,7 +100,7 @@ class Follower(TorchDispatchMode):
         for tensor in tensors_of(out):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self._seen or not storage.nbytes() or not self.follows(tensor):
+            if key in self._seen or not storage.nbytes() or not is_empty(tensor):
                 continue
             self.number += 1
             gone = functools.partial(self._forget, key, self.number)
@@ -105,10 +111,6 @@ class Follower(TorchDispatchMode):
                 if rows and category != "activations":
                     category = "logits"
                 self.taken(Take(storage.nbytes(), self.number, category), tensor)
-
-    def follows(self, tensor: Tensor) -> bool:
-        """Return whether the memory of such a tensor is recorded."""
-        return is_empty(tensor)
 
     def number_of(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage; None if it is not recorded."""
@@ -144,13 +146,6 @@ class Follower(TorchDispatchMode):
 
     def arrived(self, work: Work) -> None:
         """Handle a wait for a message."""
-
-    def _communicate(self, func: Operator, args: Arguments) -> object:
-        # A message holds its tensors until it is waited for; it arrives no earlier.
-        work = Work(tensors_of(args), self)
-        self._works[id(work)] = work
-        self.sent(func._schema.name.partition("::")[2].rstrip("_"), args, work.tensors, work)
-        return work.boxed() if len(func._schema.returns) == 1 else (args[0], work.boxed())
 
     def finish(self, work: Work) -> None:
         self._works.pop(id(work), None)
@@ -188,12 +183,8 @@ def is_empty(tensor: Tensor) -> bool:
 
 
 def tensors_of(values: object) -> list[Tensor]:
-    """List the tensors in nested lists and tuples."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, (list, tuple)):
-        return [tensor for value in values for tensor in tensors_of(value)]
-    return []
+    """List the tensors in nested values."""
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 def _fused_attention(
@@ -254,10 +245,6 @@ def _first_block(self: ring.Ring, step: int, q: Tensor) -> Iterator[ring.Block]:
 def _one_by_one(operations: Iterable[dist.P2POp]) -> list[dist.Work | None]:
     """Replace dist.batch_isend_irecv, which wants the backend of a tensor's device."""
     return [each.op(each.tensor, each.peer, each.group) for each in operations]
-
-
-def _on_host(device: torch.device | str | None) -> bool:
-    return device is not None and torch.device(device).type == "cpu"
 
 
 def _even(total: int, parts: int) -> list[int]:

@@ -28,12 +28,13 @@ def config_of(candidate: Candidate) -> Config:
 
 
 def reasons(found: Enumeration) -> dict[str, int]:
-    return {reason: count for reason, (count, _) in found.rejections.items()}
+    return dict(found.rejections.counts)
 
 
 def complete(found: Enumeration, space: Space) -> bool:
     """Check that every combination is a candidate or was rejected for a reason, with an example."""
-    assert all(example for _, example in found.rejections.values())
+    assert all(example for _, example in found.rejections.nearest.values())
+    assert found.rejections.nearest.keys() == found.rejections.counts.keys()
     assert [c.index for c in found.candidates] == list(range(len(found.candidates)))
     assert len({c.key for c in found.candidates}) == len(found.candidates)
     return len(found.candidates) + sum(reasons(found).values()) == space.combinations

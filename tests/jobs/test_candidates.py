@@ -244,7 +244,7 @@ def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read: Read) -> None
     space = read("[parameters]\ntp = [1, 2]\n[derived]\nprocesses = 'tp / 2'\nseed = 'tp - 3'")
     found = found_of(space)
     assert list(reasons(found).values()) == [1, 1] and complete(found, space)
-    first, second = (example for _, example in found.rejections.values())
+    first, second = (example for _, example in found.rejections.nearest.values())
     assert "tp=1" in first and "0.5" in first
     assert "tp=2" in second and "seed" in second and "-1" in second
 
@@ -255,7 +255,7 @@ def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read: Read, va
         found = found_of(
             read(f'[parameters]\nchunks = [1, 2]\n[derived]\n{name} = "{value}"', MODEL)
         )
-        assert not found.candidates and found.rejections
+        assert not found.candidates and found.rejections.counts
 
 
 def test_what_runs_the_same_is_one(read: Read) -> None:
@@ -330,8 +330,8 @@ def test_memory_is_the_planner_s(read: Read, frontier: Cluster) -> None:
         key for key, need in needs.items() if need <= capacity
     ]
     assert 0 < len(some.candidates) < len(needs)
-    (reason,) = set(some.rejections) - set(free.rejections)
-    count, example = some.rejections[reason]
+    (reason,) = reasons(some).keys() - reasons(free).keys()
+    count, (_, example) = reasons(some)[reason], some.rejections.nearest[reason]
     assert (
         count == len(needs) - len(some.candidates)
         and example.split(":")[0] in needs

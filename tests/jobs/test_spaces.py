@@ -75,7 +75,7 @@ def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
     sizes = list(itertools.product((1, 2, 4, 8, 12, 16), (1, 2, 4, 8), (96, 128)))
     whole = [gcds // (pp * tp) for pp, tp, gcds in sizes if gcds % (pp * tp) == 0]
     found, many = listed("paper-175b", ANYWHERE, mbs=sizes_of_batch), len(sizes_of_batch)
-    counts = sorted(count for count, _ in found.rejections.values())
+    counts = sorted(found.rejections.counts.values())
     assert counts == sorted([(len(sizes) - len(whole)) * many * 2 * 2, whole.count(1) * many * 2])
     assert len(found.candidates) == 6 * 4 * many * 2 * 2 * 2 - sum(counts)
     for candidate in found.candidates[::41]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.errors import ConfigError
 from megatron.pipeline import trace
 from megatron.pipeline.clock import (
     Boundaries,
@@ -21,7 +18,7 @@ from megatron.pipeline.clock import (
 )
 from megatron.pipeline.orders import SENDS
 from megatron.pipeline.schedule import build_schedule
-from megatron.pipeline.trace import write_trace
+from megatron.pipeline.trace import trace_of
 
 
 def a_run(
@@ -33,17 +30,15 @@ def a_run(
     return run_pipeline(Pipeline(schedule, size, chunks, micro_batches, times, boundaries))
 
 
-def events(path: Path) -> list[dict[str, Any]]:
-    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
-    found: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+def events(run: PipelineRun) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(trace_of(run))["traceEvents"]
     return found
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
-def test_passes(tmp_path: Path, schedule: str, chunks: int) -> None:
+def test_passes(schedule: str, chunks: int) -> None:
     run = a_run(schedule, 3, chunks)
-    write_trace(run, tmp_path / "new" / "trace.json")
-    found = events(tmp_path / "new" / "trace.json")
+    found = events(run)
     for rank, spans in enumerate(timeline(run).ranks):
         passes = [event for event in found if event["ph"] == "X" and event["tid"] == rank]
         assert [(e["args"]["stage"], e["args"]["micro-batch"]) for e in passes] == [
@@ -60,9 +55,8 @@ def test_passes(tmp_path: Path, schedule: str, chunks: int) -> None:
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
-def test_an_arrow_for_each_message(tmp_path: Path, schedule: str, chunks: int) -> None:
-    write_trace(a_run(schedule, 3, chunks), tmp_path / "trace.json")
-    found = events(tmp_path / "trace.json")
+def test_an_arrow_for_each_message(schedule: str, chunks: int) -> None:
+    found = events(a_run(schedule, 3, chunks))
     begins = {event["id"]: event for event in found if event["ph"] == "s"}
     ends = {event["id"]: event for event in found if event["ph"] == "f"}
     listed = build_schedule(schedule, 3, chunks, 5)
@@ -77,15 +71,6 @@ def test_an_arrow_for_each_message(tmp_path: Path, schedule: str, chunks: int) -
         assert (end["tid"], end["ts"]) in starts
 
 
-def test_large_traces_have_no_arrows_and_small_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_traces_have_no_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "_WITH_ARROWS", 10)
-    write_trace(a_run(), tmp_path / "trace.json.gz")
-    assert {event["ph"] for event in events(tmp_path / "trace.json.gz")} == {"M", "X"}
-
-
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file/trace.json"):
-        write_trace(a_run(), tmp_path / "file" / "trace.json")
+    assert {event["ph"] for event in events(a_run())} == {"M", "X"}

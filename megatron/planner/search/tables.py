@@ -19,12 +19,13 @@ from megatron.config import Config, command_line_of
 from megatron.drawing import pyplot
 from megatron.errors import ConfigError
 from megatron.model import formulas
-from megatron.pipeline.trace import write_trace
+from megatron.pipeline.trace import trace_of
 from megatron.planner import error_bars
 from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import DIMENSIONS, CandidateLayout, write_value
 from megatron.planner.memory import sized_model
 from megatron.planner.search.find import Found, Search
+from megatron.planner.search.space import Rejections
 from megatron.planner.table import Table
 from megatron.planner.timeline_plot import plot_timeline
 from megatron.planner.timing import PARTS, Estimate, estimate
@@ -214,10 +215,10 @@ def losses_table(lost: Mapping[str, Mapping[str, float]]) -> Table:
     return Table("throughput lost with each value, the rest optimized", ("choice", "values"), rows)
 
 
-def rejection_table(found: Found, title: str) -> Table:
+def rejection_table(rejections: Rejections, title: str) -> Table:
     rows = [
-        (f"{count:,}", reason, first_problem(found.rejections.nearest[reason][1]))
-        for reason, count in found.rejections.counts.most_common()
+        (f"{count:,}", reason, first_problem(rejections.nearest[reason][1]))
+        for reason, count in rejections.counts.most_common()
     ]
     return Table(title, ("cases", "why", "for example"), rows)
 
@@ -282,13 +283,12 @@ def write_files(
         "with the highest peak"
     )
     notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
-    write_trace(winner.run, folder / "trace.json")
     plot_timeline(winner.run, folder / "timeline.png")
     return [
         write_text(folder / "table.csv", rows.getvalue(), choose=_CHOOSE),
         write_text(folder / "table.json", json.dumps(content, indent=1) + "\n", choose=_CHOOSE),
         folder / "timeline.png",
-        folder / "trace.json",
+        write_text(folder / "trace.json", trace_of(winner.run), choose=_CHOOSE),
         write_script(folder, winner.config, preset, space.cluster, tokens, notes),
     ]
 
