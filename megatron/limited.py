@@ -8,22 +8,19 @@ template's sandbox could write anything.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import math
 import os
-import pickle
 import resource
-import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
 
 from megatron.errors import ConfigError, DataError
 
@@ -33,8 +30,10 @@ _BYTES_PER_S = 1e5
 _MEMORY_BYTES = 1 << 30  # where an ordinary tokenizer takes half
 _BYTES_PER_BYTE = 256
 _WAITING = 10  # seconds for each second of CPU on a busy machine
-_HEAD = struct.Struct("<QQ")  # bytes of the JSON and of the rest
-_START = "import sys; sys.path[:] = {path!r}; from megatron.limited import serve; serve({target!r})"
+_START = (
+    "import sys; sys.path[:] = {path!r}; from megatron.limited import serve; "
+    "serve({target!r}, {number})"
+)
 
 
 class LimitError(DataError):
@@ -54,6 +53,7 @@ class LimitedProcess:
         self._what = what
         self._size_bytes = size_bytes  # of what it reads at its start
         self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection
         self._parent = os.getpid()
         self._lock = threading.Lock()
 
@@ -66,14 +66,19 @@ class LimitedProcess:
         with self._lock:
             if self._child is None or self._parent != os.getpid():  # a fork has its own
                 self._parent = os.getpid()
-                self._child = subprocess.Popen(
-                    [sys.executable, "-c", _START.format(path=sys.path, target=self._target)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env={**os.environ, "MALLOC_ARENA_MAX": "2"},
-                )
-                weakref.finalize(self, _end, self._child)
+                self._connection, theirs = Pipe()
+                number = theirs.fileno()
+                start = _START.format(path=sys.path, target=self._target, number=number)
+                with theirs:
+                    self._child = subprocess.Popen(
+                        [sys.executable, "-c", start],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+                        pass_fds=[number],
+                    )
+                weakref.finalize(self, _end, self._child, self._connection)
                 try:
                     self._exchange(self._argument, self._size_bytes)
                 except (ConfigError, DataError):
@@ -84,22 +89,21 @@ class LimitedProcess:
     def close(self) -> None:
         """End the child; another one starts when it is needed."""
         if self._child is not None and self._parent == os.getpid():
-            _end(self._child)
+            _end(self._child, self._connection)
         self._child = None
 
     def _exchange(self, request: Any, size_bytes: int) -> Any:
         child = self._child
-        assert child is not None and child.stdin is not None and child.stdout is not None
+        connection = self._connection
+        assert child is not None, "it was started"
         seconds = _TIME_S + size_bytes / _BYTES_PER_S
         memory = _MEMORY_BYTES + _BYTES_PER_BYTE * size_bytes
         try:
-            pickle.dump((math.ceil(seconds), memory, request), child.stdin)
-            child.stdin.flush()
-            if not select.select([child.stdout], [], [], _WAITING * seconds)[0]:
+            connection.send((math.ceil(seconds), memory, request))
+            if not connection.poll(_WAITING * seconds):
                 child.kill()
-            size, rest = _HEAD.unpack(_read(child.stdout, _HEAD.size))
-            reply = json.loads(_read(child.stdout, size))
-            content = _read(child.stdout, rest)
+            reply = json.loads(connection.recv_bytes())
+            content = connection.recv_bytes()
         except (OSError, EOFError):
             self.close()
             code = child.wait()
@@ -124,39 +128,40 @@ class LimitedProcess:
         raise DataError(f"{self._what} fails: {kind}: {text}")
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: subprocess.Popen[bytes], connection: Connection) -> None:
     child.kill()
     child.wait()
-    for pipe in (child.stdin, child.stdout):
-        with contextlib.suppress(OSError):  # what was not sent
-            if pipe is not None:
-                pipe.close()
+    connection.close()
 
 
-def _read(stream: Any, size: int) -> bytes:
-    content: bytes = stream.read(size)
-    if len(content) < size:
-        raise EOFError
-    return content
+def serve(target: str, number: int) -> None:
+    """Answer requests over a connection until it ends: the program of the child.
 
-
-def serve(target: str) -> None:
-    """Answer requests from standard input until it ends: the program of the child."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides
-    replies: BinaryIO = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    number  of the connection's descriptor
+    """
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # the parent decides
+    connection = Connection(number)
     module, _, name = target.partition(":")
     handler: Handler = getattr(importlib.import_module(module), name)
     built = False
     while True:
         try:
-            seconds, memory, request = pickle.load(sys.stdin.buffer)
+            seconds, memory, request = connection.recv()
         except EOFError:
             os._exit(0)
         content = b""
         try:
-            _limit(seconds, memory)
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            with open("/proc/self/statm") as file:
+                pages = int(file.read().split()[0])
+            for kind, limit in (
+                (resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds),
+                (resource.RLIMIT_AS, pages * resource.getpagesize() + memory),
+                (resource.RLIMIT_CORE, 0),
+            ):
+                hard = resource.getrlimit(kind)[1]
+                resource.setrlimit(kind, (limit if hard < 0 else min(limit, hard), hard))
             value = handler(request)
             if not built:
                 handler = value
@@ -169,20 +174,5 @@ def serve(target: str) -> None:
         except BaseException as error:  # a panic of Rust is no Exception
             reply = json.dumps({"error": [type(error).__name__, f"{error!s:.2000}"]})
         built = True
-        text = reply.encode()
-        replies.write(_HEAD.pack(len(text), len(content)) + text + content)
-        replies.flush()
-
-
-def _limit(seconds: int, memory: int) -> None:
-    """Set the limits of this process for the next request."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    for kind, limit in (
-        (resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds),
-        (resource.RLIMIT_AS, pages * resource.getpagesize() + memory),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(kind, (limit if hard < 0 else min(limit, hard), hard))
+        connection.send_bytes(reply.encode())
+        connection.send_bytes(content)

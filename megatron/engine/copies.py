@@ -100,7 +100,14 @@ def check_copies(
             places = _places(gather_objects(int(found[at]), group), group)
             names = _listed([shardings[which[i]].name for i in differing])
             errors.append(TrainingError(f"the copies of {names} differ {when}: {places}. {cause}"))
-    _raise_first(errors, topology)
+    # The error of the first rank that has one, those of gradients before those of weights.
+    world = topology.world
+    none = 2 * world.size
+    mine = topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else none
+    key = int(all_reduce(torch.tensor(mine), world, dist.ReduceOp.MIN))
+    if key < none:
+        text = broadcast_object(str(errors[0]) if errors else "", world, key % world.size)
+        raise TrainingError(text) if key >= world.size else ConfigError(text)
 
 
 _TENSOR = (
@@ -171,19 +178,6 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
             )
         )
     return errors
-
-
-def _raise_first(errors: Sequence[MegatronError], topology: Topology) -> None:
-    """Raise on all ranks the error of the first rank that has one.
-
-    Errors of gradients come before those of weights.
-    """
-    world, none = topology.world, 2 * topology.world.size
-    mine = topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else none
-    key = int(all_reduce(torch.tensor(mine), world, dist.ReduceOp.MIN))
-    if key < none:
-        text = broadcast_object(str(errors[0]) if errors else "", world, key % world.size)
-        raise TrainingError(text) if key >= world.size else ConfigError(text)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -160,7 +160,7 @@ def import_deepspeed(device: Any = "cpu") -> Any:
                 f"deepspeed {deepspeed.__version__} has no {_COMMUNICATION}.build_shm_op, which "
                 f"would compile an extension at every start: {_USE_A_TESTED_ONE}"
             )
-        vars(communication)["build_shm_op"] = _nothing
+        vars(communication)["build_shm_op"] = lambda *_, **__: None
     return deepspeed
 
 
@@ -203,11 +203,18 @@ def start_engine(
     index = device.index
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-    with (
-        _quiet(),
-        _rank_variables(topology),
-        _no_collections(),
-    ):
+    # Without these variables DeepSpeed looks for mpi4py. It compares mpirun's with them, although
+    # another launcher may be the one that counts: it is hidden.
+    values = {
+        "RANK": topology.rank,
+        "WORLD_SIZE": topology.world.size,
+        "LOCAL_RANK": device.index or 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
+    variables = {name: str(value) for name, value in values.items() if name not in os.environ}
+    hidden = {"OMPI_COMM_WORLD_LOCAL_RANK": None}
+    with _quiet(), changed(os.environ, {**variables, **hidden}), _no_collections():
         # The device is the one the topology chose: LOCAL_RANK is not its number where each task
         # sees one device.
         args = SimpleNamespace(device_rank=index)
@@ -266,23 +273,6 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _rank_variables(topology: Topology) -> contextlib.AbstractContextManager[None]:
-    """Set the variables without which DeepSpeed looks for mpi4py.
-
-    Also hide mpirun's, which DeepSpeed compares with them although another launcher may be the one
-    that counts. All are restored.
-    """
-    values = {
-        "RANK": topology.rank,
-        "WORLD_SIZE": topology.world.size,
-        "LOCAL_RANK": topology.device.index or 0,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 0,
-    }
-    missing = {name: str(value) for name, value in values.items() if name not in os.environ}
-    return changed(os.environ, {**missing, "OMPI_COMM_WORLD_LOCAL_RANK": None})
-
-
 def _uncompiled(function: Any = None, **_: Any) -> Any:
     """Replacement for torch.compile while functions that are never called are defined."""
     return (lambda f: f) if function is None else function
@@ -300,7 +290,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Do nothing."""

@@ -145,7 +145,12 @@ class HostState:
             yield group
             if MASTER in use[1]:  # in fp32 they are the working weights
                 self._updated(p)
-            self._copy_out(use, number)
+            if self._out is not None:
+                self._out.wait_stream(torch.cuda.current_stream())
+            with self._on(self._out):
+                for name in use[1]:
+                    used = self._in_set(p, name, number % 2)
+                    self.kept[p][name].copy_(used, non_blocking=True)
             self._show(p, None)
             self._fetch()
 
@@ -169,16 +174,6 @@ class HostState:
             if self._in is not None:
                 self._arrived[place % 2] = self._in.record_event()
         self._fetched.append(use)
-
-    def _copy_out(self, use: Use, place: int) -> None:
-        """Send the state of a use to the host."""
-        p = self._parameters[use[0]]
-        if self._out is not None:
-            self._out.wait_stream(torch.cuda.current_stream())
-        with self._on(self._out):
-            for name in use[1]:
-                used = self._in_set(p, name, place % 2)
-                self.kept[p][name].copy_(used, non_blocking=True)
 
     def _in_set(self, p: torch.Tensor, name: str, number: int) -> torch.Tensor:
         kept = self.kept[p][name]

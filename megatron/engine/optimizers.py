@@ -37,14 +37,6 @@ class AdamW(Untraced, torch.optim.AdamW):
 
     step = untraced_step(torch.optim.AdamW)
 
-    def step_on(self, groups: list[dict[str, Any]]) -> None:
-        """Update some of the groups."""
-        every, self.param_groups = self.param_groups, groups
-        try:
-            AdamW.step(self)
-        finally:
-            self.param_groups = every
-
 
 class SkipsOnDevice:
     """Step that is skipped by numbers on the device, so that the host need not wait for them.
@@ -169,8 +161,13 @@ class Muon(SkipsOnDevice, AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        matrices = [group for group in self.param_groups if group["whole"]]
-        self.step_on([group for group in self.param_groups if not group["whole"]])
+        every = self.param_groups
+        matrices = [group for group in every if group["whole"]]
+        self.param_groups = [group for group in every if not group["whole"]]
+        try:
+            AdamW.step(self)
+        finally:
+            self.param_groups = every
         beta, updates = self._settings.muon_momentum, list[torch.Tensor]()
         for group in self.near(matrices, "momentum_buffer"):
             (p,) = group["params"]  # this rank's part of a bucket

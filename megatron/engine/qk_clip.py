@@ -71,7 +71,12 @@ class QKClip:
         smallest = eta.unflatten(1, (groups, -1)).amin(2)  # [layers, groups/tp]
         shared = first.query_key_value.weight_shared
         if shared is not None:
-            smallest = self._of_neighbours(smallest, sharding_of(shared).copies)
+            # each `copies` neighbouring tensor ranks share a key
+            tensor = self._topology.tensor
+            copies = sharding_of(shared).copies
+            table = smallest.new_ones(tensor.size // copies, *smallest.shape)
+            table[tensor.rank // copies] = smallest
+            smallest = all_reduce(table, tensor, dist.ReduceOp.MIN)[tensor.rank // copies]
         of_keys = smallest ** (1.0 - self._settings.qk_clip_alpha)
         of_queries = eta.unflatten(1, (groups, -1)) / of_keys.unsqueeze(2)
         for (layer, own_largest), q, k in zip(self._layers, of_queries, of_keys, strict=True):
@@ -83,13 +88,6 @@ class QKClip:
             for p in (projection.weight_shared, projection.bias_shared):
                 self._scale(p, torch.cat(both, dim=1), layer.head_dim)
             own_largest.zero_()
-
-    def _of_neighbours(self, smallest: torch.Tensor, copies: int) -> torch.Tensor:
-        """Return the smallest over each `copies` neighbouring tensor ranks, which share a key."""
-        tensor = self._topology.tensor
-        table = smallest.new_ones(tensor.size // copies, *smallest.shape)
-        table[tensor.rank // copies] = smallest
-        return all_reduce(table, tensor, dist.ReduceOp.MIN)[tensor.rank // copies]
 
     def _scale(self, p: torch.nn.Parameter | None, heads: torch.Tensor, head_dim: int) -> None:
         """Multiply the rows of each head of a parameter by its factor."""

@@ -210,13 +210,12 @@ def build(
     only: Sequence[str] = (),
     extra: Sequence[str] = (),
     jobs: int | None = None,
-    hear: Callable[[str], object] = lambda words: None,
 ) -> Path:
     """Compile the kernels for `target` and return the library's path. Raises BuildError.
 
     `only` names the .cpp files (without suffix) to take, all by default; library.cpp is always
-    included. `extra` flags are added to every command. `hear` receives what each command wrote to
-    standard error, from several threads. The library gets its name only when it is complete.
+    included. `extra` flags are added to every command. The library gets its name only when it is
+    complete.
     """
     tool = compiler(target)
     if tool is None:
@@ -236,7 +235,7 @@ def build(
     environment = {**os.environ, "HIP_PLATFORM": "amd"} if target == "hip" else dict(os.environ)
 
     def call(*command: str) -> None:
-        hear(_run(command, sources, environment))
+        _run(command, sources, environment)
 
     with tempfile.TemporaryDirectory(prefix="megatron-kernels-") as scratch:
         objects = [f"{scratch}/{name}.o" for name in names]
@@ -258,15 +257,14 @@ def build(
     return final
 
 
-def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> str:
-    """Run a compiler in a folder and return its standard error. Raises BuildError if it fails."""
+def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    """Run a compiler in a folder. Raises BuildError if it fails."""
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", env=environment, cwd=folder
     )
     if done.returncode:
         cause = "\n".join((done.stderr or done.stdout).splitlines()[:_CAUSE_LINES])
         raise BuildError(f"{' '.join(command)}\n{cause}")
-    return done.stderr
 
 
 @contextlib.contextmanager

@@ -71,11 +71,6 @@ def _mlp_rows(model: ModelConfig, layer: int, active: bool) -> int:
     return (3 if model.gated else 2) * width + router
 
 
-def _mlp_biases(model: ModelConfig, layer: int, active: bool) -> int:
-    count, width = _experts(model, layer, active)
-    return count * ((2 if model.gated else 1) * width + model.hidden_size)
-
-
 def total_parameters(model: ModelConfig, active: bool = False) -> int:
     """Return all parameters of the model, a tied embedding counted once.
 
@@ -93,16 +88,13 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
         layer += width * d * (2 if model.qk_layernorm_over == "head" else heads + groups)
     words = _vocab(model) * h * (2 if model.untie_embeddings_and_output_weights else 1)
     learned = model.position_embedding_type == "learned_absolute"
-    return (
-        words
-        + (model.max_position_embeddings * h if learned else 0)
-        + model.num_layers * layer
-        + sum(
-            layer_matrices(model, i, active) + bias * _mlp_biases(model, i, active)
-            for i in range(model.num_layers)
-        )
-        + (2 if model.embedding_layernorm else 1) * width * h
-    )
+    total = words + (model.max_position_embeddings * h if learned else 0)
+    total += (2 if model.embedding_layernorm else 1) * width * h
+    for i in range(model.num_layers):
+        count, outputs = _experts(model, i, active)
+        biases = count * ((2 if model.gated else 1) * outputs + h)
+        total += layer + layer_matrices(model, i, active) + bias * biases
+    return total
 
 
 def parameters_of(config: Config) -> int:

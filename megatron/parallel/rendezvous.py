@@ -284,7 +284,8 @@ class Rendezvous(StoreConnection):
     def _judge(self, deadline: float) -> dict[str, Any]:
         """Wait, in the first process, for all descriptions and return the verdict.
 
-        {} if another process gave it before.
+        Writes the rank of each process, and the place of each rank. {} if another process gave the
+        verdict before.
         """
         keys = [f"participant/{task}" for task in range(self.launch.world_size)]
         if not self.poll(keys, deadline, unless="verdict"):
@@ -293,10 +294,8 @@ class Rendezvous(StoreConnection):
         error = conflict(tasks) or difference(
             [task.alike for task in tasks], lambda digest: self.store.get(f"alike/{digest}")
         )
-        return {"error": error} if error else self._give_ranks(tasks)
-
-    def _give_ranks(self, tasks: Sequence[Task]) -> dict[str, Any]:
-        """Write the rank of each process, and the place of each rank."""
+        if error:
+            return {"error": error}
         found = assign(tasks, self.placing.device_order)
         ranks = found.ranks
         notices = [*self.launch.notices, *found.notices]

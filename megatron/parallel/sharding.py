@@ -164,12 +164,3 @@ def sharding_of(parameter: torch.Tensor) -> Sharding:
         "parameter without sharding: create it through megatron.layers.context"
     )
     return found
-
-
-def __getattr__(name: str) -> Any:
-    """Return the gradient's sum, which scripts of earlier versions import from here."""
-    if name == "GradientSink":
-        from megatron.parallel.gradient_accumulator import GradientSink
-
-        return GradientSink
-    raise AttributeError(f"module {__name__} has no attribute {name}")

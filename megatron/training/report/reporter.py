@@ -276,7 +276,17 @@ class LogLines(Callback):
             case TaskEvaluated():
                 self._say(f" iteration {event.iteration}, task {event}")
             case ComputeTimes():
-                self._compute_times(event)
+                self._say(
+                    f" computing time of a step over ranks: min {event.min_ms:.1f} ms, median "
+                    f"{event.median_ms:.1f} ms, max {event.max_ms:.1f} ms"
+                )
+                shown = [
+                    f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x"
+                    for one in event.slow[:_SHOWN]
+                ]
+                if shown:
+                    listed = f"{', '.join(shown)} ({event.slow_ranks} in all)"
+                    self._say(f"   slower than the median of their stage: {listed}")
             case End() if event.energy_j > 0:  # not NaN
                 kwh = event.energy_j / 3.6e6
                 self._say(f" energy of this job on all nodes: {kwh:.3g} kWh")
@@ -312,19 +322,6 @@ class LogLines(Callback):
             self._memory_reported = held
         if report.lm_loss is not None:
             self._console.note(f"loss {report.lm_loss:.3f}")
-
-    def _compute_times(self, times: ComputeTimes) -> None:
-        self._say(
-            f" computing time of a step over ranks: min {times.min_ms:.1f} ms, median "
-            f"{times.median_ms:.1f} ms, max {times.max_ms:.1f} ms"
-        )
-        if times.slow:
-            shown = [
-                f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x"
-                for one in times.slow[:_SHOWN]
-            ]
-            listed = f"{', '.join(shown)} ({times.slow_ranks} in all)"
-            self._say(f"   slower than the median of their stage: {listed}")
 
 
 class Reporter:

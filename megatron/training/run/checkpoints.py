@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.checkpoint.find import Found, find, read_tracker, required
+from megatron.checkpoint.together import decided_by_first
 from megatron.config import Config
 from megatron.config.files import hugging_face_folder
 from megatron.data.sampler import are_ranges, is_consumed
@@ -237,7 +238,6 @@ def check_save_folder(config: Config, topology: Topology, reporter: Reporter) ->
     load = config.checkpoint.load
     if not save or load == save:
         return
-    from megatron.checkpoint.together import decided_by_first
 
     def look() -> int | None:
         newest = read_tracker(save).iteration
@@ -271,8 +271,6 @@ def checkpoint_to_load(
     settings = config.checkpoint
     if not settings.load or hugging_face_folder(settings.load) is not None:
         return None
-    from megatron.checkpoint.together import decided_by_first
-
     directory = settings.load
 
     def look() -> Found:

@@ -202,16 +202,6 @@ def first_builds(
     return build_in_turn
 
 
-def first_alone(topology: Topology, name: str, work: Callable[[], object]) -> None:
-    """Do `work` on rank 0, while the others wait at the store; once per `name`."""
-    store = job_store(topology)
-    if topology.world.is_first:
-        work()
-        store.set(name, "")
-    else:
-        _wait(store, name, topology)
-
-
 def job_store(topology: Topology) -> dist.Store:
     """Return the store that all ranks of the job share."""
     return (

@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron.config import Config
 from megatron.config.help_text import render_differences
 from megatron.data.datasets import SPLIT_NAMES, Datasets, check_data, describe_epochs
-from megatron.data.gpt_dataset import (
-    TokenDataset,
-)
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.sampler import MicroBatchStream, Separation, Share
 from megatron.data.tokenizer import Tokenizer
@@ -60,27 +57,22 @@ def describe_setup(
         kernels.append(f"captured passes: {how}, after {after} eager step(s)")
     for line in (*host, *kernels, *pieces, *(f"note: {notice}" for notice in config.notices)):
         say(line)
-    say(describe_output(config))
-    path = config.metrics_path
-    found = "--print-config shows all" if path is None else f"all: {path.parent / 'settings.toml'}"
-    say(f"settings that differ from the defaults ({found}):")
-    for line in render_differences(config):
-        say(f"  {line}")
-
-
-def describe_output(config: Config) -> str:
-    """Return what the run writes, and where."""
     logging = config.logging
-    places = (
+    path = config.metrics_path
+    places_written = (
         ("checkpoints", config.checkpoint.save),
         ("the trained model", config.checkpoint.save_hf),
-        ("metrics", config.metrics_path),
+        ("metrics", path),
         ("TensorBoard's events", logging.tensorboard_dir),
         ("Weights & Biases' run", logging.wandb_project and f"project {logging.wandb_project}"),
         ("MLflow's run", logging.mlflow_tracking_uri or logging.mlflow_experiment_name),
     )
-    written = [f"{what} to {where}" for what, where in places if where]
-    return f"writes {', '.join(written) or 'nothing, because there is no --save FOLDER'}"
+    written = [f"{what} to {where}" for what, where in places_written if where]
+    say(f"writes {', '.join(written) or 'nothing, because there is no --save FOLDER'}")
+    found = "--print-config shows all" if path is None else f"all: {path.parent / 'settings.toml'}"
+    say(f"settings that differ from the defaults ({found}):")
+    for line in render_differences(config):
+        say(f"  {line}")
 
 
 def describe_length(
@@ -176,13 +168,24 @@ def check_loss_masks(
     length = config.model.seq_length
     sets = {name: getattr(datasets, name) for name in SPLIT_NAMES} | dict(datasets.corpora)
     limits = dict(zip(SPLIT_NAMES, samples, strict=True))
+    separation = Separation.of(config.data, tokenizer)
     problem = ""
     try:
         for name, dataset in sets.items() if topology.world.is_first else ():
-            if dataset is None or not _masks(config, dataset):
+            if dataset is None or not (
+                config.data.eod_mask_loss or any(source.masked for source in dataset.sources)
+            ):
                 continue
             among = min(len(dataset), limits.get(name, len(dataset)))
-            without, looked = samples_without_loss(config, dataset, among, tokenizer)
+            looked = min(among, _LOOKED_AT)
+            stream = MicroBatchStream(
+                dataset, Share(1), separation=separation, vocab_size=config.model.vocab_size
+            )
+            without = 0
+            for number in range(looked):
+                stream.consumed_samples = number * among // looked
+                (batch,) = stream.take(1)
+                without += not batch.loss_mask.any()
             line = f"{without} of {looked} {name} samples have no token in the loss"
             if looked < among:
                 line += f" (looked at of {among}, at equal distances)"
@@ -197,25 +200,3 @@ def check_loss_masks(
         problem = str(error)
     if problem := collectives.broadcast_object(problem, topology.world):
         raise DataError(problem)
-
-
-def _masks(config: Config, dataset: TokenDataset) -> bool:
-    """Return whether samples of a data set may have no token in the loss."""
-    return config.data.eod_mask_loss or any(source.masked for source in dataset.sources)
-
-
-def samples_without_loss(
-    config: Config, dataset: TokenDataset, among: int, tokenizer: Tokenizer | None
-) -> tuple[int, int]:
-    """Return how many samples have no token in the loss, and how many `among` the first it read."""
-    count = min(among, _LOOKED_AT)
-    separation = Separation.of(config.data, tokenizer)
-    stream = MicroBatchStream(
-        dataset, Share(1), separation=separation, vocab_size=config.model.vocab_size
-    )
-    without = 0
-    for number in range(count):
-        stream.consumed_samples = number * among // count
-        (batch,) = stream.take(1)
-        without += not batch.loss_mask.any()
-    return without, count

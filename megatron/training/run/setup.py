@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.export import export_problem
 from megatron.checkpoint.settings import checkpoint_bytes
+from megatron.checkpoint.together import decided_by_first
 from megatron.config import Config
 from megatron.config.duration import duration_s
 from megatron.config.files import hugging_face_folder
@@ -51,7 +52,7 @@ from megatron.training.run.checkpoints import (
     checkpoint_to_load,
     load_checkpoint,
 )
-from megatron.training.run.data import first_alone, first_builds, open_stream, staged_locations
+from megatron.training.run.data import first_builds, open_stream, staged_locations
 from megatron.training.run.describe import (
     check_loss_masks,
     describe_data,
@@ -137,9 +138,6 @@ def run_training(
             ]
         topology = connect_groups(config, rendezvous, timeout, ranks.placing.rank_order)
         if claim is not None:
-            # imports torch's checkpoints, which takes long
-            from megatron.checkpoint.together import decided_by_first
-
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)
         run = assemble(config, topology, signals, places, host, started, watchdog)
@@ -262,8 +260,7 @@ def assemble(
     if stored is not None and not config.checkpoint.finetune:
         train = None if config.training.skip_train else datasets.train
         to_come = (train, train_samples, progress, end, topology.device, reporter)
-        describe = partial(describe_resume, stored, config, *to_come)
-        first_alone(topology, "comparison with the checkpoint", describe)
+        decided_by_first(topology, partial(describe_resume, stored, config, *to_come))
     compare_samples(datasets, topology)
     costs = publish_start(config, topology, places, progress, reporter)
     if isinstance(tokenizer, LimitedTokenizer):
@@ -408,11 +405,10 @@ def compare_samples(datasets: Datasets, topology: Topology) -> None:
 
 def describe_export(config: Config, topology: Topology, reporter: Reporter) -> None:
     """Check --save-hf on rank 0 for all ranks, and print what it will not write."""
-    if config.checkpoint.save_hf is not None:
-        from megatron.checkpoint.together import decided_by_first
-
-        if note := decided_by_first(topology, partial(check_export, config)):
-            reporter.say(f" note: --save-hf: {note}")
+    if config.checkpoint.save_hf is None:
+        return
+    if note := decided_by_first(topology, partial(check_export, config)):
+        reporter.say(f" note: --save-hf: {note}")
 
 
 def check_export(config: Config) -> str:

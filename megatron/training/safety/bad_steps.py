@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.find import Found, find
+from megatron.checkpoint.together import decided_by_first
 from megatron.data.sampler import MicroBatch, around, merged
 from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
@@ -129,9 +130,6 @@ def roll_back(run: Run, spike: Spike) -> bool:
     if saves is not None:
         saves.settle()  # what is being written is from before the spike
     if saves is not None and saves.saved_iteration is not None:
-        # imports torch's checkpoints, which takes long
-        from megatron.checkpoint.together import decided_by_first
-
         directory = run.config.checkpoint.save
         assert directory is not None, "a run that saves has a folder"
         before = min(spike.iteration, saves.saved_iteration + 1)  # later ones are of another run
