@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.config.phases import norm_limits
 from megatron.engine.buckets import ALIGNMENT, bucket_rule
 from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_engine import (
@@ -194,7 +193,7 @@ class Engine:
         # parameters of the optimizer, which get their values when the update is made
         empty = [[torch.nn.Parameter(part.new_zeros(ALIGNMENT))] for part in exact]
         groups = parameter_groups(empty, config.optimizer.weight_decay, plan.buckets)
-        self._basic = _build_optimizer(config, topology, groups)
+        self._basic = build_optimizer(groups, config, topology.device)
         self.deepspeed = start_engine(
             import_deepspeed(topology.device),
             topology,
@@ -208,13 +207,10 @@ class Engine:
             self.deepspeed,
             self._basic,
             topology,
-            self._dtype,
+            config,
             [bucket for bucket, _ in trained],
             exact,
             self._shards[0],
-            kernels=config.kernels.optimizer_implementation != "torch",
-            clip=config.optimizer.clip_grad,
-            limits=norm_limits(config.optimizer.clip_grad_by_kind),
         )
         models: dict[torch.Tensor, torch.Tensor] = {}
         if config.engine.cpu_offload:  # in fp32 the masters are on the device
@@ -676,17 +672,6 @@ def _shards_of(config: Config, topology: Topology) -> tuple[Shards, Shards]:
     if config.engine.zero_stage > 0:
         return topology.shards, topology.expert_shards
     return Shards.undivided(topology.data), Shards.undivided(topology.expert_data)
-
-
-def _build_optimizer(
-    config: Config, topology: Topology, groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    """Make the optimizer of the run, which may be the user's own."""
-    make = config.pieces.optimizer
-    if make is None:
-        return build_optimizer(groups, config, topology.device)
-    made: torch.optim.Optimizer = make(groups, config.optimizer)
-    return made
 
 
 def _plan_of(

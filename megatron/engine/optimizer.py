@@ -96,13 +96,16 @@ def parameter_groups(
 def build_optimizer(
     groups: list[dict[str, Any]], config: Config, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of `config.optimizer`.
+    """Make the optimizer of a configuration, which may be the user's own.
 
     AdamW is apex's where --optimizer-implementation asks for it and it runs on this device; our
     kernel where megatron.kernels.choose says so; otherwise torch's fused one. With bf16 moments the
     two last are one class.
     """
-    settings, kernels = config.optimizer, config.kernels
+    settings = config.optimizer
+    kernels = config.kernels
+    if config.pieces.optimizer is not None:
+        return config.pieces.optimizer(groups, settings)
     for group in groups:
         group["eps"] = settings.adam_eps * group.get("eps_scale", 1.0)
     if settings.optimizer == "sgd":

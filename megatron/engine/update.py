@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.config.phases import norm_limits
 from megatron.engine.gradients import Bucket, owned_gradients, sum_of_squares
 from megatron.engine.optimizer import is_copy, tensors_of
 from megatron.engine.optimizer_state import MASTER
@@ -20,6 +20,7 @@ from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 
 if TYPE_CHECKING:
+    from megatron.config import Config
     from megatron.engine.offload import HostState
 
 Parts = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
@@ -36,12 +37,7 @@ class Update:
     inner      the optimizer; its parameters, one in each group, get this rank's part of a bucket
     buckets    one for each parameter group, in their order
     exact      this rank's part of the fp32 weights of each bucket  # [n / ranks]
-    dtype      of the passes
     shards     the ranks that share parameters other than those of experts
-    kernels    whether our kernel may compute the norm, where it is loaded
-    clip       largest norm of all gradients; 0: any
-    limits     largest norm of the gradients of a kind of parameters (kind_of), by kind. These are
-               clipped first, and the limit of the global norm holds for the result
 
     masters    the parameters of `inner`: `exact`, or the weights themselves in fp32
     """
@@ -51,27 +47,30 @@ class Update:
         engine: Any,
         inner: torch.optim.Optimizer,
         topology: Topology,
-        dtype: torch.dtype,
+        config: Config,
         buckets: Sequence[Bucket],
         exact: Sequence[torch.Tensor],
         shards: Shards,
-        kernels: bool,
-        clip: float,
-        limits: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self._engine, self._inner, self._topology = engine, inner, topology
-        self._in_bf16 = dtype == torch.bfloat16
+        self._engine = engine
+        self._inner = inner
+        self._topology = topology
+        self._in_bf16 = config.precision.bf16
+        kernels = config.kernels.optimizer_implementation != "torch"
         self._squares = (
             scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
         )
-        self._clip = clip or math.inf
+        self._clip = config.optimizer.clip_grad or math.inf
+        # The largest norm of the gradients of each kind of parameters (kind_of). These are clipped
+        # first, and the limit of the global norm holds for the result.
+        limits = norm_limits(config.optimizer.clip_grad_by_kind)
         # With apex's optimizers and most user optimizers the host decides: it reads the norm before
         # their step.
         self._on_device = isinstance(inner, FusedAdamW) or getattr(
             inner, "_step_supports_amp_scaling", False
         )
         self.buckets = list(buckets)
-        in_fp32 = dtype == torch.float32
+        in_fp32 = config.precision.dtype_name == "float32"
         self._values = [b.own_weights for b in self.buckets] if in_fp32 else list(exact)
         self.masters: list[torch.Tensor] = [p for g in inner.param_groups for p in g["params"]]
         for master, values in zip(self.masters, self._values, strict=True):
@@ -164,12 +163,19 @@ class Update:
         if self._in_bf16:  # the root is rounded: runs of earlier versions continue bit for bit
             squares = squares.sqrt().square()
         squares = all_reduce(squares, self._topology.model)
-        norm = self._norm = squares.sum().sqrt() if self._limits is not None else squares.sqrt()
+        norm = squares.sqrt()
+        clipped = norm
         if self._limits is not None:
-            self._norm = self._clip_kinds(squares.double().sqrt(), self._limits, loss_scale)
+            norm = squares.sum().sqrt()
+            clipped = self._clip_kinds(squares.double().sqrt(), self._limits, loss_scale)
         if not self._on_device and not moves(norm):
             return norm
-        self._pass_gradients(self._factor(loss_scale), loss_scale)
+        # That of torch.nn.utils.clip_grad_norm_, divided by the loss scale, in fp64; NaN where the
+        # step does not count.
+        unscaled = (clipped / loss_scale).double()
+        factor = (self._clip / (unscaled + 1e-6)).clamp(max=1.0)
+        factor = torch.where(moves(unscaled), factor / loss_scale, torch.nan)
+        self._pass_gradients(factor, loss_scale)
         self._engine.step()
         for master in self.masters:
             master.grad = None
@@ -220,15 +226,6 @@ class Update:
             if counted or copies:
                 torch._foreach_mul_([*counted, *copies], factor)
         return (norms * factors).square().sum().sqrt().float()
-
-    def _factor(self, loss_scale: float) -> torch.Tensor:
-        """Return the factor of all gradients; NaN where the step does not count.
-
-        It is that of torch.nn.utils.clip_grad_norm_, divided by the loss scale, in fp64.
-        """
-        norm = (self._norm / loss_scale).double()
-        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
-        return torch.where(moves(norm), factor / loss_scale, torch.nan)
 
     def _pass_gradients(self, factor: torch.Tensor, loss_scale: float) -> None:
         """Give the optimizer its gradients, and their factor where it takes one."""

@@ -124,6 +124,13 @@ def no_compiler(target: str) -> str:
     return f"no compiler for --target {target}: {tried} cannot be used; ${variable} names one ({advice})"
 
 
+def _needed_compiler(target: str) -> str:
+    """Return the compiler of a target. Raises BuildError."""
+    if tool := compiler(target):
+        return tool
+    raise BuildError(no_compiler(target))
+
+
 def default_archs(target: str) -> list[str]:
     """Return the architectures without --arch.
 
@@ -217,9 +224,7 @@ def build(
     included. `extra` flags are added to every command. The library gets its name only when it is
     complete.
     """
-    tool = compiler(target)
-    if tool is None:
-        raise BuildError(no_compiler(target))
+    tool = _needed_compiler(target)
     archs = list(archs or default_archs(target))
     flags = [*compile_flags(target, archs), *extra]
     names = sorted(
@@ -297,9 +302,7 @@ def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
 
 def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
     """Return whether the library's description matches these sources and this command."""
-    tool = compiler(target)
-    if tool is None:
-        return False
+    tool = _needed_compiler(target)
     return _is_whole_with(path, description(target, archs, tool, compile_flags(target, archs)))
 
 
@@ -346,9 +349,7 @@ def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path,
 
     Raises BuildError, also where this Python has no torch or no headers.
     """
-    tool = compiler("host")
-    if tool is None:
-        raise BuildError(no_compiler("host"))
+    tool = _needed_compiler("host")
     # In a process of its own: this one must not import torch for the rest of its life.
     asked = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
     if asked.returncode:
@@ -423,9 +424,7 @@ def make(
     made = []
     for target, names in plan(targets, archs):
         path = folder / library_name(target, "+".join(names))
-        tool = compiler(target)
-        if tool is None:
-            raise BuildError(no_compiler(target))
+        tool = _needed_compiler(target)
         if target == "hip" and not any(arch.startswith("gfx") for arch in archs):
             unknown = ", ".join(arch for arch in DEFAULT_ARCHS["hip"] if arch not in names)
             if unknown:

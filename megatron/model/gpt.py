@@ -183,13 +183,6 @@ class GPTChunk(nn.Module):
     def _hidden(
         self, batch: MicroBatch, hidden: Tensor | None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        call = self._call_context(batch, cache)
-        if self.is_first:
-            hidden = self._embed(batch, call)
-        assert hidden is not None, f"stage {self.stage} needs the hidden states of the stage before"
-        return self._run_layers(hidden, call)
-
-    def _call_context(self, batch: MicroBatch, cache: KeyValueCache | None) -> CallContext:
         dropout = None
         documents = None
         if self.training:
@@ -205,7 +198,11 @@ class GPTChunk(nn.Module):
         restart = documents is not None or self.config.data.reset_position_ids
         given = restart if cache is None else cache.used > 0
         ids = self.context.cut(batch.position_ids) if given else None
-        return CallContext(ids, documents, dropout, cache, batch.padding)
+        call = CallContext(ids, documents, dropout, cache, batch.padding)
+        if self.is_first:
+            hidden = self._embed(batch, call)
+        assert hidden is not None, f"stage {self.stage} needs the hidden states of the stage before"
+        return self._run_layers(hidden, call)
 
     def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
         assert batch.tokens is not None

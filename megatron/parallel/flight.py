@@ -263,6 +263,12 @@ class Call(NamedTuple):
     size_bytes: int
     sequence: int
 
+    @classmethod
+    def of(cls, record: CallRecord) -> Call:
+        """Return the call of a record."""
+        name = record.name.decode(errors="replace")
+        return cls(name, KINDS[record.kind], record.peer, record.size_bytes, record.sequence)
+
     def __str__(self) -> str:
         size = f" of {self.size_bytes} bytes" if self.size_bytes else ""
         if self.peer >= 0:
@@ -320,14 +326,11 @@ class FlightState:
         if record.magic != _MAGIC:
             return None
 
-        def text(name: str, of: Structure = record) -> str:
-            return bytes(getattr(of, name)).decode(errors="replace")
+        def text(name: str) -> str:
+            return bytes(getattr(record, name)).decode(errors="replace")
 
-        of = record.call if record.in_call else record.device_call
+        current = record.call if record.in_call else record.device_call
         instruction = ""
-        call = None
-        if of.name:
-            call = Call(text("name", of), KINDS[of.kind], of.peer, of.size_bytes, of.sequence)
         if record.operation:
             place = f"of stage {record.stage}, micro-batch {record.micro_batch}"
             instruction = f"{text('operation')} {place}"
@@ -339,7 +342,7 @@ class FlightState:
             record.step,
             text("phase"),
             instruction,
-            call,
+            Call.of(current) if current.name else None,
             _clock() - record.moved_at,
             list(record.reached if record.device_known else record.posted),
             record.inquiry,

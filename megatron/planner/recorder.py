@@ -496,11 +496,7 @@ def record_update(
         weights = torch.nn.Parameter(torch.zeros(8))
         weights.grad = torch.zeros(8)
         groups = [{"params": [weights], "weight_decay": 0.0, "whole": whole}]
-        own = config.pieces.optimizer
-        if own is None:
-            build_optimizer(groups, config, weights.device).step()
-        else:
-            own(groups, config.optimizer).step()
+        build_optimizer(groups, config, weights.device).step()
     return found, sizes[0]
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron.kernels.work import Scope, followed
 from megatron.parallel.collectives import gather_objects
-from megatron.parallel.flight import KINDS, MOST_MARKS, Call, CallRecord, DeviceCalls
+from megatron.parallel.flight import MOST_MARKS, Call, CallRecord, DeviceCalls
 from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.pipeline.executor import Executor
@@ -139,8 +139,7 @@ class Recording:
 
 def _named(what: object) -> Instruction | Call | str:
     if isinstance(what, CallRecord):
-        name, kind, *numbers = (getattr(what, name) for name, _ in what._fields_)
-        return Call(name.decode(), KINDS[kind], *numbers)
+        return Call.of(what)
     if isinstance(what, tuple):
         return Instruction(Op[what[0].decode()], *what[1:])
     return str(what)

@@ -134,18 +134,14 @@ class Saves:
             self._started = None
             self._succeeded(saved, background)
 
-    def commit_written(self, agreed: Mapping[str, int]) -> bool:
-        """Complete a save in the background if every rank has written its part.
+    def commit_written(self, agreed: Mapping[str, int]) -> None:
+        """Complete a save in the background if every rank has written its part."""
+        if not agreed.get(_WRITING, True):
+            self._complete(self.saver.commit)
 
-        Returns whether it is complete.
-        """
-        return (
-            self.under_way and not agreed.get(_WRITING, True) and self._complete(self.saver.commit)
-        )
-
-    def settle(self) -> bool:
-        """Wait for and complete a save in the background, if any; return whether it succeeded."""
-        return self.under_way and self._complete(self.saver.finish)
+    def settle(self) -> None:
+        """Wait for and complete a save in the background, if any."""
+        self._complete(self.saver.finish)
 
     def close(self) -> None:
         """Complete a save under way, and wait until old checkpoints are removed."""
@@ -175,19 +171,19 @@ class Saves:
         minutes = self._settings.save_interval_minutes
         return minutes is not None and now - self._last_s >= 60.0 * minutes
 
-    def _complete(self, complete: Callable[[], Saved | None]) -> bool:
+    def _complete(self, complete: Callable[[], Saved | None]) -> None:
         iteration = self._started
-        assert iteration is not None, "a save is under way"
+        if iteration is None:
+            return
         try:
             saved = complete()
         except CheckpointError as error:
             self._failed(iteration, error)
-            return False
+            return
         finally:
             self._started = None
         assert saved is not None, "a save was pending"
         self._succeeded(saved, background=True)
-        return True
 
     def _succeeded(self, saved: Saved, background: bool) -> None:
         say = self.reporter.say

@@ -94,7 +94,8 @@ class DeepSpeedReports(Callback):
     def on_start(self, run: Run) -> None:
         if not self._wants("comms_logger"):
             return
-        if not hasattr(self._communication(), "comms_logger"):
+        self._communication: Any = importlib.import_module("deepspeed.comm")
+        if not hasattr(self._communication, "comms_logger"):
             raise ConfigError(
                 "comms_logger: this DeepSpeed has no deepspeed.comm.comms_logger, to which calls are "
                 "added: remove it from --deepspeed_config, and read the phases of --metrics-file"
@@ -105,12 +106,8 @@ class DeepSpeedReports(Callback):
         self._calls = LoggedCalls(new_event, on_host)
         run.topology.flight.meter = self._calls
 
-    @staticmethod
-    def _communication() -> Any:
-        return importlib.import_module("deepspeed.comm")
-
     def _log_calls(self, run: Run, calls: LoggedCalls) -> None:
-        logger = self._communication().comms_logger
+        logger = self._communication.comms_logger
         sizes = {group.kind: group.size for group in run.topology.groups}
         for call, spent_s in calls.next_step():
             name, kind = _OPERATIONS.get(call.name), KINDS[call.kind]
@@ -176,4 +173,4 @@ class DeepSpeedReports(Callback):
         if self._calls is not None:
             self._log_calls(run, self._calls)  # of the last step
             self._log_calls(run, self._calls)  # and of what followed it
-            self._communication().log_summary()
+            self._communication.log_summary()

@@ -106,14 +106,17 @@ class Provenance:
 def layout_record(config: Config, topology: Topology) -> dict[str, object]:
     """Return the layout of a run for its checkpoints and metrics."""
     layout = topology.layout
+    more = {
+        "context": layout.context,
+        "expert": layout.expert,
+        "expert_ranks_per_node": layout.expert_node,
+    }
     return {
         "world": layout.world_size,
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
         "data": layout.replicas,
-        **({"context": layout.context} if layout.context > 1 else {}),
-        **({"expert": layout.expert} if layout.expert > 1 else {}),
-        **({"expert_ranks_per_node": layout.expert_node} if layout.expert_node > 1 else {}),
+        **{name: size for name, size in more.items() if size > 1},
         "chunks": config.parallel.num_chunks,
         "sequence_parallel": config.parallel.sequence_parallel,
         "zero_stage": config.engine.zero_stage,

@@ -248,7 +248,7 @@ class _Course:
         yield from range(0, left, max(1, left // _LOOKED_AT))
         bounds: set[tuple[float, str, int]]
         bounds = {(size[0], "samples", p.consumed_samples) for size in self._batches.sizes}
-        for schedule in self._schedules.named().values():
+        for schedule in self._schedules.named.values():
             done = getattr(p, f"scheduled_{schedule.unit}")
             bounds |= {(piece.begin, schedule.unit, done) for piece in schedule.pieces}
         for bound, unit, done in bounds:

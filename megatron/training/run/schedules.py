@@ -537,37 +537,35 @@ def weight_decay(config: Config) -> Schedule:
 
 @dataclass(frozen=True)
 class Schedules:
-    """Values that may change from step to step; `betas` is None where they stay."""
+    """Values that may change from step to step.
+
+    named  each schedule by its name; "beta1" and "beta2" only where they change
+    """
 
     settings: OptimizerConfig
-    learning_rate: Schedule
-    weight_decay: Schedule
-    betas: tuple[Schedule, Schedule] | None
+    named: dict[str, Schedule]
 
     @classmethod
     def from_config(cls, config: Config) -> Schedules:
         """Return the schedules of a run. Raises ConfigError."""
         config = _on_basis(config)
         o = config.optimizer
-        betas = (
-            _phased(config, "adam_beta1_schedule", o.adam_beta1, 0.0),
-            _phased(config, "adam_beta2_schedule", o.adam_beta2, 0.0),
-        )
+        named = {"learning rate": learning_rate(config), "weight decay": weight_decay(config)}
         scheduled = (o.adam_beta1_schedule, o.adam_beta2_schedule) != (None, None)
         if o.schedule_basis and o.optimizer == "adam" and config.pieces.optimizer is None:
             scheduled = True  # the engine has the betas given here
-        return cls(o, learning_rate(config), weight_decay(config), betas if scheduled else None)
+        if scheduled:
+            named["beta1"] = _phased(config, "adam_beta1_schedule", o.adam_beta1, 0.0)
+            named["beta2"] = _phased(config, "adam_beta2_schedule", o.adam_beta2, 0.0)
+        return cls(o, named)
 
     def at(self, progress: Progress) -> StepValues:
         """Return the values of the next step."""
         p = progress
         here = (p.scheduled_iterations, p.scheduled_samples, p.scheduled_tokens)
-        return StepValues(
-            self.learning_rate.at(*here),
-            self.weight_decay.at(*here),
-            None if self.betas is None else (self.betas[0].at(*here), self.betas[1].at(*here)),
-            self._new_in_average(progress.scheduled_iterations),
-        )
+        lr, weight_decay, *betas = (schedule.at(*here) for schedule in self.named.values())
+        average = self._new_in_average(progress.scheduled_iterations)
+        return StepValues(lr, weight_decay, (betas[0], betas[1]) if betas else None, average)
 
     def _new_in_average(self, steps: int) -> float:
         decay = self.settings.ema_decay
@@ -577,12 +575,5 @@ class Schedules:
         updates = steps // interval
         return 1.0 - min(decay, (1 + updates) / (10 + updates) if self.settings.ema_warmup else 1.0)
 
-    def named(self) -> dict[str, Schedule]:
-        """Return each schedule by its name."""
-        named = {"learning rate": self.learning_rate, "weight decay": self.weight_decay}
-        if self.betas is not None:
-            named |= {"beta1": self.betas[0], "beta2": self.betas[1]}
-        return named
-
     def __str__(self) -> str:
-        return "; ".join(f"{name} {schedule}" for name, schedule in self.named().items())
+        return "; ".join(f"{name} {schedule}" for name, schedule in self.named.items())

@@ -254,9 +254,11 @@ def assemble(
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     record_settings(settings, topology, reporter, progress.iteration)
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
-    datasets = extended(config, batches, datasets, build, samples, progress, end)
     left = max(0, end - progress.iteration)
     train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
+    if train_samples > samples[0] and not config.training.skip_train:
+        # a resumed run with another batch size takes more than planned
+        datasets = build(train_samples, samples[1], samples[2])
     if stored is not None and not config.checkpoint.finetune:
         train = None if config.training.skip_train else datasets.train
         to_come = (train, train_samples, progress, end, topology.device, reporter)
@@ -551,22 +553,3 @@ def load_tokenizer(config: Config) -> Tokenizer | None:
     return build_tokenizer(
         **dataclasses.asdict(config.tokenizer), vocab_size=config.model.vocab_size
     )
-
-
-def extended(
-    config: Config,
-    batches: BatchSchedule,
-    datasets: Datasets,
-    build: Callable[[int, int, int], Datasets],
-    planned: tuple[int, int, int],
-    progress: Progress,
-    end: int,
-) -> Datasets:
-    """Return `datasets`, or longer ones where a resumed run takes more samples than planned.
-
-    That happens when it is resumed with another batch size.
-    """
-    needed = batches.samples_after(end - progress.iteration, progress.consumed_samples)
-    if config.training.skip_train or needed <= planned[0]:
-        return datasets
-    return build(needed, planned[1], planned[2])
