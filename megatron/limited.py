@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -40,6 +41,7 @@ class LimitError(DataError):
     """A template or tokenizer that takes more than its time or memory, or breaks its process."""
 
 
+@dataclass(eq=False)
 class LimitedProcess:
     """A child that calls `target`, "module:function", with `argument`, and then its result.
 
@@ -47,11 +49,12 @@ class LimitedProcess:
     messages. The child starts when it is needed, and ends with this object or this process.
     """
 
-    def __init__(self, target: str, argument: Any, what: str, size_bytes: int = 0) -> None:
-        self._target = target
-        self._argument = argument
-        self._what = what
-        self._size_bytes = size_bytes  # of what it reads at its start
+    target: str
+    argument: Any
+    what: str
+    size_bytes: int = 0  # of what it reads at its start
+
+    def __post_init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
         self._connection: Connection
         self._parent = os.getpid()
@@ -68,7 +71,7 @@ class LimitedProcess:
                 self._parent = os.getpid()
                 self._connection, theirs = Pipe()
                 number = theirs.fileno()
-                start = _START.format(path=sys.path, target=self._target, number=number)
+                start = _START.format(path=sys.path, target=self.target, number=number)
                 with theirs:
                     self._child = subprocess.Popen(
                         [sys.executable, "-c", start],
@@ -80,7 +83,7 @@ class LimitedProcess:
                     )
                 weakref.finalize(self, _end, self._child, self._connection)
                 try:
-                    self._exchange(self._argument, self._size_bytes)
+                    self._exchange(self.argument, self.size_bytes)
                 except (ConfigError, DataError):
                     self.close()
                     raise
@@ -109,7 +112,7 @@ class LimitedProcess:
             code = child.wait()
             name = signal.Signals(-code).name if code < 0 else f"code {code}"
             raise LimitError(
-                f"{self._what}: it was ended by {name}, as it may be for more than {seconds:.0f} s of "
+                f"{self.what}: it was ended by {name}, as it may be for more than {seconds:.0f} s of "
                 f"CPU time or {memory / 2**30:.1f} GiB of memory: use one from a source that you "
                 "trust, or shorter texts"
             ) from None
@@ -122,10 +125,10 @@ class LimitedProcess:
             raise DataError(text)
         if kind == "MemoryError":
             raise LimitError(
-                f"{self._what}: takes more than {memory / 2**30:.1f} GiB of memory: use one from a "
+                f"{self.what}: takes more than {memory / 2**30:.1f} GiB of memory: use one from a "
                 "source that you trust, or shorter texts"
             )
-        raise DataError(f"{self._what} fails: {kind}: {text}")
+        raise DataError(f"{self.what} fails: {kind}: {text}")
 
 
 def _end(child: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -13,6 +13,7 @@ import os
 import pickletools
 import struct
 import zipfile
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -40,14 +41,12 @@ _KINDS = {
 }
 
 
+@dataclass(eq=False, slots=True)
 class _Value:
     """A value without content: what is in it, and its size as a part of a key."""
 
-    __slots__ = ("hashed", "inside")
-
-    def __init__(self, inside: list[_Value], hashed: int = 1) -> None:
-        self.inside = inside
-        self.hashed = hashed
+    inside: list[_Value]
+    hashed: int = 1
 
 
 _PLAIN = _Value([])

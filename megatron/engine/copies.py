@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron.errors import ConfigError, MegatronError, TrainingError
 from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects
@@ -33,12 +34,12 @@ class FirstGradients:
     digests  int64 [parameters], 0 where a gradient is zero
     """
 
-    partial: Mapping[torch.nn.Parameter, bool]
-    digests: torch.Tensor
+    partial: Mapping[nn.Parameter, bool]
+    digests: Tensor
 
 
 @torch.no_grad()
-def digest(tensor: torch.Tensor) -> torch.Tensor:
+def digest(tensor: Tensor) -> Tensor:
     """Return a digest of a tensor on its device, an int64 scalar, by torch's operators.
 
     Integers are added up, so that the order of additions does not matter, and a change within one
@@ -67,8 +68,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def check_copies(
-    parameters: Sequence[torch.nn.Parameter],
-    arrived: Iterable[torch.nn.Parameter],
+    parameters: Sequence[nn.Parameter],
+    arrived: Iterable[nn.Parameter],
     topology: Topology,
     when: str,
     first: FirstGradients | None = None,
@@ -126,7 +127,7 @@ _DATA = (
 )
 
 
-def _differing(found: torch.Tensor, group: Group, copies: int | None = None) -> list[int]:
+def _differing(found: Tensor, group: Group, copies: int | None = None) -> list[int]:
     """Return the indices of the digests [n] that differ between ranks of the group.
 
     With `copies`, between any `copies` neighbouring ranks. One message is sent.

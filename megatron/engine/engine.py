@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from megatron.engine.buckets import ALIGNMENT, bucket_rule
 from megatron.engine.copies import check_copies
@@ -170,7 +171,7 @@ class Engine:
     Raises ConfigError for a missing DeepSpeed, for ranks without parameters.
     """
 
-    def __init__(self, config: Config, topology: Topology, chunks: torch.nn.Module) -> None:
+    def __init__(self, config: Config, topology: Topology, chunks: nn.Module) -> None:
         self.topology = topology
         self.chunks = chunks
         self.skipped_steps = 0
@@ -191,7 +192,7 @@ class Engine:
         trained = [part for part in divided if not part[0].frozen]
         exact = [part for _, part in trained]
         # parameters of the optimizer, which get their values when the update is made
-        empty = [[torch.nn.Parameter(part.new_zeros(ALIGNMENT))] for part in exact]
+        empty = [[nn.Parameter(part.new_zeros(ALIGNMENT))] for part in exact]
         groups = parameter_groups(empty, config.optimizer.weight_decay, plan.buckets)
         self._basic = build_optimizer(groups, config, topology.device)
         self.deepspeed = start_engine(
@@ -212,7 +213,7 @@ class Engine:
             exact,
             self._shards[0],
         )
-        models: dict[torch.Tensor, torch.Tensor] = {}
+        models: dict[Tensor, Tensor] = {}
         if config.engine.cpu_offload:  # in fp32 the masters are on the device
             models.update(zip(self._update.masters, exact, strict=True))
         self._take_whole()
@@ -250,8 +251,8 @@ class Engine:
             router.measured = self._logging.moe_per_layer_logging
 
     def _divide(
-        self, config: Config, parameters: Sequence[torch.nn.Parameter]
-    ) -> list[tuple[Bucket, torch.Tensor]]:
+        self, config: Config, parameters: Sequence[nn.Parameter]
+    ) -> list[tuple[Bucket, Tensor]]:
         """Put parameters into the plan's buckets; return these, and this rank's exact fp32 shares."""
         for p in parameters:
             assert p.dtype == torch.float32, (
@@ -392,7 +393,7 @@ class Engine:
             self._gradients.pass_ends(stage)
             self._weights.pass_ends()
 
-    def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
+    def gradient(self, p: nn.Parameter) -> Tensor:
         """Return the gradient sum of a parameter since the last step, before any reduction.
 
         It includes the loss scale. With overlap_grad_reduce the reduction begins during the
@@ -527,7 +528,7 @@ class Engine:
         """
         self._weights.wait()
 
-    def arriving(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
+    def arriving(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
         """Yield parameters whose weights are there, until the next is asked for.
 
         With ZeRO stage 3 all data-parallel ranks ask for the same ones, in the same order. It takes
@@ -578,7 +579,7 @@ class Engine:
         self._use(weights, kept)
 
     @torch.no_grad()
-    def _use(self, weights: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    def _use(self, weights: list[Tensor], values: list[Tensor]) -> None:
         """Put values into this rank's part of the weights, and send it to the other ranks."""
         self._weights.settle()
         torch._foreach_copy_(weights, values)
@@ -586,11 +587,11 @@ class Engine:
 
     # -- figures -----------------------------------------------------------------------------------
 
-    def _over_model(self, terms: list[tuple[Fragment, torch.Tensor]]) -> torch.Tensor:
+    def _over_model(self, terms: list[tuple[Fragment, Tensor]]) -> Tensor:
         """Sum scalars, in float64, over the ranks that together hold the model once; a scalar."""
         zero = torch.zeros((), dtype=torch.float64, device=self.topology.device)
 
-        def total(some: list[torch.Tensor]) -> torch.Tensor:
+        def total(some: list[Tensor]) -> Tensor:
             return torch.stack([zero, *(t.to(zero) for t in some)]).sum()
 
         states, experts = self._shards[0].states, self.topology.expert
@@ -603,7 +604,7 @@ class Engine:
         return all_reduce(value, self.topology.model)
 
     @torch.no_grad()
-    def _count_zeros(self) -> torch.Tensor:
+    def _count_zeros(self) -> Tensor:
         views = [
             (f, view)
             for f in self._counted()
@@ -613,7 +614,7 @@ class Engine:
         return self._over_model([(f, v.numel() - v.count_nonzero()) for f, v in views])
 
     @torch.no_grad()
-    def _params_squares(self) -> torch.Tensor:
+    def _params_squares(self) -> Tensor:
         self._state_rests()
         views = [(f, view) for f in self._counted() for _, view in f.real(f.master)]
         return self._over_model(
@@ -677,8 +678,8 @@ def _shards_of(config: Config, topology: Topology) -> tuple[Shards, Shards]:
 def _plan_of(
     config: Config,
     topology: Topology,
-    chunks: torch.nn.Module,
-    parameters: Sequence[torch.nn.Parameter],
+    chunks: nn.Module,
+    parameters: Sequence[nn.Parameter],
 ) -> ZeroPlan:
     """Return what ZeRO does with the parameters of this rank's chunks.
 
@@ -733,7 +734,7 @@ def _check_masks(config: Config, fusions: Fusions) -> None:
 
 
 def build_executor(
-    config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine
+    config: Config, topology: Topology, chunks: nn.ModuleDict, engine: Engine
 ) -> Executor:
     """Return an executor of the schedule on `chunks` (from build_chunks).
 

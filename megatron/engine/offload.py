@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.engine.optimizer import tensors_of
 from megatron.engine.optimizer_state import MASTER
@@ -48,7 +49,7 @@ class HostState:
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         masters: bool,
-        updated: Callable[[torch.Tensor], None],
+        updated: Callable[[Tensor], None],
         uses: Iterable[Use] = (),
     ) -> None:
         self._optimizer, self._updated = optimizer, updated
@@ -61,7 +62,7 @@ class HostState:
             )
         parameters = [group["params"][0] for group in optimizer.param_groups]
 
-        def tensors(p: torch.Tensor) -> dict[str, torch.Tensor]:
+        def tensors(p: Tensor) -> dict[str, Tensor]:
             return tensors_of(optimizer, p) | ({MASTER: p.detach()} if masters else {})
 
         most: dict[tuple[str, torch.dtype], int] = {}
@@ -74,7 +75,7 @@ class HostState:
             for _ in range(2)
         ]
         self._absent = {key: torch.zeros((), dtype=key[1], device=device) for key in most}
-        self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self.kept: dict[Tensor, dict[str, Tensor]] = {}
         for p in parameters:  # of which each gives up its former memory
             own = tensors(p).items()
             self.kept[p] = {n: self._locked(x) if device.type == "cuda" else x for n, x in own}
@@ -175,13 +176,11 @@ class HostState:
                 self._arrived[place % 2] = self._in.record_event()
         self._fetched.append(use)
 
-    def _in_set(self, p: torch.Tensor, name: str, number: int) -> torch.Tensor:
+    def _in_set(self, p: Tensor, name: str, number: int) -> Tensor:
         kept = self.kept[p][name]
         return self.working[number][name, kept.dtype][: kept.numel()].view(kept.shape)
 
-    def _show(
-        self, p: torch.Tensor, number: int | None, names: Iterable[str] | None = None
-    ) -> None:
+    def _show(self, p: Tensor, number: int | None, names: Iterable[str] | None = None) -> None:
         """Let a parameter and its state be those of a set; without one, of their shapes only."""
         if number is not None and number in self._arrived:
             torch.cuda.current_stream().wait_event(self._arrived[number])
@@ -196,7 +195,7 @@ class HostState:
             else:
                 self._optimizer.state[p][name] = x
 
-    def _locked(self, x: torch.Tensor) -> torch.Tensor:
+    def _locked(self, x: Tensor) -> Tensor:
         """Return a copy in page-locked memory, so that the host need not wait for its transfers.
 
         torch takes such memory in powers of two, and this in pages.

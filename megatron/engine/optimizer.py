@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from megatron.engine.buckets import BucketPlan
 from megatron.engine.optimizer_state import MASTER, OptimizerState, has_16_bit_moments
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from megatron.config import Config
 
 
-def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters, frozen ones included; a weight that two layers share appears once.
 
     They are in the order of their first use, as far as chunks tell by `weight_users`, so that
@@ -44,7 +45,7 @@ class _Trained:
     frozen: set[str] = field(repr=False)
 
 
-def freeze_copies(parameters: Sequence[torch.nn.Parameter], topology: Topology) -> None:
+def freeze_copies(parameters: Sequence[nn.Parameter], topology: Topology) -> None:
     """Freeze each parameter that another rank of the model has frozen under the same name.
 
     In one process it is one parameter: a tied embedding, for example, which the last stage has too.
@@ -66,7 +67,7 @@ def freeze_copies(parameters: Sequence[torch.nn.Parameter], topology: Topology) 
 
 
 def parameter_groups(
-    parameters: Iterable[Sequence[torch.nn.Parameter]],
+    parameters: Iterable[Sequence[nn.Parameter]],
     weight_decay: float,
     buckets: Sequence[BucketPlan],
 ) -> list[dict[str, Any]]:
@@ -134,7 +135,7 @@ def create_state(
     optimizer: torch.optim.Optimizer,
     state: OptimizerState,
     device: torch.device,
-    models: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+    models: Mapping[Tensor, Tensor] = MappingProxyType({}),
 ) -> None:
     """Create the optimizer's state as zeros: tensors beside the weights, steps on `device`.
 
@@ -155,13 +156,13 @@ def create_state(
             if "step" not in made and (torchs or state.step is not None):
                 on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
                 step = torch.zeros((), dtype=torch.float32, device=device if on_device else "cpu")
-                made["step"] = step if torchs or state.step is torch.Tensor else 0
+                made["step"] = step if torchs or state.step is Tensor else 0
 
 
-def tensors_of(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, torch.Tensor]:
+def tensors_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
     """Return the tensors of a parameter's state, of its shape, by name."""
     state = optimizer.state[p].items()
-    return {n: x for n, x in state if isinstance(x, torch.Tensor) and x.shape == p.shape}
+    return {n: x for n, x in state if isinstance(x, Tensor) and x.shape == p.shape}
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:
@@ -178,13 +179,13 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
             group["step"] = step
         for p in group["params"]:
             counted = optimizer.state[p].get("step")
-            if isinstance(counted, torch.Tensor):
+            if isinstance(counted, Tensor):
                 counted.fill_(float(step))
             elif counted is not None:
                 optimizer.state[p]["step"] = step
 
 
-def kept_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def kept_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the fp32 tensors of a model beside its parameters, by global name.
 
     They are whole, the same on all ranks of a stage, and saved in checkpoints: biases of experts,
@@ -235,27 +236,27 @@ class Fragment:
              none, but is its own average
     """
 
-    parameter: torch.nn.Parameter
+    parameter: nn.Parameter
     sharding: Sharding
     start: int
     numel: int
-    master: torch.Tensor
-    moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    master: Tensor
+    moments: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        parameter: torch.nn.Parameter,
+        parameter: nn.Parameter,
         start: int,
         place: slice,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor],
     ) -> Fragment:
         """Return the fragment from element `start` on, which is at `place` of the flat tensors."""
         views = {name: flat[place] for name, flat in tensors.items()}
         master, numel = views.pop(MASTER), place.stop - place.start
         return cls(parameter, sharding_of(parameter), start, numel, master, views)
 
-    def real(self, flat: torch.Tensor) -> Iterator[tuple[Index, torch.Tensor]]:
+    def real(self, flat: Tensor) -> Iterator[tuple[Index, Tensor]]:
         """Yield (global offset, view) of the real elements of a flat tensor [numel].
 
         The tensor has the layout of this fragment. Padding is omitted. Views share memory with
@@ -272,7 +273,7 @@ class Fragment:
                 yield tuple(o + s for o, s in place), view
 
 
-def is_copy(parameter: torch.nn.Parameter, topology: Topology) -> bool:
+def is_copy(parameter: nn.Parameter, topology: Topology) -> bool:
     """Return whether another rank of the model group holds the same values and counts them.
 
     True for the last stage's tied embedding, and on all but the first of the tensor ranks that hold

@@ -11,6 +11,7 @@ from itertools import chain, cycle, islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megatron.engine.buckets import muon_scale
 from megatron.engine.optimizer_state import MASTER
@@ -48,22 +49,22 @@ class SkipsOnDevice:
     """
 
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
-    def gradient(self, p: torch.Tensor) -> torch.Tensor:
+    def gradient(self, p: Tensor) -> Tensor:
         """Return the gradient, scaled in place; zeros in a step that is skipped."""
         assert p.grad is not None, "every parameter of a step has a gradient"
         if self.grad_scale is not None and self.found_inf is not None:
             p.grad.div_(self.grad_scale).masked_fill_(self.found_inf > 0, 0.0)
         return p.grad
 
-    def taken(self, p: torch.Tensor) -> torch.Tensor:
+    def taken(self, p: Tensor) -> Tensor:
         """Return 1, or 0 in a step that is skipped: a factor of what moves weights and state."""
         none = torch.zeros((), device=p.device)
         return 1.0 - (none if self.found_inf is None else self.found_inf)
 
-    def move(self, p: torch.Tensor, update: torch.Tensor, group: dict[str, Any]) -> None:
+    def move(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
         """Subtract the weight decay and the update, both times the learning rate."""
         lr = group["lr"] * self.taken(p).double()  # rounded last, as a number of the host is
         p.mul_(1.0 - lr * group["weight_decay"]).addcmul_(update, lr.float(), value=-1.0)
@@ -125,7 +126,7 @@ def coefficients(kind: str, steps: int) -> list[Coefficients]:
     return list(islice(series[kind], steps))
 
 
-def newton_schulz(x: torch.Tensor, steps: Sequence[Coefficients]) -> torch.Tensor:
+def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     """Return about U V^T of x = U S V^T [rows, columns], computed in the dtype of x.
 
     Each step maps the singular values s, at first at most 1, to a s + b s^3 + c s^5.
@@ -168,7 +169,7 @@ class Muon(SkipsOnDevice, AdamW):
             AdamW.step(self)
         finally:
             self.param_groups = every
-        beta, updates = self._settings.muon_momentum, list[torch.Tensor]()
+        beta, updates = self._settings.muon_momentum, list[Tensor]()
         for group in self.near(matrices, "momentum_buffer"):
             (p,) = group["params"]  # this rank's part of a bucket
             momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
@@ -186,7 +187,7 @@ class Muon(SkipsOnDevice, AdamW):
         for group, update in zip(self.near(matrices, MASTER), updates, strict=True):
             self.move(group["params"][0], update, group)
 
-    def orthogonalized(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def orthogonalized(self, name: str, x: Tensor) -> Tensor:
         """Return the update of a parameter [.., rows, columns], which may be several matrices.
 
         Those of queries, keys and values are fused as [groups (queries, key, value) d, columns]. A
@@ -202,7 +203,7 @@ class Muon(SkipsOnDevice, AdamW):
             return self._update(x)
         return torch.stack([self._update(each) for each in x.flatten(0, -3)]).view_as(x)
 
-    def _update(self, x: torch.Tensor) -> torch.Tensor:
+    def _update(self, x: Tensor) -> Tensor:
         scale = muon_scale(self._settings.muon_scale_mode, x.shape)
         factor = self._settings.muon_extra_scale_factor * scale
         return newton_schulz(x, self._steps) * factor

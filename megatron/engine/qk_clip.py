@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron.config.training import OptimizerConfig
 from megatron.layers.attention import SelfAttention
@@ -27,10 +28,10 @@ class Part(NamedTuple):
     weights  those of forward and backward
     """
 
-    parameter: torch.nn.Parameter
+    parameter: nn.Parameter
     first: int
-    master: torch.Tensor
-    weights: torch.Tensor
+    master: Tensor
+    weights: Tensor
 
 
 class QKClip:
@@ -43,18 +44,18 @@ class QKClip:
         self,
         settings: OptimizerConfig,
         topology: Topology,
-        chunks: torch.nn.Module,
+        chunks: nn.Module,
         parts: Iterable[Part],
     ) -> None:
         self._settings, self._topology = settings, topology
         layers = [m for m in chunks.modules() if isinstance(m, SelfAttention)]
         self._layers = [(m, x) for m in layers if (x := m.core.largest) is not None]
-        self._parts: dict[torch.nn.Parameter, list[Part]] = {}
+        self._parts: dict[nn.Parameter, list[Part]] = {}
         for part in parts:
             self._parts.setdefault(part.parameter, []).append(part)
 
     @torch.no_grad()
-    def apply(self, taken: torch.Tensor) -> None:
+    def apply(self, taken: Tensor) -> None:
         """Clip by the logits of a step, on all ranks; `taken`: whether it counts, a scalar.
 
         The master weights are scaled, and rounded to this rank's part of the weights of forward and
@@ -89,7 +90,7 @@ class QKClip:
                 self._scale(p, torch.cat(both, dim=1), layer.head_dim)
             own_largest.zero_()
 
-    def _scale(self, p: torch.nn.Parameter | None, heads: torch.Tensor, head_dim: int) -> None:
+    def _scale(self, p: nn.Parameter | None, heads: Tensor, head_dim: int) -> None:
         """Multiply the rows of each head of a parameter by its factor."""
         for part in self._parts.get(p, ()) if p is not None else ():
             factors = heads.flatten().to(part.master.device).repeat_interleave(head_dim)  # of rows

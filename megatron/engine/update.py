@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megatron.config.phases import norm_limits
 from megatron.engine.gradients import Bucket, owned_gradients, sum_of_squares
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.engine.offload import HostState
 
-Parts = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+Parts = list[tuple[list[Tensor], list[Tensor]]]
 """Gradients that count in the norm, and copies of others', for each kind with a limit of its own."""
 
 
@@ -49,7 +50,7 @@ class Update:
         topology: Topology,
         config: Config,
         buckets: Sequence[Bucket],
-        exact: Sequence[torch.Tensor],
+        exact: Sequence[Tensor],
         shards: Shards,
     ) -> None:
         self._engine = engine
@@ -72,11 +73,11 @@ class Update:
         self.buckets = list(buckets)
         in_fp32 = config.precision.dtype_name == "float32"
         self._values = [b.own_weights for b in self.buckets] if in_fp32 else list(exact)
-        self.masters: list[torch.Tensor] = [p for g in inner.param_groups for p in g["params"]]
+        self.masters: list[Tensor] = [p for g in inner.param_groups for p in g["params"]]
         for master, values in zip(self.masters, self._values, strict=True):
             master.data = values
         # whose working weights the optimizer does not write
-        self._rounded: dict[torch.Tensor, Bucket] = {}
+        self._rounded: dict[Tensor, Bucket] = {}
         if not in_fp32:
             self._rounded.update(zip(self.masters, self.buckets, strict=True))
         self._host: HostState | None = None
@@ -142,17 +143,17 @@ class Update:
         self._values = self._values or [self._host.kept[m][MASTER] for m in self.masters]
         return self._host
 
-    def state_of(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
+    def state_of(self, master: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a master weight by name, where they are between steps: MASTER too."""
         kept = tensors_of(self._inner, master) if self._host is None else self._host.kept[master]
         return {MASTER: master.detach(), **kept}
 
-    def _round(self, master: torch.Tensor) -> None:
+    def _round(self, master: Tensor) -> None:
         """Write the working weights of a master weight, unless the optimizer has done so."""
         if (bucket := self._rounded.get(master)) is not None:
             bucket.own_weights.copy_(master.detach())
 
-    def step(self, loss_scale: float) -> torch.Tensor:
+    def step(self, loss_scale: float) -> Tensor:
         """Take one step with the reduced gradients, which contain `loss_scale`.
 
         No weights are gathered. Returns the global norm of the gradient, loss scale included, a
@@ -198,14 +199,14 @@ class Update:
             for bucket, values in zip(self.buckets, self._values, strict=True):
                 bucket.own_weights.copy_(values)
 
-    def _sum_of_squares(self) -> torch.Tensor:
+    def _sum_of_squares(self) -> Tensor:
         """Return the sum of squares of this replica group's gradients, for each of `_parts`.
 
         A parameter that several model-parallel ranks hold counts on one of them. A bad value in
         another's copy must not go unnoticed, or the copies would differ from then on: 0 times their
         squares is 0, or NaN where anything is not finite.
         """
-        zero, sums = torch.zeros((), device=self._topology.device), list[torch.Tensor]()
+        zero, sums = torch.zeros((), device=self._topology.device), list[Tensor]()
         for parts, group in self._summed:
             totals = []
             for counted, copies in parts:
@@ -217,9 +218,7 @@ class Update:
             sums.append(all_reduce(total, group))
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
-    def _clip_kinds(
-        self, norms: torch.Tensor, limits: torch.Tensor, loss_scale: float
-    ) -> torch.Tensor:
+    def _clip_kinds(self, norms: Tensor, limits: Tensor, loss_scale: float) -> Tensor:
         """Clip the gradients of each of `_parts` by its own norm; return the norm of the result."""
         factors = (limits / (norms / loss_scale + 1e-6)).clamp(max=1.0)
         for factor, (counted, copies) in zip(factors[1:].float(), self._parts[1:], strict=True):
@@ -227,7 +226,7 @@ class Update:
                 torch._foreach_mul_([*counted, *copies], factor)
         return (norms * factors).square().sum().sqrt().float()
 
-    def _pass_gradients(self, factor: torch.Tensor, loss_scale: float) -> None:
+    def _pass_gradients(self, factor: Tensor, loss_scale: float) -> None:
         """Give the optimizer its gradients, and their factor where it takes one."""
         inner: Any = self._inner
         if isinstance(inner, FusedAdamW):
@@ -243,7 +242,7 @@ class Update:
             torch._foreach_mul_(gradients, factor.float())
 
 
-def moves(norm: torch.Tensor) -> torch.Tensor:
+def moves(norm: Tensor) -> Tensor:
     """Return whether a gradient of this norm moves the weights: it is finite, and not exactly 0.
 
     Without a gradient, as where no token is in the loss, momentum and weight decay would go on.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.engine.gradients import Bucket
 from megatron.engine.optimizer_state import ROUND
@@ -25,8 +26,8 @@ from megatron.parallel.collectives import gather_objects, start
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Group, Shards, Topology
 
-Change = Callable[[str, torch.Tensor], torch.Tensor]
-Views = list[list[torch.Tensor]]
+Change = Callable[[str, Tensor], Tensor]
+Views = list[list[Tensor]]
 """Tensors that are sent or received, by the rank of the group at the other end."""
 
 
@@ -150,7 +151,7 @@ class WholeParameters:
     @torch.no_grad()
     def __call__(
         self,
-        flats: Sequence[torch.Tensor],
+        flats: Sequence[Tensor],
         change: Change,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -167,7 +168,7 @@ class WholeParameters:
         self,
         shared: Shards,
         matrices: list[_Matrix],
-        flats: Sequence[torch.Tensor],
+        flats: Sequence[Tensor],
         change: Change,
         dtype: torch.dtype,
     ) -> Iterator[None]:
@@ -186,21 +187,21 @@ class WholeParameters:
         }
         wholes = {m.name: none.new_empty(*m.shape, *values) for m in row[t]}
 
-        def in_flats(place: _Place) -> torch.Tensor:
+        def in_flats(place: _Place) -> Tensor:
             own, each = shared.part, size[place.bucket]
             part, first = place.part(own, each), own * each
             return flats[place.bucket][part.start - first : part.stop - first]
 
-        def in_shard(place: _Place, rank: int) -> torch.Tensor:
+        def in_shard(place: _Place, rank: int) -> Tensor:
             part = place.part(shared.part_of(rank), size[place.bucket])
             first = place.elements.start
             return shards[place.number][part.start - first : part.stop - first]
 
-        def real(place: _Place) -> torch.Tensor:
+        def real(place: _Place) -> Tensor:
             s = self._shards[t][place.number]
             return shards[place.number].view(*s.shape, *values)[tuple(slice(n) for n in s.extent)]
 
-        def in_whole(m: _Matrix, place: _Place, rank: int) -> torch.Tensor:
+        def in_whole(m: _Matrix, place: _Place, rank: int) -> Tensor:
             s = self._shards[rank][place.number]
             ends = zip(s.offset, s.extent, strict=True)
             return wholes[m.name][tuple(slice(first, first + n) for first, n in ends)]
@@ -230,7 +231,7 @@ class WholeParameters:
         yield from exchange(of_shards, parts, data, none)
 
 
-def exchange(there: Views, here: Views, group: Group, none: torch.Tensor) -> Iterator[None]:
+def exchange(there: Views, here: Views, group: Group, none: Tensor) -> Iterator[None]:
     """Send the tensors `there` to the ranks of a group, and fill those `here` with what they send.
 
     The generator yields after the start of the message, an all-to-all in the dtype and on the

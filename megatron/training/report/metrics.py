@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.config import Config
 from megatron.config.files import LoggingConfig
@@ -197,7 +198,7 @@ class Interval:
         )
 
 
-class TokenWeights(Sequence[torch.Tensor]):
+class TokenWeights(Sequence[Tensor]):
     """Weights of this rank's micro-batches: each unmasked token of the global batch counts equally.
 
     The total number of tokens is reduced in the background from the beginning, and is needed only
@@ -210,13 +211,13 @@ class TokenWeights(Sequence[torch.Tensor]):
         self._sent = collectives.all_reduce_async(self._all, group)
 
     @functools.cached_property
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         """Return the number of unmasked tokens of the global batch, a scalar in float64."""
         self._sent.wait()
         return self._all
 
     @functools.cached_property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """Return all weights, float64 [micro-batches]."""
         return self._counts / self.total.clamp(min=1.0)
 
@@ -227,9 +228,7 @@ class TokenWeights(Sequence[torch.Tensor]):
         return self.tensor[index]
 
 
-def local_loss(
-    losses: list[torch.Tensor], weights: torch.Tensor | None, topology: Topology
-) -> torch.Tensor | None:
+def local_loss(losses: list[Tensor], weights: Tensor | None, topology: Topology) -> Tensor | None:
     """Return this rank's term of the global batch's mean loss, for a sum over the world.
 
     `losses` are the micro-batch losses of the last pipeline stage, empty elsewhere; `weights`
@@ -246,7 +245,7 @@ def local_loss(
 
 def counted(
     micro_batches: Sequence[MicroBatch], weights: TokenWeights | None, topology: Topology
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return StepRecord.counted of a step, on the ranks that have its loss.
 
     With weights of tokens, micro-batches without one have no weight: all count, or none.
@@ -259,7 +258,7 @@ def counted(
     return torch.stack([marked, torch.ones_like(marked)]).double().sum(1)
 
 
-def part_of_loss(loss: torch.Tensor | None, counted: torch.Tensor | None) -> torch.Tensor:
+def part_of_loss(loss: Tensor | None, counted: Tensor | None) -> Tensor:
     """Return a rank's part of mean_of_counted's arguments, for a sum over the world; fp64 [3]."""
     assert loss is not None, "the rank has a part"
     none = torch.zeros(2, dtype=torch.float64, device=loss.device)

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -217,6 +218,7 @@ def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[fl
     return best
 
 
+@dataclass(eq=False)
 class Timeline:
     """Gathers recorded steps on the first rank, which writes them.
 
@@ -228,27 +230,22 @@ class Timeline:
     host    what only ranks with the same clock have in common: the boot of their kernel
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        executor: Executor,
-        path: Path | None,
-        say: Callable[[str], object],
-        places: Sequence[str] = (),
-        clock: Callable[[], float] = time.monotonic,
-        host: str = "",
-    ) -> None:
-        self._topology = topology
-        self._executor = executor
-        self._path = path
-        self._say = say
-        self.places = places
-        self._clock = clock
+    topology: Topology
+    executor: Executor
+    path: Path | None
+    say: Callable[[str], object]
+    places: Sequence[str] = ()
+    clock: Callable[[], float] = time.monotonic
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        topology = self.topology
         if topology.rank == 0 and (missing := clock_missing()):
-            say(f" timeline: the bubble is measured and not predicted: {missing}")
+            self.say(f" timeline: the bubble is measured and not predicted: {missing}")
         small = topology.world.size <= _ALL_RANKS
         self._group = topology.world if small else topology.pipeline
         self._takes_part = small or topology.layout.coordinates(topology.rank)[:2] == (0, 0)
+        host = self.host
         if not host:
             with suppress(OSError):
                 host = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -264,26 +261,26 @@ class Timeline:
         {} and None on other ranks than the first, and if the step has more calls than are kept.
         `save_s` is this rank's time in the phase "save" per step, which is outside of steps.
         """
-        activities = recording.activities(self._clock)
+        activities = recording.activities(self.clock)
         own = {**phases_s(activities), "save": save_s} if activities else None
-        of_ranks = gather_objects(own, self._topology.world, everywhere=False)
+        of_ranks = gather_objects(own, self.topology.world, everywhere=False)
         gathered = self._gather(activities) if self._takes_part else {}
         if not of_ranks or None in of_ranks:
             return {}, None
         lanes = [
             [one for one in gathered[rank] if isinstance(one.what, Instruction)]
-            for rank in self._topology.pipeline.ranks
+            for rank in self.topology.pipeline.ranks
         ]
-        measured, predicted = bubbles(lanes, self._executor)
+        measured, predicted = bubbles(lanes, self.executor)
         self._step = gathered, recording.iteration
-        if self._clock() - self._written >= _EVERY_S:
+        if self.clock() - self._written >= _EVERY_S:
             self.write()
         times_ms = {phase: [1000 * of[phase] for of in of_ranks if of] for phase in PHASES}
         return times_ms, TimelineRecorded(
             iteration=recording.iteration,
             bubble=measured,
             predicted_bubble=predicted,
-            file=None if self._path is None else self._path.name,
+            file=None if self.path is None else self.path.name,
         )
 
     def _gather(self, activities: list[Activity]) -> dict[int, list[Activity]]:
@@ -293,7 +290,7 @@ class Timeline:
         for peer, host in enumerate(self._hosts):
             if host not in ahead:
                 other = peer and group.rank in (0, peer)
-                ahead[host] = clock_ahead(group, peer, self._clock)[1] if other else 0.0
+                ahead[host] = clock_ahead(group, peer, self.clock)[1] if other else 0.0
         # what is shorter is left out, so that the file does not grow with the model
         least_s = 0.0
         if activities:
@@ -320,7 +317,7 @@ class Timeline:
         events = list[dict[str, object]]()
         zero = min(found[0].start for found in gathered.values())
         for rank, found in gathered.items():
-            tensor, replica, stage = self._topology.layout.coordinates(rank)
+            tensor, replica, stage = self.topology.layout.coordinates(rank)
             row = {"pid": replica, "tid": rank}
             args: dict[str, object] = {
                 "name": f"rank {rank} {''.join(self.places[rank : rank + 1])}",
@@ -348,16 +345,16 @@ class Timeline:
 
     def write(self) -> None:
         """Write the newest step, if it is not written yet. A full disk ends nothing."""
-        if self._path is None or self._step is None:
+        if self.path is None or self._step is None:
             return
-        new = self._path.with_suffix(".new")
-        self._written = self._clock()
+        new = self.path.with_suffix(".new")
+        self._written = self.clock()
         try:
             new.write_text(json.dumps({"traceEvents": self._events()}))
-            os.replace(new, self._path)
+            os.replace(new, self.path)
         except OSError as error:
-            self._say(f" warning: {self._path}: {error.strerror}: the timeline is not written")
-            self._path = None
+            self.say(f" warning: {self.path}: {error.strerror}: the timeline is not written")
+            self.path = None
             with suppress(OSError):
                 new.unlink()
         self._step = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron.data.sampler import Ledger, sample_order
 from megatron.errors import TrainingError
@@ -17,13 +18,13 @@ from megatron.training.run.step import finish_step
 from megatron.training.run.tasks import Task
 
 
+@dataclass(eq=False)
 class Recorder(Callback):
     """Records what --profile asks for and, for the timeline, the parts of some steps."""
 
-    def __init__(self, profiler: Profiler, timeline: Timeline) -> None:
-        self.profiler = profiler
-        self.timeline = timeline
-        self._drawn: events.TimelineRecorded | None = None  # of the next log line
+    profiler: Profiler
+    timeline: Timeline
+    _drawn: events.TimelineRecorded | None = None  # of the next log line
 
     def before_step(self, run: Run) -> None:
         self.profiler.step(run.progress.iteration)
@@ -85,12 +86,12 @@ class SameCopies(Callback):
         self._checked |= run.engine.has_moved
 
 
+@dataclass(eq=False)
 class DataLedger(Callback):
     """Counts what is taken of each source of the training data, and reports it."""
 
-    def __init__(self, ledger: Ledger, iteration: int) -> None:
-        self._ledger = ledger
-        self._iteration = iteration  # of the last report
+    _ledger: Ledger
+    _iteration: int  # of the last report
 
     def on_advance(self, run: Run) -> None:
         for source, epoch in self._ledger.advance(run.progress.consumed_samples):

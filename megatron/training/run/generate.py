@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron.checkpoint.huggingface_config import end_tokens, is_huggingface
 from megatron.config import Config
@@ -39,7 +40,7 @@ class Model(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None: ...
     @property
-    def chunks(self) -> torch.nn.ModuleDict: ...
+    def chunks(self) -> nn.ModuleDict: ...
 
 
 @dataclass(frozen=True)
@@ -281,9 +282,7 @@ class _Sample:
         return Continuation(self.ids, text, self.finish, self.prompt.cut)
 
 
-def choose(
-    scores: torch.Tensor, sampling: Sampling, uniform: torch.Tensor | None = None
-) -> torch.Tensor:
+def choose(scores: Tensor, sampling: Sampling, uniform: Tensor | None = None) -> Tensor:
     """Return one id for each row of scores [n, vocab]: int64 [n]; -1 if one is not a number.
 
     uniform   fp64 [n], from 0 to below 1: the same number chooses the same token
@@ -297,7 +296,7 @@ def choose(
     return chosen.masked_fill(~best.values.isfinite(), -1)
 
 
-def _draw(scores: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> torch.Tensor:
+def _draw(scores: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """Return ids where the sum of the probabilities exceeds `uniform`."""
     ids = None
     if 0 < sampling.top_k < scores.shape[-1]:
@@ -316,10 +315,10 @@ def _draw(scores: torch.Tensor, sampling: Sampling, uniform: torch.Tensor) -> to
 
 
 @contextmanager
-def _evaluating(chunks: torch.nn.ModuleDict, whole: bool) -> Iterator[None]:
+def _evaluating(chunks: nn.ModuleDict, whole: bool) -> Iterator[None]:
     """Switch dropout off, and with `whole` sequence parallelism: a single token cannot be cut."""
     modes = {chunk: chunk.training for chunk in chunks.values()}
-    contexts: dict[torch.nn.Module, Any] = {}
+    contexts: dict[nn.Module, Any] = {}
     for module in chunks.modules() if whole else ():
         context = getattr(module, "context", None)
         if isinstance(context, LayerContext) and context.sequence_parallel:
@@ -369,7 +368,7 @@ class _Decoder:
         `numbers` have 48 random bits, one for each text.
         """
         batch, ends = self._batch()
-        hidden: torch.Tensor | None = None
+        hidden: Tensor | None = None
         # The first pass makes tables that training uses later, so it makes ordinary tensors.
         with torch.inference_mode(self._cache is not None and self._cache.used > 0):
             for stage in range(self._last + 1):
@@ -411,8 +410,8 @@ class _Decoder:
             text.append(token)
 
     def _stage(
-        self, stage: int, batch: MicroBatch, hidden: torch.Tensor | None, ends: torch.Tensor
-    ) -> torch.Tensor | None:
+        self, stage: int, batch: MicroBatch, hidden: Tensor | None, ends: Tensor
+    ) -> Tensor | None:
         """Run one stage on its rank after it has received the previous stage's result.
 
         Returns None on the other ranks.
@@ -437,14 +436,14 @@ class _Decoder:
             )
             collectives.post(b"receive", hidden, pipeline, pipeline.ranks[previous]).wait()
         more = {} if self._cache is None else {"cache": self._cache}
-        out: torch.Tensor = (
+        out: Tensor = (
             chunk.logits(batch, hidden, ends, **more)
             if stage == self._last
             else chunk(batch, hidden, **more)
         )
         return out
 
-    def _batch(self) -> tuple[MicroBatch, torch.Tensor]:
+    def _batch(self) -> tuple[MicroBatch, Tensor]:
         """Return the tokens of the next pass, and the place of each text's last one, int64 [b].
 
         Texts are side by side, padded at the end, where no real token attends to the padding.

@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.find import Found, find
@@ -217,7 +218,7 @@ class _Tracer:
         self._count = 0
         self._now: tuple[int, int] | None = None  # micro-batch and stage of the forward pass
 
-    def check(self, x: torch.Tensor, phase: int, micro_batch: int, place: int, text: str) -> None:
+    def check(self, x: Tensor, phase: int, micro_batch: int, place: int, text: str) -> None:
         """Record a bad value in `x` if it precedes the one found so far."""
         self._count += 1
         # otherwise the check would be part of the graph, which recomputation does not repeat
@@ -232,7 +233,7 @@ class _Tracer:
 
     def check_forward(self, x: object, micro_batch: int, stage: int, what: str) -> None:
         """Check a value of a forward pass, if it is a tensor."""
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, Tensor):
             first = self._micro_batches[micro_batch].first_sample
             text = f"forward pass of samples {first} to {first + self._size - 1}, {what}"
             self.check(x, self.FORWARD, micro_batch, stage, text)
@@ -285,7 +286,7 @@ def diagnose(
     run: Run,
     micro_batches: Sequence[MicroBatch],
     loss_scale: float,
-    loss_weights: Sequence[float | torch.Tensor] | None = None,
+    loss_weights: Sequence[float | Tensor] | None = None,
 ) -> str:
     """Return a sentence on the first non-finite value of a step over these micro-batches.
 
@@ -322,10 +323,10 @@ def diagnose(
     return str(min(found, key=lambda one: one[0])[1]) if found else _NOTHING
 
 
-def named_modules(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def named_modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a chunk without module lists, layers numbered over the whole model."""
     for name, child in chunk.named_children():
-        if isinstance(child, torch.nn.ModuleList):
+        if isinstance(child, nn.ModuleList):
             for number, layer in enumerate(child):
                 place = f"{name}.{getattr(layer, 'index', number)}"
                 yield from layer.named_modules(prefix=place)
