@@ -106,7 +106,8 @@ def build_optimizer(
     settings = config.optimizer
     kernels = config.kernels
     if config.pieces.optimizer is not None:
-        return config.pieces.optimizer(groups, settings)
+        own: torch.optim.Optimizer = config.pieces.optimizer(groups, settings)
+        return own
     for group in groups:
         group["eps"] = settings.adam_eps * group.get("eps_scale", 1.0)
     if settings.optimizer == "sgd":

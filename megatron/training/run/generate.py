@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +22,11 @@ from megatron.data.tokenizer import Tokenizer
 from megatron.errors import ConfigError
 from megatron.layers.cache import KeyValueCache
 from megatron.layers.context import LayerContext
+from megatron.model.gpt import hidden_state
 from megatron.parallel import collectives
 from megatron.parallel.keyed_random import mix
 from megatron.parallel.topology import Topology
+from megatron.pipeline.executor import Executor
 
 Ids = Sequence[int]
 OnText = Callable[[int, str, bool], object]
@@ -336,14 +339,34 @@ def _evaluating(chunks: nn.ModuleDict, whole: bool) -> Iterator[None]:
             module.context = context
 
 
+def forward_passes(
+    model: Model, last: Callable[[Any, MicroBatch, Tensor | None], Tensor], ranks: int, **more: Any
+) -> Executor:
+    """Return an executor of forward passes, with `more` arguments for the chunks.
+
+    last   is called in place of the chunk of the last stage, with it; returns a scalar
+    ranks  over which sequences are divided
+    """
+    config = model.config
+    stages = {int(name): partial(chunk, **more) for name, chunk in model.chunks.items()}
+    final = config.parallel.num_stages - 1
+    if final in stages:
+        stages[final] = partial(last, model.chunks[str(final)])
+
+    def shape(batch: MicroBatch) -> tuple[int, ...]:
+        return batch.tokens.shape[1] // ranks, len(batch.tokens), config.model.hidden_size
+
+    # without backward passes all schedules are one of these two
+    schedule = "1f1b" if config.parallel.num_chunks == 1 else "interleaved"
+    return Executor(model.topology, stages, schedule, (shape, hidden_state(config)[1]))
+
+
 class _Decoder:
     """The whole model, seen from one rank: a pass runs through all pipeline stages."""
 
     def __init__(self, model: Model, prompts: Sequence[Prompt], cached: bool) -> None:
         self._config = model.config
         self._topology = model.topology
-        self._chunks = model.chunks
-        self._last = self._config.parallel.num_stages - 1
         size = self._config.model.vocab_size
         assert size is not None, "the model was built with a vocabulary"
         # The model may have more entries than the tokenizer knows.
@@ -358,27 +381,27 @@ class _Decoder:
             places = max(lengths) + max(prompt.room for prompt in prompts)
             self._cache = KeyValueCache(lengths, places, self._topology.device)
             chunk: Any
-            for chunk in self._chunks.values():
+            for chunk in model.chunks.values():
                 for rotary in chunk.context.rotaries.values():
                     rotary.angles(places, None, self._topology.device)  # the table reaches so far
+        self._more = {} if self._cache is None else {"cache": self._cache}
+        self._executor = forward_passes(model, self._keep_scores, self._multiple, **self._more)
 
     def next(self, sampling: Sampling, numbers: Sequence[int]) -> list[int]:
         """Return the next token of each text, on every rank of this replica of the model.
 
         `numbers` have 48 random bits, one for each text.
         """
-        batch, ends = self._batch()
-        hidden: Tensor | None = None
+        batch, self._ends = self._batch()
         # The first pass makes tables that training uses later, so it makes ordinary tensors.
         with torch.inference_mode(self._cache is not None and self._cache.used > 0):
-            for stage in range(self._last + 1):
-                hidden = self._stage(stage, batch, hidden, ends)
+            self._executor.evaluate([batch])
         if self._cache is not None:
             self._cache.used += batch.tokens.shape[1]
         device = self._topology.device
         chosen = torch.zeros(len(self._texts), dtype=torch.long, device=device)
-        if hidden is not None:  # the scores, on the ranks of the last stage
-            scores = hidden.squeeze(0)  # [n, vocab/tp]
+        if self._executor.last_stage in self._executor.chunks:
+            scores = self._scores.squeeze(0)  # [n, vocab/tp]
             if self._topology.tensor.size > 1:
                 scores = collectives.gather_first(
                     scores.t().contiguous(), self._topology.tensor
@@ -409,39 +432,10 @@ class _Decoder:
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)
 
-    def _stage(
-        self, stage: int, batch: MicroBatch, hidden: Tensor | None, ends: Tensor
-    ) -> Tensor | None:
-        """Run one stage on its rank after it has received the previous stage's result.
-
-        Returns None on the other ranks.
-        """
-        pipeline = self._topology.pipeline
-        model = self._config.model
-        here = stage % pipeline.size
-        previous = (stage - 1) % pipeline.size
-        if stage > 0 and pipeline.rank == previous != here:
-            assert hidden is not None
-            collectives.post(b"send", hidden.contiguous(), pipeline, pipeline.ranks[here]).wait()
-        if pipeline.rank != here:
-            return None
-        chunk: Any = self._chunks[str(stage)]
-        if stage > 0 and here != previous:
-            b, s = batch.tokens.shape
-            dtype = (
-                torch.float32 if model.fp32_residual_connection else next(chunk.parameters()).dtype
-            )
-            hidden = torch.empty(
-                s // self._multiple, b, model.hidden_size, dtype=dtype, device=self._topology.device
-            )
-            collectives.post(b"receive", hidden, pipeline, pipeline.ranks[previous]).wait()
-        more = {} if self._cache is None else {"cache": self._cache}
-        out: Tensor = (
-            chunk.logits(batch, hidden, ends, **more)
-            if stage == self._last
-            else chunk(batch, hidden, **more)
-        )
-        return out
+    def _keep_scores(self, chunk: Any, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+        """Run the last stage, and return a scalar in place of its loss."""
+        self._scores: Tensor = chunk.logits(batch, hidden, self._ends, **self._more)
+        return self._scores.new_zeros(())
 
     def _batch(self) -> tuple[MicroBatch, Tensor]:
         """Return the tokens of the next pass, and the place of each text's last one, int64 [b].

@@ -23,7 +23,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,9 +75,8 @@ def score(
     """
     import torch
 
-    from megatron.model.gpt import hidden_state
     from megatron.parallel import collectives
-    from megatron.pipeline.executor import Executor
+    from megatron.training.run.generate import forward_passes
 
     config = model.config
     topology = model.topology
@@ -89,6 +87,11 @@ def score(
     parts: dict[int, torch.Tensor] = {}  # of each micro-batch on ranks with the last stage
 
     def last(chunk: Any, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        if not hasattr(chunk, "token_losses"):
+            raise ConfigError(
+                f"{type(chunk).__name__} has no token_losses, which tasks need: derive your model "
+                "from megatron.GPTChunk"
+            )
         losses, greedy = chunk.token_losses(batch, hidden)
         wanted = batch.loss_mask > 0
         sums = -torch.where(wanted, losses, 0.0).double().sum(dim=1)
@@ -96,23 +99,7 @@ def score(
         parts[batch.first_sample] = torch.stack([sums, right.double()], dim=1)
         return sums.sum()
 
-    def shape(batch: MicroBatch) -> tuple[int, ...]:
-        return batch.tokens.shape[1] // ranks, len(batch.tokens), config.model.hidden_size
-
-    final = config.parallel.num_stages - 1
-    stages = dict[int, Any]()
-    for name, chunk in model.chunks.items():
-        stages[int(name)] = chunk
-        if int(name) == final:
-            if not hasattr(chunk, "token_losses"):
-                raise ConfigError(
-                    f"{type(chunk).__name__} has no token_losses, which tasks need: derive your "
-                    "model from megatron.GPTChunk"
-                )
-            stages[final] = partial(last, chunk)
-    # without backward passes all schedules are one of these two
-    schedule = "1f1b" if config.parallel.num_chunks == 1 else "interleaved"
-    executor = Executor(topology, stages, schedule, (shape, hidden_state(config)[1]))
+    executor = forward_passes(model, last, ranks)
     order = sorted(range(len(requests)), key=lambda i: (-len(requests[i].ids), i))
     size = micro_batch_size
     count = topology.pipeline.size
