@@ -435,7 +435,7 @@ class _Decoder:
     def _keep_scores(self, chunk: Any, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         """Run the last stage, and return a scalar in place of its loss."""
         self._scores: Tensor = chunk.logits(batch, hidden, self._ends, **self._more)
-        return self._scores.new_zeros(())
+        return torch.zeros(())
 
     def _batch(self) -> tuple[MicroBatch, Tensor]:
         """Return the tokens of the next pass, and the place of each text's last one, int64 [b].
