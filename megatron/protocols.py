@@ -15,7 +15,8 @@ if TYPE_CHECKING:  # of the rooms above, for the signatures
     import torch
     from torch.optim.optimizer import ParamsT
 
-    from megatron.config import Config, OptimizerConfig
+    from megatron.config import Config
+    from megatron.config.training import OptimizerConfig
     from megatron.layers.context import LayerContext
     from megatron.pipeline.orders import Instruction
     from megatron.training.report.events import Event, Iteration, StepRecord

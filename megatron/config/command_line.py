@@ -19,7 +19,7 @@ from megatron.config.config import Config, Export, default_of, finish
 from megatron.config.files import hugging_face_folder
 from megatron.config.flags_of_others import Foreign, foreign_flags
 from megatron.config.help_text import render_config, render_help
-from megatron.config.option import Option, shown
+from megatron.config.option import Option, Values, shown
 from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset, yielding
 from megatron.config.settings import Settings, all_options, did_you_mean
@@ -53,7 +53,7 @@ class Flag:
     value: object = None
     weak: bool = False
     foreign: Foreign | None = None
-    read: Callable[[list[str]], dict[str, object]] | None = None
+    read: Callable[[list[str]], Values] | None = None
 
 
 class Chosen(NamedTuple):
@@ -74,15 +74,16 @@ def settings_flags() -> Mapping[str, Flag]:
         table[spelling] = flag
 
     for option in all_options().values():
-        named = (option.name,)
-        for spelling in option.flags:
-            add(spelling, Flag(named, option, True if option.kind is bool else None))
-        for spelling in option.off_flags:
-            add(spelling, Flag(named, option, False))
-        for spelling, value in option.shortcuts.items():
-            add(spelling, Flag(named, option, value))
-        for spelling, value in option.weak_shortcuts.items():
-            add(spelling, Flag(named, option, value, weak=True))
+        on = True if option.kind is bool else None
+        for values in (
+            dict.fromkeys(option.flags, on),
+            dict.fromkeys(option.off_flags, False),
+            option.shortcuts,
+            option.weak_shortcuts,
+        ):
+            for spelling, value in values.items():
+                weak = values is option.weak_shortcuts
+                add(spelling, Flag((option.name,), option, value, weak))
     for spelling, direct in DIRECT.items():
         add(spelling, Flag(direct.settings, read=direct.read))
     for spelling, settings in LATE.items():
@@ -271,7 +272,16 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
         else:
             settings.problems.append(f"--preset takes one name, got {len(words)}")
     if "--pieces" in flags:
-        _give_pieces(settings, flags["--pieces"])
+        words = flags["--pieces"]
+        try:
+            if len(words) != 1 or settings.pieces != PLAIN:
+                raise ConfigError(
+                    f"--pieces {' '.join(words)}: give one file, and none to a program that has "
+                    "its own"
+                )
+            settings.pieces = load_pieces(words[0])
+        except ConfigError as error:
+            settings.problems.append(str(error))
     if "--rank" in flags:
         settings.notices.append("--rank has no effect: the launcher sets the rank")
     for name, one in chosen.items():
@@ -378,19 +388,8 @@ def _flags_of_file(
     return flags, origins, defaults
 
 
-def _values_of(chosen: Mapping[str, Chosen]) -> dict[str, object]:
+def _values_of(chosen: Mapping[str, Chosen]) -> Values:
     return {name: one.value for name, one in chosen.items()}
-
-
-def _give_pieces(settings: Settings, words: Sequence[str]) -> None:
-    try:
-        if len(words) != 1 or settings.pieces != PLAIN:
-            raise ConfigError(
-                f"--pieces {' '.join(words)}: give one file, and none to a program that has its own"
-            )
-        settings.pieces = load_pieces(words[0])
-    except ConfigError as error:
-        settings.problems.append(str(error))
 
 
 def _chosen_values(
@@ -426,8 +425,13 @@ def _chosen_values(
             for key in (spelling, *(word.lower() for word in words)):
                 for name, value in flag.option.implies.get(key, {}).items():
                     weak[name] = Chosen(written, value, origin)
-    # a file has no order
-    return weak | (chosen if origins else _last_source(settings, chosen))
+    # Of --mock-data and files of data the last ones count, but a file has no order.
+    sources = [n for n, one in chosen.items() if n in (*DATA, "mock_data") and one.value]
+    for name in sources if "mock_data" in sources and not origins else ():
+        if (name == "mock_data") != (sources[-1] == "mock_data"):
+            lost = chosen.pop(name)
+            settings.notices.append(f"{chosen[sources[-1]].written} overrides {lost.written}")
+    return weak | chosen
 
 
 # The first of two flags decides, as in Megatron-LM.
@@ -447,32 +451,28 @@ def _winner(one: Chosen, other: Chosen) -> Chosen | None:
     return None
 
 
-def _last_source(settings: Settings, chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
-    """Return what is chosen; of --mock-data and files of data, only the last ones."""
-    sources = [n for n, one in chosen.items() if n in (*DATA, "mock_data") and one.value]
-    if "mock_data" not in sources or len(sources) == 1:
-        return dict(chosen)
-    last = sources[-1]
-    lost = [name for name in sources if (name == "mock_data") != (last == "mock_data")]
-    for name in lost:
-        settings.notices.append(f"{chosen[last].written} overrides {chosen[name].written}")
-    return {name: one for name, one in chosen.items() if name not in lost}
-
-
-def _values(
-    settings: Settings, spelling: str, flag: Flag, words: list[str], origin: str
-) -> dict[str, object]:
+def _values(settings: Settings, spelling: str, flag: Flag, words: list[str], origin: str) -> Values:
     """Return the settings that one flag sets. Invalid words are recorded as problems."""
     option = flag.option
     written = " ".join([spelling, *words])
-    found: dict[str, object] = {}
+    found: Values = {}
     try:
         if flag.read is not None and not is_off(words):
             for name, value in flag.read(words).items():
                 found[name] = all_options()[name].accept(value)
             settings.notices.append(meaning(written, found))
         elif option is not None:
-            value = found[option.name] = _value(flag, option, words)
+            if flag.value is None and not words and option.implied is not None:
+                value = option.implied
+            elif flag.value is None and not words and option.many:
+                raise ValueError("takes at least one value, got none")
+            elif flag.value is not None and not words:
+                value = flag.value
+            elif flag.value is None or (option.kind is bool and flag.value and len(words) == 1):
+                value = option.parse(words)  # also of --flag true, --flag=false
+            else:
+                raise ValueError(f"takes no value, got {shown(' '.join(words))}")
+            found[option.name] = value
             if option.choices is None and len(words) == 1 and words[0] in option.value_names:
                 settings.notices.append(f"{written} means {option.written(value)}: {option.hint}")
     except (ValueError, ConfigError) as error:
@@ -480,20 +480,6 @@ def _values(
             settings.mark_bad(name, f"{spelling} {error}", origin)
         return {}
     return found
-
-
-def _value(flag: Flag, option: Option, words: list[str]) -> object:
-    if flag.value is not None:
-        if not words:
-            return flag.value
-        if option.kind is bool and flag.value is True and len(words) == 1:
-            return option.parse(words)  # --flag true, --flag=false
-        raise ValueError(f"takes no value, got {shown(' '.join(words))}")
-    if not words and option.implied is not None:
-        return option.implied
-    if not words and option.many:
-        raise ValueError("takes at least one value, got none")
-    return option.parse(words)
 
 
 def command_line_of(config: Config) -> list[str]:

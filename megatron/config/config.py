@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 from megatron.config.deepspeed_json import merge_deepspeed_json
 from megatron.config.model import ModelConfig
+from megatron.config.option import pairs
 from megatron.config.parallel import SIZES, layout_counts
 from megatron.config.parallel_checks import ring_limits
 from megatron.config.phases import parse_batch_sizes
@@ -96,7 +98,7 @@ class Config(Sections):
     @property
     def schedule_name(self) -> str:
         """Return the name of the pipeline schedule."""
-        own = self.pieces.schedule or self.parallel.schedule
+        own = self.schedule
         return own if isinstance(own, str) else getattr(own, "__name__", type(own).__name__)
 
     def origin(self, name: str) -> str:
@@ -163,19 +165,6 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _note_inert(settings: Settings) -> None:
-    for name, value in settings.given.items():
-        option = all_options()[name]
-        preset = settings.origins[name].startswith("preset ")
-        if option.inert and value != option.default and not preset:
-            settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
-        # many scripts name runs of a project that they do not have
-        if name.startswith("wandb_") and not settings.values["wandb_project"]:
-            settings.notices.append(
-                f"{option.written(value)} has no effect: --wandb-project is not given"
-            )
-
-
 def finish(
     settings: Settings,
     *,
@@ -194,10 +183,24 @@ def finish(
         run_requirements(settings)
     standing = tuple(dict.fromkeys(settings.notices))
     resolve(settings)
-    _note_inert(settings)
+    for name, value in settings.given.items():
+        option = all_options()[name]
+        preset = settings.origins[name].startswith("preset ")
+        if option.inert and value != option.default and not preset:
+            settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
+        # many scripts name runs of a project that they do not have
+        if name.startswith("wandb_") and not settings.values["wandb_project"]:
+            settings.notices.append(
+                f"{option.written(value)} has no effect: --wandb-project is not given"
+            )
     validate(settings)
     if export is not None and settings.values["save_hf"] is not None:
-        _check_export(settings, export)
+        try:
+            if problem := export(settings.sections().model, settings.pieces):
+                settings.problems.append(f"--save-hf: {problem}")
+        except Exception:
+            if not settings.problems:  # with others there may be no such model at all
+                raise
     raise_problems([_located(settings, problem) for problem in settings.problems])
     return Config(
         **vars(settings.sections()),
@@ -222,17 +225,6 @@ def _located(settings: Settings, problem: str) -> str:
     return f"{problem} ({', '.join(places)})" if places else problem
 
 
-def _check_export(settings: Settings, export: Export) -> None:
-    try:
-        problem = export(settings.sections().model, settings.pieces)
-    except Exception:
-        if not settings.problems:  # with others there may be no such model at all
-            raise
-        return
-    if problem:
-        settings.problems.append(f"--save-hf: {problem}")
-
-
 # --- resolve
 
 
@@ -253,30 +245,56 @@ def default_of(name: str) -> object:
 
 
 # Setting -> the one whose value it takes, where it is unset.
-_SAME_AS: Mapping[str, str] = {
-    "num_key_value_heads": "num_attention_heads",
-    "max_position_embeddings": "seq_length",
-    "start_weight_decay": "weight_decay",
-    "end_weight_decay": "weight_decay",
-}
+_SAME_AS = pairs(
+    "num_key_value_heads=num_attention_heads max_position_embeddings=seq_length "
+    "start_weight_decay=weight_decay end_weight_decay=weight_decay "
+    "expert_tensor_parallel_size=tensor_model_parallel_size"
+)
 
 
-def resolve(settings: Settings) -> None:
-    """Fill `settings.values` from chosen values, defaults and derived values."""
-    settings.fill_defaults()
+def resolve(s: Settings) -> None:
+    """Fill `s.values` from chosen values, defaults and derived values."""
+    v = s.values
+    options = all_options()
+    defaults = {name: copy.copy(option.default) for name, option in options.items()}
+    v.update(defaults | s.given)
+    s.origins = dict.fromkeys(options, "default") | s.origins
     # Megatron-LM's examples quote it twice
-    settings.values["split"] = settings.values["split"].strip("'\"")
+    v["split"] = v["split"].strip("'\"")
     for name, (value, origin) in _FALLBACKS.items():
-        settings.fill(name, value, origin)
+        s.fill(name, value, origin)
     for name, other in _SAME_AS.items():
-        if settings.usable(other):
-            settings.fill(name, settings.values[other], f"derived from {other.replace('_', '-')}")
-    _tokenizer(settings)
-    _model(settings)
-    _parallel(settings)
-    _steps(settings)
-    _rest(settings)
-    _context(settings)
+        if s.usable(other):
+            s.fill(name, v[other], f"derived from {other.replace('_', '-')}")
+    _tokenizer(s)
+    _model(s)
+    _parallel(s)
+    _steps(s)
+    if v["recompute_granularity"] == "full":
+        s.fill("recompute_method", "uniform", "derived from recompute-granularity full")
+    if v["loss_scale"] == 0:
+        s.derive("loss_scale", None, s.origins["loss_scale"])
+    if v["zero_allgather_bucket_size"] == 0:
+        s.derive("zero_allgather_bucket_size", 50_000_000, "derived: 0 means the default")
+    s.fill("exit_signal_handler", v["save"] is not None, "derived from save")
+    s.fill("max_consecutive_skips", 100 if v["fp16"] else 10, "derived from fp16")
+    if v["save_interval"] is not None and v["save"] is None:
+        s.notices.append(
+            f"--save-interval {v['save_interval']} has no effect: nothing is saved without --save "
+            "FOLDER"
+        )
+        s.derive("save_interval", None, "derived: there is no --save FOLDER")
+    if v["data_packing"] == "best-fit" and v["mock_data"]:
+        s.notices.append(
+            "--data-packing best-fit has no effect: --mock-data has no documents to pack"
+        )
+    elif v["data_packing"] == "best-fit":
+        for name in ("reset_position_ids", "reset_attention_mask"):
+            if name not in s.given:
+                s.derive(name, True, "derived from data-packing best-fit")
+    if v["loss_mask"] in ("required", "optional") and "calculate_per_token_loss" not in s.given:
+        s.derive("calculate_per_token_loss", True, "derived from loss-mask")
+    _context(s)
 
 
 def _context(s: Settings) -> None:
@@ -394,11 +412,9 @@ def _parallel(s: Settings) -> None:
     ranks = v["tensor_model_parallel_size"]
     if v["num_experts"] is None and v[own] not in (None, ranks) and own not in s.bad:
         s.notices.append(f"--expert-tensor-parallel-size {v[own]} has no effect: no experts")
-        s.derive(own, None, "derived: there are no experts")
+        s.derive(own, ranks, "derived: there are no experts")
     _chunks(s)
     tensor = "tensor_model_parallel_size"
-    if s.usable(tensor):
-        s.fill(own, v[tensor], "derived from tensor-model-parallel-size")
     pipeline = "pipeline_model_parallel_size"
     for name, size in (
         ("sequence_parallel", tensor),
@@ -465,31 +481,3 @@ def _steps(s: Settings) -> None:
             if s.usable(f"train_{unit}"):
                 s.derive(f"lr_decay_{unit}", v[f"train_{unit}"], f"derived from train-{unit}")
                 break
-
-
-def _rest(s: Settings) -> None:
-    v = s.values
-    if v["recompute_granularity"] == "full":
-        s.fill("recompute_method", "uniform", "derived from recompute-granularity full")
-    if v["loss_scale"] == 0:
-        s.derive("loss_scale", None, s.origins["loss_scale"])
-    if v["zero_allgather_bucket_size"] == 0:
-        s.derive("zero_allgather_bucket_size", 50_000_000, "derived: 0 means the default")
-    s.fill("exit_signal_handler", v["save"] is not None, "derived from save")
-    s.fill("max_consecutive_skips", 100 if v["fp16"] else 10, "derived from fp16")
-    if v["save_interval"] is not None and v["save"] is None:
-        s.notices.append(
-            f"--save-interval {v['save_interval']} has no effect: nothing is saved without --save "
-            "FOLDER"
-        )
-        s.derive("save_interval", None, "derived: there is no --save FOLDER")
-    if v["data_packing"] == "best-fit" and v["mock_data"]:
-        s.notices.append(
-            "--data-packing best-fit has no effect: --mock-data has no documents to pack"
-        )
-    elif v["data_packing"] == "best-fit":
-        for name in ("reset_position_ids", "reset_attention_mask"):
-            if name not in s.given:
-                s.derive(name, True, "derived from data-packing best-fit")
-    if v["loss_mask"] in ("required", "optional") and "calculate_per_token_loss" not in s.given:
-        s.derive("calculate_per_token_loss", True, "derived from loss-mask")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.option import Values
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.errors import ConfigError
 from megatron.untrusted import parse_json, read_text
@@ -40,43 +41,34 @@ def merge_deepspeed_json(settings: Settings) -> None:
         return
     try:
         text = read_text(path, _MOST_BYTES, error=ConfigError)
-        content = parse_json(
-            text, path, error=ConfigError, object_pairs_hook=lambda pairs: _object(pairs, path)
-        )
+        content = parse_json(text, path, error=ConfigError, object_pairs_hook=_object)
     except ConfigError as error:
         settings.problems.append(f"--deepspeed_config: {error}")
         return
-    _Merge(settings, path, content, key_lines(text)).run()
+    _Merge(settings, path, content, text).run()
 
 
-def _object(pairs: list[tuple[str, object]], path: str) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigError(f'{path}: duplicate key "{key}" in one object')
-        found[key] = value
+def _object(pairs: list[tuple[str, object]]) -> Values:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f'duplicate key "{max(keys, key=keys.count)}" in one object')
     return found
 
 
 class _Merge:
     """One merge. Handled entries are removed from `content`; those that remain are unknown."""
 
-    def __init__(
-        self, settings: Settings, path: str, content: dict[str, object], lines: Mapping[str, int]
-    ) -> None:
+    def __init__(self, settings: Settings, path: str, content: Values, text: str) -> None:
         self.settings = settings
         self.path = path
         self.content = content
-        self.lines = lines
-        tables = _tables()
-        self.known = {key.split(".")[0] for table in tables.values() for key in table} | {_STEPS}
-        self.used = tables["settings"].keys() | tables["fp16_settings"].keys()
+        self.text = text
 
     def run(self) -> None:
         tables = _tables()
         for key, names in tables["settings"].items():
             self._set(key, names, self._pop(key))
-        self._both_precisions()
         for key, name in tables["fp16_settings"].items():
             value = self._pop(key)
             if self.settings.given.get("fp16"):
@@ -92,10 +84,26 @@ class _Merge:
             if rest in (None, "auto", {}):
                 continue
             has = f"{key} has"
-            if isinstance(rest, dict) and any(name.startswith(f"{key}.") for name in self.used):
+            used = (*tables["settings"], *tables["fp16_settings"])
+            if isinstance(rest, dict) and any(name.startswith(f"{key}.") for name in used):
                 has = f"{', '.join(f'{key}.{inner}' for inner in rest)} have"  # others of it do
             self.settings.notices.append(f"{self._at(key)}: {has} no effect: {why}")
-        self._pass_on()
+        others = {key: value for key, value in self.content.items() if not _only_empty(value)}
+        if "optimizer" in others:
+            unknown = json.dumps(others.pop("optimizer"))
+            self._problem(
+                "optimizer", f"optimizer has entries that are not supported: {unknown}: remove them"
+            )
+        known = {key.split(".")[0] for table in tables.values() for key in table} | {_STEPS}
+        for key, value in others.items():
+            if key not in tables["passed_on"]:
+                hint = "" if key in known else did_you_mean(key, known)
+                notice = f"{self._at(key)}: {key} is passed on to DeepSpeed{hint}"
+                self.settings.notices.append(notice)
+            elif not isinstance(value, dict):
+                self._problem(key, f"{key} must be an object, got {json.dumps(value)}")
+        if others:
+            self.settings.give("extra", others, self.path)
 
     def _pop(self, key: str) -> Any:
         """Remove an entry and return its value, or None."""
@@ -114,11 +122,12 @@ class _Merge:
         return node.pop(parts[-1], None)
 
     def _at(self, key: str) -> str:
-        """Return FILE:LINE of a key of the file."""
-        return f"{self.path}:{self.lines[key]}"
-
-    def _line(self, key: str) -> str:
-        return f"line {self.lines[key]} of {self.path}"
+        """Return FILE:LINE of a key of the file, which stands after those of the objects it is in."""
+        at = 0
+        for part in key.split("."):
+            found = re.compile(rf"{re.escape(json.dumps(part))}\s*:").search(self.text, at)
+            at = at if found is None else found.start() + 1
+        return f"{self.path}:{1 + self.text.count(chr(10), 0, at)}"
 
     def _problem(self, key: str, text: str) -> None:
         self.settings.problems.append(f"{self._at(key)}: {text}")
@@ -175,29 +184,9 @@ class _Merge:
                 right = '"auto"'
             settings.problems.append(
                 f"{option.flag} is {chosen} ({where}), but {entry} means {value} "
-                f"({self._at(key)}): write {right} in {self._line(key)}, or give "
+                f"({self._at(key)}): write {right} there, or give "
                 f"{option.written(value)}"
             )
-
-    def _both_precisions(self) -> None:
-        """Record a contradiction between the file and another source.
-
-        The file enables one precision, and the command line or another entry enables the other.
-        """
-        given = self.settings.given
-        origins = self.settings.origins
-        if not (given.get("fp16") and given.get("bf16")):
-            return
-        in_file = [name for name in ("fp16", "bf16") if origins[name].startswith(f"{self.path}:")]
-        if not in_file:
-            return  # reported by the check of the settings
-        lines = [self._line(origins[name].rpartition(" ")[2]) for name in in_file]
-        flag = f", or give --{in_file[0]} alone" if len(in_file) == 1 else ""
-        problem = (
-            f"fp16 is on ({origins['fp16']}), and so is bf16 ({origins['bf16']}): write false in "
-            f"{' or '.join(lines)}{flag}"
-        )
-        self.settings.mark_bad("bf16", problem, "argument")
 
     def _accumulation(self, steps: object) -> None:
         """Derive the missing batch size from the accumulation steps, or check the given sizes.
@@ -233,23 +222,6 @@ class _Merge:
                 f"{replicas}"
             )
 
-    def _pass_on(self) -> None:
-        rest = {key: value for key, value in self.content.items() if not _only_empty(value)}
-        if "optimizer" in rest:
-            unknown = json.dumps(rest.pop("optimizer"))
-            self._problem(
-                "optimizer", f"optimizer has entries that are not supported: {unknown}: remove them"
-            )
-        for key, value in rest.items():
-            if key not in _tables()["passed_on"]:
-                hint = "" if key in self.known else did_you_mean(key, self.known)
-                notice = f"{self._at(key)}: {key} is passed on to DeepSpeed{hint}"
-                self.settings.notices.append(notice)
-            elif not isinstance(value, dict):
-                self._problem(key, f"{key} must be an object, got {json.dumps(value)}")
-        if rest:
-            self.settings.give("extra", rest, self.path)
-
 
 def _power_of_two(value: Any) -> float:
     if type(value) not in (int, float) or not -1000 <= value <= 1000:
@@ -272,43 +244,3 @@ _READ: Mapping[str, Callable[[Any], object]] = {
 
 def _only_empty(value: object) -> bool:
     return value == "auto" or (isinstance(value, dict) and all(map(_only_empty, value.values())))
-
-
-# --- json lines
-
-
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
-
-
-def key_lines(text: str) -> dict[str, int]:
-    """Return the line (from 1) of every key of the object in `text`, by its dotted path.
-
-    `text` is valid JSON; objects within lists are omitted.
-
-    >>> key_lines('{"fp16": {\\n "enabled": true}}')
-    {'fp16': 1, 'fp16.enabled': 2}
-    """
-    lines: dict[str, int] = {}
-    # for each open object the key that is being read, for each open list None
-    open_keys: list[str | None] = []
-    awaits_key = False
-    line = 1
-    counted = 0
-    for match in _TOKEN.finditer(text):
-        token = match.group()
-        line = line + text.count("\n", counted, match.start())
-        counted = match.start()
-        if token in "{[":
-            open_keys.append("" if token == "{" else None)
-            awaits_key = token == "{"
-        elif token in "}]":
-            open_keys.pop()
-            awaits_key = False
-        elif token == ",":
-            awaits_key = open_keys[-1] is not None
-        elif awaits_key:
-            open_keys[-1] = json.loads(token)
-            awaits_key = False
-            if None not in open_keys:
-                lines.setdefault(".".join(key for key in open_keys if key is not None), line)
-    return lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from megatron.config.option import COUNT, MOST_PROCESSES, MOST_WIDTH, NATURAL, WIDTH, Range, option
 
@@ -39,19 +38,13 @@ def hugging_face_folder(load: str | None) -> Path | None:
 class TokenizerConfig:
     """Tokenizer and its files."""
 
-    title: ClassVar[str] = "tokenizer"
-
     tokenizer_type: str | None = option(
         None,
         "Tokenizer type.",
         choices="GPT2BPETokenizer SentencePieceTokenizer GPTSentencePieceTokenizer "
         "Llama2Tokenizer HFTokenizer TikTokenizer NullTokenizer",
-        value_names={
-            **dict.fromkeys(
-                ("huggingfacetokenizer", "pretrainedfromhf", "qwen2tokenizer"), "HFTokenizer"
-            ),
-            "llama3tokenizer": "TikTokenizer",
-        },
+        value_names="huggingfacetokenizer=HFTokenizer pretrainedfromhf=HFTokenizer "
+        "qwen2tokenizer=HFTokenizer llama3tokenizer=TikTokenizer",
         implies={"llama3tokenizer": {"tiktoken_pattern": "llama3"}},
         hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model "
         "of Llama 3",
@@ -95,8 +88,6 @@ class TokenizerConfig:
 @dataclass(frozen=True)
 class DataConfig:
     """Training data and how it is read."""
-
-    title: ClassVar[str] = "data"
 
     data_path: tuple[str, ...] | None = option(
         None,
@@ -184,8 +175,6 @@ class DataConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Saving and loading of checkpoints."""
-
-    title: ClassVar[str] = "checkpoints"
 
     save: str | None = option(None, "Folder to save checkpoints to.", metavar="FOLDER")
     save_interval: int | None = option(
@@ -283,7 +272,7 @@ class CheckpointConfig:
         "torch_dist",
         "Checkpoint format.",
         choices="torch_dist",
-        value_names=dict.fromkeys(("torch", "torch_dcp", "zarr", "fsdp_dtensor"), "torch_dist"),
+        value_names="torch=torch_dist torch_dcp=torch_dist zarr=torch_dist fsdp_dtensor=torch_dist",
         flags="--ckpt-format --dist-ckpt-format",
         inert="checkpoints have one format, which loads on any layout; --load also reads other "
         "frameworks' formats",
@@ -293,8 +282,6 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class LoggingConfig:
     """Logging, trackers and profiling."""
-
-    title: ClassVar[str] = "logging"
 
     log_interval: int = option(100, "Number of iterations between log lines.", COUNT)
     metrics_file: str | None = option(

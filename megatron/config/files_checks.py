@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from megatron.config.check import check
 from megatron.config.files import hugging_face_folder, named_corpus
-from megatron.config.settings import Sections, all_options
+from megatron.config.settings import Problems, Sections, all_options, check
 
 
 @check("split")
-def _split(config: Sections) -> Iterator[str]:
+def _split(config: Sections) -> Problems:
     text = config.data.split
     try:
         parts = [float(part) for part in text.replace("/", ",").split(",")]
@@ -24,18 +22,47 @@ def _split(config: Sections) -> Iterator[str]:
         )
 
 
+TOKENIZER_NEEDS = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "NullTokenizer": ("vocab_size",),
+    **dict.fromkeys(
+        "SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer HFTokenizer "
+        "TikTokenizer".split(),
+        ("tokenizer_model",),
+    ),
+}
+
+
 @check()
-def _data(config: Sections) -> Iterator[str]:
+def _data(config: Sections) -> Problems:
+    kind = config.tokenizer.tokenizer_type
+    for name in TOKENIZER_NEEDS.get(kind or "", ()):
+        if config.get(name) is None:
+            yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = config.get(name) or ()
         written = all_options()[name].written(words)
         if name == "valid_data_path" and any(map(named_corpus, words)):
             yield from _corpora(written, words)
         elif len(words) > 1:
-            yield from _blend(written, words)
+            try:
+                weights = [float(word) for word in words[::2]]
+            except ValueError:
+                weights = []
+            if len(words) % 2 or not weights:
+                yield f"{written}: give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..."
+            elif not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
+                yield f"{written}: weights must be at least 0 and not all 0"
+    masks = config.data.loss_mask
+    if masks in ("required", "optional") and not config.batch.calculate_per_token_loss:
+        off = all_options()["calculate_per_token_loss"].written(False)
+        yield (
+            f"{off} and --loss-mask {masks} contradict each other: micro-batches have different "
+            "numbers of unmasked tokens, and each token has to count equally"
+        )
 
 
-def _corpora(written: str, words: tuple[str, ...]) -> Iterator[str]:
+def _corpora(written: str, words: tuple[str, ...]) -> Problems:
     found = [named_corpus(word) or ("", word) for word in words]
     names = [name for name, _ in found]
     for word, (name, prefix) in zip(words, found, strict=True):
@@ -48,19 +75,8 @@ def _corpora(written: str, words: tuple[str, ...]) -> Iterator[str]:
             yield f"{written}: {name!r} is the name of {names.count(name)} corpora: choose others"
 
 
-def _blend(written: str, words: tuple[str, ...]) -> Iterator[str]:
-    try:
-        weights = [float(word) for word in words[::2]]
-    except ValueError:
-        weights = []
-    if len(words) % 2 or not weights:
-        yield f"{written}: give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..."
-    elif not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
-        yield f"{written}: weights must be at least 0 and not all 0"
-
-
 @check("data_packing")
-def _packing(config: Sections) -> Iterator[str]:
+def _packing(config: Sections) -> Problems:
     data = config.data
     if data.data_packing != "best-fit" or data.mock_data:
         return
@@ -78,19 +94,8 @@ def _packing(config: Sections) -> Iterator[str]:
         )
 
 
-@check("loss_mask")
-def _loss_mask(config: Sections) -> Iterator[str]:
-    masks = config.data.loss_mask in ("required", "optional")
-    if masks and not config.batch.calculate_per_token_loss:
-        off = all_options()["calculate_per_token_loss"].written(False)
-        yield (
-            f"{off} and --loss-mask {config.data.loss_mask} contradict each other: micro-batches "
-            "have different numbers of unmasked tokens, and each token has to count equally"
-        )
-
-
 @check()
-def _checkpoints(config: Sections) -> Iterator[str]:
+def _checkpoints(config: Sections) -> Problems:
     save = config.checkpoint.save
     load = config.checkpoint.load
     tag = config.checkpoint.load_tag
@@ -111,29 +116,10 @@ def _checkpoints(config: Sections) -> Iterator[str]:
 
 
 @check("profile_step_start", "profile_step_end")
-def _profile(config: Sections) -> Iterator[str]:
+def _profile(config: Sections) -> Problems:
     logging = config.logging
     if logging.profile and logging.profile_step_end <= logging.profile_step_start:
         yield (
             f"--profile-step-end {logging.profile_step_end} is not after --profile-step-start "
             f"{logging.profile_step_start}"
         )
-
-
-_TOKENIZER_NEEDS = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "HFTokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-    "NullTokenizer": ("vocab_size",),
-}
-
-
-@check()
-def _tokenizer(config: Sections) -> Iterator[str]:
-    kind = config.tokenizer.tokenizer_type
-    for name in _TOKENIZER_NEEDS.get(kind or "", ()):
-        if config.get(name) is None:
-            yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"

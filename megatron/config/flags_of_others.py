@@ -19,36 +19,29 @@ _HOW_MANY = {"0": "no value", "1": "one value", "?": "at most one value"}
 
 
 @dataclass(frozen=True)
-class Family:
-    """Flags that are handled alike for one reason; `model`: they change what weights compute."""
+class Foreign:
+    """One such flag, which is handled like the others of its family for one reason.
+
+    model: it changes what weights compute. values: number of values that it takes: '0', '1', '?' or
+    '*'. harmless: values that leave the feature off.
+    """
 
     refused: bool
     reason: str
-    model: bool = False
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """One such flag.
-
-    values: number of values that it takes: '0', '1', '?' or '*'. harmless: values that leave the
-    feature off.
-    """
-
-    family: Family
+    model: bool
     values: str
     harmless: tuple[str, ...]
 
     def judge(self, settings: Settings, spelling: str, words: list[str]) -> None:
         """Add a notice to `settings` where these words change nothing, else a problem."""
         written = " ".join([spelling, *words])
-        reason = self.family.reason
+        reason = self.reason
         switched = len(words) == 1 and words[0].lower() in ("true", "false")
         counts = {"0": switched or not words, "1": len(words) == 1, "?": len(words) <= 1}
         fits = counts.get(self.values, True)
-        if fits and self.family.refused and self._is_harmless(settings, words):
+        if fits and self.refused and self._is_harmless(settings, words):
             settings.notices.append(f"{written} has no effect: this is always the case")
-        elif self.family.refused:
+        elif self.refused:
             settings.problems.append(f"{written} is not supported: {reason}")
         elif fits:
             settings.notices.append(f"{written} has no effect: {reason}")
@@ -76,7 +69,7 @@ def changes_model(name: str, value: object, arguments: Mapping[str, object]) -> 
     Only of those that change what weights compute, and only where it is not off.
     """
     foreign = foreign_flags().get(f"--{name.replace('_', '-')}")
-    if foreign is None or not foreign.family.model or value is False:
+    if foreign is None or not foreign.model or value is False:
         return False
     if not isinstance(value, bool | int | float | str | list | tuple):
         return False
@@ -96,14 +89,14 @@ def foreign_flags() -> Mapping[str, Foreign]:
     """Return every such flag by its spelling, in the order of the file."""
     found: dict[str, Foreign] = {}
     for table in tomllib.loads(FILE.read_text(encoding="utf-8")).values():
-        refused = table["verdict"] == "refused"
-        family = Family(refused, table["reason"], table.get("model", False))
         for entry in table["flags"].split():
             head, equals, harmless = entry.partition("=")
             name, _, values = head.partition(":")
             assert f"--{name}" not in found, f"{name} stands twice in {FILE.name}"
             found[f"--{name}"] = Foreign(
-                family,
+                table["verdict"] == "refused",
+                table["reason"],
+                table.get("model", False),
                 values or ("1" if equals else "0"),
                 tuple(harmless.split("|")) if equals else (),
             )

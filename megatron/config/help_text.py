@@ -20,7 +20,16 @@ _INDENT = 44
 _NAME_WIDTH = 48
 _VALUE_WIDTH = 28
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
-
+# Headings of sections that are not the names of their attributes.
+_TITLES = {
+    "parallel": "parallelism and launch",
+    "recompute": "recomputation",
+    "batch": "batch and length of the run",
+    "optimizer": "optimizer and learning rate",
+    "engine": "DeepSpeed engine",
+    "checkpoint": "checkpoints",
+    "training": "training loop",
+}
 
 _START = (
     ("--help, -h", "Show this help and exit."),
@@ -62,13 +71,13 @@ def render_help() -> str:
     lines = [usage, "", *textwrap.wrap(text, WIDTH), "", "start:"]
     for entry in _START:
         lines += _entry(*entry)
-    for section in SECTIONS.values():
-        lines += ["", f"{section.title}:"]  # type: ignore[attr-defined]
+    for attribute, section in SECTIONS.items():
+        lines += ["", f"{_TITLES.get(attribute, attribute)}:"]
         for option in options_of(section):
             if not option.internal and option.flags:
                 lines += _entry(_heading(option), _description(option))
     lines += ["", f"flags of other frameworks (megatron/config/{FILE.name} has the reasons):"]
-    refused = sum(flag.family.refused for flag in foreign_flags().values())
+    refused = sum(flag.refused for flag in foreign_flags().values())
     for part in (
         f"Translated into settings: {', '.join((*DIRECT, *LATE))}.",
         f"Accepted without effect: {len(foreign_flags()) - refused} flags.",
@@ -122,28 +131,20 @@ def _description(option: Option) -> str:
         text = f"Do not {text[0].lower()}{text[1:]}"
     if option.choices is not None and not _choices_fit(option):
         text += f" One of {', '.join(_choices(option))}."
-    also = [*option.flags[1:], *option.shortcuts, *option.weak_shortcuts]
+    meanings = {**option.shortcuts, **option.weak_shortcuts}
+    also = [*option.flags[1:], *(f"{flag} (= {value})" for flag, value in meanings.items())]
     if option.kind is bool:
-        shown = _heading(option)
         own = "--no-" + option.name.replace("_", "-")
-        also = [
-            f for f in (*option.flags, *option.off_flags) if f not in (shown, own, option.flags[0])
-        ]
+        hidden = (_heading(option), own, option.flags[0])
+        also = [flag for flag in (*option.flags, *option.off_flags) if flag not in hidden]
     if also:
-        meanings = {**option.shortcuts, **option.weak_shortcuts}
-        text += (
-            f" Also {', '.join(f'{f} (= {meanings[f]})' if f in meanings else f for f in also)}."
-        )
+        text += f" Also {', '.join(also)}."
     if option.inert:
         text += f" No effect: {option.inert}."
-    return f"{text} {_default(option)}".rstrip()
-
-
-def _default(option: Option) -> str:
     default = option.derived or option.default
     if default in (None, "") or isinstance(default, bool):
-        return ""
-    return f"(default: {f'{default:g}' if isinstance(default, float) else _text(default)})"
+        return text
+    return f"{text} (default: {f'{default:g}' if isinstance(default, float) else _text(default)})"
 
 
 # --- print-config
@@ -153,7 +154,7 @@ def render_config(config: Config) -> str:
     """Return all settings by section, with their values and origins."""
     lines = ["------------------------ arguments ------------------------"]
     for attribute, section in SECTIONS.items():
-        lines.append(f"{section.title}:")  # type: ignore[attr-defined]
+        lines.append(f"{_TITLES.get(attribute, attribute)}:")
         for option in options_of(section):
             value = _text(getattr(getattr(config, attribute), option.name))
             dots = "." * max(3, _NAME_WIDTH - len(option.name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from megatron.config.option import (
     COUNT,
@@ -26,8 +25,6 @@ from megatron.config.option import (
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and architecture of the GPT."""
-
-    title: ClassVar[str] = "model"
 
     num_layers: int = option(
         None, "Number of transformer layers.", LAYERS, flags="--num-layers --encoder-num-layers"
@@ -77,7 +74,7 @@ class ModelConfig:
         "layernorm",
         "Normalization layer.",
         choices="layernorm rmsnorm",
-        shortcuts={"--RMSNorm": "rmsnorm"},
+        shortcuts="--RMSNorm=rmsnorm",
     )
     apply_layernorm_1p: bool = option(False, "Store norm weights as their difference from one.")
     swiglu: bool = option(False, "Use SwiGLU instead of GELU in the MLP.")
@@ -159,12 +156,9 @@ class ModelConfig:
         "learned_absolute",
         "Position encoding.",
         choices="learned_absolute rope none alibi",
-        value_names={"absolute": "learned_absolute", "rotary": "rope"},
-        shortcuts={
-            "--use-rotary-position-embeddings": "rope",
-            "--use-alibi-position-embeddings": "alibi",
-        },
-        weak_shortcuts={"--no-position-embedding": "none"},
+        value_names="absolute=learned_absolute rotary=rope",
+        shortcuts="--use-rotary-position-embeddings=rope --use-alibi-position-embeddings=alibi",
+        weak_shortcuts="--no-position-embedding=none",
     )
     rotary_percent: float = option(
         1.0, "Fraction of each head to which RoPE is applied.", Range(above=0, at_most=1)
@@ -182,7 +176,7 @@ class ModelConfig:
         None,
         "Scaling of the RoPE frequencies for sequences longer than those of the original training.",
         choices="linear llama3 yarn",
-        shortcuts={"--use-rope-scaling": "llama3"},
+        shortcuts="--use-rope-scaling=llama3",
     )
     rope_scaling_factor: float = option(
         8.0,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megatron.config.check import check, multiple
-from megatron.config.settings import Sections, all_options
+from megatron.config.settings import Problems, Sections, all_options, check, multiple
 
 
 @check("hidden_size", "num_attention_heads", "num_key_value_heads")
-def _heads(config: Sections) -> Iterator[str]:
+def _heads(config: Sections) -> Problems:
     if config.model.kv_channels is None:
         remedy = ", or give the width of a head with --kv-channels"
         yield from multiple(config, "hidden_size", "num_attention_heads", remedy)
@@ -17,7 +14,7 @@ def _heads(config: Sections) -> Iterator[str]:
 
 
 @check("seq_length", "max_position_embeddings", "position_embedding_type")
-def _positions(config: Sections) -> Iterator[str]:
+def _positions(config: Sections) -> Problems:
     model = config.model
     if (
         model.position_embedding_type == "learned_absolute"
@@ -31,7 +28,7 @@ def _positions(config: Sections) -> Iterator[str]:
 
 
 @check("position_embedding_type", "kv_channels", "rotary_percent")
-def _rotary_width(config: Sections) -> Iterator[str]:
+def _rotary_width(config: Sections) -> Problems:
     model = config.model
     if model.position_embedding_type == "rope":
         width = int(model.kv_channels * model.rotary_percent)
@@ -43,7 +40,7 @@ def _rotary_width(config: Sections) -> Iterator[str]:
 
 
 @check("rope_original_positions", "rope_low_freq_factor", "rope_high_freq_factor")
-def _rope_scaling(config: Sections) -> Iterator[str]:
+def _rope_scaling(config: Sections) -> Problems:
     model = config.model
     low = model.rope_low_freq_factor
     positions = model.rope_original_positions
@@ -63,7 +60,7 @@ def _rope_scaling(config: Sections) -> Iterator[str]:
 
 
 @check("norm_position")
-def _norms(config: Sections) -> Iterator[str]:
+def _norms(config: Sections) -> Problems:
     model = config.model
     position = model.norm_position
     parallel = model.parallel_residual
@@ -82,7 +79,7 @@ def _norms(config: Sections) -> Iterator[str]:
 
 
 @check()
-def _window(config: Sections) -> Iterator[str]:
+def _window(config: Sections) -> Problems:
     size = config.model.window_size
     if size is not None and (size[1:] not in ((), (0,)) or not size):
         yield (
@@ -92,7 +89,7 @@ def _window(config: Sections) -> Iterator[str]:
 
 
 @check("num_layers", "moe_layer_freq")
-def _frequencies(config: Sections) -> Iterator[str]:
+def _frequencies(config: Sections) -> Problems:
     layers = config.model.num_layers
     for name in ("window_attn_skip_freq", "moe_layer_freq"):
         freq = config.get(name)
@@ -106,7 +103,7 @@ def _frequencies(config: Sections) -> Iterator[str]:
 
 
 @check("moe_router_topk")
-def _router(config: Sections) -> Iterator[str]:
+def _router(config: Sections) -> Problems:
     model = config.model
     experts = model.num_experts
     topk = model.moe_router_topk
@@ -138,7 +135,7 @@ def _router(config: Sections) -> Iterator[str]:
 
 
 @check("num_experts", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
-def _balancing(config: Sections) -> Iterator[str]:
+def _balancing(config: Sections) -> Problems:
     kinds = config.model.moe_router_load_balancing_type
     factors = config.model.moe_aux_loss_coeff
     if len(kinds) != len(factors) or len(set(kinds)) != len(kinds):
@@ -151,17 +148,16 @@ def _balancing(config: Sections) -> Iterator[str]:
 
 
 @check("num_experts")
-def _expert_widths(config: Sections) -> Iterator[str]:
+def _expert_widths(config: Sections) -> Problems:
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
-        if config.get(name) is not None:
-            yield from multiple(config, name, "tensor_model_parallel_size")
+        yield from multiple(config, name, "tensor_model_parallel_size")
     model = config.model
     if model.moe_shared_expert_intermediate_size is not None and model.add_bias_linear:
         yield "shared experts have no biases: add --disable-bias-linear"
 
 
 @check("ffn_hidden_size")
-def _upcycling(config: Sections) -> Iterator[str]:
+def _upcycling(config: Sections) -> Problems:
     model = config.model
     width = model.moe_ffn_hidden_size
     experts = model.num_experts
@@ -183,7 +179,7 @@ def _upcycling(config: Sections) -> Iterator[str]:
 
 
 @check("use_mup", "num_attention_heads", "kv_channels", "mup_base_hidden_size")
-def _mup(config: Sections) -> Iterator[str]:
+def _mup(config: Sections) -> Problems:
     model = config.model
     if model.use_mup and model.mup_base_num_attention_heads is None:
         head = model.mup_base_head_dim or model.kv_channels
@@ -196,7 +192,7 @@ def _mup(config: Sections) -> Iterator[str]:
 
 
 @check("use_mup", "num_experts", "ffn_hidden_size", "mup_base_ffn_hidden_size")
-def _mup_experts(config: Sections) -> Iterator[str]:
+def _mup_experts(config: Sections) -> Problems:
     model = config.model
     ffn = model.ffn_hidden_size
     base = model.mup_base_ffn_hidden_size
@@ -211,7 +207,7 @@ def _mup_experts(config: Sections) -> Iterator[str]:
 
 
 @check("mup_base_num_attention_heads", "mup_base_num_key_value_heads", "num_attention_heads")
-def _mup_groups(config: Sections) -> Iterator[str]:
+def _mup_groups(config: Sections) -> Problems:
     model = config.model
     heads = model.num_attention_heads
     groups = model.num_key_value_heads

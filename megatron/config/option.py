@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import contextlib
 import dataclasses
 import functools
@@ -18,8 +19,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron.errors import ConfigError
 
+Values = dict[str, object]
+"""Settings by name."""
 _KEY = "option"
-_KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict}
 _ARTICLE = {
     int: "a whole number",
     float: "a number",
@@ -175,8 +177,15 @@ class Option:
         if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
             if not -math.inf < value < math.inf or (kind is int and value != int(value)):
                 raise ValueError(f"expected {_ARTICLE[kind]}, got {value}")
-            if self.choices is None:
-                self._check_range(value)
+            limits = self.limits
+            for wrong, words, limit in (
+                (value < limits.at_least, "at least", limits.at_least),
+                (value <= limits.above, "greater than", limits.above),
+                (value >= limits.below, "less than", limits.below),
+                (value > limits.at_most, "at most", limits.at_most),
+            ):
+                if wrong and self.choices is None:
+                    raise ValueError(f"is {shown(value)}, but must be {words} {shown(limit)}")
             value = kind(value)
         elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ValueError(f"expected {_ARTICLE[kind]}, got {shown(repr(value))}")
@@ -194,17 +203,6 @@ class Option:
         raise ValueError(
             f"'{shown(value)}' is not one of {', '.join(str(c) for c in self.choices)}{hint}"
         )
-
-    def _check_range(self, value: float) -> None:
-        limits = self.limits
-        for wrong, words, limit in (
-            (value < limits.at_least, "at least", limits.at_least),
-            (value <= limits.above, "greater than", limits.above),
-            (value >= limits.below, "less than", limits.below),
-            (value > limits.at_most, "at most", limits.at_most),
-        ):
-            if wrong:
-                raise ValueError(f"is {shown(value)}, but must be {words} {shown(limit)}")
 
 
 def _unrolled(text: str) -> str:
@@ -270,6 +268,15 @@ def _number(rule: Option, text: str) -> Any:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def pairs(text: str) -> dict[str, str]:
+    """Return the words NAME=VALUE of a text by name.
+
+    >>> pairs("rotary=rope absolute=learned_absolute")
+    {'rotary': 'rope', 'absolute': 'learned_absolute'}
+    """
+    return dict(word.split("=") for word in text.split())
+
+
 def shown(value: Any) -> str:
     """Return a value for a message, shortened."""
     try:
@@ -283,8 +290,9 @@ def option(default: object, help: str, limits: Range = ANY, **attributes: object
     """Return a dataclass field with an Option.
 
     A default of None means unset (required, derived or off). `flags`, `off_flags` and `choices` are
-    words in a text. `flags` defaults to the field's name with dashes; flags="" gives a field no
-    flag. A bool that is on has only the flags that switch it off, unless `flags` are given.
+    words in a text; value_names and shortcuts may be words NAME=VALUE. `flags` defaults to the
+    field's name with dashes; flags="" gives a field no flag. A bool that is on has only the flags
+    that switch it off, unless `flags` are given.
     """
     metadata = {_KEY: {"help": help, "default": default, "limits": limits, **attributes}}
     if default is dict:  # a mapping, empty unless given
@@ -303,7 +311,7 @@ def _read(f: dataclasses.Field[object]) -> Option:
     attributes = dict(f.metadata[_KEY])
     # Annotations are text here: "int", "float | None", "tuple[str, ...] | None", "dict[str, Any]".
     many = str(f.type).startswith("tuple[")
-    kind = _KINDS[re.split(r"\W", str(f.type).removeprefix("tuple["))[0]]
+    kind: type = getattr(builtins, re.split(r"\W", str(f.type).removeprefix("tuple["))[0])
     name = f.name.replace("_", "-")
     words = attributes.pop("flags", None)
     shown_off = kind is bool and attributes["default"] is True and words is None
@@ -315,6 +323,9 @@ def _read(f: dataclasses.Field[object]) -> Option:
         off_flags = list(dict.fromkeys((*off_flags, f"--no-{name}")))
     if isinstance(choices := attributes.get("choices"), str):
         attributes["choices"] = tuple(choices.split())
+    for meanings in ("value_names", "shortcuts", "weak_shortcuts"):
+        if isinstance(text := attributes.get(meanings), str):
+            attributes[meanings] = pairs(text)
     return Option(
         name=f.name,
         kind=kind,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron.config.option import LAYERS, MOST_PROCESSES, PROCESSES, Range, option
 
@@ -25,8 +24,6 @@ TILE = 32
 @dataclass(frozen=True)
 class ParallelConfig:
     """Parallel sizes, schedule, placement and launch."""
-
-    title: ClassVar[str] = "parallelism and launch"
 
     tensor_model_parallel_size: int = option(1, "Tensor-parallel size.", PROCESSES)
     pipeline_model_parallel_size: int = option(1, "Pipeline-parallel size.", PROCESSES)
@@ -116,7 +113,7 @@ class ParallelConfig:
         None,
         "Communication backend.",
         choices="nccl gloo",
-        value_names={"rccl": "nccl"},
+        value_names="rccl=nccl",
         hint="use nccl on a GPU, which is RCCL on ROCm, and gloo on a CPU",
         derived="nccl (RCCL on ROCm) on a GPU, gloo on a CPU",
     )
@@ -132,7 +129,7 @@ class ParallelConfig:
         "cheapest order on --cluster.",
         choices=RANK_ORDERS,
         value_names={"auto": None},
-        shortcuts={"--use-tp-pp-dp-mapping": "tp-pp-dp"},
+        shortcuts="--use-tp-pp-dp-mapping=tp-pp-dp",
         hint="or auto",
         derived="the cheapest with --cluster, else tp-dp-pp",
     )
@@ -224,15 +221,13 @@ class ParallelConfig:
 class RecomputeConfig:
     """Activation recomputation."""
 
-    title: ClassVar[str] = "recomputation"
-
     recompute_granularity: str | None = option(
         None,
         "Recompute whole layers (full), or only the modules named by --recompute-modules "
         "(selective).",
         choices="full selective",
         flags="--recompute-granularity --activations-checkpoint-granularity",
-        shortcuts={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
+        shortcuts="--checkpoint-activations=full --recompute-activations=selective",
     )
     recompute_modules: tuple[str, ...] = option(
         None,
@@ -268,8 +263,6 @@ _SHARD_NAMES = {"world": 0, "node": -1}
 @dataclass(frozen=True)
 class EngineConfig:
     """DeepSpeed engine."""
-
-    title: ClassVar[str] = "DeepSpeed engine"
 
     zero_stage: int = option(
         1,

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron.config.check import check, multiple, nearest_multiples
 from megatron.config.parallel import SIZES, TILE, layout_counts
-from megatron.config.settings import Sections, all_options
+from megatron.config.settings import (
+    Problems,
+    Sections,
+    all_options,
+    check,
+    multiple,
+    nearest_multiples,
+)
 
 
 @check("tensor_model_parallel_size")
-def _tensor_parallel(config: Sections) -> Iterator[str]:
+def _tensor_parallel(config: Sections) -> Problems:
     names = ["num_attention_heads", "ffn_hidden_size"]
     groups = config.model.num_key_value_heads
     size = config.parallel.tensor_model_parallel_size
@@ -21,15 +27,14 @@ def _tensor_parallel(config: Sections) -> Iterator[str]:
     if config.parallel.sequence_parallel:
         names.append("seq_length")
     for name in names:
-        if config.get(name) is not None:
-            remedy = ", or another tensor-parallel size"
-            if name == "seq_length":
-                remedy = ", another tensor-parallel size, or no --sequence-parallel"
-            yield from multiple(config, name, "tensor_model_parallel_size", remedy)
+        remedy = ", or another tensor-parallel size"
+        if name == "seq_length":
+            remedy = ", another tensor-parallel size, or no --sequence-parallel"
+        yield from multiple(config, name, "tensor_model_parallel_size", remedy)
 
 
 @check("num_layers", "pipeline_model_parallel_size")
-def _pipeline(config: Sections) -> Iterator[str]:
+def _pipeline(config: Sections) -> Problems:
     parallel = config.parallel
     layers = config.model.num_layers
     pp = parallel.pipeline_model_parallel_size
@@ -52,7 +57,7 @@ def _pipeline(config: Sections) -> Iterator[str]:
         yield "--enable-zbh1-pipeline has no interleaved form: drop it or the interleaved chunks"
 
 
-def _layout(config: Sections) -> Iterator[str]:
+def _layout(config: Sections) -> Problems:
     layers = config.model.num_layers
     pp = config.parallel.pipeline_model_parallel_size
     per_chunk = config.parallel.num_layers_per_virtual_pipeline_stage
@@ -74,7 +79,7 @@ def _layout(config: Sections) -> Iterator[str]:
         )
 
 
-def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
+def _interleaving(layers: int, pp: int, per_chunk: int) -> Problems:
     if layers % (pp * per_chunk) == 0 and layers // (pp * per_chunk) >= 2:
         return
     valid = [n for n in range(1, layers // (2 * pp) + 1) if layers % (pp * n) == 0]
@@ -94,7 +99,7 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Iterator[str]:
 
 
 @check("world_size", *SIZES)
-def _world(config: Sections) -> Iterator[str]:
+def _world(config: Sections) -> Problems:
     world = config.parallel.world_size
     tp, pp, cp, ep = (config.get(name) for name in SIZES)
     model = (
@@ -116,7 +121,7 @@ def _world(config: Sections) -> Iterator[str]:
 
 
 @check("expert_model_parallel_size")
-def _expert_parallel(config: Sections) -> Iterator[str]:
+def _expert_parallel(config: Sections) -> Problems:
     parallel = config.parallel
     size = parallel.expert_model_parallel_size
     experts = config.model.num_experts
@@ -140,7 +145,7 @@ def _expert_parallel(config: Sections) -> Iterator[str]:
 
 
 @check("zero_stage", "data_parallel_size", "context_parallel_size")
-def _zero(config: Sections) -> Iterator[str]:
+def _zero(config: Sections) -> Problems:
     parallel = config.parallel
     engine = config.engine
     stage = engine.zero_stage
@@ -175,7 +180,7 @@ def _zero(config: Sections) -> Iterator[str]:
 
 
 @check("context_parallel_size", "cp_comm_type")
-def _context_parallel(config: Sections) -> Iterator[str]:
+def _context_parallel(config: Sections) -> Problems:
     model = config.model
     parallel = config.parallel
     size = parallel.context_parallel_size
@@ -233,7 +238,7 @@ def ring_limits(config: Sections, places: int) -> Iterator[tuple[str, str]]:
 
 
 @check()
-def _device_order(config: Sections) -> Iterator[str]:
+def _device_order(config: Sections) -> Problems:
     order = config.parallel.device_order
     if order is not None and sorted(order) != list(range(len(order))):
         yield (
@@ -243,7 +248,7 @@ def _device_order(config: Sections) -> Iterator[str]:
 
 
 @check("recompute_modules")
-def _recompute_modules(config: Sections) -> Iterator[str]:
+def _recompute_modules(config: Sections) -> Problems:
     modules = config.recompute.recompute_modules
     if config.recompute.recompute_granularity != "selective" and modules != ("core_attn",):
         yield f"--recompute-modules {' '.join(modules)} needs --recompute-granularity selective"
@@ -255,7 +260,7 @@ def _recompute_modules(config: Sections) -> Iterator[str]:
 
 
 @check("recompute_num_layers", "num_layers", "pipeline_model_parallel_size")
-def _recompute_layers(config: Sections) -> Iterator[str]:
+def _recompute_layers(config: Sections) -> Problems:
     parallel = config.parallel
     recompute = config.recompute
     number = recompute.recompute_num_layers

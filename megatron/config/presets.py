@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from megatron.config.settings import Settings, did_you_mean
 from megatron.config.validate import EXCLUSIVE
@@ -72,19 +72,11 @@ def yielding(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict
         takers = [name for name in group if chosen.get(name)]
         if takers and not (takers[0] in _EVALUATED and not chosen.get("train_data_path")):
             winners |= {name: takers[0] for name in group if values.get(name)}
-    if _cannot_interleave(values, chosen.get(pipeline)):
-        winners[per_chunk] = pipeline
+    sizes = [values.get(per_chunk), values.get("num_layers"), chosen.get(pipeline)]
+    if all(isinstance(number, int) and number > 0 for number in sizes):
+        each, layers, ranks = cast(list[int], sizes)
+        # with fewer than two chunks on each rank nothing interleaves
+        if ranks == 1 or layers % (ranks * each) or layers < 2 * ranks * each:
+            winners[per_chunk] = pipeline
     winners |= {name: name for name in chosen}
     return {name: winner for name, winner in winners.items() if name in values}
-
-
-def _cannot_interleave(values: Mapping[str, Any], pipeline_size: Any) -> bool:
-    """Return whether another pipeline size makes the interleaving of `values` impossible.
-
-    Their chunk size then gives fewer than two chunks per rank.
-    """
-    each, layers = (values.get(n) for n in ("num_layers_per_virtual_pipeline_stage", "num_layers"))
-    if not all(isinstance(n, int) and n > 0 for n in (each, layers, pipeline_size)):
-        return False
-    chunks, rest = divmod(layers, pipeline_size * each)
-    return bool(pipeline_size == 1 or rest or chunks < 2)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
@@ -132,12 +131,6 @@ class Settings:
             problem if origin in ("command line", "argument") else f"{problem} ({origin})"
         )
 
-    def fill_defaults(self) -> None:
-        """Initialize `values` from the defaults and the chosen values."""
-        defaults = {name: copy.copy(option.default) for name, option in all_options().items()}
-        self.values.update(defaults | self.given)
-        self.origins = dict.fromkeys(defaults, "default") | self.origins
-
     def derive(self, name: str, value: object, origin: str) -> None:
         """Set a derived value; `origin` says how it was derived."""
         self.values[name] = value
@@ -164,3 +157,40 @@ class Settings:
     def usable(self, *names: str) -> bool:
         """Return whether all of these settings have valid values."""
         return all(n not in self.bad and self.values.get(n) is not None for n in names)
+
+
+# --- checks of resolved settings, each beside the settings that it is about: see *_checks.py
+
+
+Problems = Iterator[str]
+"""What is wrong with a configuration, a sentence each."""
+
+
+class Check(NamedTuple):
+    """A check that runs if all settings of `needs` have valid values."""
+
+    needs: tuple[str, ...]
+    problems: Callable[[Sections], Problems]
+
+
+def check(*needs: str) -> Callable[[Callable[[Sections], Problems]], Check]:
+    """Make a check of a function that yields problems; validate.py collects them."""
+    return functools.partial(Check, needs)
+
+
+def nearest_multiples(value: int, step: int) -> str:
+    """Return the multiples of `step` nearest to a value, as '640 or 768'."""
+    below = value // step * step
+    return f"{below} or {below + step}" if below else f"{step}"
+
+
+def multiple(config: Sections, name: str, of: str, remedy: str = "") -> Problems:
+    """Yield a problem where a setting that has a value is not a multiple of another one."""
+    size = config.get(name)
+    divisor = config.get(of)
+    if size is not None and size % divisor:
+        flags = all_options()
+        yield (
+            f"{flags[name].flag} {size} is not a multiple of {flags[of].flag} {divisor}: use "
+            f"{nearest_multiples(size, divisor)}{remedy}"
+        )

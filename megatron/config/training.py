@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from megatron.config.option import (
     BATCH,
@@ -23,16 +23,12 @@ from megatron.config.option import (
 # gradients up to 16.
 _MOST_SCALE = 2.0**60
 _IMPLEMENTATIONS = "auto fused apex torch"
-_MOMENT: dict[str, Any] = dict(
-    choices="fp32 bf16", value_names={"float32": "fp32", "bfloat16": "bf16"}
-)
+_MOMENT: dict[str, Any] = dict(choices="fp32 bf16", value_names="float32=fp32 bfloat16=bf16")
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """Batch sizes and length of the run."""
-
-    title: ClassVar[str] = "batch and length of the run"
 
     micro_batch_size: int = option(None, "Micro-batch size, in samples.", BATCH)
     global_batch_size: int = option(
@@ -71,17 +67,12 @@ class BatchConfig:
 class OptimizerConfig:
     """Optimizer, learning rate and weight decay."""
 
-    title: ClassVar[str] = "optimizer and learning rate"
-
     optimizer: str = option(
         "adam",
         "Optimizer. adam is AdamW (decoupled weight decay). muon orthogonalizes the updates of the "
         "layers' matrices; other parameters have AdamW.",
         choices="adam sgd lion muon",
-        value_names={
-            **dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam"),
-            "dist_muon": "muon",
-        },
+        value_names="adamw=adam fusedadam=adam fusedadamw=adam dist_muon=muon",
         hint="use --optimizer adam",
     )
     lr: float = option(None, "Maximum learning rate.", Range(above=0, at_most=1000))
@@ -90,7 +81,7 @@ class OptimizerConfig:
         "linear",
         "Learning rate decay. WSD is warmup-stable-decay.",
         choices="constant linear cosine inverse-square-root WSD",
-        value_names={"warmup-stable-decay": "WSD"},
+        value_names="warmup-stable-decay=WSD",
     )
     lr_decay_iters: int | None = option(
         None,
@@ -120,7 +111,7 @@ class OptimizerConfig:
         "exponential",
         "Shape of the final WSD decay.",
         choices="exponential linear cosine minus_sqrt",
-        value_names={"1-sqrt": "minus_sqrt"},
+        value_names="1-sqrt=minus_sqrt",
     )
     lr_wsd_decay_iters: int | None = option(
         None, "Length of the final WSD decay in iterations.", COUNT
@@ -250,8 +241,6 @@ class OptimizerConfig:
 class PrecisionConfig:
     """Number formats and loss scale."""
 
-    title: ClassVar[str] = "precision"
-
     fp16: bool = option(False, "Train in fp16 with fp32 master weights.")
     bf16: bool = option(False, "Train in bf16 with fp32 master weights.")
     loss_scale: float | None = option(
@@ -283,8 +272,8 @@ class PrecisionConfig:
         "Type in which gradients are accumulated and reduced. bf16 (only with --bf16) saves 2 "
         "bytes per parameter and half of the communication, and rounds every sum.",
         choices="fp32 bf16",
-        value_names={"float32": "fp32", "bfloat16": "bf16"},
-        shortcuts={"--grad-reduce-in-bf16": "bf16", "--accumulate-allreduce-grads-in-fp32": "fp32"},
+        value_names="float32=fp32 bfloat16=bf16",
+        shortcuts="--grad-reduce-in-bf16=bf16 --accumulate-allreduce-grads-in-fp32=fp32",
     )
 
     @property
@@ -312,8 +301,6 @@ class KernelConfig:
     megatron.kernels.choose decides, and the log reports the decision.
     """
 
-    title: ClassVar[str] = "kernels"
-
     use_flash_attn: bool = option(
         False,
         "Use flash-attn where it is installed and supports the device.",
@@ -338,8 +325,8 @@ class KernelConfig:
         "blocked or unfused, nor with experts, separated documents, ring attention, ZeRO 2 and 3, "
         "layers or models of your own.",
         choices="local",
-        value_names={"transformer_engine": "local"},
-        shortcuts={"--enable-cuda-graph": "local", "--external-cuda-graph": "local"},
+        value_names="transformer_engine=local",
+        shortcuts="--enable-cuda-graph=local --external-cuda-graph=local",
     )
     cuda_graph_warmup_steps: int = option(
         3, "Steps after each start that run eagerly before --cuda-graph-impl records.", COUNT
@@ -403,8 +390,6 @@ class KernelConfig:
 @dataclass(frozen=True)
 class TrainingConfig:
     """Training loop: seed, evaluation, and end of the run."""
-
-    title: ClassVar[str] = "training loop"
 
     seed: int = option(
         1234, "Random seed for weights, data order and dropout.", Range(0, 2**32 - 1)

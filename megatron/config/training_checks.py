@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from megatron.config.check import check, nearest_multiples
 from megatron.config.duration import duration_s
 from megatron.config.phases import PHASED, norm_limits, parse_batch_sizes, parse_phases
 from megatron.config.pieces import Pieces
-from megatron.config.settings import Sections, all_options
+from megatron.config.settings import Problems, Sections, all_options, check, nearest_multiples
 
 
 @check("micro_batch_size", "global_batch_size", "data_parallel_size")
-def _batch(config: Sections) -> Iterator[str]:
+def _batch(config: Sections) -> Problems:
     mbs = config.batch.micro_batch_size
     gbs = config.batch.global_batch_size
     dp = config.parallel.data_parallel_size
@@ -28,10 +27,24 @@ def _batch(config: Sections) -> Iterator[str]:
             f"--global-batch-size {gbs} is not a multiple of --micro-batch-size {mbs} x "
             f"data-parallel size {dp} = {step}: use {nearest_multiples(gbs, step)}"
         )
+    if (schedule := config.batch.step_batch_size_schedule) is None:
+        return
+    try:
+        sizes = parse_batch_sizes(schedule)
+    except ValueError as error:
+        yield f"--step-batch-size-schedule: {error}"
+        return
+    if sizes[-1][1] != gbs:
+        yield (
+            f"--global-batch-size {gbs} is not the last size of --step-batch-size-schedule, "
+            f"{sizes[-1][1]}: leave it out"
+        )
+    named = (("size", size) for _, size in sizes)
+    yield from _not_whole(config, "--step-batch-size-schedule", named)
 
 
 @check("global_batch_size")
-def _rampup(config: Sections) -> Iterator[str]:
+def _rampup(config: Sections) -> Problems:
     batch = config.batch
     ramp = batch.rampup_batch_size
     gbs = batch.global_batch_size
@@ -58,7 +71,7 @@ def _rampup(config: Sections) -> Iterator[str]:
     yield from _not_whole(config, "--rampup-batch-size", sizes)
 
 
-def _not_whole(config: Sections, flag: str, sizes: Iterable[tuple[str, int]]) -> Iterator[str]:
+def _not_whole(config: Sections, flag: str, sizes: Iterable[tuple[str, int]]) -> Problems:
     step = config.batch.micro_batch_size * config.parallel.data_parallel_size
     for what, value in sizes:
         if value % step:
@@ -68,42 +81,12 @@ def _not_whole(config: Sections, flag: str, sizes: Iterable[tuple[str, int]]) ->
             )
 
 
-@check("global_batch_size", "micro_batch_size", "data_parallel_size")
-def _batch_steps(config: Sections) -> Iterator[str]:
-    batch = config.batch
-    if batch.step_batch_size_schedule is None:
-        return
-    try:
-        sizes = parse_batch_sizes(batch.step_batch_size_schedule)
-    except ValueError as error:
-        yield f"--step-batch-size-schedule: {error}"
-        return
-    if sizes[-1][1] != batch.global_batch_size:
-        yield (
-            f"--global-batch-size {batch.global_batch_size} is not the last size of "
-            f"--step-batch-size-schedule, {sizes[-1][1]}: leave it out"
-        )
-    yield from _not_whole(
-        config, "--step-batch-size-schedule", (("size", size) for _, size in sizes)
-    )
-
-
 def _units(config: Sections, prefix: str) -> list[str]:
     return [unit for unit in ("iters", "samples") if config.get(f"{prefix}_{unit}")]
 
 
-@check()
-def _rate_units(config: Sections) -> Iterator[str]:
-    if len(run := _units(config, "train")) == 1:
-        for what in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-            for unit in _units(config, what):
-                if unit != run[0]:
-                    flag = f"--{what.replace('_', '-')}"
-                    yield f"{flag}-{unit} does not go with --train-{run[0]}: use {flag}-{run[0]}"
-
-
 @check("lr_decay_style")
-def _rate_lengths(config: Sections) -> Iterator[str]:
+def _rate_lengths(config: Sections) -> Problems:
     for unit in ("iters", "samples", "tokens"):
         warmup = config.get(f"lr_warmup_{unit}")
         decay = config.get(f"lr_decay_{unit}")
@@ -131,7 +114,7 @@ def _rate_lengths(config: Sections) -> Iterator[str]:
 
 
 @check("weight_decay", "start_weight_decay", "end_weight_decay")
-def _weight_decay(config: Sections) -> Iterator[str]:
+def _weight_decay(config: Sections) -> Problems:
     optimizer = config.optimizer
     start = optimizer.start_weight_decay
     end = optimizer.end_weight_decay
@@ -149,7 +132,16 @@ def _weight_decay(config: Sections) -> Iterator[str]:
 
 
 @check()
-def _phases(config: Sections) -> Iterator[str]:
+def _schedules(config: Sections) -> Problems:
+    if len(run := _units(config, "train")) == 1:
+        for what in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+            for unit in _units(config, what):
+                if unit != run[0]:
+                    flag = f"--{what.replace('_', '-')}"
+                    yield f"{flag}-{unit} does not go with --train-{run[0]}: use {flag}-{run[0]}"
+    limit = config.training.walltime
+    if limit not in (None, "none") and not duration_s(limit or ""):
+        yield f"--walltime {limit}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
     try:
         norm_limits(config.optimizer.clip_grad_by_kind)
     except ValueError as error:
@@ -172,7 +164,7 @@ def _phases(config: Sections) -> Iterator[str]:
 
 
 @check("muon_coefficient_type", "muon_num_ns_steps")
-def _newton_schulz(config: Sections) -> Iterator[str]:
+def _newton_schulz(config: Sections) -> Problems:
     optimizer = config.optimizer
     kind = optimizer.muon_coefficient_type
     steps = optimizer.muon_num_ns_steps
@@ -191,7 +183,7 @@ def _newton_schulz(config: Sections) -> Iterator[str]:
 
 
 @check("qk_clip", "qk_layernorm")
-def _qk_clip(config: Sections) -> Iterator[str]:
+def _qk_clip(config: Sections) -> Problems:
     if config.optimizer.qk_clip and config.model.qk_layernorm:
         yield (
             "--qk-clip scales the weights of queries and keys, which --qk-layernorm makes without "
@@ -199,11 +191,8 @@ def _qk_clip(config: Sections) -> Iterator[str]:
         )
 
 
-@check()
-def _rest(config: Sections) -> Iterator[str]:
-    limit = config.training.walltime
-    if limit not in (None, "none") and not duration_s(limit or ""):
-        yield f"--walltime {limit}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
+@check("norm_implementation")
+def _norms(config: Sections) -> Problems:
     if config.kernels.norm_implementation == "fused" and not config.kernels.persist_layer_norm:
         yield (
             "--norm-implementation fused and --no-persist-layer-norm contradict each other: choose "
@@ -211,7 +200,7 @@ def _rest(config: Sections) -> Iterator[str]:
         )
 
 
-def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Iterator[str]:
+def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Problems:
     """Yield what is wrong with the user's own pieces for captured passes."""
     for name, piece in {"layer": pieces.layer, "model": pieces.model}.items():
         if cuda_graph_impl is not None and piece is not None:
@@ -223,7 +212,7 @@ def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Iterator[str]:
 
 
 @check("zero_stage")
-def _captured_passes(config: Sections) -> Iterator[str]:
+def _captured_passes(config: Sections) -> Problems:
     model = config.model
     kernels = config.kernels
     parallel = config.parallel

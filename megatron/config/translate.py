@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-from megatron.config.option import COUNT, NATURAL, Option, Range
+from megatron.config.option import COUNT, NATURAL, Option, Range, Values
 from megatron.config.parallel import even_counts
 from megatron.config.settings import Settings, all_options
 from megatron.errors import ConfigError
@@ -57,7 +57,7 @@ class Direct:
     """
 
     settings: tuple[str, ...]
-    read: Callable[[list[str]], dict[str, object]]
+    read: Callable[[list[str]], Values]
 
 
 def is_off(words: Sequence[str]) -> bool:
@@ -77,19 +77,19 @@ _TEXT = Option()
 _COUNT = Option(kind=int, limits=COUNT)
 
 
-def _choice(hint: str, values: Mapping[str, dict[str, object]]) -> Direct:
+def _choice(hint: str, values: Mapping[str, Values]) -> Direct:
     """Return a flag with one of some words, each of which means these settings."""
     kinds = Option(choices=tuple(values), hint=hint)
     settings = dict.fromkeys(name for chosen in values.values() for name in chosen)
     return Direct(tuple(settings), lambda words: values[kinds.parse(words)])
 
 
-def _interpolation(words: list[str]) -> dict[str, object]:
+def _interpolation(words: list[str]) -> Values:
     factor = Option(kind=float, limits=Range(1, 1e6)).parse(words)
     return {} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": factor}
 
 
-def _profiled_steps(words: list[str]) -> dict[str, object]:
+def _profiled_steps(words: list[str]) -> Values:
     """Return the profiled steps of FIRST,LAST, counted from 1.
 
     --profile-step-end is the iteration at which profiling stops.
@@ -103,17 +103,17 @@ def _profiled_steps(words: list[str]) -> dict[str, object]:
     }
 
 
-def _step(words: list[str]) -> dict[str, object]:
+def _step(words: list[str]) -> Values:
     number = Option(kind=int, limits=NATURAL).parse(words)
     return {"load_tag": str(number)} if number else {}  # Megatron-LM takes 0 as none
 
 
-def _timeout(words: list[str]) -> dict[str, object]:
+def _timeout(words: list[str]) -> Values:
     minutes = "distributed_timeout_minutes"
     return {minutes: all_options()[minutes].parse(words) / 60}
 
 
-def _recomputed_experts(words: list[str]) -> dict[str, object]:
+def _recomputed_experts(words: list[str]) -> Values:
     on = Option(kind=bool).parse(words or ["true"])
     return {"recompute_granularity": "selective", "recompute_modules": ("moe",)} if on else {}
 
@@ -123,7 +123,7 @@ def _recomputed_experts(words: list[str]) -> dict[str, object]:
 _WEIGHTED = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX'"
 
 
-def _blend(setting: str, groups: Sequence[str]) -> dict[str, object]:
+def _blend(setting: str, groups: Sequence[str]) -> Values:
     """Return the WEIGHT PREFIX pairs of BigScience's weighted paths.
 
     The paths also have a name and a part of each file.
@@ -149,7 +149,7 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, object]:
     return {setting: pairs if len(pairs) > 2 else pairs[1:]}
 
 
-def _blend_of_file(setting: str, words: list[str]) -> dict[str, object]:
+def _blend_of_file(setting: str, words: list[str]) -> Values:
     groups = re.findall(r'"([^"]*)"', _text(words))
     if not groups:
         raise ValueError(f'{words[0]} does not hold "{_WEIGHTED[1:-1]}" in double quotes')
@@ -160,9 +160,9 @@ def _text(words: list[str]) -> str:
     return read_text(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
 
 
-def _splits_of_file(words: list[str]) -> dict[str, object]:
+def _splits_of_file(words: list[str]) -> Values:
     content = read_json(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
-    found: dict[str, object] = {}
+    found: Values = {}
     for split in ("train", "valid", "test"):
         listed = content.get(split)
         if not isinstance(listed, (list, str, NoneType)):
@@ -282,7 +282,15 @@ class _Late:
             raise ValueError(
                 f"{several} contradict each other: use one of them, or --pipeline-layout"
             )
-        self._give_expert_layers()
+        # Megatron-DeepSpeed's interval ends with a layer with experts.
+        interval = self._read(EXPERT_INTERVAL, _COUNT)
+        if interval is not None and self.layers:
+            said = self._written((EXPERT_INTERVAL,))
+            if self.settings.given.get("num_experts") in (None, 0, 1):
+                self.settings.notices.append(f"{said} has no effect: there are no experts")
+            else:
+                freq = [int(layer % interval == 0) for layer in range(1, self.layers + 1)]
+                self._say(said, {"moe_layer_freq": freq})
         bad = {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad
         way, said = used[0] if used else (None, self._written(CHUNKS))
         if self.layers is None or bad or not said:
@@ -308,18 +316,6 @@ class _Late:
             if len(counts) > self.pipeline or self._is_preset(_PER_CHUNK):
                 self.settings.give(_PER_CHUNK, None, said)  # implied by the layout
             self._say(said, {"pipeline_layout": ",".join(map(str, counts))})
-
-    def _give_expert_layers(self) -> None:
-        """Set moe_layer_freq: Megatron-DeepSpeed's interval ends with a layer with experts."""
-        interval = self._read(EXPERT_INTERVAL, _COUNT)
-        if interval is None or not self.layers:
-            return
-        said = self._written((EXPERT_INTERVAL,))
-        if self.settings.given.get("num_experts") in (None, 0, 1):
-            self.settings.notices.append(f"{said} has no effect: there are no experts")
-            return
-        freq = [int(layer % interval == 0) for layer in range(1, self.layers + 1)]
-        self._say(said, {"moe_layer_freq": freq})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
         """Return counts by Megatron-DeepSpeed's partition method.
@@ -420,7 +416,7 @@ class _Late:
     def _written(self, flags: Sequence[str]) -> str:
         return " ".join(" ".join([flag, *self.flags[flag]]) for flag in flags if flag in self.flags)
 
-    def _say(self, said: str, values: dict[str, object]) -> None:
+    def _say(self, said: str, values: Values) -> None:
         for name, value in values.items():
             chosen = self.settings.given.get(name, value)
             written = all_options()[name].written
@@ -442,15 +438,8 @@ def _without(counts: list[int], first: int, last: int) -> list[int]:
 
 def _unroll(pattern: str, text: str) -> str:
     """Return the text with each X*n expanded. Raises ValueError if it becomes too long."""
-    pieces = list[str]()
-    end = 0
-    length = 0
-    for match in re.finditer(pattern, text):
-        length += len(match[1]) * int(match[2])
-        if length > _MOST_LETTERS:
-            raise ValueError(
-                f"{LAYOUT} {text[:80]} has more than {_MOST_LETTERS} letters: use --pipeline-layout"
-            )
-        pieces += [text[end : match.start()], match[1] * int(match[2])]
-        end = match.end()
-    return "".join([*pieces, text[end:]])
+    if sum(len(match[1]) * int(match[2]) for match in re.finditer(pattern, text)) > _MOST_LETTERS:
+        raise ValueError(
+            f"{LAYOUT} {text[:80]} has more than {_MOST_LETTERS} letters: use --pipeline-layout"
+        )
+    return re.sub(pattern, lambda match: match[1] * int(match[2]), text)

@@ -6,11 +6,8 @@ import json
 import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron.config import parse_args
-from megatron.config.deepspeed_json import key_lines
 from megatron.errors import ConfigError
 
 BASE = (
@@ -364,7 +361,7 @@ def test_a_contradiction_says_which_line_to_change(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(LINED)
     for arguments, line, words in (
-        ("--bf16", 5, ("bf16", "fp16.enabled", "false", "--fp16")),
+        ("--bf16", 5, ("--bf16", "fp16.enabled", "--fp16")),
         (
             "--micro-batch-size 1",
             2,
@@ -383,7 +380,7 @@ def test_a_contradiction_says_which_line_to_change(tmp_path):
         text = str(raised.value)
         assert (
             "1 problem:" in text
-            and f"line {line} of {file}" in text
+            and f"{file}:{line}" in text
             and all(word in text for word in words)
         ), text
 
@@ -395,40 +392,5 @@ def test_a_contradiction_within_the_file(tmp_path):
     )
     with pytest.raises(ConfigError) as raised:
         parse_args([*RUN, "--deepspeed_config", str(file)], 2)
-    assert all(
-        word in str(raised.value) for word in ("fp16.enabled", "line 1", "bf16.enabled", "line 2")
-    )
-
-
-keys = st.text(min_size=1, max_size=6).filter(lambda key: "." not in key)
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=8))
-trees = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
-    max_leaves=20,
-)
-
-
-def reference(tree: object, path: str, line: int, found: dict[str, int], within_list: bool) -> int:
-    """Write `tree` as json.dumps(indent=1) does, one item to a line; return its last line."""
-    items: list[tuple[str | None, object]] = []
-    if isinstance(tree, dict):
-        items = list(tree.items())
-    elif isinstance(tree, list):
-        items = [(None, item) for item in tree]
-    for key, item in items:
-        line += 1
-        inner = path if key is None else f"{path}.{key}" if path else key
-        if key is not None and not within_list:
-            found[inner] = line
-        line = reference(item, inner, line, found, within_list or key is None)
-    return line + bool(items)
-
-
-@given(st.dictionaries(keys, trees, max_size=5))
-def test_key_lines(tree):
-    found: dict[str, int] = {}
-    reference(tree, "", 1, found, False)
-    assert key_lines(json.dumps(tree, indent=1)) == found
-    assert key_lines(json.dumps(tree, indent=1, ensure_ascii=False)) == found
-    assert set(key_lines(json.dumps(tree)).values()) <= {1}
+    text = str(raised.value)
+    assert f"{file}:1: fp16.enabled" in text and f"{file}:2: bf16.enabled" in text

@@ -147,8 +147,8 @@ def test_the_lines_to_change_are_the_right_ones():
     script = next(s for s in SCRIPTS if "launch_gpt22b_bf16" in s["follows"])
     lines = script["json"].split("\n")
     for problem in problems_of(script):
-        if found := re.search(r"write (\S+) or \"auto\" in line (\d+) of ds\.json", problem):
-            value, number = found[1], int(found[2])
+        if found := re.search(r"ds\.json:(\d+)\): write (\S+) or \"auto\" there", problem):
+            number, value = int(found[1]), found[2]
             lines[number - 1] = re.sub(r": [^,]*", f": {value}", lines[number - 1])
     config, _ = resolve({**script, "json": "\n".join(lines)})
     assert (
