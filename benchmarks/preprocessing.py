@@ -47,7 +47,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tools"))
 
-from megatron.data.tokenizer import adapter_of
+from megatron.data.tokenizer import adapter_of, settings_of
 from megatron.data.tokenizer_adapters import byte_letters, gpt2
 from megatron_preparation.encode import PreprocessOptions, texts_of_block
 from megatron_preparation.preprocess import Listeners, Totals, preprocess
@@ -106,7 +106,7 @@ def in_this_process(arguments: dict[str, Any], threads: int) -> Any:
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     names = ("vocab_file", "merge_file", "tokenizer_model")
     files = {name: arguments[name] for name in names if name in arguments}
-    return adapter_of(arguments["tokenizer_type"], **files)[0]()
+    return adapter_of(settings_of(arguments["tokenizer_type"], **files))[0]()
 
 
 def bare_batch(arguments: dict[str, Any], threads: int) -> Batch:

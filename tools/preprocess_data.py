@@ -30,7 +30,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, whole
-from megatron.data.tokenizer import OTHER_NAMES, TOKENIZER_TYPES
+from megatron.data.tokenizer import TOKENIZER_TYPES, settings_of
 from megatron.errors import ConfigError
 from megatron.training.run.process import as_tool
 from megatron_preparation.chat import find_chat
@@ -219,21 +219,6 @@ def options_of(
 
     Raises ConfigError for flags that contradict --chat, DataError for an unreadable template.
     """
-    chat = None
-    if args.chat:
-        for flag in ("json_keys", "split_sentences", "keep_newlines"):
-            if getattr(args, flag):
-                raise ConfigError(
-                    f"--chat and --{flag.replace('_', '-')} contradict each other: a conversation "
-                    "is one sequence, from the keys messages, or prompt and completion"
-                )
-        hugging_face = OTHER_NAMES.get(args.tokenizer_type.lower()) == "HFTokenizer"
-        chat, origin = find_chat(
-            args.chat_template, args.tokenizer_model if hugging_face else None, args.max_tokens
-        )
-        say(f"chat template: {origin}")
-    elif given := [n for n in ("chat_template", "max_tokens") if getattr(args, n) is not None]:
-        raise ConfigError(f"--{given[0].replace('_', '-')} needs --chat")
     tokenizer = {
         name: getattr(args, name)
         for name in (
@@ -248,6 +233,21 @@ def options_of(
             "tiktoken_special_tokens",
         )
     }
+    chat = None
+    if args.chat:
+        for flag in ("json_keys", "split_sentences", "keep_newlines"):
+            if getattr(args, flag):
+                raise ConfigError(
+                    f"--chat and --{flag.replace('_', '-')} contradict each other: a conversation "
+                    "is one sequence, from the keys messages, or prompt and completion"
+                )
+        hugging_face = settings_of(**tokenizer).tokenizer_type == "HFTokenizer"
+        chat, origin = find_chat(
+            args.chat_template, args.tokenizer_model if hugging_face else None, args.max_tokens
+        )
+        say(f"chat template: {origin}")
+    elif given := [n for n in ("chat_template", "max_tokens") if getattr(args, n) is not None]:
+        raise ConfigError(f"--{given[0].replace('_', '-')} needs --chat")
     return PreprocessOptions(
         tokenizer=tokenizer,
         json_keys=("chat",) if args.chat else tuple(args.json_keys or ["text"]),

@@ -39,7 +39,12 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     if isinstance(extra, dict):  # the list is the older name's
         extra = config.get("additional_special_tokens") or []
     extras = [
-        _token(beside, "extra_special_tokens", value, special=_is_special(value, default=True))
+        _token(
+            beside,
+            "extra_special_tokens",
+            value,
+            special=not isinstance(value, dict) or value.get("special") is True,
+        )
         for value in (extra if isinstance(extra, list) else [])
     ]
     special = {token.content for token in [*named.values(), *extras]}
@@ -51,20 +56,18 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
             listed.append(_token(beside, "added_tokens", name, special=name in special))
     elif isinstance(decoder, dict) and all(i.isdecimal() and len(i) < 20 for i in decoder):
         for number in sorted(decoder, key=int):
-            special_too = _is_special(decoder[number], default=False)
-            listed.append(
-                _token(beside, "added_tokens_decoder", decoder[number], special=special_too)
-            )
+            token = decoder[number]
+            special_too = isinstance(token, dict) and token.get("special") is True
+            listed.append(_token(beside, "added_tokens_decoder", token, special=special_too))
     else:
         raise DataError(f"{beside}: its added_tokens_decoder does not map ids to tokens")
-    flags = {token.content: token for token in listed}
-    held = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
-    texts = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    new = [token for token in listed if repr(token) not in held]
-    texts |= {token.content for token in new}
+    held = tokenizer.get_added_tokens_decoder().values()
+    same = set(map(repr, held))
+    new = [token for token in listed if repr(token) not in same]
+    texts = {token.content for token in [*held, *new]}
     for token in [*named.values(), *extras]:
         if token.content not in texts:
-            new.append(flags.get(token.content, token))
+            new.append(token)
             texts.add(token.content)
     names = {token.content for token in named.values()}
     for token in new:
@@ -100,11 +103,6 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any], Any, dict[str, Ad
         if values.get(name) and (name in _NAMED or isinstance(values[name], str | dict))
     }
     return config, added, extra, named
-
-
-def _is_special(value: Any, *, default: bool) -> bool:
-    """Return whether a token is special that is no named one; `default` for a text alone."""
-    return value.get("special") is True if isinstance(value, dict) else default
 
 
 def _token(file: Path, name: str, value: Any, *, special: bool) -> AddedToken:

@@ -294,7 +294,19 @@ def build_datasets(
     if config.pieces.datasets is not None:
         return _own(config, counts)
     if config.data.mock_data:
-        return _mock(config, counts)
+        vocabulary = config.model.vocab_size
+        if vocabulary is None:
+            raise ConfigError(
+                "--mock-data needs the size of the vocabulary: give --vocab-size or a tokenizer"
+            )
+        mock = partial(
+            MockDataset,
+            seq_length=config.model.seq_length,
+            vocab_size=vocabulary,
+            seed=config.training.seed,
+        )
+        pairs = zip(SPLIT_NAMES, counts, strict=True)
+        return Datasets(*(mock(name, count) if count else None for name, count in pairs))
     opened = cache(lambda prefix: open_data(prefix, config.data, reading.locations.get(prefix)))
     build = partial(_build_split, config, reading, opened)
     made = list[TokenDataset | None]()
@@ -348,21 +360,6 @@ def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
         used = own is not None and count
         found.append(OwnDataset(own, name, config.model.seq_length) if used else None)
     return Datasets(*found)
-
-
-def _mock(config: Config, counts: tuple[int, int, int]) -> Datasets:
-    vocab_size = config.model.vocab_size
-    seed = config.training.seed
-    if vocab_size is None:
-        raise ConfigError(
-            "--mock-data needs the size of the vocabulary: give --vocab-size or a tokenizer"
-        )
-    return Datasets(
-        *(
-            MockDataset(name, count, config.model.seq_length, vocab_size, seed) if count else None
-            for name, count in zip(SPLIT_NAMES, counts, strict=True)
-        )
-    )
 
 
 def _build_split(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 # Place of the first token and number of tokens: the place of token n of sequence s is s * 2^32 + n.
 Spans = tuple[Int64Array, Int64Array]
+BySource = Iterator[tuple["Source", Int64Array]]
 MOCK = "mock data"
 PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
 _UINT32_LIMIT = 2**32 - 2
@@ -54,16 +55,12 @@ class TokenDataset(ABC):
         """Return the data sets of a blend, or the data set itself."""
 
     @abstractmethod
-    def locate(self, indices: Int64Array) -> Iterator[tuple[Source, Int64Array]]:
-        """Yield each source of these samples, and their numbers within it."""
-
-    def by_source(self, indices: Int64Array) -> Iterator[tuple[Source, Int64Array]]:
+    def by_source(self, indices: Int64Array) -> BySource:
         """Yield each source of those of these samples that exist, and their numbers within it.
 
         A checkpoint without a record may have consumed more than the data set of a run with nothing
         left to do.
         """
-        return self.locate(indices[indices < len(self)])
 
     @abstractmethod
     def __len__(self) -> int:
@@ -110,8 +107,8 @@ class Source(TokenDataset):
     def sources(self) -> tuple[Source, ...]:
         return (self,)
 
-    def locate(self, indices: Int64Array) -> Iterator[tuple[Source, Int64Array]]:
-        yield self, indices
+    def by_source(self, indices: Int64Array) -> BySource:
+        yield self, indices[indices < len(self)]
 
     @property
     def masked(self) -> bool:
@@ -486,7 +483,8 @@ class BlendedDataset(TokenDataset):
     def sources(self) -> tuple[Source, ...]:
         return self._sources
 
-    def locate(self, indices: Int64Array) -> Iterator[tuple[Source, Int64Array]]:
+    def by_source(self, indices: Int64Array) -> BySource:
+        indices = indices[indices < len(self)]
         which = self._which[indices]
         samples = self._sample[indices].astype(np.int64, copy=False)
         for number in np.unique(which).tolist():

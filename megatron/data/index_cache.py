@@ -163,7 +163,27 @@ def load_or_build(
                     "ended and its host is gone, remove the lock"
                 )
         try:
-            return find() or _build(target, build, fits)
+            if (arrays := find()) is not None:
+                return arrays
+            start = time.perf_counter()
+            log.info("building %s", target)
+            try:
+                built = build()
+            except (OSError, MemoryError) as error:
+                kind = type(error).__name__
+                raise DataError(
+                    f"{target.description_path}: this index cannot be built: {kind}: {error}"
+                ) from error
+            target.store(built)
+            del built  # the mapped files replace it
+            arrays = target.load()
+            if arrays is None or not fits(arrays):
+                raise DataError(
+                    f"{target.part_path(parts[0])}: just written, but it reads back differently: "
+                    "check the file system or give another directory with --data-cache-path"
+                )
+            log.info("built in %.1f s %s", time.perf_counter() - start, target)
+            return arrays
         finally:
             lock.release()
     except OSError as error:
@@ -171,30 +191,6 @@ def load_or_build(
             f"{target.directory}: the index cache cannot be written: {error.strerror or error}: "
             "give a writable one with --data-cache-path"
         ) from error
-
-
-def _build(
-    entry: CacheEntry, build: Callable[[], Arrays], fits: Callable[[Arrays], bool]
-) -> Arrays:
-    start = time.perf_counter()
-    log.info("building %s", entry)
-    try:
-        arrays = build()
-    except (OSError, MemoryError) as error:
-        kind = type(error).__name__
-        raise DataError(
-            f"{entry.description_path}: this index cannot be built: {kind}: {error}"
-        ) from error
-    entry.store(arrays)
-    del arrays  # the mapped files replace them
-    stored = entry.load()
-    if stored is None or not fits(stored):
-        raise DataError(
-            f"{entry.part_path(entry.parts[0])}: just written, but it reads back differently: "
-            "check the file system or give another directory with --data-cache-path"
-        )
-    log.info("built in %.1f s %s", time.perf_counter() - start, entry)
-    return stored
 
 
 @contextlib.contextmanager

@@ -96,28 +96,27 @@ class IndexedDatasetWriter:
         self._folder = Path(f"{self.prefix}_parts" if directory is None else directory)
         self._parts = {name: _part(self._folder, self.prefix, name) for name in _PARTS}
         self._lock = FileLock(Path(f"{self._folder}.lock")) if directory is None else None
+        lengths = {
+            "bin": self.num_tokens * self.dtype.itemsize,
+            "sizes": 4 * self.num_sequences,
+            "documents": 8 * self.num_documents,
+        }
         try:
-            self._begin(resume is not None)
+            with self._explained():
+                bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+                if self._lock is not None and not self._lock.acquire():
+                    raise DataError(
+                        f"{self.prefix}: {self._lock.describe()} is writing this data set"
+                    )
+                self._folder.mkdir(parents=True, exist_ok=True)
+                # an index made earlier lacks the new data
+                for name in _PARTS if resume is None else _JOINED_PARTS:
+                    self._parts[name].unlink(missing_ok=True)
+                for name, length in lengths.items():
+                    self._files[name] = open_at(self._parts[name], length, buffering=_BUFFER_BYTES)
         except BaseException:
             self.leave()
             raise
-
-    def _begin(self, resumed: bool) -> None:
-        with self._explained():
-            bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-            if self._lock is not None and not self._lock.acquire():
-                raise DataError(f"{self.prefix}: {self._lock.describe()} is writing this data set")
-            self._folder.mkdir(parents=True, exist_ok=True)
-            # an index made earlier lacks the new data
-            for name in _JOINED_PARTS if resumed else _PARTS:
-                self._parts[name].unlink(missing_ok=True)
-            lengths = {
-                "bin": self.num_tokens * self.dtype.itemsize,
-                "sizes": 4 * self.num_sequences,
-                "documents": 8 * self.num_documents,
-            }
-            for name, length in lengths.items():
-                self._files[name] = open_at(self._parts[name], length, buffering=_BUFFER_BYTES)
 
     def add_batch(
         self, tokens: IntArray, sequence_sizes: Integers, document_sequences: Integers

@@ -24,10 +24,10 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.files import TokenizerConfig
 from megatron.data.tokenizer_adapters import (
     MOST_BYTES,
     PATTERNS,
@@ -50,28 +50,14 @@ WHAT_ELSE = (
 )
 
 
-@dataclass(frozen=True)
-class TikTokenSettings:
-    """The --tiktoken-... flags; None for an absent flag."""
-
-    pattern: str | None = None
-    num_special_tokens: int | None = None
-    special_tokens: Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
-class Published:
-    """The pattern and the special tokens stated by the publisher of a rank file."""
-
-    pattern: str
-    special: Mapping[str, int]
-
-
+Entries = Iterator[tuple[str, bytes, int]]
+"""Place, token in base64 and rank of each entry of a file."""
 _END = "<|endoftext|>"
-PUBLISHED: Mapping[int, Published] = {
-    50256: Published("gpt2", {_END: 50256}),
-    50280: Published("gpt2", {_END: 50256}),
-    100256: Published(
+# Number of ranks -> the pattern and the special tokens that the publisher of the file states.
+PUBLISHED: Mapping[int, tuple[str, Mapping[str, int]]] = {
+    50256: ("gpt2", {_END: 50256}),
+    50280: ("gpt2", {_END: 50256}),
+    100256: (
         "cl100k",
         {
             _END: 100257,
@@ -81,7 +67,7 @@ PUBLISHED: Mapping[int, Published] = {
             "<|endofprompt|>": 100276,
         },
     ),
-    128000: Published(
+    128000: (
         "llama3",
         # The names of the other 253 differ between versions of Llama 3; none of them is ever
         # written.
@@ -91,20 +77,15 @@ PUBLISHED: Mapping[int, Published] = {
             "<|reserved_special_token_250|>": 128255,
         },
     ),
-    199998: Published("o200k", {_END: 199999, "<|endofprompt|>": 200018}),
+    199998: ("o200k", {_END: 199999, "<|endofprompt|>": 200018}),
 }
 
 
-def tik_token(path: Path, settings: TikTokenSettings, *, vocab_size: int | None) -> RankTokenizer:
+def tik_token(path: Path, settings: TokenizerConfig, *, vocab_size: int | None) -> RankTokenizer:
     """Return the tokenizer of a file.
 
     Raises ConfigError for settings that do not fit it, DataError for other files.
     """
-    if settings.pattern is not None and settings.pattern not in PATTERNS:
-        raise ConfigError(
-            f"--tiktoken-pattern {settings.pattern!r} is not known: choose one of "
-            f"{', '.join(PATTERNS)}"
-        )
     with path.open("rb") as file:
         is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # no characters of base64
     with reading(path, "a vocabulary for tiktoken"):
@@ -112,17 +93,17 @@ def tik_token(path: Path, settings: TikTokenSettings, *, vocab_size: int | None)
 
 
 def _special_tokens(
-    settings: TikTokenSettings, names: Sequence[str], count: int | None
+    settings: TokenizerConfig, names: Sequence[str], count: int | None
 ) -> tuple[list[str], int]:
     """Return the special tokens and the place of the one that ends a document.
 
     `names` and `count` replace absent flags; a `count` of None is the number of names. Tokens
     without a name get Megatron-LM's. Raises ConfigError for flags that contradict each other.
     """
-    if settings.special_tokens is not None:
-        names = settings.special_tokens
-    if settings.num_special_tokens is not None:
-        count = settings.num_special_tokens
+    if settings.tiktoken_special_tokens is not None:
+        names = settings.tiktoken_special_tokens
+    if settings.tiktoken_num_special_tokens is not None:
+        count = settings.tiktoken_num_special_tokens
     elif count is None:
         count = len(names)
     flag = f"--tiktoken-special-tokens {' '.join(names)}"
@@ -140,7 +121,7 @@ def _special_tokens(
     return filled, filled.index(end)
 
 
-def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -> RankTokenizer:
+def _from_json(path: Path, settings: TokenizerConfig, vocab_size: int | None) -> RankTokenizer:
     names, eod = _special_tokens(settings, MEGATRON_SPECIAL_TOKENS, MEGATRON_NUM_SPECIAL_TOKENS)
     count = len(names)
     ranks = _ranks(_json_entries(path))
@@ -158,10 +139,10 @@ def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -
     ids = {token: rank + count for token, rank in ranks.items() if rank < room}
     check_vocabulary(path, ids.values(), ids)
     special = {name: i for i, name in enumerate(names)}
-    return RankTokenizer(ids, special, eod, PATTERNS[settings.pattern or "v2"])
+    return RankTokenizer(ids, special, eod, PATTERNS[settings.tiktoken_pattern or "v2"])
 
 
-def _from_ranks(path: Path, settings: TikTokenSettings) -> RankTokenizer:
+def _from_ranks(path: Path, settings: TokenizerConfig) -> RankTokenizer:
     ranks = _ranks(_lines(path))
     check_vocabulary(path, ranks.values(), ranks)
     following = 1 + max(ranks.values())
@@ -170,17 +151,17 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> RankTokenizer:
             f"{path}: ranks up to {following - 1}, but only {len(ranks)} tokens: the file is "
             "damaged; get it again"
         )
-    published = PUBLISHED.get(len(ranks))
-    if published is not None and set(published.special.values()) & set(ranks.values()):
-        published = None  # another file of the same length
-    pattern = settings.pattern or (published.pattern if published else None)
-    if pattern is None:
+    pattern, special = PUBLISHED.get(len(ranks), ("", {}))
+    if set(special.values()) & set(ranks.values()):  # another file of the same length
+        pattern, special = "", {}
+    pattern = settings.tiktoken_pattern or pattern
+    if not pattern:
         raise ConfigError(
             f"{path}: a rank file does not say how text is cut into pieces: give the "
             f"--tiktoken-pattern that the vocabulary was made with, one of {', '.join(PATTERNS)}"
         )
-    if published and settings.special_tokens is None and settings.num_special_tokens is None:
-        special = published.special
+    chosen = (settings.tiktoken_special_tokens, settings.tiktoken_num_special_tokens)
+    if special and chosen == (None, None):
         eod = next(special[name] for name in ENDS if name in special)
     else:
         names, end = _special_tokens(settings, [_END], None)
@@ -189,7 +170,7 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> RankTokenizer:
     return RankTokenizer(ranks, special, eod, PATTERNS[pattern])
 
 
-def _lines(path: Path) -> Iterator[tuple[str, bytes, int]]:
+def _lines(path: Path) -> Entries:
     """Yield the place, token in base64 and rank of each line of a .tiktoken file."""
     for number, line in enumerate(read_bytes(path, MOST_BYTES, error=DataError).split(b"\n"), 1):
         words = line.split()
@@ -204,7 +185,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes, int]]:
         yield where, words[0], int(words[1])
 
 
-def _json_entries(path: Path) -> Iterator[tuple[str, bytes, int]]:
+def _json_entries(path: Path) -> Entries:
     """Yield the place, token in base64 and rank of each entry of Megatron-LM's JSON vocabulary.
 
     It is an ordered list of {"rank", "token_bytes" (base64), "token_str"}.
@@ -218,7 +199,7 @@ def _json_entries(path: Path) -> Iterator[tuple[str, bytes, int]]:
         yield where, str(entry["token_bytes"]).encode(), place
 
 
-def _ranks(entries: Iterator[tuple[str, bytes, int]]) -> dict[bytes, int]:
+def _ranks(entries: Entries) -> dict[bytes, int]:
     """Return the rank of each token.
 
     Raises DataError, with the place, for one that is not base64 or that repeats another.

@@ -20,24 +20,30 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatron.config.files import TokenizerConfig
-from megatron.config.settings import all_options
+from megatron.config.files_checks import TOKENIZER_NEEDS
+from megatron.config.settings import Settings, all_options, raise_problems
 from megatron.data.added_tokens import files_beside
-from megatron.data.limited_tokenizer import LimitedTokenizer
-from megatron.data.tiktoken_files import TikTokenSettings, tik_token
+from megatron.data.arrays import Int64Array
+from megatron.data.tiktoken_files import tik_token
 from megatron.data.tokenizer_adapters import (
+    MOST_BYTES,
     NullTokenizer,
+    Placed,
     Tokenizer,
     gpt2,
     hugging_face,
     sentence_piece,
 )
 from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.limited import LimitedProcess
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -46,9 +52,20 @@ __all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "with_vocabulary"]
 
 TOKENIZER_TYPES = tuple(map(str, all_options()["tokenizer_type"].choices or ()))
 MOST_IDS = 2**22  # four times as many as the largest vocabulary in use
-OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {
-    name.lower(): name for name in TOKENIZER_TYPES
-}
+
+
+def settings_of(tokenizer_type: str, **flags: object) -> TokenizerConfig:
+    """Return the settings of a tokenizer. Raises ConfigError for one that is invalid or missing."""
+    chosen = Settings()
+    for name, value in {"tokenizer_type": tokenizer_type, **flags}.items():
+        chosen.give(name, str(value) if isinstance(value, Path) else value, "argument")
+    raise_problems(chosen.problems)
+    kind = chosen.given["tokenizer_type"]
+    for name in TOKENIZER_NEEDS[kind]:
+        if name not in chosen.given:
+            raise ConfigError(f"--tokenizer-type {kind} needs {all_options()[name].flag}")
+    chosen.given.pop("vocab_size", None)
+    return TokenizerConfig(**chosen.given)
 
 
 def build_tokenizer(
@@ -56,7 +73,7 @@ def build_tokenizer(
     *,
     vocab_size: int | None = None,
     num_threads: int | None = None,
-    **flags: Any,
+    **flags: object,
 ) -> Tokenizer:
     """Return the tokenizer of --tokenizer-type; `flags` are the other fields of TokenizerConfig.
 
@@ -68,24 +85,13 @@ def build_tokenizer(
     tokenizer's (of HFTokenizer it may be larger, as in many published models), and DataError, with
     path and flag, for a file that is missing or of another kind.
     """
-    kind = OTHER_NAMES.get(tokenizer_type.lower(), tokenizer_type)
-    if kind not in TOKENIZER_TYPES:
-        raise ConfigError(
-            f"--tokenizer-type {tokenizer_type!r} is not known: choose one of "
-            f"{', '.join(TOKENIZER_TYPES)} (Llama 3's tokenizer.model is for TikTokenizer, a "
-            "tokenizer.json for HFTokenizer)"
-        )
-    if kind == "NullTokenizer":
-        if vocab_size is None or vocab_size < 1:
-            raise ConfigError(
-                "--tokenizer-type NullTokenizer needs --vocab-size of 1 or more, it is "
-                f"{vocab_size}"
-            )
+    settings = settings_of(tokenizer_type, vocab_size=vocab_size, **flags)
+    kind = settings.tokenizer_type
+    if kind == "NullTokenizer" and vocab_size is not None:
         return NullTokenizer(vocab_size)
     if num_threads is not None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
         os.environ["RAYON_NUM_THREADS"] = str(num_threads)
-    settings = TokenizerConfig(kind, **flags)
     path = settings.tokenizer_model or settings.vocab_file
     tokenizer = LimitedTokenizer(*adapter_of(settings, vocab_size))
     if tokenizer.vocab_size > MOST_IDS:
@@ -111,24 +117,24 @@ def adapter_of(
     Raises ConfigError for a missing flag, DataError for a missing file.
     """
     kind = settings.tokenizer_type or ""
+    files = []
+    for name in TOKENIZER_NEEDS[kind]:
+        file = Path(getattr(settings, name))
+        if not file.is_file() and not (kind == "HFTokenizer" and file.is_dir()):
+            flag = all_options()[name].flag
+            raise DataError(
+                f"{file}: no such file, given by {flag} for {kind}; nothing is downloaded"
+            )
+        files.append(file)
     if kind == "GPT2BPETokenizer":
-        vocabulary = _file(kind, "--vocab-file", settings.vocab_file)
-        files = [vocabulary, _file(kind, "--merge-file", settings.merge_file)]
         return partial(gpt2, *files), files
-    folder = kind == "HFTokenizer"
-    path = _file(kind, "--tokenizer-model", settings.tokenizer_model, or_folder=folder)
+    (path,) = files
     if kind == "HFTokenizer":
         file = path / "tokenizer.json" if path.is_dir() else path
-        return partial(hugging_face, path), [file, *files_beside(file)]
+        return partial(hugging_face, file), [file, *files_beside(file)]
     if kind == "TikTokenizer":
-        tiktoken = TikTokenSettings(
-            settings.tiktoken_pattern,
-            settings.tiktoken_num_special_tokens,
-            settings.tiktoken_special_tokens,
-        )
-        return partial(tik_token, path, tiktoken, vocab_size=vocab_size), [path]
-    extra = settings.vocab_extra_ids
-    return partial(sentence_piece, kind, path, vocab_extra_ids=extra), [path]
+        return partial(tik_token, path, settings, vocab_size=vocab_size), files
+    return partial(sentence_piece, kind, path, settings.vocab_extra_ids), files
 
 
 def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
@@ -146,12 +152,70 @@ def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
     return config.replace(vocab_size=max(tokenizer.vocab_size, known or 0)), tokenizer, ""
 
 
-def _file(tokenizer_type: str, flag: str, value: str | None, *, or_folder: bool = False) -> Path:
-    if value is None:
-        raise ConfigError(f"--tokenizer-type {tokenizer_type} needs {flag}")
-    path = Path(value)
-    if not path.is_file() and not (or_folder and path.is_dir()):
-        raise DataError(
-            f"{value}: no such file, given by {flag} for {tokenizer_type}; nothing is downloaded"
-        )
-    return path
+class LimitedTokenizer(Tokenizer):
+    """The tokenizer that `build` returns in a process with limits of time and memory.
+
+    It reads `files`. Rules of a tokenizer.json can double a text again and again, and a damaged
+    model can end the process of the library that reads it.
+    """
+
+    def __init__(self, build: Callable[[], Tokenizer], files: Sequence[Path]) -> None:
+        sizes = {file: file.stat().st_size for file in files if file.is_file()}
+        size = sum(sizes.values())
+        if size > MOST_BYTES:
+            largest = max(sizes, key=lambda file: sizes[file])
+            raise DataError(
+                f"{largest} has {sizes[largest]:,} bytes, and the files of a tokenizer have at most "
+                f"{MOST_BYTES:,} in all: give the right file"
+            )
+        self._process = LimitedProcess(f"{__name__}:serve", build, str(files[0]), size)
+        about = self._process.ask(("about",), 0)
+        super().__init__(about["vocab_size"], about["eod"])
+        self.behind = about["behind"]
+        self.bos = about["bos"]
+        self.special = frozenset(about["special"])
+
+    def rest(self) -> None:
+        """End the process until it is needed again."""
+        self._process.close()
+
+    def texts_of(self, count: int) -> list[str]:
+        return list(self._process.ask(("texts_of", count), count))
+
+    def _encode(self, texts: list[str]) -> list[Int64Array]:
+        size = sum(len(text.encode()) for text in texts)
+        found = np.frombuffer(self._process.ask(("encode", texts), size), np.int64)
+        sizes = found[: len(texts)]
+        ids = found[len(texts) :]
+        return np.split(ids, np.cumsum(sizes)[:-1]) if texts else []
+
+    def _encode_with_places(self, text: str, special: bool) -> Placed:
+        ids, places = self._process.ask(("places", text, special), len(text.encode()))
+        return ids, places
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._process.ask(("decode", ids), len(ids)))
+
+
+def serve(build: Callable[[], Tokenizer]) -> Callable[[Any], Any]:
+    """Return what the child does with a request of LimitedTokenizer."""
+    tokenizer = build()
+
+    def answer(request: Any) -> Any:
+        match request:
+            case ("encode", texts):
+                found = tokenizer._encode(texts)
+                sizes = np.fromiter(map(len, found), np.int64, len(found))
+                return np.concatenate(
+                    [sizes, *(np.array(ids, np.int64) for ids in found)]
+                ).tobytes()
+            case ("places", text, special):
+                both = tokenizer._encode_with_places(text, special)
+                return [np.asarray(part).tolist() for part in both]
+            case (name, argument):
+                return getattr(tokenizer, name)(argument)
+        names = ("vocab_size", "eod", "behind", "bos")
+        about = {name: getattr(tokenizer, name) for name in names}
+        return about | {"special": sorted(tokenizer.special)}
+
+    return answer

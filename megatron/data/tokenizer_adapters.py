@@ -25,6 +25,7 @@ MOST_BYTES = 1 << 28  # of a tokenizer's files: ten times the largest in use
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | IntArray
 Places = Int64Array | Sequence[tuple[int, int]]
+Placed = tuple[Ids, Places]
 # Names that end a text in published models, for a tokenizer.json without the files that name it.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 # The patterns that cut a text into pieces before pairs are merged. The ids of data depend on them,
@@ -73,7 +74,7 @@ class Tokenizer(ABC):
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
         """Return the ids of each text, as the library returns them."""
 
-    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+    def _encode_with_places(self, text: str, special: bool) -> Placed:
         """Return ids and ranges of characters of one text, see encode_with_places.
 
         Only conversations need it.
@@ -190,7 +191,7 @@ class NullTokenizer(Tokenizer):
                 raise DataError(f"NullTokenizer: id {i}, but --vocab-size allows 0..{self.eod}")
         return found
 
-    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+    def _encode_with_places(self, text: str, special: bool) -> Placed:
         return self._encode([text])[0], [word.span() for word in re.finditer(r"\S+", text)]
 
     def _decode(self, ids: list[int]) -> str:
@@ -235,7 +236,7 @@ class RankTokenizer(Tokenizer):
             # pattern. Python's engine has no such limit; it is slower, for this text only.
             return np.array(self._encoding._encode_only_native_bpe(text), np.uint32)
 
-    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+    def _encode_with_places(self, text: str, special: bool) -> Placed:
         ids = self._encode_text(text)
         sizes = [len(piece) for piece in self._encoding.decode_tokens_bytes(ids.tolist())]
         stops = np.cumsum(sizes, dtype=np.int64)  # in bytes
@@ -274,7 +275,7 @@ class FastTokenizer(Tokenizer):
         # The fast call leaves out the positions of tokens in the text.
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
-    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+    def _encode_with_places(self, text: str, special: bool) -> Placed:
         encoding = self._tokenizer.encode(text, add_special_tokens=special)
         return encoding.ids, encoding.offsets
 
@@ -364,13 +365,12 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
     return GPT2Tokenizer(tokenizer, eod)
 
 
-def hugging_face(path: Path) -> Tokenizer:
-    """Return the HFTokenizer of a tokenizer.json or of the folder that has it.
+def hugging_face(file: Path) -> Tokenizer:
+    """Return the HFTokenizer of a tokenizer.json.
 
     eod is the eos_token of the files beside it, see `add_tokens`, or one of USUAL_ENDS. Raises
     DataError for anything else.
     """
-    file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise DataError(
             f"{file}: no such file, which HFTokenizer reads; a *.model is for "
@@ -421,7 +421,7 @@ class SentencePieceTokenizer(Tokenizer):
         found: Sequence[Ids] = encode(texts, add_bos=self._add_bos, num_threads=1)
         return found
 
-    def _encode_with_places(self, text: str, special: bool) -> tuple[Ids, Places]:
+    def _encode_with_places(self, text: str, special: bool) -> Placed:
         if hasattr(self._processor, "encode_as_offset_mapping"):
             found = self._processor.encode_as_offset_mapping(text)
             ids = list(found["ids"])
@@ -440,7 +440,7 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._processor.decode(ids))
 
 
-def sentence_piece(tokenizer_type: str, path: Path, *, vocab_extra_ids: int) -> Tokenizer:
+def sentence_piece(tokenizer_type: str, path: Path, vocab_extra_ids: int) -> Tokenizer:
     """Return one of Megatron's three SentencePiece tokenizers.
 
     Only SentencePieceTokenizer has `vocab_extra_ids`.

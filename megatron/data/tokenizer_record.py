@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
@@ -74,13 +74,13 @@ def read_record(prefix: StrPath) -> TokenizerRecord | None:
         return None
     values = read_json(path, _MOST_BYTES, error=DataError)
     values.setdefault("job", "")
-    types: dict[str, type] = dict.fromkeys(("tokenizer", "digest", "job"), str)
-    types |= dict.fromkeys(("vocab_size", "eod", "largest_id"), int)
-    if values.keys() != types.keys() or not all(
-        is_count(value) if types[name] is int else isinstance(value, str)
+    names = [field.name for field in fields(TokenizerRecord)]
+    numbers = ("vocab_size", "eod", "largest_id")
+    if values.keys() != set(names) or not all(
+        is_count(value) if name in numbers else isinstance(value, str)
         for name, value in values.items()
     ):
-        raise DataError(f"{path}: damaged: it does not have {', '.join(types)}: remove it")
+        raise DataError(f"{path}: damaged: it does not have {', '.join(names)}: remove it")
     record = TokenizerRecord(**values)
     if max(record.eod, record.largest_id) >= record.vocab_size:
         raise DataError(
@@ -123,7 +123,20 @@ def check_tokenizer(
         # another program may have written over the data and left the record
         most = max(largest_id(dataset), 0 if record is None else record.largest_id)
         if most >= vocab_size:
-            raise DataError(_beyond(dataset.prefix, most, record, tokenizer, vocab_size))
+            limit = f"the vocabulary of this run has {vocab_size} ids"
+            size = ""
+            if isinstance(tokenizer, NullTokenizer):
+                limit = f"NullTokenizer with --vocab-size {tokenizer.eod} allows 0..{tokenizer.eod}"
+                size = f"--vocab-size {most} or more, or "
+            elif tokenizer is None:
+                size = f"--vocab-size {most + 1} or more, or "
+            wrote = "no file beside it says which tokenizer wrote it"
+            if record is not None:
+                wrote = f"{record.tokenizer} of {record.vocab_size} ids wrote it"
+            raise DataError(
+                f"{dataset.prefix}: has the id {most}, but {limit}; {wrote}. A model of it needs "
+                f"{size}the tokenizer of the data"
+            )
         if record is None:
             unknown.append(dataset.prefix)
             continue
@@ -131,13 +144,13 @@ def check_tokenizer(
             if texts is not None or record.digest:
                 other.append(f"{dataset.prefix} ({record.tokenizer} of {record.vocab_size} ids)")
             continue
-        size = record.vocab_size
-        if size not in digests:
-            digests[size] = digest(texts, size)
-        if digests[size] != record.digest:
+        count = record.vocab_size
+        if count not in digests:
+            digests[count] = digest(texts, count)
+        if digests[count] != record.digest:
             raise DataError(
                 f"{dataset.prefix}: was written with another tokenizer than this run's: "
-                f"{record.tokenizer} of {size} ids, and {kind} of {texts.vocab_size} gives other ids "
+                f"{record.tokenizer} of {count} ids, and {kind} of {texts.vocab_size} gives other ids "
                 "for the same text. Give the tokenizer of the data; if you know better, remove "
                 f"{record_path(dataset.prefix)}"
             )
@@ -154,24 +167,3 @@ def check_tokenizer(
         for what, names in notices.items()
         if names
     ]
-
-
-def _beyond(
-    prefix: str,
-    most: int,
-    record: TokenizerRecord | None,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
-) -> str:
-    """Describe data with an id beyond the vocabulary of a run, and the remedy."""
-    limit = f"the vocabulary of this run has {vocab_size} ids"
-    needs = "the tokenizer of the data"
-    if tokenizer is None:
-        needs = f"--vocab-size {most + 1} or more, or {needs}"
-    elif isinstance(tokenizer, NullTokenizer):
-        limit = f"NullTokenizer with --vocab-size {tokenizer.eod} allows 0..{tokenizer.eod}"
-        needs = f"--vocab-size {most} or more, or {needs}"
-    wrote = "No file beside it says which tokenizer wrote it"
-    if record is not None:
-        wrote = f"{record_path(prefix)} says that {record.tokenizer} of {record.vocab_size} ids wrote it"
-    return f"{prefix}: has the id {most}, but {limit}. {wrote}. A model of it needs {needs}"

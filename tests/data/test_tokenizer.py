@@ -156,7 +156,7 @@ def test_ids_never_wrap_around_in_silence(families: dict[str, dict]) -> None:
             "--merge-file",
         ),
         (
-            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "none.json"},
+            {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "none.json", "merge_file": "no"},
             DataError,
             "none.json.*--vocab-file",
         ),

@@ -27,8 +27,7 @@ from megatron.config.help_text import differences
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import Datasets, Reading, build_datasets
 from megatron.data.file_lock import FolderClaim
-from megatron.data.limited_tokenizer import LimitedTokenizer
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import LimitedTokenizer, Tokenizer, build_tokenizer
 from megatron.engine.engine import Engine, build_executor
 from megatron.errors import ConfigError, DataError, LaunchError, LostRankError, MegatronError
 from megatron.model import formulas

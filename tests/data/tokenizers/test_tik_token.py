@@ -132,7 +132,7 @@ def test_published_files(published, tmp_path: Path, name: str, ranks: int, vocab
     """Special tokens of a file of the published length get tiktoken's ids."""
     special = published[name]["special_tokens"]
     assert published[name].get("explicit_n_vocab", max(special.values()) + 1) == vocab_size
-    assert PUBLISHED[ranks].special == special
+    assert PUBLISHED[ranks][1] == special
     if ranks > 60_000:
         return  # the same code, and seconds
     ids = [i for i in range(ranks + 1) if i not in special.values()][:ranks]
