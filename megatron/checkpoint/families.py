@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from megatron.checkpoint import family_rules as rules
 from megatron.checkpoint.family_rules import Fields, Rule
+from megatron.config.option import pairs
 from megatron.errors import CheckpointError
 
 ONLY: Fields = {
@@ -70,19 +71,6 @@ class Family:
     prefix: str = "model."
 
     @property
-    def known(self) -> set[str]:
-        """Return the fields that are read."""
-        older = {*self.older, *self.older.values()}
-        return {*self.fields.values(), *self.absent, *self.only, *ONLY, *older}
-
-    def may_be_null(self, name: str) -> bool:
-        """Return whether null is a value of a field."""
-        caps = "attn_logit_softcapping", "final_logit_softcapping"
-        return name in ("num_key_value_heads", "n_inner", *caps) or (
-            name == "head_dim" and self.absent[name] is None
-        )
-
-    @property
     def experts(self) -> bool:
         """Return whether its models have experts."""
         return any(theirs.by_expert for theirs in self.modules.values())
@@ -111,29 +99,30 @@ class Family:
 # ---- tables
 
 
-def _one(**modules: str) -> dict[str, Theirs]:
-    """Return entries for modules that are the same here; keys have __ for a dot."""
-    return {ours.replace("__", "."): Theirs((theirs,)) for ours, theirs in modules.items()}
+def _modules(layer: str, table: str) -> dict[str, Theirs]:
+    """Return what a table says: in each line our module, theirs, and what holds for these.
+
+    Names that begin with a dot are in a layer, `layer` among theirs.
+    """
+
+    def whole(name: str, before: str) -> str:
+        return before + name if name.startswith(".") else name
+
+    modules = {}
+    for line in table.strip().splitlines():
+        ours, *words = line.split()
+        facts = dict.fromkeys(Theirs.__dataclass_fields__.keys() & words, True)
+        theirs = tuple(whole(word, layer) for word in words if word not in facts)
+        modules[whole(ours, "layers.{}")] = Theirs(theirs, **facts)
+    return modules
 
 
-def _layer(**modules: str) -> dict[str, Theirs]:
-    return {f"layers.{{}}.{ours}": theirs for ours, theirs in _one(**modules).items()}
-
-
-_WIDTHS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "attention_dropout": "attention_dropout",
-}
-_GROUPED = {
-    **_WIDTHS,
-    "num_key_value_heads": "num_key_value_heads",
-    "layernorm_epsilon": "rms_norm_eps",
-}
+_WIDTHS = pairs(
+    "num_layers=num_hidden_layers hidden_size=hidden_size ffn_hidden_size=intermediate_size "
+    "num_attention_heads=num_attention_heads vocab_size=vocab_size "
+    "max_position_embeddings=max_position_embeddings attention_dropout=attention_dropout"
+)
+_GROUPED = _WIDTHS | pairs("num_key_value_heads=num_key_value_heads layernorm_epsilon=rms_norm_eps")
 _ROPE = {
     "rope_theta": 10000.0,
     "rope_scaling": None,
@@ -158,56 +147,54 @@ _GATED = {
     "position_embedding_type": "rope",
     "hidden_dropout": 0.0,
 }
-_QKV = tuple(f"model.layers.{{}}.self_attn.{name}_proj" for name in "qkv")
-_GATE_UP = tuple(f"model.layers.{{}}.mlp.{name}_proj" for name in ("gate", "up"))
-_LLAMA_MODULES = {
-    **_one(
-        embedding__word_embeddings="model.embed_tokens",
-        final_layernorm="model.norm",
-        output_layer="lm_head",
-    ),
-    **_layer(
-        input_layernorm="model.layers.{}.input_layernorm",
-        post_attention_layernorm="model.layers.{}.post_attention_layernorm",
-        self_attention__dense="model.layers.{}.self_attn.o_proj",
-        mlp__dense_4h_to_h="model.layers.{}.mlp.down_proj",
-    ),
-    "layers.{}.self_attention.query_key_value": Theirs(_QKV, by_head=True),
-    "layers.{}.mlp.dense_h_to_4h": Theirs(_GATE_UP),
-}
-_QK_NORMS = _layer(
-    self_attention__q_layernorm="model.layers.{}.self_attn.q_norm",
-    self_attention__k_layernorm="model.layers.{}.self_attn.k_norm",
+_LAYER = "model.layers.{}"
+_LLAMA_MODULES = _modules(
+    _LAYER,
+    """
+    embedding.word_embeddings        model.embed_tokens
+    final_layernorm                  model.norm
+    output_layer                     lm_head
+    .input_layernorm                 .input_layernorm
+    .post_attention_layernorm        .post_attention_layernorm
+    .self_attention.query_key_value  .self_attn.q_proj .self_attn.k_proj .self_attn.v_proj by_head
+    .self_attention.dense            .self_attn.o_proj
+    .mlp.dense_h_to_4h               .mlp.gate_proj .mlp.up_proj
+    .mlp.dense_4h_to_h               .mlp.down_proj
+    """,
 )
-_NORMS_AFTER = _layer(
-    post_self_attn_layernorm="model.layers.{}.post_attention_layernorm",
-    post_mlp_layernorm="model.layers.{}.post_feedforward_layernorm",
+_QK_NORMS = _modules(
+    _LAYER,
+    """
+    .self_attention.q_layernorm  .self_attn.q_norm
+    .self_attention.k_layernorm  .self_attn.k_norm
+    """,
+)
+_NORMS_AFTER = _modules(
+    _LAYER,
+    """
+    .post_self_attn_layernorm  .post_attention_layernorm
+    .post_mlp_layernorm        .post_feedforward_layernorm
+    """,
+)
+_EXPERT_MODULES = _modules(
+    _LAYER,
+    """
+    .mlp.router                 .mlp.gate
+    .mlp.experts.dense_h_to_4h  .mlp.experts.{}.gate_proj .mlp.experts.{}.up_proj by_expert
+    .mlp.experts.dense_4h_to_h  .mlp.experts.{}.down_proj by_expert
+    """,
+)
+_SHARED_EXPERTS = _modules(
+    _LAYER,
+    """
+    .mlp.shared_experts.dense_h_to_4h  .mlp.shared_expert.gate_proj .mlp.shared_expert.up_proj
+    .mlp.shared_experts.dense_4h_to_h  .mlp.shared_expert.down_proj
+    .mlp.shared_experts.gate           .mlp.shared_expert_gate
+    """,
 )
 _EXPERTS_ALONE = _GROUPED | {"moe_ffn_hidden_size": "intermediate_size"}
 _EXPERTS_TOO = _GROUPED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
 _SPARSE = {"mlp_only_layers": None, "decoder_sparse_step": 1, "norm_topk_prob": False}
-
-
-def _expert_modules(
-    block: str = "mlp", names: str = "gate_proj up_proj down_proj"
-) -> dict[str, Theirs]:
-    """Return the entries of a router and its experts; `names`: of gate, value and output."""
-    gate, up, down = (f"model.layers.{{}}.{block}.experts.{{}}.{name}" for name in names.split())
-    return {
-        **_layer(mlp__router=f"model.layers.{{}}.{block}.gate"),
-        "layers.{}.mlp.experts.dense_h_to_4h": Theirs((gate, up), by_expert=True),
-        "layers.{}.mlp.experts.dense_4h_to_h": Theirs((down,), by_expert=True),
-    }
-
-
-_SHARED_EXPERTS = _layer(
-    mlp__shared_experts__dense_4h_to_h="model.layers.{}.mlp.shared_expert.down_proj",
-    mlp__shared_experts__gate="model.layers.{}.mlp.shared_expert_gate",
-) | {
-    "layers.{}.mlp.shared_experts.dense_h_to_4h": Theirs(
-        tuple(f"model.layers.{{}}.mlp.shared_expert.{name}_proj" for name in ("gate", "up"))
-    )
-}
 _EXPERTS = {"num_experts": "num_local_experts"}
 
 
@@ -234,60 +221,31 @@ def _llama(
     )
 
 
-_MEGATRONS = {  # GPT-NeoX and BLOOM keep Megatron's matrices
-    "mlp__dense_h_to_4h": "mlp.dense_h_to_4h",
-    "mlp__dense_4h_to_h": "mlp.dense_4h_to_h",
-    "input_layernorm": "input_layernorm",
-    "post_attention_layernorm": "post_attention_layernorm",
-}
-
-
-def _megatrons(prefix: str, attention: str) -> dict[str, Theirs]:
-    own = {
-        "self_attention__query_key_value": f"{attention}.query_key_value",
-        "self_attention__dense": f"{attention}.dense",
-    }
-    return _layer(**{ours: prefix + theirs for ours, theirs in (_MEGATRONS | own).items()})
-
-
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         "GPT2LMHeadModel",
         {"position_embedding_type": "learned_absolute"},
-        {
-            "num_layers": "n_layer",
-            "hidden_size": "n_embd",
-            "ffn_hidden_size": "n_inner",
-            "num_attention_heads": "n_head",
-            "vocab_size": "vocab_size",
-            "max_position_embeddings": "n_positions",
-            "layernorm_epsilon": "layer_norm_epsilon",
-            "attention_dropout": "attn_pdrop",
-            "hidden_dropout": "resid_pdrop",
-        },
-        {
-            **_one(
-                embedding__word_embeddings="transformer.wte",
-                embedding__position_embeddings="transformer.wpe",
-                final_layernorm="transformer.ln_f",
-                output_layer="lm_head",
-            ),
-            **_layer(
-                input_layernorm="transformer.h.{}.ln_1",
-                post_attention_layernorm="transformer.h.{}.ln_2",
-            ),
-            "layers.{}.self_attention.query_key_value": Theirs(
-                ("transformer.h.{}.attn.c_attn",), by_head=True, transposed=True
-            ),
-            **{
-                f"layers.{{}}.{ours}": Theirs((f"transformer.h.{{}}.{theirs}",), transposed=True)
-                for ours, theirs in (
-                    ("self_attention.dense", "attn.c_proj"),
-                    ("mlp.dense_h_to_4h", "mlp.c_fc"),
-                    ("mlp.dense_4h_to_h", "mlp.c_proj"),
-                )
-            },
-        },
+        pairs(
+            "num_layers=n_layer hidden_size=n_embd ffn_hidden_size=n_inner "
+            "num_attention_heads=n_head vocab_size=vocab_size max_position_embeddings=n_positions "
+            "layernorm_epsilon=layer_norm_epsilon attention_dropout=attn_pdrop "
+            "hidden_dropout=resid_pdrop"
+        ),
+        _modules(
+            "transformer.h.{}",
+            """
+            embedding.word_embeddings        transformer.wte
+            embedding.position_embeddings    transformer.wpe
+            final_layernorm                  transformer.ln_f
+            output_layer                     lm_head
+            .input_layernorm                 .ln_1
+            .post_attention_layernorm        .ln_2
+            .self_attention.query_key_value  .attn.c_attn by_head transposed
+            .self_attention.dense            .attn.c_proj transposed
+            .mlp.dense_h_to_4h               .mlp.c_fc transposed
+            .mlp.dense_4h_to_h               .mlp.c_proj transposed
+            """,
+        ),
         (
             rules.TIED,
             rules.gelu("activation_function"),
@@ -306,12 +264,10 @@ FAMILIES: Mapping[str, Family] = {
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
         },
-        {
-            "n_layer": "num_hidden_layers",
-            "n_embd": "hidden_size",
-            "n_head": "num_attention_heads",
-            "n_positions": "max_position_embeddings",
-        },
+        pairs(
+            "n_layer=num_hidden_layers n_embd=hidden_size n_head=num_attention_heads "
+            "n_positions=max_position_embeddings"
+        ),
         "transformer.",
     ),
     "llama": _llama("LlamaForCausalLM", {}, (rules.BIASES,), {"mlp_bias": False, **_NO_BIAS}),
@@ -354,7 +310,15 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 2,
             "num_local_experts": 8,
         },
-        _LLAMA_MODULES | _expert_modules("block_sparse_moe", "w1 w3 w2"),
+        _LLAMA_MODULES
+        | _modules(
+            f"{_LAYER}.block_sparse_moe",
+            """
+            .mlp.router                 .gate
+            .mlp.experts.dense_h_to_4h  .experts.{}.w1 .experts.{}.w3 by_expert
+            .mlp.experts.dense_4h_to_h  .experts.{}.w2 by_expert
+            """,
+        ),
         _EXPERTS_ALONE,
         # it also scales what the experts get, which no setting here does
         {**_SILU, "router_jitter_noise": 0.0},
@@ -365,7 +329,7 @@ FAMILIES: Mapping[str, Family] = {
         {"qk_layernorm": True, "qk_layernorm_over": "all"},
         (rules.experts("num_experts"),),
         {"norm_topk_prob": False, "num_experts_per_tok": 8, "num_experts": 64},
-        _LLAMA_MODULES | _QK_NORMS | _expert_modules(),
+        _LLAMA_MODULES | _QK_NORMS | _EXPERT_MODULES,
         _EXPERTS_ALONE,
         {**_SILU, "clip_qkv": None, **_NO_BIAS},
         _EXPERTS,
@@ -381,7 +345,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 8,
             "num_experts": 128,
         },
-        _LLAMA_MODULES | _QK_NORMS | _expert_modules(),
+        _LLAMA_MODULES | _QK_NORMS | _EXPERT_MODULES,
         _EXPERTS_TOO,
         _SILU | _NO_BIAS,
         _EXPERTS,
@@ -397,7 +361,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 4,
             "num_experts": 60,
         },
-        _LLAMA_MODULES | _expert_modules() | _SHARED_EXPERTS,
+        _LLAMA_MODULES | _EXPERT_MODULES | _SHARED_EXPERTS,
         {**_EXPERTS_TOO, "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"},
         {**_SILU, "qkv_bias": True},
     ),
@@ -415,16 +379,14 @@ FAMILIES: Mapping[str, Family] = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        {
-            **_LLAMA_MODULES,
-            **_NORMS_AFTER,
-            **_layer(post_attention_layernorm="model.layers.{}.pre_feedforward_layernorm"),
-        },
-        {
-            **_GROUPED,
-            "attention_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
+        _LLAMA_MODULES
+        | _NORMS_AFTER
+        | _modules(_LAYER, ".post_attention_layernorm .pre_feedforward_layernorm"),
+        _GROUPED
+        | pairs(
+            "attention_logit_softcapping=attn_logit_softcapping "
+            "final_logit_softcapping=final_logit_softcapping"
+        ),
         {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None, **_NO_BIAS},
         {"hidden_activation": "hidden_act"},
     ),
@@ -432,14 +394,20 @@ FAMILIES: Mapping[str, Family] = {
         "GPTNeoXForCausalLM",
         {"position_embedding_type": "rope"},
         {**_WIDTHS, "hidden_dropout": "hidden_dropout", "layernorm_epsilon": "layer_norm_eps"},
-        {
-            **_one(
-                embedding__word_embeddings="gpt_neox.embed_in",
-                final_layernorm="gpt_neox.final_layer_norm",
-                output_layer="embed_out",
-            ),
-            **_megatrons("gpt_neox.layers.{}.", "attention"),
-        },
+        _modules(
+            "gpt_neox.layers.{}",
+            """
+            embedding.word_embeddings        gpt_neox.embed_in
+            final_layernorm                  gpt_neox.final_layer_norm
+            output_layer                     embed_out
+            .input_layernorm                 .input_layernorm
+            .post_attention_layernorm        .post_attention_layernorm
+            .self_attention.query_key_value  .attention.query_key_value
+            .self_attention.dense            .attention.dense
+            .mlp.dense_h_to_4h               .mlp.dense_h_to_4h
+            .mlp.dense_4h_to_h               .mlp.dense_4h_to_h
+            """,
+        ),
         (
             rules.TIED,
             rules.gelu("hidden_act"),
@@ -470,25 +438,27 @@ FAMILIES: Mapping[str, Family] = {
     "bloom": Family(
         "BloomForCausalLM",
         {"position_embedding_type": "alibi", "embedding_layernorm": True},
-        {
-            "num_layers": "n_layer",
-            "hidden_size": "hidden_size",
-            "num_attention_heads": "n_head",
-            "vocab_size": "vocab_size",
-            "layernorm_epsilon": "layer_norm_epsilon",
-            "attention_dropout": "attention_dropout",
-            "hidden_dropout": "hidden_dropout",
-            "apply_residual_connection_post_layernorm": "apply_residual_connection_post_layernorm",
-        },
-        {
-            **_one(
-                embedding__word_embeddings="transformer.word_embeddings",
-                embedding_layernorm="transformer.word_embeddings_layernorm",
-                final_layernorm="transformer.ln_f",
-                output_layer="lm_head",
-            ),
-            **_megatrons("transformer.h.{}.", "self_attention"),
-        },
+        pairs(
+            "num_layers=n_layer hidden_size=hidden_size num_attention_heads=n_head "
+            "vocab_size=vocab_size layernorm_epsilon=layer_norm_epsilon "
+            "attention_dropout=attention_dropout hidden_dropout=hidden_dropout "
+            "apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm"
+        ),
+        _modules(
+            "transformer.h.{}",
+            """
+            embedding.word_embeddings        transformer.word_embeddings
+            embedding_layernorm              transformer.word_embeddings_layernorm
+            final_layernorm                  transformer.ln_f
+            output_layer                     lm_head
+            .input_layernorm                 .input_layernorm
+            .post_attention_layernorm        .post_attention_layernorm
+            .self_attention.query_key_value  .self_attention.query_key_value
+            .self_attention.dense            .self_attention.dense
+            .mlp.dense_h_to_4h               .mlp.dense_h_to_4h
+            .mlp.dense_4h_to_h               .mlp.dense_4h_to_h
+            """,
+        ),
         (rules.TIED, rules.LENGTH),
         {
             "attention_dropout": 0.0,
@@ -498,11 +468,7 @@ FAMILIES: Mapping[str, Family] = {
             "tie_word_embeddings": True,
             "seq_length": 2048,
         },
-        older={
-            "n_head": "num_attention_heads",
-            "n_layer": "num_hidden_layers",
-            "hidden_size": "n_embed",
-        },
+        older=pairs("n_head=num_attention_heads n_layer=num_hidden_layers hidden_size=n_embed"),
         prefix="transformer.",
     ),
 }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.config.model import ModelConfig
-from megatron.config.option import MOST_POSITIONS
+from megatron.config.option import MOST_POSITIONS, pairs
 
 # Far beyond any model: a small file must not ask for hours of work.
 _MOST_LAYERS = 1 << 12
@@ -111,20 +111,15 @@ BIASES = Rule(_biases, lambda m: dict.fromkeys(("attention_bias", "mlp_bias"), m
 # Fields of a kind of RoPE scaling, and the settings.
 _ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
     "default": {},
-    "linear": {"factor": "rope_scaling_factor"},
-    "llama3": {
-        "factor": "rope_scaling_factor",
-        "original_max_position_embeddings": "rope_original_positions",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-    },
-    "yarn": {
-        "factor": "rope_scaling_factor",
-        "original_max_position_embeddings": "rope_original_positions",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-        "attention_factor": "yarn_attention_factor",
-    },
+    "linear": pairs("factor=rope_scaling_factor"),
+    "llama3": pairs(
+        "factor=rope_scaling_factor original_max_position_embeddings=rope_original_positions "
+        "low_freq_factor=rope_low_freq_factor high_freq_factor=rope_high_freq_factor"
+    ),
+    "yarn": pairs(
+        "factor=rope_scaling_factor original_max_position_embeddings=rope_original_positions "
+        "beta_fast=yarn_beta_fast beta_slow=yarn_beta_slow attention_factor=yarn_attention_factor"
+    ),
 }
 
 

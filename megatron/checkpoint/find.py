@@ -229,7 +229,17 @@ def find(directory: StrPath, tag: str | int | None = None, before: int | None = 
     """
     root = Path(directory)
     if tag is not None:
-        return Found(_tagged(root, str(tag)))
+        folder = root / tagged_name(str(tag))
+        if not os.path.isdir(folder):
+            listed = ", ".join(sorted(f.name for f in folders(root)))
+            raise CheckpointError(f"no checkpoint {folder}; {root} has: {listed or 'none'}")
+        try:
+            open_checkpoint(folder)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"checkpoint {folder}, which --load-tag names, is broken: {error}"
+            ) from error
+        return Found(folder)
     there = folders(root)
     tracker = read_tracker(root)
     newest = tracker.iteration
@@ -251,7 +261,18 @@ def find(directory: StrPath, tag: str | int | None = None, before: int | None = 
     if before is not None:
         return Found(good, tuple(rejected))
     if not there and not rejected:
-        _check_foreign(root)
+        names = _names(root)
+        if MANIFEST in names:
+            raise CheckpointError(
+                f"{root} is a checkpoint, not a folder of checkpoints: give --load {root.parent} "
+                f"--load-tag {root.name}"
+            )
+        foreign = [name for name in sorted(names) if _FOREIGN.fullmatch(name)]
+        if foreign:
+            raise CheckpointError(
+                f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which "
+                f"look foreign: {_CONVERT}; name an empty folder to start from scratch"
+            )
         if tracker.problem is not None:  # there has been a checkpoint
             rejected.append(Rejected(tracker.path, tracker.problem))
     return Found(good, tuple(rejected), tuple(_notes(tracker, good, skipped)))
@@ -314,20 +335,6 @@ def _skipped(there: list[Path], tracker: Tracker) -> list[Path]:
     return skipped
 
 
-def _tagged(root: Path, tag: str) -> Path:
-    folder = root / tagged_name(tag)
-    if not os.path.isdir(folder):
-        there = ", ".join(sorted(f.name for f in folders(root)))
-        raise CheckpointError(f"no checkpoint {folder}; {root} has: {there or 'none'}")
-    try:
-        open_checkpoint(folder)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"checkpoint {folder}, which --load-tag names, is broken: {error}"
-        ) from error
-    return folder
-
-
 def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator[str]:
     if skipped:
         yield (
@@ -346,23 +353,4 @@ def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator
         yield (
             f"{tracker.path} names iteration {tracker.iteration}, but {good} is complete and was "
             "saved after it"
-        )
-
-
-def _check_foreign(root: Path) -> None:
-    """Raise CheckpointError where a directory is a checkpoint itself or holds foreign ones.
-
-    The directory has no checkpoints of this program.
-    """
-    names = _names(root)
-    if MANIFEST in names:
-        raise CheckpointError(
-            f"{root} is a checkpoint, not a folder of checkpoints: give --load {root.parent} "
-            f"--load-tag {root.name}"
-        )
-    foreign = [name for name in sorted(names) if _FOREIGN.fullmatch(name)]
-    if foreign:
-        raise CheckpointError(
-            f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which look "
-            f"foreign: {_CONVERT}; name an empty folder to start from scratch"
         )

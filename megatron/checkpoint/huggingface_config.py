@@ -19,6 +19,7 @@ CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 _CONFIG_LIMIT_BYTES = 1 << 24
+_MAY_BE_NULL = "num_key_value_heads n_inner attn_logit_softcapping final_logit_softcapping".split()
 
 _WITHOUT_EFFECT = frozenset(
     # names, versions and formats; ids of tokens, which are read with the tokenizer
@@ -65,24 +66,8 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
 
     Raises CheckpointError, naming the file `where`, for models that are not supported here.
     """
-    kind, settings = _settings_of(fields, where)
-    names = {
-        **FAMILIES[kind].fields,
-        "window_size": "sliding_window",
-        "moe_router_topk": "num_experts_per_tok",
-    }
-    try:
-        return kind, Config.create(**{n: v for n, v in settings.items() if v is not None}).model
-    except ConfigError as error:
-        text = str(error)
-        for ours in sorted(names, key=len, reverse=True):
-            text = text.replace(f"--{ours.replace('_', '-')}", names[ours])
-        raise CheckpointError(f"{where}: {text}") from error
-
-
-def _settings_of(fields: Fields, where: str) -> tuple[str, Values]:
-    kind = fields.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    kind = str(fields.get("model_type"))
+    family = FAMILIES.get(kind)
     if family is None:
         raise CheckpointError(
             f"{where} has model_type {kind!r:.60}; supported are {', '.join(FAMILIES)}"
@@ -94,9 +79,9 @@ def _settings_of(fields: Fields, where: str) -> tuple[str, Values]:
         )
     if fields.get("quantization_config") is not None:
         raise CheckpointError(f"{where} is of a quantized model: take the one it was made from")
-    older = {new: fields[old] for new, old in family.older.items() if old in fields}
-    known = {**ONLY, **family.only, **family.absent, **older, **fields}
-    settings = dict(family.settings)
+    renamed = {new: fields[old] for new, old in family.older.items() if old in fields}
+    known = {**ONLY, **family.only, **family.absent, **renamed, **fields}
+    settings: Values = dict(family.settings)
     try:
         for new, old in family.older.items():
             if old in fields and fields[old] is None and fields.get(new) is None:
@@ -108,7 +93,9 @@ def _settings_of(fields: Fields, where: str) -> tuple[str, Values]:
         for name, value in {**ONLY, **family.only}.items():
             if (known[name] or None) != (value or None):
                 raise unsupported(name, known[name])
-        unknown = fields.keys() - family.known - _WITHOUT_EFFECT
+        older = {*family.older, *family.older.values()}
+        read = {*family.fields.values(), *family.absent, *family.only, *ONLY, *older}
+        unknown = fields.keys() - read - _WITHOUT_EFFECT
         if unknown := {name for name in unknown if fields[name] is not None}:
             raise ValueError(
                 f"{', '.join(sorted(unknown)[:8]):.200} of {kind} is not known here: if it does not "
@@ -116,7 +103,10 @@ def _settings_of(fields: Fields, where: str) -> tuple[str, Values]:
             )
         for ours, theirs in family.fields.items():
             settings[ours] = known[theirs]
-            if known[theirs] is not None or not family.may_be_null(theirs):
+            may_be_null = theirs in _MAY_BE_NULL or (
+                theirs == "head_dim" and family.absent[theirs] is None
+            )
+            if known[theirs] is not None or not may_be_null:
                 check_type(ours, theirs, known)
         for rule in family.rules:
             settings |= rule.read(known)
@@ -129,7 +119,18 @@ def _settings_of(fields: Fields, where: str) -> tuple[str, Values]:
                 text = re.sub(rf"\b{new}\b", old, text)
         raise CheckpointError(f"{where}: {text}") from error
     settings.setdefault("seq_length", settings.get("max_position_embeddings"))
-    return str(kind), settings
+    names = {
+        **family.fields,
+        "window_size": "sliding_window",
+        "moe_router_topk": "num_experts_per_tok",
+    }
+    try:
+        return kind, Config.create(**{n: v for n, v in settings.items() if v is not None}).model
+    except ConfigError as error:
+        text = str(error)
+        for ours in sorted(names, key=len, reverse=True):
+            text = text.replace(f"--{ours.replace('_', '-')}", names[ours])
+        raise CheckpointError(f"{where}: {text}") from error
 
 
 def write_fields(kind: str, model: ModelConfig) -> Values:

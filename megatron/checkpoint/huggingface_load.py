@@ -161,13 +161,13 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> Places:
     # A tied output layer may be stored, too.
     (head,) = family.theirs("output_layer.weight")[1]
     (embedding,) = family.theirs("embedding.word_embeddings.weight")[1]
-    tied = {} if head in shapes else {head: shapes[embedding]}
+    tied = head not in shapes
+    known = {head: shapes[embedding], **shapes}
     for file in _files(folder):
         opened = open_tensors(folder / file)
         for key in opened.keys():  # noqa: SIM118  it is no dict
-            name = key if key in shapes else family.prefix + key
-            name = key if key in tied else name
-            expected = shapes.get(name, tied.get(name))
+            name = key if key in known else family.prefix + key
+            expected = known.get(name)
             if expected is None:
                 if not _NO_PARAMETERS.search(key):
                     unknown.append(key)
@@ -189,7 +189,7 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> Places:
         raise CheckpointError(
             f"{folder} does not have the tensors that its {CONFIG} describes: {'; '.join(wrong[:8])}"
         )
-    if head in places and head in tied:
+    if tied and head in places:
         read = Reader(folder, places)
         stored = [read(name) for name in (head, embedding)]
         if stored[0].dtype != stored[1].dtype or not torch.equal(*stored):
@@ -300,17 +300,6 @@ def check_finite(values: torch.Tensor, what: str) -> None:
 # ---- a whole model
 
 
-def describe_folder(folder: Path, config: Config) -> tuple[str, Places]:
-    """Check a folder against the model of `config`; return its model_type and its tensors.
-
-    Raises CheckpointError.
-    """
-    kind, theirs = read_model(folder)
-    check_architecture({"model": plain(theirs)}, config, str(folder / CONFIG))
-    expected = tensors_of(FAMILIES[kind], config.model, global_shapes(config))
-    return kind, find_tensors(folder, FAMILIES[kind], expected)
-
-
 def fill_shards(
     folder: Path,
     tensors: Iterable[tuple[str, Shards]],
@@ -322,7 +311,14 @@ def fill_shards(
 
     All ranks call it. Raises CheckpointError on every rank; what was filled before stays.
     """
-    kind, places = decided_by_first(topology, lambda: describe_folder(folder, config))
+
+    def describe() -> tuple[str, Places]:
+        kind, theirs = read_model(folder)
+        check_architecture({"model": plain(theirs)}, config, str(folder / CONFIG))
+        expected = tensors_of(FAMILIES[kind], config.model, global_shapes(config))
+        return kind, find_tensors(folder, FAMILIES[kind], expected)
+
+    kind, places = decided_by_first(topology, describe)
     with together(topology, f"reading {folder}"):
         read = Reader(folder, places)
         for key, shards in tensors:

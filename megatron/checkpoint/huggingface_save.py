@@ -288,7 +288,10 @@ class _Part:
 
 
 def _parts(family: Family, model: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> list[_Part]:
-    """Distribute parameters over files, in order."""
+    """Distribute parameters over files, in order.
+
+    The format of their headers is described at https://github.com/huggingface/safetensors.
+    """
     groups: list[dict[str, Matrix]] = []
     filled = FILE_BYTES
     for name, shape in shapes.items():
@@ -298,28 +301,24 @@ def _parts(family: Family, model: ModelConfig, shapes: Shapes, dtype: torch.dtyp
             filled = 0
         groups[-1][name] = matrix_of(family, model, name, shape)
         filled += size
-    return [_part(group, dtype) for group in groups]
-
-
-def _part(group: Mapping[str, Matrix], dtype: torch.dtype) -> _Part:
-    """Return a file with its header, whose format is described at
-    https://github.com/huggingface/safetensors.
-    """
-    header: Values = {"__metadata__": {"format": "pt"}}
-    sizes = {}
-    at = 0
-    for matrix in group.values():
-        for name, shape in matrix.their_shapes.items():
-            sizes[name] = math.prod(shape) * dtype.itemsize
-            header[name] = {
-                "dtype": _DTYPE_NAMES[dtype],
-                "shape": shape,
-                "data_offsets": (at, at + sizes[name]),
-            }
-            at += sizes[name]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return _Part(group, len(text).to_bytes(8, "little") + text, sizes)
+    parts = []
+    for group in groups:
+        header: Values = {"__metadata__": {"format": "pt"}}
+        sizes = {}
+        at = 0
+        for matrix in group.values():
+            for name, shape in matrix.their_shapes.items():
+                sizes[name] = math.prod(shape) * dtype.itemsize
+                header[name] = {
+                    "dtype": _DTYPE_NAMES[dtype],
+                    "shape": shape,
+                    "data_offsets": (at, at + sizes[name]),
+                }
+                at += sizes[name]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        parts.append(_Part(group, len(text).to_bytes(8, "little") + text, sizes))
+    return parts
 
 
 def _write_part(

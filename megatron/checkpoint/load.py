@@ -14,11 +14,11 @@ import contextlib
 import io
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 
@@ -34,8 +34,8 @@ from megatron.checkpoint.find import (
 )
 from megatron.checkpoint.settings import check_architecture, check_optimizer
 from megatron.checkpoint.shards import (
+    Entries,
     Shard,
-    Stored,
     incomplete,
     named,
     overlap,
@@ -123,8 +123,16 @@ def load(
         stored = checkpoint.config.get("model", {})
         upcycled = config.model.moe_use_upcycling and stored.get("num_experts") is None
         if upcycled:
-            _upcycle(checkpoint, engine, topology, config, alive)
+            from megatron.checkpoint.upcycle import dense, dense_name, from_dense, scale_outputs
+
+            with together(topology, f"loading checkpoint {where}"):
+                check_architecture(checkpoint.config, dense(config), where)
             optimizer = False
+            clear_padding(engine, optimizer)
+            tensors = tensors_to_load(engine, optimizer, averaged)
+            pairs = from_dense(tensors, config.model)
+            _read(checkpoint, pairs, engine.chunks, topology, alive, dense_name)
+            scale_outputs(tensors, config.model)
             return
         with together(topology, f"loading checkpoint {where}"):
             check_architecture(checkpoint.config, config, where)
@@ -169,22 +177,6 @@ def load(
     if settings.finetune or upcycled:
         return replace(loaded, iteration=0, state={}, dense=upcycled)
     return replace(loaded, optimizer=optimizer)
-
-
-def _upcycle(
-    checkpoint: Checkpoint, engine: Engine, topology: Topology, config: Config, alive: Alive
-) -> None:
-    """Load the weights of a dense checkpoint into a model with experts."""
-    from megatron.checkpoint.upcycle import dense, dense_name, from_dense, scale_outputs
-
-    where = str(checkpoint.folder)
-    with together(topology, f"loading checkpoint {where}"):
-        check_architecture(checkpoint.config, dense(config), where)
-    clear_padding(engine, False)
-    tensors = tensors_to_load(engine, False, False)
-    pairs = from_dense(tensors, config.model)
-    _read(checkpoint, pairs, engine.chunks, topology, alive, dense_name)
-    scale_outputs(tensors, config.model)
 
 
 def load_weights(
@@ -264,7 +256,16 @@ def _newest_that_loads(
             )
         try:
             opened = decided_by_first(topology, partial(open_checkpoint, at), _Damage)
-            _check_same(opened, topology)
+            with together(topology, f"comparing {at} on all ranks"):
+                manifest = opened.manifest
+                # damage of this rank's copy is found when its files are read
+                with contextlib.suppress(CheckpointError):
+                    manifest = read_manifest(at)
+                if manifest != opened.manifest:
+                    raise CheckpointError(
+                        "another checkpoint than that of rank 0 has this name: give every node the "
+                        "same --load folder"
+                    )
             attempt(opened)
             return LoadedState(opened.iteration, opened.state["state"], False, at, rejected, notes)
         except _Damage as damage:
@@ -276,22 +277,6 @@ def _newest_that_loads(
             )
         found = decided_by_first(topology, partial(find, directory, before=number))
         rejected = (*rejected, Rejected(at, reason), *found.rejected)
-
-
-def _check_same(checkpoint: Checkpoint, topology: Topology) -> None:
-    """Raise CheckpointError on all ranks where some have another checkpoint in this folder.
-
-    A manifest that is missing or damaged on a rank is damage, found when its files are read.
-    """
-    with together(topology, f"comparing {checkpoint.folder} on all ranks"):
-        manifest = checkpoint.manifest
-        with contextlib.suppress(CheckpointError):
-            manifest = read_manifest(checkpoint.folder)
-        if manifest != checkpoint.manifest:
-            raise CheckpointError(
-                "another checkpoint than that of rank 0 has this name: give every node the same "
-                "--load folder"
-            )
 
 
 def _read(
@@ -356,7 +341,7 @@ def _read(
 def _fill(
     tensors: Iterable[tuple[str, Shards]],
     folder: Path,
-    stored: Mapping[str, Stored],
+    stored: Entries,
     alive: Alive,
 ) -> None:
     """Fill the pieces of `tensors` in place from the shards that overlap with them.
@@ -379,7 +364,7 @@ def _fill(
 
 
 def read_shards(
-    folder: Path, wanted: Iterable[tuple[str, Shard]], stored: Mapping[str, Stored]
+    folder: Path, wanted: Iterable[tuple[str, Shard]], stored: Entries
 ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
     """Yield (name, shard, values) of shards of some tensors, in their order in the files.
 
@@ -395,13 +380,33 @@ def read_shards(
                 if len(buffer) < shard.length:
                     buffer = torch.empty(shard.length, dtype=torch.uint8)
                 data = buffer[: shard.length]
-                _read_bytes(opened, path, name, shard, data)
+                end = shard.start + shard.length
+                try:
+                    size = os.fstat(opened.fileno()).st_size
+                    if end <= size:
+                        opened.seek(shard.start)
+                        reader = cast(io.BufferedReader, opened)
+                        size = shard.start + reader.readinto(data.numpy().data)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{path} cannot be read ({error.strerror or error}); {name} is in it"
+                    ) from error
+                if end > size:
+                    raise CheckpointError(
+                        f"{path} has {size} bytes, but at least {end} were written; it contains "
+                        f"{name}"
+                    )
+                if shard.digest is not None and digest(data.numpy().data) != shard.digest:
+                    raise CheckpointError(
+                        f"{path} is damaged: bytes {shard.start} to {end}, a part of {name}, are "
+                        "not those that were written"
+                    )
                 yield name, shard, _tensor_in(data, path, name, shard, stored[name]["dtype"])
 
 
 def read_tensor(
     folder: Path,
-    stored: Mapping[str, Stored],
+    stored: Entries,
     name: str,
     row: int | None = None,
     dtype: torch.dtype | None = None,
@@ -421,30 +426,6 @@ def read_tensor(
         here, there = common[shard] or ((), ())
         values[here] = found[there]
     return values if row is None else values[0]
-
-
-def _read_bytes(file: BinaryIO, path: Path, name: str, shard: Shard, data: torch.Tensor) -> None:
-    """Read the bytes of a shard."""
-    end = shard.start + shard.length
-    try:
-        size = os.fstat(file.fileno()).st_size
-        if end <= size:
-            file.seek(shard.start)
-            reader = cast(io.BufferedReader, file)
-            size = shard.start + reader.readinto(data.numpy().data)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror or error}); {name} is in it"
-        ) from error
-    if end > size:
-        raise CheckpointError(
-            f"{path} has {size} bytes, but at least {end} were written; it contains {name}"
-        )
-    if shard.digest is not None and digest(data.numpy().data) != shard.digest:
-        raise CheckpointError(
-            f"{path} is damaged: bytes {shard.start} to {end}, a part of {name}, are not those "
-            "that were written"
-        )
 
 
 class _Stream(io.RawIOBase):

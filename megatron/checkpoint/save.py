@@ -44,7 +44,7 @@ from megatron.checkpoint.folder import (
 )
 from megatron.checkpoint.settings import plain
 from megatron.checkpoint.shards import (
-    Stored,
+    Entries,
     Totals,
     check_complete,
     merged,
@@ -54,7 +54,7 @@ from megatron.checkpoint.shards import (
     write_piece,
     write_whole,
 )
-from megatron.checkpoint.tensors import Shards, Snapshot, tensors_to_save
+from megatron.checkpoint.tensors import Snapshot, Tensors, tensors_to_save
 from megatron.checkpoint.together import decided_by_first, describe, together
 from megatron.checkpoint.writer import Alive, nothing, write_tensors
 from megatron.config import Config
@@ -102,10 +102,10 @@ class _Pending:
     folder: Path
     iteration: int
     rank: int
-    tensors: Mapping[str, Shards] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     temporary: Path = Path()
-    future: Future[dict[str, Stored]] | None = None
+    future: Future[Entries] | None = None
     progress: int = 0
     begun: float = field(default_factory=time.perf_counter)
     stall_s: float = 0.0
@@ -120,11 +120,11 @@ class _Pending:
         self.future = executor.submit(self.write, self._count)
         executor.shutdown(wait=False)
 
-    def write(self, alive: Alive) -> dict[str, Stored]:
+    def write(self, alive: Alive) -> Entries:
         """Write this rank's shards, and return them."""
         return write_tensors(self.tensors, self.temporary, self.rank, alive)
 
-    def result(self, alive: Alive) -> dict[str, Stored]:
+    def result(self, alive: Alive) -> Entries:
         """Return the shards once all is written; raises the error of a failed write."""
         if self.future is None:
             return self.write(alive)
@@ -184,11 +184,6 @@ class Saver:
         """
         future = None if self._pending is None else self._pending.future
         return future is not None and future.done()
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of host memory that saves in the background hold on this rank."""
-        return self._snapshot.bytes
 
     def prepare(self, engine: Engine) -> str:
         """Allocate and pin the host memory for saves in the background.
@@ -269,7 +264,7 @@ class Saver:
             self._alive()
         return saved
 
-    def _complete(self, pending: _Pending, mine: dict[str, Stored]) -> int:
+    def _complete(self, pending: _Pending, mine: Entries) -> int:
         """Collect the shards of all ranks, write the lists and commit the folder.
 
         Return the checkpoint's bytes.
@@ -285,35 +280,31 @@ class Saver:
         parts = gather_objects(part, topology.model, everywhere=False) if part is not None else []
 
         def complete() -> int:
-            load = self._config.checkpoint.load
+            settings = self._config.checkpoint
+            load = settings.load
             try:
                 generation = next_generation(self._directory, *([load] if load else []))
                 size = write_small_files(pending.temporary, parts, pending.texts, whole, generation)
                 commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
             except Exception as error:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
-            self._retire(pending.iteration)
+            tag = settings.load_tag
+            keep = set() if tag is None else {iteration_of(Path(tagged_name(tag)))}
+            # The checkpoint is complete: what cannot be removed now is removed after the next one.
+            with contextlib.suppress(OSError, CheckpointError):
+                good = generations(folders(self._directory))
+                old = to_remove(
+                    map(number_of, good),
+                    pending.iteration,
+                    settings.keep_last,
+                    settings.keep_every,
+                    keep,
+                    set(map(number_of, overtaken(good))),
+                )
+                self._clean(retire(self._directory, old))
             return size
 
         return decided_by_first(topology, complete)
-
-    def _retire(self, iteration: int) -> None:
-        """Remove older checkpoints, on rank 0, after the commit of `iteration`."""
-        settings = self._config.checkpoint
-        tag = settings.load_tag
-        keep = set() if tag is None else {iteration_of(Path(tagged_name(tag)))}
-        # The checkpoint is complete: what cannot be removed now is removed after the next one.
-        with contextlib.suppress(OSError, CheckpointError):
-            good = generations(folders(self._directory))
-            old = to_remove(
-                map(number_of, good),
-                iteration,
-                settings.keep_last,
-                settings.keep_every,
-                keep,
-                set(map(number_of, overtaken(good))),
-            )
-            self._clean(retire(self._directory, old))
 
     def _clean(self, folders: list[Path]) -> None:
         """Delete folders in a thread, which the process waits for at its end."""
@@ -325,7 +316,7 @@ class Saver:
             shutil.rmtree(pending.temporary, ignore_errors=True)
 
 
-_Part = tuple[tuple[str, Written], Totals, int, Mapping[str, Stored]]
+_Part = tuple[tuple[str, Written], Totals, int, Entries]
 """What rank 0 gets from a data-parallel group: its piece, how much of each tensor it has, bytes of
 data, and shards where .metadata is written.
 """
@@ -354,7 +345,7 @@ def small_files(
     }
 
 
-def write_part(folder: Path, number: int, stored: dict[str, Stored], whole: bool) -> _Part:
+def write_part(folder: Path, number: int, stored: Entries, whole: bool) -> _Part:
     """Write the shard list of a data-parallel group."""
     piece = write_piece(folder, number, stored)
     return piece, totals(stored), stored_bytes(stored), stored if whole else {}

@@ -41,6 +41,8 @@ Stored = dict[str, Any]
 """A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}; plain values,
 ready for JSON.
 """
+Entries = Mapping[str, Stored]
+"""Entries of tensors, by name."""
 Totals = dict[str, tuple[Index, int]]
 """Shape and number of stored elements of each tensor, by name."""
 
@@ -59,7 +61,7 @@ class Shard(NamedTuple):
     digest: str | None
 
 
-def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
+def merged(parts: Iterable[Entries]) -> Entries:
     """Merge the shards of several ranks, tensor by tensor."""
     together: dict[str, Stored] = {}
     for part in parts:
@@ -69,7 +71,7 @@ def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
     return together
 
 
-def totals(stored: Mapping[str, Stored]) -> Totals:
+def totals(stored: Entries) -> Totals:
     """Return shape and number of stored elements of each tensor, for `check_complete`."""
     return {name: (tuple(s["shape"]), _elements(s)) for name, s in stored.items()}
 
@@ -78,7 +80,7 @@ def _elements(stored: Stored) -> int:
     return sum(math.prod(shard.sizes) for shard in stored["boxes"])
 
 
-def stored_bytes(stored: Mapping[str, Stored]) -> int:
+def stored_bytes(stored: Entries) -> int:
     """Return the bytes that the shards take in the data files."""
     return sum(shard.length for s in stored.values() for shard in s["boxes"])
 
@@ -97,7 +99,7 @@ def check_complete(parts: Iterable[Totals]) -> None:
         raise CheckpointError(f"no rank, or more than one, holds parts of {named(wrong)}")
 
 
-def incomplete(stored: Mapping[str, Stored]) -> list[str]:
+def incomplete(stored: Entries) -> list[str]:
     """List the tensors whose shards omit elements, overlap, or exceed the tensor."""
     problems = []
     for name, entry in stored.items():
@@ -155,7 +157,7 @@ def overlap(
     return tuple(here), tuple(there)
 
 
-def write_piece(folder: Path, number: int, stored: Mapping[str, Stored]) -> tuple[str, Written]:
+def write_piece(folder: Path, number: int, stored: Entries) -> tuple[str, Written]:
     """Write the shards of one data-parallel group; return the file's name, size and digest."""
     return _write(folder, piece_name(number), stored)
 
@@ -173,7 +175,7 @@ def write_index(folder: Path, parts: list[Totals]) -> tuple[str, Written]:
     return _write(folder, SHARD_INDEX, {"pieces": pieces})
 
 
-def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
+def write_whole(folder: Path, stored: Entries) -> None:
     """Write .metadata, the list of all shards in torch's form, with torch's own writer."""
     # Half a second, which reading does not need.
     from torch.distributed import checkpoint as dcp
@@ -209,7 +211,7 @@ def read_index(manifest: Manifest) -> dict[str, list[int]]:
     return listed
 
 
-def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[str, Stored]:
+def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> Entries:
     """Return the entries of those of the tensors `names` (None: all) that the checkpoint has.
 
     Raises CheckpointError.

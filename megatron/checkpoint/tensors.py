@@ -43,19 +43,23 @@ class Shards:
     pieces: Mapping[Index, torch.Tensor]
 
 
+Tensors = dict[str, Shards]
+"""Tensors of a checkpoint, by name."""
+
+
 def _flats(fragment: Fragment, optimizer: bool) -> dict[str, torch.Tensor]:
     """Return a fragment's tensors by kind: the weights and, if wanted, the optimizer's state."""
     return {MASTER: fragment.master, **(fragment.moments if optimizer else {})}
 
 
-def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict[str, Shards]:
+def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> Tensors:
     """Return the shards that this rank writes, by name.
 
     Exactly one rank writes each element of the model. Padding is omitted, and so are copies that
     another model-parallel rank writes. Where all data-parallel ranks hold the same (ZeRO stage 0),
     each writes a part.
     """
-    out: dict[str, Shards] = {}
+    out: Tensors = {}
     for f in engine.fragments():
         if is_copy(f.parameter, topology):
             continue
@@ -71,14 +75,14 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> dict
     return out
 
 
-def _kept(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shards]:
+def _kept(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {
         f"{KEPT}.{name}": Shards(tuple(t.shape), {(0,) * t.dim(): t}) for name, t in tensors.items()
     }
 
 
 def _add(
-    out: dict[str, Shards],
+    out: Tensors,
     kind: str,
     sharding: Sharding,
     pieces: Iterable[tuple[Index, torch.Tensor]],
@@ -89,12 +93,12 @@ def _add(
     out[name] = Shards(sharding.global_shape, {**known, **dict(pieces)})
 
 
-def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> dict[str, Shards]:
+def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> Tensors:
     """Return views of this rank's masters, moments and average, to be filled from a checkpoint.
 
     Copies are included.
     """
-    out: dict[str, Shards] = {}
+    out: Tensors = {}
     for f in engine.fragments():
         for kind, flat in _flats(f, optimizer and f.parameter.requires_grad).items():
             if averaged or kind != AVERAGE:
@@ -110,7 +114,7 @@ def clear_padding(engine: Engine, optimizer: bool) -> None:
                 flat.zero_()
 
 
-def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> dict[str, Shards]:
+def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
     """Return views of the parameters themselves, without padding, to be filled from a `kind`.
 
     It is for a model that has no engine.
@@ -145,7 +149,7 @@ class Snapshot:
         """Bytes of memory held."""
         return self._memory.numel()
 
-    def reserve(self, tensors: Mapping[str, Shards]) -> None:
+    def reserve(self, tensors: Tensors) -> None:
         """Get the memory for a copy of `tensors`, unless there is enough.
 
         Raises OSError where it is not available.
@@ -183,14 +187,14 @@ class Snapshot:
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
 
-    def take(self, tensors: Mapping[str, Shards]) -> dict[str, Shards]:
+    def take(self, tensors: Tensors) -> Tensors:
         """Return a copy of `tensors`, valid until the next one is taken.
 
         The originals may change afterwards. Raises OSError where there is no memory for it.
         """
         self.reserve(tensors)
         at = 0
-        copies = dict[str, Shards]()
+        copies = Tensors()
         for name, shards in tensors.items():
             pieces = {}
             for offset, view in shards.pieces.items():
@@ -203,12 +207,12 @@ class Snapshot:
         return copies
 
 
-def snapshot_bytes(tensors: Mapping[str, Shards]) -> int:
+def snapshot_bytes(tensors: Tensors) -> int:
     """Return the bytes of host memory that a copy of `tensors` takes."""
     return sum(map(_aligned, _views(tensors)))
 
 
-def _views(tensors: Mapping[str, Shards]) -> list[torch.Tensor]:
+def _views(tensors: Tensors) -> list[torch.Tensor]:
     return [view for shards in tensors.values() for view in shards.pieces.values()]
 
 

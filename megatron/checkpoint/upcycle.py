@@ -9,10 +9,9 @@ up to one, the model then computes what the dense one did.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from megatron.checkpoint.settings import EXPERTS
-from megatron.checkpoint.tensors import Shards
+from megatron.checkpoint.tensors import Shards, Tensors
 from megatron.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
@@ -36,40 +35,33 @@ def dense_name(name: str) -> str | None:
     return None if ".mlp.router." in name else name.replace(".mlp.experts.", ".mlp.")
 
 
-def from_dense(tensors: Mapping[str, Shards], model: ModelConfig) -> Pairs:
+def from_dense(tensors: Tensors, model: ModelConfig) -> Pairs:
     """Return the tensors of the dense model that fill `tensors`; routers stay as they are."""
     pairs: Pairs = []
+    parts = model.upcycling_granularity
     for name, shards in tensors.items():
         source = dense_name(name)
         if source == name:
             pairs.append((name, shards))
-        elif source is not None:
-            pairs += [
-                (source, one) for one in _by_expert(name, shards, model.upcycling_granularity)
-            ]
+        if source == name or source is None:
+            continue
+        # each expert's pieces, at their place in the dense MLP
+        shape = list(shards.shape[1:])
+        up = "dense_h_to_4h" in name
+        bias = name.endswith(".bias")
+        cut = len(shape) - (2 if up and not bias else 1)
+        divided = up or not bias
+        width = shape[cut] if divided else 0
+        shape[cut] += width * (parts - 1)
+        for (first, *rest), view in shards.pieces.items():
+            for expert, values in enumerate(view, first):
+                offset = list(rest)
+                offset[cut] += expert % parts * width
+                pairs.append((source, Shards(tuple(shape), {tuple(offset): values})))
     return pairs
 
 
-def _by_expert(name: str, shards: Shards, parts: int) -> list[Shards]:
-    """Return each expert's pieces of a tensor, at their place in the dense MLP."""
-    shape = list(shards.shape[1:])
-    up = "dense_h_to_4h" in name
-    bias = name.endswith(".bias")
-    cut = None if bias and not up else len(shape) - (2 if up and not bias else 1)
-    found = []
-    width = 0 if cut is None else shape[cut]
-    if cut is not None:
-        shape[cut] *= parts
-    for (first, *rest), view in shards.pieces.items():
-        for expert, values in enumerate(view, first):
-            offset = list(rest)
-            if cut is not None:
-                offset[cut] += expert % parts * width
-            found.append(Shards(tuple(shape), {tuple(offset): values}))
-    return found
-
-
-def scale_outputs(tensors: Mapping[str, Shards], model: ModelConfig) -> None:
+def scale_outputs(tensors: Tensors, model: ModelConfig) -> None:
     """Multiply the experts' output matrices and biases, so that the sum over those of a token is whole.
 
     The weights of its experts add up to one, before their factor; those of a softmax over all

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
@@ -22,8 +22,8 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
-from megatron.checkpoint.shards import Shard, Stored
-from megatron.checkpoint.tensors import Shards
+from megatron.checkpoint.shards import Entries, Shard, Stored
+from megatron.checkpoint.tensors import Tensors
 from megatron.engine.optimizer import Index
 
 _SYNC = 256 << 20  # bytes between two syncs
@@ -139,7 +139,7 @@ class ShardWriter:
     def flush(self) -> None:
         """Do nothing: torch.save calls this after every tensor; a sync flushes the file."""
 
-    def finish(self) -> dict[str, Stored]:
+    def finish(self) -> Entries:
         """Sync the file and return the shards in it; remove it where there are none."""
         if self._stored:
             self._file.finish()
@@ -154,9 +154,7 @@ class ShardWriter:
         self._file.close()
 
 
-def write_tensors(
-    tensors: Mapping[str, Shards], folder: Path, rank: int, alive: Alive = nothing
-) -> dict[str, Stored]:
+def write_tensors(tensors: Tensors, folder: Path, rank: int, alive: Alive = nothing) -> Entries:
     """Write a rank's part of `tensors` into its file of `folder`; return the shards in it."""
     with ShardWriter(folder, rank, alive) as writer:
         for name, shards in tensors.items():

@@ -15,7 +15,7 @@ import torch
 from megatron.checkpoint.find import next_generation
 from megatron.checkpoint.folder import commit_folder, folder_name, start_folder
 from megatron.checkpoint.save import small_files, write_part, write_small_files
-from megatron.checkpoint.shards import Stored, merged
+from megatron.checkpoint.shards import Entries, merged
 from megatron.checkpoint.together import decided_by_first, together
 from megatron.checkpoint.writer import ShardWriter
 from megatron.config import Config
@@ -89,9 +89,9 @@ def write_offline(
     return folder
 
 
-def _write(folder: Path, topology: Topology, shards: Iterator[Piece]) -> dict[str, Stored]:
+def _write(folder: Path, topology: Topology, shards: Iterator[Piece]) -> Entries:
     """Write a process's shards into files of its own; return what is stored."""
-    written: list[dict[str, Stored]] = []
+    written: list[Entries] = []
     for number in itertools.count(topology.rank, topology.world.size):
         with ShardWriter(folder, number) as writer:
             for shard in shards:
