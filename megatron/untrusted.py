@@ -46,11 +46,12 @@ def without_waiting(path: str, flags: int) -> int:
 
 
 def write_text(path: Path, text: str, *, choose: str) -> Path:
-    """Write text in UTF-8 and return the path.
+    """Write text in UTF-8, and create the folders above it; return the path.
 
     Raises ConfigError, which ends with `choose`: what the user can choose instead.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "w", encoding="utf-8", newline="", opener=without_waiting) as file:
             file.write(text)
     except (OSError, ValueError) as problem:

@@ -42,9 +42,10 @@ def test_nothing_else_is_read(tmp_path: Path, what: str) -> None:
         read_bytes(path, 1 << 40, error=DataError)
 
 
-@pytest.mark.parametrize("what", ["fifo", "folder", "absent/file", "zero\0byte", "n" * 300])
+@pytest.mark.parametrize("what", ["fifo", "folder", "file/below", "zero\0byte", "n" * 300])
 def test_writing_never_waits(tmp_path: Path, what: str) -> None:
     path = tmp_path / what
+    (tmp_path / "file").touch()
     {"fifo": os.mkfifo, "folder": os.mkdir}.get(what, lambda p: None)(path)
     with pytest.raises(ConfigError):
         write_text(path, "text", choose="another file")

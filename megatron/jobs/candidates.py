@@ -319,7 +319,7 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
             raise Rejected(reason, rule.text)
     processes = names["processes"]
     each = machine.processes_per_node
-    nodes = -(-processes // each)
+    nodes = names["nodes"]
     most = machine.max_nodes
     most = most if machine.cluster is None else min(most, machine.cluster.nodes)
     if nodes > most:

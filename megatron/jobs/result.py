@@ -95,7 +95,21 @@ def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
         pattern = re.compile(rf"^.*(?:{words}).*$", re.IGNORECASE | re.MULTILINE)
         for found in filter(None, map(pattern.search, tails)):
             return Ending(kind, how + found.group().strip()[:_SHOWN])
-    code = _cause(exit_codes, tails)
+    code = None
+    if exit_codes is not None:
+        # srun's log has each task's code, its exit code the largest
+        logged = [
+            tail[: forced.start()] if (forced := _SRUN_FORCE.search(tail)) else tail
+            for tail in tails
+        ]
+        of_tasks = [
+            int(status or _SRUN_WORDS[words])
+            for tail in logged
+            for status, words in _SRUN.findall(tail)
+        ]
+        if logged != tails and not of_tasks:
+            of_tasks = [0]  # srun does not report these
+        code = cause(of_tasks or exit_codes)
     kind = CRASH
     how = f"exit code {code}"
     if code in _KILLED:
@@ -129,19 +143,6 @@ def cause(exit_codes: Iterable[int] | None) -> int | None:
     In order of preference: a signal, an error of the program, a refusal, a lost peer.
     """
     return min(exit_codes or (), key=_precedence, default=None)
-
-
-def _cause(exit_codes: Iterable[int] | None, tails: Sequence[str]) -> int | None:
-    """Return the cause for a Slurm step; srun's log has each task's code, its exit code the max."""
-    own = [
-        tail[: forced.start()] if (forced := _SRUN_FORCE.search(tail)) else tail for tail in tails
-    ]
-    of_tasks = [
-        int(code or _SRUN_WORDS[words]) for tail in own for code, words in _SRUN.findall(tail)
-    ]
-    if own != list(tails) and not of_tasks:
-        of_tasks = [0]  # srun does not report these
-    return cause(of_tasks or exit_codes) if exit_codes is not None else None
 
 
 def _precedence(code: int) -> tuple[int, int]:

@@ -264,7 +264,16 @@ class Runner:
         self._turn += 1
         with _disk(job):
             job.folder.mkdir(parents=True, exist_ok=True)
-            _set_aside(job.folder)
+            # move files of an earlier attempt into the subfolder attempt-1, attempt-2, ...
+            names = ("attempt-", LOCK_NAME)
+            old = [path for path in job.folder.iterdir() if not path.name.startswith(names)]
+            if old:
+                # some may have been removed
+                attempts = (job.folder / f"attempt-{n}" for n in itertools.count(1))
+                aside = next(path for path in attempts if not path.exists())
+                aside.mkdir()
+                for path in old:
+                    path.rename(aside / path.name)
             write_json(job.folder / POINT, {**job.point, "hosts": list(hosts)})
             if self._local:
                 run = start_here(training_command(flags), job.processes, job.folder, self._clock)
@@ -284,7 +293,16 @@ class Runner:
                 each.complete = is_complete(each.job.folder, each.job.steps)
             each.why = self._why(each)
             if each.why is not None and not each.complete:
-                self._look_outside(each, each.why)
+                if not self._local and not each.interrupted:
+                    if each.stopped is None and _squeue("%T") not in (None, "RUNNING"):
+                        # Slurm signals steps as well as their starter
+                        self._over = True
+                        each.interrupted = ALLOCATION
+                    elif os.environ.get("SLURM_JOB_ID") and each.why.kind != STOPPED:
+                        each.inquiry = Inquiry(each.hosts)
+                # the run may have received the signal, too
+                if self.signal and each.why.kind in (CRASH, LOST_RANK):
+                    each.interrupted = f"interrupted by {self.signal}"
         if each.inquiry is not None and not each.interrupted:
             if each.inquiry.dead is None:
                 return
@@ -306,19 +324,6 @@ class Runner:
             each.interrupted = ""
             return said
         return each.stopped or said
-
-    def _look_outside(self, each: Attempt, failed: Ending) -> None:
-        """Find out whether the allocation, a signal or a dead node ended a run."""
-        if not self._local and not each.interrupted:
-            if each.stopped is None and _squeue("%T") not in (None, "RUNNING"):
-                # Slurm signals steps as well as their starter
-                self._over = True
-                each.interrupted = ALLOCATION
-            elif os.environ.get("SLURM_JOB_ID") and failed.kind != STOPPED:
-                each.inquiry = Inquiry(each.hosts)
-        # the run may have received the signal, too
-        if self.signal and failed.kind in (CRASH, LOST_RANK):
-            each.interrupted = f"interrupted by {self.signal}"
 
     def _blame(self, each: Attempt, dead: Sequence[str]) -> None:
         """Attribute a failure to its dead nodes.
@@ -426,18 +431,6 @@ class Watch:
 
 
 # -- folders ---------------------------------------------------------------------------------------
-
-
-def _set_aside(folder: Path) -> None:
-    """Move files of an earlier attempt into the subfolder attempt-1, attempt-2, ..."""
-    old = [p for p in folder.iterdir() if not p.name.startswith(("attempt-", LOCK_NAME))]
-    if old:
-        # some may have been removed
-        attempts = (folder / f"attempt-{n}" for n in itertools.count(1))
-        aside = next(path for path in attempts if not path.exists())
-        aside.mkdir()
-        for path in old:
-            path.rename(aside / path.name)
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -33,7 +33,9 @@ from megatron.untrusted import read_toml
 
 _KNOWN: Mapping[str, object] = {"true": True, "false": False, "none": None}
 _FUNCTIONS = {"min": min, "max": max}
-_OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -93,10 +95,8 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
             return _KNOWN[node.id] if node.id in _KNOWN else values[node.id]
         case ast.List() | ast.Tuple():
             return [_value(item, values) for item in node.elts]
-        case ast.UnaryOp(op=ast.Not()):
-            return not _value(node.operand, values)
-        case ast.UnaryOp(op=ast.USub()):
-            return -_value(node.operand, values)
+        case ast.UnaryOp() if type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](_value(node.operand, values))
         case ast.BinOp() if type(node.op) in _OPERATORS:
             sides = _value(node.left, values), _value(node.right, values)
             # a text times a number could fill the memory

@@ -7,6 +7,7 @@ start, metrics.jsonl, result.json from the end. A killed search resumes from the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -457,7 +458,6 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
 # -- after it --------------------------------------------------------------------------------------
 
 FOLDER = "report"
-_FILES = ("trials.md", "best.txt", "trajectory.png")
 
 
 def summary(search: Search) -> list[str]:
@@ -495,15 +495,10 @@ def write_report(search: Search) -> list[Path]:
     folder = search.setup.out / FOLDER
     parts = [f"# {search.setup.space.title}"]
     parts.append("\n".join(f"- {line}" for line in summary(search)))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in _FILES:
-            (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: {error.strerror or error}: choose another --out folder"
-        ) from error
     files = list[Path]()
+    for name in ("best.txt", "trajectory.png"):
+        with contextlib.suppress(OSError):  # writing tells what is wrong
+            (folder / name).unlink()
     if search.ranked:
         line = command(search)
         files.append(write_text(folder / "best.txt", line + "\n", choose="another --out folder"))

@@ -287,7 +287,12 @@ class Slot:
 
     def __init__(self, stage: CapturedStage, batch: MicroBatch, hidden: Tensor | None) -> None:
         self._stage = stage
-        self._batch = _copied(batch, stage.pool.device)
+        # tensors of its own, int64 [1] for whole numbers
+        inputs = {name: x.clone() for name, x in _tensors(batch).items()}
+        for name, x in vars(batch).items():
+            if isinstance(x, int):
+                inputs[name] = torch.full((1,), x, dtype=torch.int64, device=stage.pool.device)
+        self._batch = dataclasses.replace(batch, **inputs)
         self._hidden = None if hidden is None else hidden.detach().clone().requires_grad_()
         self._passes = dict[str, Recorded]()
         self._root: Tensor
@@ -526,15 +531,6 @@ def _storage(x: Tensor) -> int:
 def _tensors(batch: MicroBatch) -> dict[str, Tensor]:
     """Return the tensors of a micro-batch, a dataclass, by name."""
     return {name: x for name, x in vars(batch).items() if isinstance(x, Tensor)}
-
-
-def _copied(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return a micro-batch with tensors of its own, int64 [1] for its whole numbers."""
-    inputs = {name: x.clone() for name, x in _tensors(batch).items()}
-    for name, x in vars(batch).items():
-        if isinstance(x, int):
-            inputs[name] = torch.full((1,), x, dtype=torch.int64, device=device)
-    return dataclasses.replace(batch, **inputs)
 
 
 _Form = tuple[torch.Size, torch.dtype]

@@ -242,25 +242,19 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
         messages = np.concatenate(
             [np.array(boundaries.forward).T, np.array(boundaries.backward).T]
         )[:, lists.owner]
-    # As many ticks as let the longest conceivable step stay below 2**61.
-    longest = (
-        stages
-        * m
-        * (
-            passes[[0, 2, 3, 4]].max(axis=1).sum()
-            + 2 * messages.reshape(2, 2, -1).sum(axis=1).max()
-        )
-    )
-    scale = (
-        2.0 ** math.floor(61 - math.log2(longest))
-        if longest > 0 and pipeline.cores is None
-        else 1.0
-    )
     costs = Costs(passes, messages)
+    scale = 1.0
+    at_once = math.inf
     if pipeline.cores is None:
+        # As many ticks as let the longest conceivable step stay below 2**61.
+        each = passes[[0, 2, 3, 4]].max(axis=1).sum()
+        longest = stages * m * (each + 2 * messages.reshape(2, 2, -1).sum(axis=1).max())
+        if longest > 0:
+            scale = 2.0 ** math.floor(61 - math.log2(longest))
         costs = Costs(*(np.rint(of * scale).astype(np.int64) for of in (passes, messages)))
+    else:
+        at_once = pipeline.cores / pipeline.demand
     duplex = boundaries is None or boundaries.duplex
-    at_once = math.inf if pipeline.cores is None else pipeline.cores / pipeline.demand
     return lists, run(lists, costs, duplex=duplex, at_once=at_once), scale
 
 

@@ -212,27 +212,14 @@ def passes_of_rank(
     if isinstance(schedule, str):
         order = one_rank if pipeline_size == 1 else ORDERS[schedule].passes
         return np.asarray(order(pipeline_size, chunks, micro_batches, rank))
+    what = f"order {name_of(schedule)!r}, rank {rank} of {pipeline_size}"
     rows = np.asarray(schedule(pipeline_size, chunks, micro_batches, rank), np.int32).reshape(-1, 3)
-    _check_passes(
-        f"order {name_of(schedule)!r}, rank {rank} of {pipeline_size}",
-        rows,
-        chunks,
-        micro_batches,
-        rank,
-        pipeline_size,
-    )
-    return rows
-
-
-def _check_passes(
-    what: str, rows: Rows, chunks: int, micro_batches: int, rank: int, size: int
-) -> None:
     op, stage, micro_batch = rows.T
-    chunk = (stage - rank) // size
+    chunk = (stage - rank) // pipeline_size
     wrong = (
         (op < 0)
         | (op > Op.BACKWARD_WEIGHT)
-        | (stage % size != rank)
+        | (stage % pipeline_size != rank)
         | (chunk < 0)
         | (chunk >= chunks)
     )
@@ -253,6 +240,7 @@ def _check_passes(
             f"{what}: each micro-batch needs one FORWARD pass in each chunk, and after it one "
             "BACKWARD pass, or BACKWARD_INPUT and after that BACKWARD_WEIGHT"
         )
+    return rows
 
 
 def check_sizes(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int) -> None:

@@ -129,17 +129,17 @@ def build_lists(
     name: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> Lists:
     """Return `build_schedule(...)` as arrays."""
-    p = pipeline_size
-    v = chunks
-    m = micro_batches
-    check_sizes(name, p, v, m)
-    passes = [passes_of_rank(name, p, v, m, rank) for rank in range(p)]
+    sizes = name, pipeline_size, chunks, micro_batches
+    check_sizes(*sizes)
+    passes = [passes_of_rank(*sizes, rank) for rank in range(pipeline_size)]
     if forward_only:
         passes = [rows[rows[:, 0] == Op.FORWARD] for rows in passes]
     try:
-        return with_messages(Lists.of(passes, m))
+        return with_messages(Lists.of(passes, micro_batches))
     except ValueError as error:
-        raise ConfigError(f"order {name_of(name)!r} cannot be run by {p} ranks: {error}") from None
+        raise ConfigError(
+            f"order {name_of(name)!r} cannot be run by {pipeline_size} ranks: {error}"
+        ) from None
 
 
 @lru_cache(maxsize=256)

@@ -35,7 +35,7 @@ from megatron.config import Config
 from megatron.model.formulas import ring_bytes
 from megatron.parallel.layout import Layout, Line
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, Used
+from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, Reader, Used
 from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_links, path_of
 
 _AT_ONCE = 8  # messages of an all-to-all
@@ -80,7 +80,7 @@ class Placement:
         return node, self.device_order[position]
 
 
-class Channels:
+class Channels(Reader):
     """Seconds of messages on a placement, by their bytes.
 
     lanes       the groups of each line of ranks, by name (Layout.lines, lines_of), and of the
@@ -90,8 +90,9 @@ class Channels:
     """
 
     def __init__(self, config: Config, cluster: Cluster, placement: Placement) -> None:
+        super().__init__(cluster.figures)
         self.placement = placement
-        self._cluster = cluster
+        self._sources = cluster.sources
         self._reduces = cluster.device_type == "cpu"
         self.lanes, self.boundaries, self._message_rate = _lanes(
             cluster,
@@ -100,7 +101,6 @@ class Channels:
             config.parallel.num_chunks > 1,
             config.parallel.head_ranks,
         )
-        self._used: dict[str, Used] = {}
         self._seconds: dict[tuple[str, str, float], float] = {}
 
     def seconds(self, kind: str, n_bytes: float, group: str = "tensor") -> float:
@@ -120,16 +120,16 @@ class Channels:
     def _timed(self, kind: str, n_bytes: float, group: Group) -> float:
         if group.ranks == 1:
             return 0.0
-        measured = self._cluster.figures.get(f"collectives.{kind}")
+        measured = self.figures.get(f"collectives.{kind}")
         if measured is not None and (points := _measured(measured, group)):
-            self._take(measured)
+            self.take(measured.name)
             return _interpolate(points, n_bytes)
         rate = group.exchange if kind == "all_to_all" else group.rate
         assert rate is not None, "a group of several ranks has a rate"
         self._note(f"{group.words} {'all-to-all ' * (kind == 'all_to_all')}bandwidth", rate)
-        start = self._latency("collective_start_s")
-        within = self._latency("hop_within_s")
-        between = self._latency("hop_between_s") if group.nodes > 1 else 0.0
+        start = self.take("collective_start_s").value
+        within = self.take("hop_within_s").value
+        between = self.take("hop_between_s").value if group.nodes > 1 else 0.0
         of_node = math.ceil(group.ranks / group.nodes)
         chain = (group.ranks - group.nodes) * within + (group.nodes - 1) * between
         if kind == "ring":
@@ -162,29 +162,21 @@ class Channels:
 
     def _message(self, within: bool, per_byte: float, n_bytes: float) -> tuple[float, float]:
         """Return the seconds from sending to arrival, and how many of them occupy the link."""
-        measured = self._cluster.figures.get("messages")
+        measured = self.figures.get("messages")
         if measured is not None and (
             points := sorted(p[1:] for p in measured.points if (p[0] == 1) == within)
         ):
-            self._take(measured)
+            self.take("messages")
             total = _interpolate(points, n_bytes)
             return total, total - min(total, points[0][1])
         self._note("stage to stage bandwidth", self._message_rate)
         occupies = n_bytes * per_byte
-        latency = self._latency("message_within_s" if within else "message_between_s")
+        latency = self.take("message_within_s" if within else "message_between_s").value
         return occupies + latency, occupies
-
-    def _latency(self, name: str) -> float:
-        return self._take(self._cluster.figures[name]).value
-
-    def _take(self, figure: Figure) -> Figure:
-        self._used.setdefault(figure.name, figure.used)
-        return figure
 
     def _note(self, name: str, rate: Rate) -> None:
         if name not in self._used:
-            sources = self._cluster.sources
-            text = sources.get("collectives") or sources.get("links", "")
+            text = self._sources.get("collectives") or self._sources.get("links", "")
             basis = next(
                 (basis for basis in (MEASURED, ASSUMED) if text.startswith(basis)), PUBLISHED
             )
@@ -192,11 +184,6 @@ class Channels:
                 basis = ASSUMED
                 text = "estimated from the widths of links and cards by published ratios (node_links.py)"
             self._used[name] = Used(name, f"{rate.gb_per_s:.4g} GB/s, {rate.limit}", basis, text)
-
-    @property
-    def used(self) -> set[Used]:
-        """Figures that the results so far are based on."""
-        return set(self._used.values())
 
 
 def _measured(figure: Figure, group: Group) -> list[tuple[float, ...]]:
@@ -275,7 +262,30 @@ def _lanes(
     else:
         slowest_card = min(links.card_shares([(device,) for device in order]))
         ends = Group(2, 2, stride * (size - 1), tied, slowest_card)
-    boundaries = _boundaries(links, layout, order, wraps)
+    # each boundary's most seconds per byte on a link or card, within and between nodes, while all
+    # boundaries send forward
+    nodes, messages = _messages_on_nodes(layout, devices, wraps)
+    most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
+    for node in nodes:
+        neighbours = [(a, b) for a, b in enumerate(node[:devices]) if b != _NOWHERE]
+        neighbours += [(_AWAY, b) for b, a in enumerate(node[devices:]) if a == _AWAY]
+        paths = [
+            path_of(links, *(None if end == _AWAY else order[end] for end in pair))
+            for pair in neighbours
+        ]
+        users = Counter[Step]()
+        weights = dict[Step, float]()
+        for resources, weight in paths:
+            users.update(resources)
+            weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in resources}
+        for pair, (resources, _) in zip(neighbours, paths, strict=True):
+            seconds = max(users[r] * weights[r] / links.width_of(r) for r in resources) / 1e9
+            pair = (_AWAY, _AWAY) if _AWAY in pair else pair
+            most[pair] = max(seconds, most.get(pair, 0.0))
+    boundaries: list[dict[bool, float]] = [{} for _ in range(size - (not wraps))]
+    for rank, a, b in messages:
+        boundary = boundaries[rank]
+        boundary[b != _AWAY] = max(most[a, b], boundary.get(b != _AWAY, 0.0))
     slowest = max(seconds for by_place in boundaries for seconds in by_place.values())
     return lanes | {"ends": ends}, boundaries, Rate(1e-9 / slowest, ESTIMATED, "slowest boundary")
 
@@ -348,35 +358,3 @@ def _messages_on_nodes(
         [stage, np.where(targets == _AWAY, _AWAY, ranks % devices), targets], axis=1
     )
     return set(map(tuple, nodes.tolist())), set(map(tuple, messages[targets != _NOWHERE].tolist()))
-
-
-def _boundaries(
-    links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps: bool
-) -> list[dict[bool, float]]:
-    """Find each boundary's most seconds per byte on a link or card, within and between nodes.
-
-    All boundaries send forward at the same time.
-    """
-    nodes, messages = _messages_on_nodes(layout, len(order), wraps)
-    most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
-    for node in nodes:
-        targets = node[: len(order)]
-        sources = node[len(order) :]
-        ends = [(a, b) for a, b in enumerate(targets) if b != _NOWHERE]
-        ends += [(_AWAY, b) for b, a in enumerate(sources) if a == _AWAY]
-        paths = [
-            path_of(links, *(None if end == _AWAY else order[end] for end in pair)) for pair in ends
-        ]
-        users = Counter[Step]()
-        weights = dict[Step, float]()
-        for resources, weight in paths:
-            users.update(resources)
-            weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in resources}
-        for pair, (resources, _) in zip(ends, paths, strict=True):
-            seconds = max(users[r] * weights[r] / links.width_of(r) for r in resources) / 1e9
-            pair = (_AWAY, _AWAY) if _AWAY in pair else pair
-            most[pair] = max(seconds, most.get(pair, 0.0))
-    found: list[dict[bool, float]] = [{} for _ in range(layout.pipeline - (not wraps))]
-    for rank, a, b in messages:
-        found[rank][b != _AWAY] = max(most[a, b], found[rank].get(b != _AWAY, 0.0))
-    return found

@@ -376,38 +376,35 @@ def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
 
 
 def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
-    return {
-        name: _figure(facts, name, sources)
-        for name in COLUMNS
-        if facts.find(f"compute.{name}") is not None
-    }
-
-
-def _figure(facts: Facts, name: str, sources: Mapping[str, str]) -> Figure:
-    """Read a figure of [compute], with its source from [sources]."""
-    key = f"compute.{name}"
-    columns = COLUMNS[name]
-    value = facts.take(f"{key}.value", Number if columns == 1 and is_time(name) else Positive, None)
-    if value is None:
-        points = facts.take(f"{key}.points", tuple[tuple[Positive, ...], ...])
-    else:
-        points = ((*(1.0,) * (columns - 1), value),)
-    if {len(row) for row in points} != {columns}:
-        raise facts.error(f"{key}.points", f"expected rows of {columns} numbers")
-    basis = facts.take(f"{key}.basis", Literal["measured", "published", "assumed"])
-    low, high = facts.take(f"{key}.range", tuple[Positive, Positive], (1.0, 1.0))
-    if not low <= 1.0 <= high:
-        raise facts.error(
-            f"{key}.range",
-            f"expected a factor of at most 1 and one of at least 1, got {low} and {high}",
-        )
-    source = source_of(sources, name)
-    if not source:
-        raise facts.error(
-            f"sources.{key.replace('.', '_')}",
-            f"missing: expected a text that names the source of {key}",
-        )
-    return Figure(name, points, basis, source, low, high)
+    """Read the figures of [compute], with their sources from [sources]."""
+    figures = {}
+    for name, columns in COLUMNS.items():
+        key = f"compute.{name}"
+        if facts.find(key) is None:
+            continue
+        kind = Number if columns == 1 and is_time(name) else Positive
+        value = facts.take(f"{key}.value", kind, None)
+        if value is None:
+            points = facts.take(f"{key}.points", tuple[tuple[Positive, ...], ...])
+        else:
+            points = ((*(1.0,) * (columns - 1), value),)
+        if {len(row) for row in points} != {columns}:
+            raise facts.error(f"{key}.points", f"expected rows of {columns} numbers")
+        basis = facts.take(f"{key}.basis", Literal["measured", "published", "assumed"])
+        low, high = facts.take(f"{key}.range", tuple[Positive, Positive], (1.0, 1.0))
+        if not low <= 1.0 <= high:
+            raise facts.error(
+                f"{key}.range",
+                f"expected a factor of at most 1 and one of at least 1, got {low} and {high}",
+            )
+        source = source_of(sources, name)
+        if not source:
+            raise facts.error(
+                f"sources.{key.replace('.', '_')}",
+                f"missing: expected a text that names the source of {key}",
+            )
+        figures[name] = Figure(name, points, basis, source, low, high)
+    return figures
 
 
 def source_of(sources: Mapping[str, str], figure: str) -> str:
@@ -422,35 +419,7 @@ def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
 
     `heading` becomes comments at its top. Raises ConfigError if the file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: choose a writable path") from error
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
-    tables = _tables_of(cluster)
-    sources = dict(cluster.sources)
-    for name, figure in cluster.compute.items():
-        tables[f"compute.{name}"] = _facts_of(figure)
-        if source_of(sources, name) != figure.source:
-            sources[f"compute_{name.replace('.', '_')}"] = figure.source
-    tables["sources"] = {**sources}
-    for name, values in tables.items():
-        lines += ["", f"[{name}]"] if name else []
-        lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
-    write_text(path, "\n".join([*lines, ""]), choose="a writable path")
-
-
-def _facts_of(figure: Figure) -> dict[str, object]:
-    of_all = len(figure.points) == 1 and set(figure.points[0][:-1]) <= {1.0}
-    facts: dict[str, object] = {"value": figure.value} if of_all else {"points": figure.points}
-    facts["basis"] = figure.basis
-    if (figure.low, figure.high) != (1.0, 1.0):
-        facts["range"] = figure.low, figure.high
-    return facts
-
-
-def _tables_of(cluster: Cluster) -> dict[str, dict[str, object]]:
-    """Return the fields by table ("" for none) and name, without None and empty ones."""
     tables: dict[str, dict[str, object]] = {"": {}}
     for each in fields(cluster):
         table, _, name = each.metadata.get("key", "").rpartition(".")
@@ -461,7 +430,21 @@ def _tables_of(cluster: Cluster) -> dict[str, dict[str, object]]:
             tables[name] = dict(value)
         else:
             tables.setdefault(table, {})[name] = value
-    return tables
+    sources = dict(cluster.sources)
+    for name, figure in cluster.compute.items():
+        of_all = len(figure.points) == 1 and set(figure.points[0][:-1]) <= {1.0}
+        facts: dict[str, object] = {"value": figure.value} if of_all else {"points": figure.points}
+        facts["basis"] = figure.basis
+        if (figure.low, figure.high) != (1.0, 1.0):
+            facts["range"] = figure.low, figure.high
+        tables[f"compute.{name}"] = facts
+        if source_of(sources, name) != figure.source:
+            sources[f"compute_{name.replace('.', '_')}"] = figure.source
+    tables["sources"] = {**sources}
+    for name, values in tables.items():
+        lines += ["", f"[{name}]"] if name else []
+        lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
+    write_text(path, "\n".join([*lines, ""]), choose="a writable path")
 
 
 def _key(name: str) -> str:

@@ -38,6 +38,7 @@ DTYPE is float16, bfloat16 or float32. Needs no torch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -124,6 +125,25 @@ class Used(NamedTuple):
     value: str
     basis: str
     source: str
+
+
+class Reader:
+    """Reader of a machine's figures, which remembers those that it used."""
+
+    def __init__(self, figures: Mapping[str, Figure]) -> None:
+        self.figures = figures
+        self._used: dict[str, Used] = {}
+
+    @property
+    def used(self) -> set[Used]:
+        """Figures that the results so far are based on."""
+        return set(self._used.values())
+
+    def take(self, name: str) -> Figure:
+        """Return a figure that is used."""
+        figure = self.figures[name]
+        self._used.setdefault(name, figure.used)
+        return figure
 
 
 @dataclass(frozen=True)

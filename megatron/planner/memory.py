@@ -14,16 +14,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.config import Config, ModelConfig
 from megatron.engine.buckets import BucketPlan, BucketRule, bucket_rule
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.engine.zero_plan import BACKWARD, Op, Step, Zero, ZeroPlan, zero_of
 from megatron.pipeline.orders import Op as PipelineOp
-from megatron.pipeline.schedule import moments_of_rank
+from megatron.pipeline.schedule import Numbers, moments_of_rank
 from megatron.planner.events import Give, Part, Pass, Sum, Take, Trace
 from megatron.planner.events import Step as Event
 from megatron.planner.gradients import Chunk, Gradients, Sums, Traffic
@@ -85,22 +86,12 @@ class RankMemory:
     temporary: float
 
     @property
-    def optimizer(self) -> float:
-        """Master weights and moments."""
-        return self.master + self.moments
-
-    @property
-    def states(self) -> float:
-        """Memory held for the whole run: weights, gradients and optimizer."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
     def total(self) -> float:
-        return self.states + self.activations + self.logits + self.buffers + self.temporary
+        return float(sum(getattr(self, name) for name in CATEGORIES))
 
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(RankMemory))[1:]
-Bytes = np.ndarray[Any, np.dtype[np.float64]]
+Bytes = npt.NDArray[np.float64]
 """Bytes by category, or one such row for each step."""
 NOTHING = np.zeros((1, len(CATEGORIES)))
 _ACTIVATIONS, _BUFFERS, _TEMPORARY = map(CATEGORIES.index, ("activations", "buffers", "temporary"))
@@ -122,12 +113,6 @@ def room_bytes(memory: float, device: str) -> float:
 
 Shared = tuple[Zero, BucketRule]
 """Sizes of what ZeRO stages 2 and 3 divide, and the rule of their buckets."""
-
-
-def shared_of(config: Config) -> Shared | None:
-    """Return what ZeRO stages 2 and 3 divide; None for other stages."""
-    zero = zero_of(config)
-    return (zero, bucket_rule(config, zero.line)) if zero.divides_gradients else None
 
 
 # -- passes ----------------------------------------------------------------------------------------
@@ -160,8 +145,7 @@ def find_peak(rows: Bytes) -> tuple[Bytes, int]:
     return now[at], at
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
+class _Rows(NamedTuple):
     """Rows of a pass, and before which of them it uses which gradient sums."""
 
     rows: Bytes
@@ -394,23 +378,6 @@ def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, floa
     return found
 
 
-def working_bytes(config: Config, rank: int, device: str) -> dict[str, float]:
-    """Return the bytes of the two sets of tensors through which --cpu-offload streams the state.
-
-    A tensor of a set is as large as the largest of this rank's parts of the buckets that have it.
-    """
-    state, in_fp32 = optimizer_state(config), config.precision.dtype_name == "float32"
-    most: dict[str, float] = {}
-    plan = plan_of_rank(config, trace(config, device), rank).plan
-    for bucket in plan.buckets:
-        elements = plan.zero.owned(bucket)
-        tensors = {**state.of(bucket.kind.whole).tensors, **({} if in_fp32 else {"master": 4})}
-        for name, n_bytes in tensors.items():
-            most[name] = max(most.get(name, 0.0), n_bytes * elements)
-    master = most.pop("master", 0.0)
-    return {"master": 2 * master, "moments": 2 * sum(most.values())}
-
-
 def sized_model(config: Config) -> ModelConfig:
     """Return the model with a vocabulary: GPT-2's if the size depends on tokenizer files."""
     model = config.model
@@ -441,9 +408,18 @@ def _states(config: Config, rank: int, device: str) -> dict[str, float]:
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
     states = _states(config, rank, device)
     if config.engine.cpu_offload:
+        # The state streams through two sets of tensors, each as large as the largest of this rank's
+        # parts of the buckets that have it.
+        state = optimizer_state(config)
+        master = {} if config.precision.dtype_name == "float32" else {"master": 4}
+        plan = plan_of_rank(config, trace(config, device), rank).plan
+        most: dict[str, float] = {}
+        for bucket in plan.buckets:
+            for name, n_bytes in {**state.of(bucket.kind.whole).tensors, **master}.items():
+                most[name] = max(most.get(name, 0.0), n_bytes * plan.zero.owned(bucket))
         kept = float(device == "cpu")  # whose memory is the host's
-        working = working_bytes(config, rank, device)
-        states |= {name: kept * states[name] + more for name, more in working.items()}
+        states["master"] = kept * states["master"] + 2 * most.pop("master", 0.0)
+        states["moments"] = kept * states["moments"] + 2 * sum(most.values())
     held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
     return RankMemory(rank, *map(float, held))
 
@@ -455,7 +431,8 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     m = config.num_micro_batches()
     p = parallel.pipeline_model_parallel_size
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
-    shared = shared_of(config)
+    zero = zero_of(config)
+    shared = (zero, bucket_rule(config, zero.line)) if zero.divides_gradients else None
     stages = stages_of(config)[rank::p]
     mine = [chunk_memory(traced, stage, block, shared) for stage in stages]
     op, chunk, held, waiting, messages = moments_of_rank(
@@ -469,7 +446,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
         now = now + _gradients_of_passes(stages, chunks, plan, op, chunk)
     now = now + held @ np.array([c.kept for c in mine]) + waiting[:, None] * mine[0].waiting
     now[:, _BUFFERS] += messages * traced.layer.hands_on
-    most: np.ndarray[Any, np.dtype[np.float64]] = now[np.argmax(now.sum(axis=1))]
+    most: Bytes = now[np.argmax(now.sum(axis=1))]
     most[_ACTIVATIONS] += max(layer.tables for layer, _ in traced.kinds)
     # tokens, labels and positions, int64, and fp32 masks of all micro-batches of the step
     if rank in (0, p - 1):
@@ -489,8 +466,8 @@ def _gradients_of_passes(
     stages: Sequence[Stage],
     chunks: Sequence[_Chunk],
     plan: ZeroPlan,
-    op: np.ndarray[Any, Any],
-    chunk: np.ndarray[Any, Any],
+    op: Numbers,
+    chunk: Numbers,
 ) -> Bytes:
     """Return what the gradients of ZeRO stages 2 and 3 add to each pass of a rank."""
     first_end = np.argmax((op == PipelineOp.BACKWARD_WEIGHT) | (op == PipelineOp.BACKWARD))

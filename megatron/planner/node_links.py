@@ -32,7 +32,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -133,10 +133,8 @@ class NodeLinks:
         nearest = min(max(width, widths[0]), widths[-1])
         return float(np.interp(nearest, widths, rates)) * width / nearest
 
-    def widest_ring(self, group: Iterable[int], through: Iterable[int] = ()) -> float:
+    def widest_ring(self, group: Collection[int], through: Collection[int] = ()) -> float:
         """Return the GB/s of one ring, there and back on a spanning tree; 0 if not connected."""
-        group = frozenset(group)
-        through = frozenset(through)
         widths = sorted(set(self.cluster.links.values()), reverse=True)
         return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
 

@@ -37,7 +37,7 @@ import numpy as np
 from megatron.errors import ConfigError
 from megatron.kernels.work import Attention
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import Figure, Used
+from megatron.planner.compute import Figure, Reader
 
 BACKWARD_OPERATIONS = 2.5
 """Ratio of operations, backward to forward pass of attention, with recomputed scores."""
@@ -46,38 +46,34 @@ _NEAR = math.log(1.5) ** 2
 """Squared distance of logarithms at which half of a point's deviation is added back."""
 
 
-class Rates:
+class Rates(Reader):
     """Compute times of one device, in the dtype 'float16', 'bfloat16' or 'float32'.
 
     Raises ConfigError for a dtype with neither a peak nor figures in the machine's file.
     """
 
     def __init__(self, cluster: Cluster, dtype: str) -> None:
-        self._figures = cluster.figures
+        super().__init__(cluster.figures)
         self._dtype = dtype
         attention = f"attention.{dtype}"
         for name in (f"products.{dtype}", f"{attention}.forward", f"{attention}.backward"):
-            if name not in self._figures:
+            if name not in self.figures:
                 raise ConfigError(
                     f"{cluster.path or cluster.name}: compute.{name} and device.peak_tflops."
                     f"{dtype} are both missing: give one of them, or train in "
                     f"{', '.join(cluster.peak_tflops) or 'another dtype'}"
                 )
-        self._used: dict[str, Figure] = {}
         self._peak = cluster.peak_tflops.get(dtype, float("inf")) * 1e12
-        each = self._take("layer_overhead_s").value
+        each = self.take("layer_overhead_s").value
         self.layer_forward_overhead_s = self._optional("layer_forward_overhead_s", each)
         self.layer_backward_overhead_s = self._optional("layer_backward_overhead_s", each)
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
-        self.step_overhead_s = self._take("step_overhead_s").value
-        self._kernel_s = self._take("kernel_s").value
-        self._product_law = _product_law(self._take(f"products.{dtype}"), self._peak)
-
-    def _take(self, name: str) -> Figure:
-        return self._used.setdefault(name, self._figures[name])
+        self.step_overhead_s = self.take("step_overhead_s").value
+        self._kernel_s = self.take("kernel_s").value
+        self._product_law = _product_law(self.take(f"products.{dtype}"), self._peak)
 
     def _optional(self, name: str, default: float) -> float:
-        return self._take(name).value if name in self._figures else default
+        return self.take(name).value if name in self.figures else default
 
     def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Time `batch` products [m, k] x [k, n] in one kernel."""
@@ -85,7 +81,7 @@ class Rates:
 
     def attention_s(self, work: Attention) -> float:
         """Time one pass of causal flash attention over [batch, seq, heads, head_dim]."""
-        figure = self._take(f"attention.{self._dtype}.{'backward' if work.backward else 'forward'}")
+        figure = self.take(f"attention.{self._dtype}.{'backward' if work.backward else 'forward'}")
         heads_known, lines = _attention_lines(figure, self._peak)
         rates = [1.0 / line.inverse(as_long_as(work.seq, work.keys)) for line in lines]
         rate = np.interp(math.log(work.head_dim), heads_known, rates)
@@ -94,19 +90,14 @@ class Rates:
     def memory_s(self, n_bytes: float, kernels: int = 1, kind: str = "copy") -> float:
         """Time kernels that read and write `n_bytes` in all; `kind` is the WORK of compute.py."""
         name = f"memory.{kind}"
-        figure = self._take(name if name in self._figures else "memory.copy")
+        figure = self.take(name if name in self.figures else "memory.copy")
         sizes, rates = zip(*sorted(figure.points), strict=True)
         rate = np.interp(math.log(max(1.0, n_bytes / max(1, kernels))), np.log(sizes), rates)
         return kernels * self._kernel_s + n_bytes / (float(rate) * 1e9)
 
     def update_s(self, elements: float, bytes_per_element: float) -> float:
         """Time the optimizer's update of `elements` parameters; bytes are read and written."""
-        return elements * bytes_per_element / (self._take("update_gb_per_s").value * 1e9)
-
-    @property
-    def used(self) -> set[Used]:
-        """Figures that the results so far are based on."""
-        return {figure.used for figure in self._used.values()}
+        return elements * bytes_per_element / (self.take("update_gb_per_s").value * 1e9)
 
 
 def causal_pairs(seq: int, keys: int | None) -> float:

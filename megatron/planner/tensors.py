@@ -100,7 +100,7 @@ class Follower(TorchDispatchMode):
         for tensor in tensors_of(out):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self._seen or not storage.nbytes() or not is_empty(tensor):
+            if key in self._seen or not storage.nbytes() or not self.follows(tensor):
                 continue
             self.number += 1
             gone = functools.partial(self._forget, key, self.number)
@@ -111,6 +111,10 @@ class Follower(TorchDispatchMode):
                 if rows and category != "activations":
                     category = "logits"
                 self.taken(Take(storage.nbytes(), self.number, category), tensor)
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Return whether the memory of such a tensor is recorded."""
+        return is_empty(tensor)
 
     def number_of(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage; None if it is not recorded."""

@@ -7,6 +7,7 @@ another folder, or "none". Needs torch if a trace is not cached.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -189,17 +190,17 @@ def _part(config: Config, kind: str, device: str) -> Part:
     if found is None:
         # The sources of user-supplied pieces are unknown: keep their traces in memory only.
         folder = _folder(device) if config.pieces == PLAIN else None
-        path = (
-            None
-            if folder is None
-            else folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-        )
-        found = _read(path)
-        if found is None:
+        path = folder and folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        # missing or truncated
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            if path is not None:
+                found = _made(json.loads(path.read_text()))
+        if not isinstance(found, Part):
             from megatron.planner.recorder import record
 
             found = record(config, device, kind)
-            _write(path, found)
+            if path is not None:
+                _write(path, found)
         _parts[key, config.pieces] = found
     return found
 
@@ -242,23 +243,12 @@ def _folder(device: str) -> Path | None:
     return folder
 
 
-def _read(path: Path | None) -> Part | None:
-    try:
-        found = None if path is None else _made(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None  # missing or truncated
-    return found if isinstance(found, Part) else None
-
-
-def _write(path: Path | None, part: Part) -> None:
-    if path is None:
-        return
-    try:
+def _write(path: Path, part: Part) -> None:
+    # a full or read-only home costs time, not the answer
+    with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(_plain(part), file, separators=(",", ":"))
         os.replace(file.name, path)
-    except OSError:
-        pass  # a full or read-only home costs time, not the answer
 
 
 _TYPES: dict[str, Any] = {

@@ -70,16 +70,6 @@ def tiny(config: Config, layers: int) -> Config:
     )
 
 
-def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSeconds:
-    """Measure the host for about `seconds`, in the only process of a job.
-
-    On a GPU these are the times until the host can continue, without those of the device.
-    """
-    few, many = (_times(tiny(config, layers), device, seconds / 2) for layers in (FEW, MANY))
-    forward, backward = (max(0.0, many[i] - few[i]) / (MANY - FEW) for i in (0, 1))
-    return HostSeconds(forward, backward, max(0.0, few[3] - FEW * (forward + backward)), few[4])
-
-
 def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
     """Measure median seconds of the host's parts of a step.
 
@@ -161,9 +151,14 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
         points = _points(config, launch, device, together)
     if launch.rank:
         return None
-    # As a job of one process, after the job of all processes has ended.
+    # As a job of one process, after the job of all processes has ended. On a GPU these are the
+    # times until the host can continue, without those of the device.
     os.environ.update(environment({}, 0, 1, 0))
-    host = host_seconds(config, device, seconds - together)
+    few, many = (
+        _times(tiny(config, layers), device, (seconds - together) / 2) for layers in (FEW, MANY)
+    )
+    forward, backward = (max(0.0, many[i] - few[i]) / (MANY - FEW) for i in (0, 1))
+    host = HostSeconds(forward, backward, max(0.0, few[3] - FEW * (forward + backward)), few[4])
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -192,7 +187,13 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     per_node = launch.local_world_size
     cores = len(os.sched_getaffinity(0))
     on_cpu = device.type == "cpu"
-    tasks = compute_tasks(config, device, _tensor_sizes(config, per_node))
+    # tensor-parallel sizes: the powers of two within a node that divide heads and MLP
+    model = config.model
+    divided = math.gcd(model.num_attention_heads, model.ffn_hidden_size)
+    groups = model.num_key_value_heads
+    powers = [1 << i for i in range(per_node.bit_length())]
+    sizes = tuple(t for t in powers if divided % t == 0 and 0 in (groups % t, t % groups))
+    tasks = compute_tasks(config, device, sizes)
     # More processes than cores would wait for each other: one per core measures.
     active = not on_cpu or launch.local_rank < cores
     compute_s = seconds * (_COMPUTE_SHARE if world.size > 1 else 1.0)
@@ -202,8 +203,8 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
         found = torch.tensor([value], dtype=torch.float64, device=device)
         return float(collectives.all_reduce(found, world, op=dist.ReduceOp.MAX).item())
 
-    groups = open_groups(kinds_of_groups(world.size, per_node), world.size, launch.rank)
-    messages = list(message_tasks(groups, device))
+    opened = open_groups(kinds_of_groups(world.size, per_node), world.size, launch.rank)
+    messages = list(message_tasks(opened, device))
     sent = measure(messages, device, seconds * (1 - _COMPUTE_SHARE), largest)
     # Processes that share cores also share them for copies and sums, but the clock of a step
     # expects the seconds of a dedicated core.
@@ -217,15 +218,6 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     for task, value in zip([*tasks, *messages] if every else [], seconds_of, strict=True):
         points.setdefault(task.figure, []).append([*task.place, float(f"{task.value(value):.5g}")])
     return points
-
-
-def _tensor_sizes(config: Config, per_node: int) -> tuple[int, ...]:
-    """List the powers of two within a node that divide heads and MLP."""
-    model = config.model
-    divided = math.gcd(model.num_attention_heads, model.ffn_hidden_size)
-    groups = model.num_key_value_heads
-    sizes = [1 << i for i in range(per_node.bit_length())]
-    return tuple(t for t in sizes if divided % t == 0 and 0 in (groups % t, t % groups))
 
 
 # -- the description -------------------------------------------------------------------------------

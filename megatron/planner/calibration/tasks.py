@@ -208,11 +208,11 @@ def message_tasks(groups: dict[Kind, Group], device: torch.device) -> Iterator[T
     neighbours = [k for k in pairs if k.nodes == 1][:1] + [k for k in pairs if k.nodes > 1][-1:]
     sizes = SIZES[device.type]
     for (kind, group), name, size in itertools.product(groups.items(), KINDS, sizes):
-        make = _collective(name, group, size, device)
+        make = partial(_collective, name, group, size, device)
         calls = kind.ranks if name == "reduce" else 1
         yield Task(f"collectives.{name}", (*kind, size), make, None, calls, before)
     for kind, size in itertools.product(neighbours, sizes):
-        make = _message(groups[kind], size, device)
+        make = partial(_message, groups[kind], size, device)
         yield Task("messages", (kind.nodes, size), make, None, 2, before)
 
 
@@ -228,45 +228,37 @@ def _in_turn(device: torch.device, size: int) -> Iterator[Tensor]:
     return itertools.cycle([torch.ones(max(1, size // 4), device=device) for _ in range(many)])
 
 
-def _collective(name: str, group: Group, size: int, device: torch.device) -> Make:
-    def make() -> Work:
-        wholes = _in_turn(device, max(1, size // 4 // group.size) * group.size * 4)
-        if name == "all_reduce":
-            return lambda: collectives.all_reduce(next(wholes), group)
-        if name == "all_gather":
-            return lambda: collectives.gather_first(next(wholes).chunk(group.size)[0], group)
-        if name == "reduce_scatter":
-            return lambda: collectives.reduce_scatter_first(next(wholes), group)
-        if name == "all_to_all":
-            one = [1] * group.size
-            rows = group.size, -1
-            return lambda: collectives.all_to_all(next(wholes).view(rows), group, one, one)
-        return lambda: _reduce_to_all(next(wholes), group)
+def _collective(name: str, group: Group, size: int, device: torch.device) -> Work:
+    wholes = _in_turn(device, max(1, size // 4 // group.size) * group.size * 4)
+    if name == "all_reduce":
+        return lambda: collectives.all_reduce(next(wholes), group)
+    if name == "all_gather":
+        return lambda: collectives.gather_first(next(wholes).chunk(group.size)[0], group)
+    if name == "reduce_scatter":
+        return lambda: collectives.reduce_scatter_first(next(wholes), group)
+    if name == "all_to_all":
+        one = [1] * group.size
+        rows = group.size, -1
+        return lambda: collectives.all_to_all(next(wholes).view(rows), group, one, one)
 
-    return make
+    def reduce_to_all() -> None:
+        # concurrently, as the engine does with its buckets on a CPU
+        reduce = partial(dist.reduce, next(wholes), group=group.handle, async_op=True)
+        for work in [reduce(dst=rank) for rank in group.ranks]:
+            work.wait()
 
-
-def _reduce_to_all(x: Tensor, group: Group) -> None:
-    """Reduce to each member concurrently, as the engine does with its buckets on a CPU."""
-    for work in [
-        dist.reduce(x, dst=rank, group=group.handle, async_op=True) for rank in group.ranks
-    ]:
-        work.wait()
+    return reduce_to_all
 
 
-def _message(group: Group, size: int, device: torch.device) -> Make:
+def _message(group: Group, size: int, device: torch.device) -> Work:
     """Return work that sends a tensor back and forth."""
+    tensors = _in_turn(device, size)
+    peer = group.ranks[1 - group.rank]
+    calls = (b"send", b"receive") if group.is_first else (b"receive", b"send")
 
-    def make() -> Work:
-        tensors = _in_turn(device, size)
-        peer = group.ranks[1 - group.rank]
-        calls = (b"send", b"receive") if group.is_first else (b"receive", b"send")
+    def run() -> None:
+        x = next(tensors)
+        for call in calls:
+            collectives.post(call, x, group, peer).wait()
 
-        def run() -> None:
-            x = next(tensors)
-            for call in calls:
-                collectives.post(call, x, group, peer).wait()
-
-        return run
-
-    return make
+    return run

@@ -395,14 +395,18 @@ def run_rank(
         follower.vocabulary_rows = config.model.padded_vocab_size(tensor_size) // tensor_size
         for count in (min(micro_batches, topology.pipeline.size), micro_batches):
             follower.messages.clear()
-            before = len(follower.steps)
+            last = len(follower.steps)
             losses = executor.train(batches[:count], loss_scale=engine.loss_scale)
             follower.category = "temporary"
             engine.step(config.optimizer.lr)
             del losses
-        peak, setup_bytes, largest = _peak_of_steps(
-            follower, setup, before, CPU_BLOCK if device == "cpu" else GPU_BLOCK
-        )
+        block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
+        made: dict[int, Take] = {}
+        at_setup = changes(follower.steps[:setup], block, made)
+        held = at_setup.sum(axis=0) + changes(follower.steps[setup:last], block, made).sum(axis=0)
+        most, until = find_peak(changes(follower.steps[last:], block, dict(made)))
+        changes(follower.steps[last : last + until], block, made)
+        largest = sorted(made.values(), key=lambda step: -step.bytes)[:_LARGEST]
         # Its messages are compared, but with ZeRO stage 3 it gathers all weights, as no step does.
         engine.wait_for_weights()
         copy_bytes = 0
@@ -414,10 +418,10 @@ def run_rank(
             rank,
             topology.pipeline.rank,
             sum(p.numel() for p in chunks.parameters()),
-            RankMemory(topology.pipeline.rank, *peak),
-            setup_bytes,
+            RankMemory(topology.pipeline.rank, *map(float, held + most)),
+            float(find_peak(at_setup)[0].sum()),
             copy_bytes,
-            largest,
+            tuple((step.bytes, step.category, follower.shapes[step.id]) for step in largest),
             follower.messages,
             follower.collectives,
         )
@@ -438,23 +442,6 @@ def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> No
     follower.move((t for b in buckets for t in (b.gradients, b.sums) if t is not None), "gradients")
     follower.move((t for b in buckets for t in (b.weights, b.held) if t is not None), "weights")
     follower.move(chunks.parameters(), "weights")
-
-
-def _peak_of_steps(
-    follower: Follower, setup: int, last: int, block: int
-) -> tuple[list[float], float, tuple[tuple[int, str, str], ...]]:
-    """Return the peak from step `last` on by category, that of set-up, and the largest tensors.
-
-    Steps are allocations and releases; the first `setup` ones are those of set-up.
-    """
-    made: dict[int, Take] = {}
-    at_setup = changes(follower.steps[:setup], block, made)
-    before = at_setup.sum(axis=0) + changes(follower.steps[setup:last], block, made).sum(axis=0)
-    most, until = find_peak(changes(follower.steps[last:], block, dict(made)))
-    changes(follower.steps[last : last + until], block, made)
-    largest = sorted(made.values(), key=lambda step: -step.bytes)[:_LARGEST]
-    shown = tuple((step.bytes, step.category, follower.shapes[step.id]) for step in largest)
-    return [*map(float, before + most)], float(find_peak(at_setup)[0].sum()), shown
 
 
 def _micro_batches(config: Config, topology: Topology) -> list[MicroBatch]:

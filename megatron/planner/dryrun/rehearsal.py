@@ -188,11 +188,21 @@ def rehearse(
         if m.stands_for
     ]
     findings = failed or _compare(config, count, runs)
-    findings += [
-        _too_much(run, capacity)
-        for run in ranks
-        if capacity is not None and run.needed_bytes > capacity
-    ]
+    for run in ranks:
+        if capacity is None or run.needed_bytes <= capacity:
+            continue
+        # its largest tensors, and flags that reduce them
+        held = sorted(((getattr(run.peak, name), name) for name in CATEGORIES), reverse=True)
+        large = (name for size, name in held if size >= run.peak.total / 10)
+        helps = dict.fromkeys(flag for name in large for flag in _HELPS[name].split("; "))
+        largest = ", ".join(
+            f"{gib(size)} GiB {category} {what}" for size, category, what in run.largest
+        )
+        text = (
+            f"needs {gib(run.needed_bytes)} of {gib(capacity)} GiB for tensors. Largest tensors at "
+            f"the peak: {largest}. To reduce them: {'; '.join(helps)}"
+        )
+        findings.append(Finding("memory", run.rank, text))
     return Rehearsal(config, device, tuple(ranks), tuple(findings), count, capacity)
 
 
@@ -265,24 +275,6 @@ def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun])
     for m, run in runs.items():
         findings += check_messages(m.rank, run.messages, plan[m.pipeline_rank], shape, dtype)
     return findings + check_collectives({m.rank: run.collectives for m, run in runs.items()})
-
-
-def _too_much(run: RankRun, capacity: float) -> Finding:
-    """Describe a rank that does not fit: its largest tensors, and flags that reduce them."""
-    held = sorted(((getattr(run.peak, name), name) for name in CATEGORIES), reverse=True)
-    large = (name for size, name in held if size >= run.peak.total / 10)
-    helps = dict.fromkeys(flag for name in large for flag in _HELPS[name].split("; "))
-    largest = ", ".join(
-        f"{gib(size)} GiB {category} {what}" for size, category, what in run.largest
-    )
-    return Finding(
-        "memory",
-        run.rank,
-        (
-            f"needs {gib(run.needed_bytes)} of {gib(capacity)} GiB for tensors. Largest tensors at the peak: "
-            f"{largest}. To reduce them: {'; '.join(helps)}"
-        ),
-    )
 
 
 def gib(n_bytes: float) -> str:

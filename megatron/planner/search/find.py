@@ -183,25 +183,30 @@ class Search:
         return min(misfits, key=lambda rejected: rejected.miss)
 
     def judge(self, alike: Sequence[Ranked]) -> list[Ranked]:
-        """Estimate layouts with the same instruction lists, which are built once."""
-        return [self._judged(ranked) for ranked in alike]
+        """Estimate layouts with the same instruction lists, which are built once.
 
-    def _judged(self, ranked: Ranked) -> Ranked:
-        """Estimate a layout on the best of its placements."""
-        layout = ranked.layout
+        Each is estimated on the best of its placements.
+        """
+        judged = []
         cluster = self.space.cluster
-        config = self.space.config(layout)
-        costs = [
-            (folded_seconds(config, cluster, channels), channels.placement)
-            for channels in self._channels(config)
-        ]
-        least = min(cost for cost, _ in costs)
-        close = {cost: p for cost, p in reversed(costs) if cost <= _CLOSE * least}
-        found = min((estimate(config, cluster, p) for p in close.values()), key=lambda e: e.seconds)
-        placed = layout._replace(
-            rank_order=found.placement.layout.order, device_order=found.placement.chosen_devices
-        )
-        return Ranked(found.seconds / layout.batch, placed, ranked.memory)
+        for _, layout, memory in alike:
+            config = self.space.config(layout)
+            costs = [
+                (folded_seconds(config, cluster, channels), channels.placement)
+                for channels in self._channels(config)
+            ]
+            least = min(cost for cost, _ in costs)
+            close = {cost: place for cost, place in reversed(costs) if cost <= _CLOSE * least}
+            found = min(
+                (estimate(config, cluster, place) for place in close.values()),
+                key=lambda estimated: estimated.seconds,
+            )
+            place = found.placement
+            placed = layout._replace(
+                rank_order=place.layout.order, device_order=place.chosen_devices
+            )
+            judged.append(Ranked(found.seconds / layout.batch, placed, memory))
+        return judged
 
     # -- one layout --------------------------------------------------------------------------------
 

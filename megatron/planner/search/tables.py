@@ -321,49 +321,41 @@ def _site_script(
     notes: Sequence[str],
 ) -> str:
     """Return a batch script that uses examples/frontier/job.sh, with these flags of `config`."""
-    devices = config.parallel.world_size
     site = f"examples/{cluster.name}/site.env"
-    nodes = devices // cluster.devices_per_node
+    nodes = config.parallel.world_size // cluster.devices_per_node
     name = preset or "gpt"
-    hours = cluster.wall_limit_hours(nodes)
-    whole, minutes = divmod(math.floor(60 * hours), 60)
-    header = [
-        f"-J {name}",
-        f"-N {nodes}",
-        f"-t {whole:02d}:{minutes:02d}:00",
-        *_SITES[cluster.name],
-        f"--ntasks-per-node={cluster.devices_per_node}",
-        f"-c {cluster.cpus_per_task}",
-        "--signal=USR1@600",
-        "--requeue",
-        "--open-mode=append",
-        "-o %x-%j.out",
-    ]
     model = preset or f"{config.model.num_layers} layers of width {config.model.hidden_size}"
-    lines = [
-        "#!/bin/bash",
-        f"# {model} on {nodes} node(s) of {cluster.name}, the choice of tools/plan.py. From the "
-        "repository:",
-        f"#     source {site} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which win "
-        "over these]",
-        f"#     source {site} && python tools/preflight.py check FOLDER/job.sbatch",
-        *(f"# {note}" for note in notes),
-        *(f"#SBATCH {line}" for line in header),
-        "set -uo pipefail",
-        f"MODEL={name}",
-        "PRESET='' # all settings are given below",
-        "FLAGS=(",
-        *(f"    {line}" for line in _by_flag(flags)),
-        ")",
-        'for root in "${MEGATRON_ROOT:-}" "${SLURM_SUBMIT_DIR:-}" "$PWD"; do',
-        "    [[ ! -f $root/examples/frontier/job.sh ]] || break",
-        "done",
-        "# shellcheck source=/dev/null",
-        'source "$root/examples/frontier/job.sh" || { echo "source site.env first, then sbatch" '
-        ">&2 && exit 2; }",
-        'train_job "${FLAGS[@]}" "$@"',
-    ]
-    return "\n".join(lines) + "\n"
+    hours, minutes = divmod(math.floor(60 * cluster.wall_limit_hours(nodes)), 60)
+    comments = "".join(f"# {note}\n" for note in notes)
+    more = "".join(f"#SBATCH {line}\n" for line in _SITES[cluster.name])
+    arguments = "\n".join(f"    {line}" for line in _by_flag(flags))
+    return f"""\
+#!/bin/bash
+# {model} on {nodes} node(s) of {cluster.name}, the choice of tools/plan.py. From the repository:
+#     source {site} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which win over these]
+#     source {site} && python tools/preflight.py check FOLDER/job.sbatch
+{comments}#SBATCH -J {name}
+#SBATCH -N {nodes}
+#SBATCH -t {hours:02d}:{minutes:02d}:00
+{more}#SBATCH --ntasks-per-node={cluster.devices_per_node}
+#SBATCH -c {cluster.cpus_per_task}
+#SBATCH --signal=USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH -o %x-%j.out
+set -uo pipefail
+MODEL={name}
+PRESET='' # all settings are given below
+FLAGS=(
+{arguments}
+)
+for root in "${{MEGATRON_ROOT:-}}" "${{SLURM_SUBMIT_DIR:-}}" "$PWD"; do
+    [[ ! -f $root/examples/frontier/job.sh ]] || break
+done
+# shellcheck source=/dev/null
+source "$root/examples/frontier/job.sh" || {{ echo "source site.env first, then sbatch" >&2 && exit 2; }}
+train_job "${{FLAGS[@]}}" "$@"
+"""
 
 
 def _by_flag(words: Sequence[str]) -> list[str]:
