@@ -199,8 +199,12 @@ def _part(config: Config, kind: str, device: str) -> Part:
             from megatron.planner.recorder import record
 
             found = record(config, device, kind)
-            if path is not None:
-                _write(path, found)
+            # a full or read-only home costs time, not the answer
+            with contextlib.suppress(OSError):
+                if path is not None:
+                    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+                        json.dump(_plain(found), file, separators=(",", ":"))
+                    os.replace(file.name, path)
         _parts[key, config.pieces] = found
     return found
 
@@ -241,14 +245,6 @@ def _folder(device: str) -> Path | None:
     except OSError:
         return None
     return folder
-
-
-def _write(path: Path, part: Part) -> None:
-    # a full or read-only home costs time, not the answer
-    with contextlib.suppress(OSError):
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(_plain(part), file, separators=(",", ":"))
-        os.replace(file.name, path)
 
 
 _TYPES: dict[str, Any] = {

@@ -31,6 +31,7 @@ _LAYER = re.compile(r"^layers\.\d+\.?")
 
 _SMALL = 1e-3
 _Row = tuple[str, str, str, str]
+_MESSAGE_COLUMNS = ("message", "formula", "time", "overlaps with")
 
 
 def explain(found: Estimate) -> list[Table]:
@@ -268,7 +269,6 @@ def _zero_messages(
     found: Estimate, traced: Trace, stages: Sequence[Stage], rank: int
 ) -> Iterator[Table]:
     """Tabulate the messages of ZeRO in the passes of one micro-batch."""
-    columns = ("message", "formula", "time", "overlaps with")
     engine = found.config.engine
     for name in ("forward", "backward", "weight"):
         overlaps = engine.overlap_param_gather if name == "forward" else engine.overlap_grad_reduce
@@ -280,7 +280,7 @@ def _zero_messages(
                 messages += messages_in_passes(traced, stage, plan, name)
         if messages:
             title = f"messages of ZeRO in one {name} pass, pipeline rank {rank}"
-            yield Table(title, columns, _messages(found, messages, beside))
+            yield Table(title, _MESSAGE_COLUMNS, _messages(found, messages, beside))
 
 
 def _end_of_step(found: Estimate, rank: int) -> Table:
@@ -291,8 +291,7 @@ def _end_of_step(found: Estimate, rank: int) -> Table:
     sums, news = messages_at_end(plan_of_rank(found.config, traced, rank).plan)
     rows = _messages(found, sums, "last backward pass" * (engine.overlap_grad_reduce and hides))
     rows += _messages(found, news, "first forward pass" * (engine.overlap_param_gather and hides))
-    columns = ("message", "formula", "time", "overlaps with")
-    return Table(f"messages at the end of a step, pipeline rank {rank}", columns, rows)
+    return Table(f"messages at the end of a step, pipeline rank {rank}", _MESSAGE_COLUMNS, rows)
 
 
 def _memory(found: Estimate) -> Table:
