@@ -44,10 +44,10 @@ def test_a_device_has_two_sets_and_a_cpu_the_state_as_well(fields, n_bytes):
     config = on_host(**more)
     elsewhere = run(world_size=8, global_batch_size=16, **more)
     (gpu,), (cpu,) = memory_of_ranks(config), memory_of_ranks(config, "cpu")
-    assert gpu.optimizer == 2 * n_bytes * 3000 * 256 / 8
+    assert gpu.master + gpu.moments == 2 * n_bytes * 3000 * 256 / 8
     (whole,) = memory_of_ranks(elsewhere, "cpu")
-    assert whole.optimizer == n_bytes * parameters_of_rank(config, 0) / 8
-    assert cpu.optimizer == whole.optimizer + gpu.optimizer
+    assert whole.master + whole.moments == n_bytes * parameters_of_rank(config, 0) / 8
+    assert cpu.master + cpu.moments == whole.master + whole.moments + gpu.master + gpu.moments
     assert dataclasses.replace(gpu, master=0, moments=0) == dataclasses.replace(
         memory_of_ranks(elsewhere)[0], master=0, moments=0
     )
