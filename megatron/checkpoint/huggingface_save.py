@@ -212,37 +212,30 @@ def _of_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> tuple[dict[str, b
         }, {}
     if kind == "TikTokenizer":
         return {}, {}
-    fields, ids = _of_sentence_piece(tokenizer)
-    settings = to_json(fields, TOKENIZER_CONFIG).encode()
-    return {"tokenizer.model": _read(model), TOKENIZER_CONFIG: settings}, ids
-
-
-def _read(path: str | Path) -> bytes:
-    return read_bytes(path, _TOKENIZER_LIMIT_BYTES, error=CheckpointError)
-
-
-def _of_sentence_piece(tokenizer: TokenizerConfig) -> tuple[Values, Values]:
-    """Return tokenizer_config.json and special ids of a SentencePiece model."""
     known = build_tokenizer(**dataclasses.asdict(tokenizer))
-    path = Path(tokenizer.tokenizer_model or "")
     target = "megatron.data.tokenizer_adapters:sentence_piece_facts"
-    model = LimitedProcess(target, path, str(path), path.stat().st_size).ask(None, 0)
+    facts = LimitedProcess(target, model, str(model), model.stat().st_size).ask(None, 0)
     # SentencePieceTokenizer appends tokens to those of the file.
-    appended = {i: known.decode([i]) for i in range(len(model["names"]), known.vocab_size)}
-    ids = {f"{name}_token": i for name, i in model["ids"].items()} | {"eos_token": known.eod}
+    appended = {i: known.decode([i]) for i in range(len(facts["names"]), known.vocab_size)}
+    ids = {f"{name}_token": i for name, i in facts["ids"].items()} | {"eos_token": known.eod}
     ids = {name: i for name, i in ids.items() if i >= 0}
     fields = {
         "tokenizer_class": "LlamaTokenizer",
         "add_bos_token": tokenizer.tokenizer_type == "Llama2Tokenizer",
         "add_eos_token": False,
-        "add_prefix_space": model["prefix"],
+        "add_prefix_space": facts["prefix"],
         "clean_up_tokenization_spaces": False,
         "legacy": False,
         "added_tokens_decoder": {i: {"content": n, "special": True} for i, n in appended.items()},
     }
     named = {f"{name}_id": i for name, i in ids.items() if name != "unk_token"}
-    names = {name: appended.get(i) or model["names"][i] for name, i in ids.items()}
-    return fields | names, named
+    names = {name: appended.get(i) or facts["names"][i] for name, i in ids.items()}
+    settings = to_json(fields | names, TOKENIZER_CONFIG).encode()
+    return {"tokenizer.model": _read(model), TOKENIZER_CONFIG: settings}, named
+
+
+def _read(path: str | Path) -> bytes:
+    return read_bytes(path, _TOKENIZER_LIMIT_BYTES, error=CheckpointError)
 
 
 def read_files(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> dict[str, bytes]:

@@ -60,6 +60,9 @@ class BlendPart:
     prefix: str
 
 
+Blend = tuple[BlendPart, ...]
+
+
 @dataclass(frozen=True)
 class SplitPlan:
     """The data sets of one split and the part of each that it takes: a --split text, or WHOLE.
@@ -67,7 +70,7 @@ class SplitPlan:
     names   of the data sets, if each is one of its own instead of a part of a blend
     """
 
-    blend: tuple[BlendPart, ...]
+    blend: Blend
     split: str
     names: tuple[str, ...] = ()
 
@@ -113,7 +116,7 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise([0, *ends]))
 
 
-def parse_data_path(values: Sequence[str]) -> tuple[BlendPart, ...]:
+def parse_data_path(values: Sequence[str]) -> Blend:
     """Return the blend of one prefix, or of pairs `weight prefix`.
 
     Weights are scaled to add up to 1. A weight of 0 excludes a data set. The configuration has
@@ -124,7 +127,7 @@ def parse_data_path(values: Sequence[str]) -> tuple[BlendPart, ...]:
     return _normalised(list(zip(map(float, values[::2]), values[1::2], strict=True)))
 
 
-def read_data_file_list(path: str) -> tuple[BlendPart, ...]:
+def read_data_file_list(path: str) -> Blend:
     """Read a blend from a file with lines `weight prefix [corpus]`.
 
     Empty lines and lines with # are skipped. Raises DataError if the file cannot be read and
@@ -152,7 +155,7 @@ def read_data_file_list(path: str) -> tuple[BlendPart, ...]:
     return _normalised(pairs)
 
 
-def _normalised(pairs: Sequence[tuple[float, str]]) -> tuple[BlendPart, ...]:
+def _normalised(pairs: Sequence[tuple[float, str]]) -> Blend:
     total = sum(weight for weight, _ in pairs)
     return tuple(BlendPart(weight / total, prefix) for weight, prefix in pairs if weight > 0)
 

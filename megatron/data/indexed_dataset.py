@@ -62,17 +62,17 @@ Integers = Sequence[int] | IntArray
 
 def bin_path(prefix: StrPath) -> Path:
     """Return the name of the token file."""
-    return Path(f"{os.fspath(prefix)}.bin")
+    return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: StrPath) -> Path:
     """Return the name of the index file."""
-    return Path(f"{os.fspath(prefix)}.idx")
+    return Path(f"{prefix}.idx")
 
 
 def record_path(prefix: StrPath) -> Path:
     """Return the name of the file that says which tokenizer wrote a data set."""
-    return Path(f"{os.fspath(prefix)}.tokenizer.json")
+    return Path(f"{prefix}.tokenizer.json")
 
 
 MASK_DTYPE = np.dtype("u1")
@@ -80,7 +80,7 @@ MASK_DTYPE = np.dtype("u1")
 
 def mask_prefix(prefix: StrPath) -> str:
     """Return the prefix of the loss mask of a data set."""
-    return f"{os.fspath(prefix)}_mask"
+    return f"{prefix}_mask"
 
 
 def data_files(prefix: StrPath) -> list[Path]:
