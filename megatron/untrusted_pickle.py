@@ -122,7 +122,13 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
             taken = []
             operands = len(before)
             if pickletools.markobject in before:
-                taken = _from_mark(stack)
+                last = len(stack) - 1
+                while stack[last] is not _MARK:
+                    last -= 1
+                    if last < 0:
+                        raise ValueError("it has no mark")
+                taken = stack[last + 1 :]
+                del stack[last:]
                 operands = before.index(pickletools.markobject)
             if len(stack) < operands:
                 raise ValueError("it takes more than there is")
@@ -139,25 +145,13 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
                 made = _Value(taken, 1 + sum(v.hashed for v in taken) if hashed else 1)
             stack.append(made)
             if kind in ("call", "build"):
-                last = taken[-1]
-                copied += len(last.inside) + sum(len(v.inside) for v in last.inside)
+                inside = taken[-1].inside
+                copied += len(inside) + sum(len(v.inside) for v in inside)
             if copied > 4 * count + _FREE:
                 raise error(_refusal(source, "copies of large containers"))
         if stack and stack[-1].hashed > _LARGEST_TUPLE:
             what = f"a tuple or number of more than {_LARGEST_TUPLE} values"
             raise error(_refusal(source, what))
-
-
-def _from_mark(stack: list[_Value]) -> list[_Value]:
-    """Return and remove what is on the stack after the last mark, and remove the mark."""
-    last = len(stack) - 1
-    while stack[last] is not _MARK:
-        last -= 1
-        if last < 0:
-            raise ValueError("it has no mark")
-    taken = stack[last + 1 :]
-    del stack[last:]
-    return taken
 
 
 def _check_size(top: _Value, most: int, source: object, error: type[MegatronError]) -> None:

@@ -52,7 +52,6 @@ from megatron.engine.update import Update, moves
 from megatron.engine.whole import WholeParameters
 from megatron.engine.zero_plan import ZeroPlan, zero_of, zero_plan
 from megatron.errors import ConfigError
-from megatron.kernels.choose import Fusions
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.model.gpt import hidden_state, stages_of
@@ -712,27 +711,6 @@ def _plan_of(
     return plan
 
 
-def _check_masks(config: Config, fusions: Fusions) -> None:
-    """Check that kernels make the dropout masks of captured passes.
-
-    The configuration has been checked: here there may be no kernels.
-    """
-    model, needed = config.model, set[str]()
-    if model.hidden_dropout:
-        needed.add("bias_dropout")
-    if model.attention_dropout:
-        blocked = config.kernels.attention_backend == "blocked"
-        needed.add("attention_block" if blocked else "bias_dropout")
-    if missing := sorted(name for name in needed if not getattr(fusions, name)):
-        raise ConfigError(
-            f"--cuda-graph-impl local with --hidden-dropout {model.hidden_dropout} and "
-            f"--attention-dropout {model.attention_dropout} needs the kernels' masks, but "
-            f"{' and '.join(missing)} of this run {'are' if missing[1:] else 'is'} torch's, which "
-            "the log explains: build the kernels (make kernels), set dropout to 0, or use "
-            "--cuda-graph-impl none"
-        )
-
-
 def build_executor(
     config: Config, topology: Topology, chunks: nn.ModuleDict, engine: Engine
 ) -> Executor:
@@ -741,10 +719,27 @@ def build_executor(
     It announces its steps to `engine`.
     """
     some: Any = next(iter(chunks.values()))
-    stages, captures = stages_of(chunks), None
+    stages = stages_of(chunks)
+    captures = None
     message = hidden_state(config)
     if config.kernels.cuda_graph_impl is not None and topology.device.type != "meta":
-        _check_masks(config, some.context.fusions)
+        # Kernels have to make the dropout masks of captured passes. The configuration has been
+        # checked: here there may be no kernels.
+        model = config.model
+        needed = set[str]()
+        if model.hidden_dropout:
+            needed.add("bias_dropout")
+        if model.attention_dropout:
+            blocked = config.kernels.attention_backend == "blocked"
+            needed.add("attention_block" if blocked else "bias_dropout")
+        if missing := sorted(name for name in needed if not getattr(some.context.fusions, name)):
+            raise ConfigError(
+                f"--cuda-graph-impl local with --hidden-dropout {model.hidden_dropout} and "
+                f"--attention-dropout {model.attention_dropout} needs the kernels' masks, but "
+                f"{' and '.join(missing)} of this run {'are' if missing[1:] else 'is'} torch's, "
+                "which the log explains: build the kernels (make kernels), set dropout to 0, or use "
+                "--cuda-graph-impl none"
+            )
         captures = Captures(
             {number: (stages[number], chunks[str(number)]) for number in stages},
             config.parallel.num_stages - 1,

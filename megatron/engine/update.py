@@ -168,7 +168,13 @@ class Update:
         clipped = norm
         if self._limits is not None:
             norm = squares.sum().sqrt()
-            clipped = self._clip_kinds(squares.double().sqrt(), self._limits, loss_scale)
+            # the gradients of each of `_parts` are clipped by their own norm
+            norms = squares.double().sqrt()
+            factors = (self._limits / (norms / loss_scale + 1e-6)).clamp(max=1.0)
+            for each, (counted, copies) in zip(factors[1:].float(), self._parts[1:], strict=True):
+                if counted or copies:
+                    torch._foreach_mul_([*counted, *copies], each)
+            clipped = (norms * factors).square().sum().sqrt().float()
         if not self._on_device and not moves(norm):
             return norm
         # That of torch.nn.utils.clip_grad_norm_, divided by the loss scale, in fp64; NaN where the
@@ -217,14 +223,6 @@ class Update:
             total = torch.stack(totals) if len(totals) > 1 else totals[0]
             sums.append(all_reduce(total, group))
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
-
-    def _clip_kinds(self, norms: Tensor, limits: Tensor, loss_scale: float) -> Tensor:
-        """Clip the gradients of each of `_parts` by its own norm; return the norm of the result."""
-        factors = (limits / (norms / loss_scale + 1e-6)).clamp(max=1.0)
-        for factor, (counted, copies) in zip(factors[1:].float(), self._parts[1:], strict=True):
-            if counted or copies:
-                torch._foreach_mul_([*counted, *copies], factor)
-        return (norms * factors).square().sum().sqrt().float()
 
     def _pass_gradients(self, factor: Tensor, loss_scale: float) -> None:
         """Give the optimizer its gradients, and their factor where it takes one."""

@@ -168,7 +168,35 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
             f"({found.launcher}) gives {found.world_size} process(es): unset WORLD_SIZE, or set "
             "RANK and LOCAL_RANK in every process"
         )
-    return _checked(found)
+    source = f"({found.launcher} variables)"
+    if not 1 <= found.world_size <= _MOST:
+        raise LaunchError(
+            f"world size {found.world_size} {source}: use from 1 to {_MOST} processes"
+        )
+    if found.rank >= found.world_size:
+        raise LaunchError(
+            f"rank {found.rank} of world size {found.world_size} {source}: ranks go from 0 to "
+            f"{found.world_size - 1}"
+        )
+    # LOCAL_RANK of a process without a launcher is the number of its device.
+    ranks = min(_MOST, _MOST if found.launcher == "none" else found.local_world_size)
+    if found.local_rank >= ranks:
+        raise LaunchError(
+            f"local rank {found.local_rank} of {found.local_world_size} processes on node "
+            f"{found.node} {source}: local ranks go from 0 to {ranks - 1}"
+        )
+    if found.master_port > 65535:
+        raise LaunchError(
+            f"MASTER_PORT={found.master_port} is not a port: use one from 1024 to 65535"
+        )
+    try:
+        found.master_addr.encode("idna")  # as every look-up of a name does
+    except UnicodeError as error:
+        raise LaunchError(
+            f"MASTER_ADDR={found.master_addr} is not a host name ({error}): set it to the host of "
+            "rank 0"
+        ) from error
+    return found
 
 
 def _find(env: Variables) -> Launch:
@@ -354,39 +382,6 @@ def _slurm_local_size(env: Variables, world: int) -> int:
                 return tasks
             node -= nodes
     return env.number("SLURM_LOCALID", 0) + 1
-
-
-def _checked(launch: Launch) -> Launch:
-    """Raise LaunchError unless the numbers fit together."""
-    source = f"({launch.launcher} variables)"
-    if not 1 <= launch.world_size <= _MOST:
-        raise LaunchError(
-            f"world size {launch.world_size} {source}: use from 1 to {_MOST} processes"
-        )
-    if launch.rank >= launch.world_size:
-        raise LaunchError(
-            f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to "
-            f"{launch.world_size - 1}"
-        )
-    # LOCAL_RANK of a process without a launcher is the number of its device.
-    ranks = min(_MOST, _MOST if launch.launcher == "none" else launch.local_world_size)
-    if launch.local_rank >= ranks:
-        raise LaunchError(
-            f"local rank {launch.local_rank} of {launch.local_world_size} processes on node "
-            f"{launch.node} {source}: local ranks go from 0 to {ranks - 1}"
-        )
-    if launch.master_port > 65535:
-        raise LaunchError(
-            f"MASTER_PORT={launch.master_port} is not a port: use one from 1024 to 65535"
-        )
-    try:
-        launch.master_addr.encode("idna")  # as every look-up of a name does
-    except UnicodeError as error:
-        raise LaunchError(
-            f"MASTER_ADDR={launch.master_addr} is not a host name ({error}): set it to the host of "
-            "rank 0"
-        ) from error
-    return launch
 
 
 def select_device(

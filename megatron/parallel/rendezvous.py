@@ -205,7 +205,13 @@ class Rendezvous(StoreConnection):
         store = self.store
         task = self.launch.task
         own = describe_process(self.launch, self.device, self.backend, self.placing)
-        told = json.dumps(own._replace(alike=self._digests())._asdict())
+        alike = digests(self.alike)
+        for digest, text in alike.values():
+            # among thousands of processes with the same digest, only the first writes its text
+            if not store.check([f"alike/{digest}"]):
+                store.set(f"alike/{digest}", text)
+        own = own._replace(alike={kind: digest for kind, (digest, _) in alike.items()})
+        told = json.dumps(own._asdict())
         verdict: dict[str, Any] = {}
         if problem := self._interface_problem():
             verdict = {"error": problem}
@@ -229,17 +235,6 @@ class Rendezvous(StoreConnection):
         self.notices = verdict["notices"]
         self.ranks_per_node = verdict["ranks_per_node"]
         self.launch = replace(self.launch, rank=int(store.get(f"rank/{task}")))
-
-    def _digests(self) -> dict[str, str]:
-        """Return digests of what must be alike.
-
-        Among thousands of processes with the same digest, only the first writes its text.
-        """
-        told = digests(self.alike)
-        for digest, text in told.values():
-            if not self.store.check([f"alike/{digest}"]):
-                self.store.set(f"alike/{digest}", text)
-        return {kind: digest for kind, (digest, _) in told.items()}
 
     def _interface_problem(self) -> str:
         """Return why gloo cannot use the interfaces that the environment names, or ""."""

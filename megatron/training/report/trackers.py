@@ -292,30 +292,27 @@ class MLflow(Callback):
     def on_event(self, event: Event) -> None:
         """Log the scalars of an event, over iterations; begin with the configuration."""
         if isinstance(event, Start):
-            self._begin(event)
+            # A session of its own: Ctrl-C is for the training, which then says how it ended.
+            self._writer = subprocess.Popen(
+                [sys.executable, "-P", mlflow_writer.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            begin = mlflow_writer.Begin(
+                uri=self._flags.mlflow_tracking_uri,
+                experiment=self._flags.mlflow_experiment_name or "megatron",
+                name=self._name,
+                id_file=None if self._id is None else str(self._id),
+                resumes=event.iteration > 0,
+                params={name: str(value) for name, value in event.settings().items()},
+            )
+            self._tell(begin)
         if points := scalars(event, self._flags.tensorboard_log_interval):
             self._tell([int(1000 * event.time), points])
         if isinstance(event, End):
             self._tell("FINISHED")
-
-    def _begin(self, start: Start) -> None:
-        # A session of its own: Ctrl-C is for the training, which then says how it ended.
-        self._writer = subprocess.Popen(
-            [sys.executable, "-P", mlflow_writer.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        begin = mlflow_writer.Begin(
-            uri=self._flags.mlflow_tracking_uri,
-            experiment=self._flags.mlflow_experiment_name or "megatron",
-            name=self._name,
-            id_file=None if self._id is None else str(self._id),
-            resumes=start.iteration > 0,
-            params={name: str(value) for name, value in start.settings().items()},
-        )
-        self._tell(begin)
 
     def _tell(self, what: object) -> None:
         assert self._writer is not None and self._writer.stdin is not None, "a run begins first"

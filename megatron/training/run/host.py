@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import os
 import re
 import resource
@@ -218,8 +217,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
 def agree_on_times(topology: Topology) -> None:
     """Let all ranks choose implementations by the measurement of rank 0's CPU."""
     if topology.world.size > 1 and topology.device.type == "cpu":
-        times = collectives.broadcast_object(dataclasses.asdict(measured.find()), topology.world)
-        measured.agree(measured.Measured(**times))
+        measured.agree(collectives.broadcast_object(measured.find(), topology.world))
 
 
 def check_kernels(config: Config, topology: Topology) -> None:
