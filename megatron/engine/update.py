@@ -81,7 +81,7 @@ class Update:
         if not in_fp32:
             self._rounded.update(zip(self.masters, self.buckets, strict=True))
         self._host: HostState | None = None
-        self._parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        parameters = [p for bucket in self.buckets for p in bucket.parameters]
         if isinstance(inner, FusedAdamW):
             inner.gradients = {
                 master: bucket.own_gradients
@@ -112,15 +112,15 @@ class Update:
                 )
             return found
 
-        self._parts = lists(self._parameters)
+        self._parts = lists(parameters)
         # with the ranks over which their squares are summed
         self._summed: list[tuple[Parts, Group]]
         experts_ranks = topology.expert
         if shards.have_all(experts_ranks):
             self._summed = [(self._parts, shards.states)]
         else:
-            of_experts = [p for p in self._parameters if sharding_of(p).experts]
-            others = [p for p in self._parameters if not sharding_of(p).experts]
+            of_experts = [p for p in parameters if sharding_of(p).experts]
+            others = [p for p in parameters if not sharding_of(p).experts]
             self._summed = [(lists(others), shards.states), (lists(of_experts), experts_ranks)]
         self._limits = (
             torch.tensor([math.inf, *limits.values()], device=topology.device).double()

@@ -13,10 +13,11 @@ V vocabulary, L layers, B global batch size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 
 from megatron.config import Config
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import RecomputeConfig
 
 _TERA = 1e12
 
@@ -169,37 +170,24 @@ def model_flops_per_token(model: ModelConfig) -> float:
 
 
 def recompute_flops_per_token(
-    model: ModelConfig,
-    granularity: str | None,
-    recomputed_layers: int | None = None,
-    groups: int = 0,
-    *,
-    modules: Collection[str] = ("core_attn",),
+    model: ModelConfig, recompute: RecomputeConfig, groups: Sequence[int]
 ) -> float:
     """Return the FLOPs per token that recomputation adds.
 
-    granularity        None, "full" (the whole forward of a layer) or "selective" (its attention
-                       core or its experts, where those are among `modules`; activation functions
-                       and norms are not counted anywhere)
-    recomputed_layers  how many layers of the model are recomputed under "full"; None: all
-    groups             how many groups they form: a group ends without its last product, whose
-                       result no gradient needs; 0 counts all products
+    groups   sizes in layers of the groups of the model's layers that are recomputed whole. A group
+             ends without its last product, whose result no gradient needs
+
+    Of selective recomputation the attention cores and experts are counted; activation functions and
+    norms are not counted anywhere.
     """
-    if granularity is None:
-        return 0.0
-    if granularity == "selective":
-        scores = _mean_over_layers(model, attention_score_flops) if "core_attn" in modules else 0.0
-        again = filter(model.has_experts, range(model.num_layers)) if "moe" in modules else ()
-        experts = sum(2.0 * model.hidden_size * _mlp_rows(model, i, active=True) for i in again)
-        return model.num_layers * scores + experts
-    assert granularity == "full", (
-        f"recompute granularity {granularity!r} is neither 'full' nor 'selective'"
-    )
-    layers = (
-        model.num_layers if recomputed_layers is None else min(recomputed_layers, model.num_layers)
-    )
-    skipped = groups * _mean_over_layers(model, _last_product_flops)
-    return layers * _mean_over_layers(model, layer_flops) - skipped
+    again = math.fsum(groups) * _mean_over_layers(model, layer_flops)
+    again -= len(groups) * _mean_over_layers(model, _last_product_flops)
+    modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    if "core_attn" in modules:
+        again += model.num_layers * _mean_over_layers(model, attention_score_flops)
+    for layer in filter(model.has_experts, range(model.num_layers)) if "moe" in modules else ():
+        again += 2.0 * model.hidden_size * _mlp_rows(model, layer, active=True)
+    return again
 
 
 def paper_flops(

@@ -80,9 +80,3 @@ def recomputed_groups(layers: int, recompute: RecomputeConfig) -> list[int]:
     if recompute.recompute_method == "block":
         return [1] * min(n, layers)
     return [min(n, layers - first) for first in range(0, layers, n)]
-
-
-def recomputed_layers(layers: int, recompute: RecomputeConfig) -> tuple[int, int]:
-    """Return how many groups of a stage's layers are recomputed whole, and how many layers."""
-    groups = recomputed_groups(layers, recompute)
-    return len(groups), sum(groups)

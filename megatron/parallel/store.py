@@ -9,6 +9,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +33,7 @@ _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milli
 _ASKED = 10_000
 
 
+@dataclass(eq=False)
 class StoreConnection:
     """A connection to this job's part of the store, which the first process or the launcher serves.
 
@@ -41,21 +43,13 @@ class StoreConnection:
     server        the rank that serves the store
     """
 
-    server = 0
-
-    def __init__(
-        self,
-        launch: Launch,
-        timeout: timedelta,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self.launch = launch
-        self.timeout = timeout
-        self.clock = clock
-        self.sleep = sleep
-        self.store: dist.Store
-        """A host that lost power never answers: call its methods through `bounded`."""
+    launch: Launch
+    timeout: timedelta
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    server: int = field(default=0, init=False)
+    store: dist.Store = field(init=False)
+    """A host that lost power never answers: call its methods through `bounded`."""
 
     @property
     def serves_store(self) -> bool:

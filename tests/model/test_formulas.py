@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import RecomputeConfig
 from megatron.model import formulas
 from megatron.model.formulas import (
     attention_score_flops,
@@ -19,6 +20,9 @@ from megatron.model.formulas import (
     recompute_flops_per_token,
     total_parameters,
 )
+
+FULL = RecomputeConfig("full")
+SELECTIVE = RecomputeConfig("selective", ("core_attn",))
 
 
 def gpt(
@@ -249,7 +253,8 @@ def test_flops_agree_with_the_papers_formula(layers: int, hidden: int, heads: in
     batch, seq, vocab = 640, 2048, 51200
     model = gpt(layers, hidden, heads, seq, vocab)
     ours = model_flops_per_token(model) * batch * seq
-    hardware = ours + recompute_flops_per_token(model, "full") * batch * seq
+    again = recompute_flops_per_token(model, FULL, [layers]) + 2 * hidden * 4 * hidden
+    hardware = ours + again * batch * seq
     assert hardware == pytest.approx(paper_flops(batch, seq, layers, hidden, vocab), rel=1e-12)
     # Without checkpointing the paper counts 4.5 h V for the head's 6 h V.
     theirs = paper_flops(batch, seq, layers, hidden, vocab, checkpointing=False)
@@ -265,19 +270,19 @@ def test_a_window_counts_the_keys_of_a_query() -> None:
     whole = gpt(6, 64, 4, 128, 512)
     saved = 6 * 4 * 128 * 64 - scores
     assert model_flops_per_token(model) == model_flops_per_token(whole) - 3 * saved
-    assert recompute_flops_per_token(model, "selective") == scores
-    assert recompute_flops_per_token(model, "full") == 6 * layer_flops(whole) - saved
+    assert recompute_flops_per_token(model, SELECTIVE, []) == scores
+    last = 2 * 64 * 4 * 64
+    assert recompute_flops_per_token(model, FULL, [6]) == 6 * layer_flops(whole) - saved - last
     assert attention_score_flops(gpt(6, 64, 4, 128, 512, window_size=(500,))) == 4 * 128 * 64
 
 
 def test_recomputation_adds_what_is_run_again() -> None:
     model = gpt(6, 64, 4, 128, 512)
-    assert recompute_flops_per_token(model, None) == 0
-    assert recompute_flops_per_token(model, "full") == 6 * layer_flops(model)
-    assert recompute_flops_per_token(model, "full", 2) == 2 * layer_flops(model)
-    assert recompute_flops_per_token(model, "selective") == 6 * 4 * 128 * 64
-    with pytest.raises(AssertionError, match="half"):
-        recompute_flops_per_token(model, "half")
+    last = 2 * 64 * 4 * 64
+    assert recompute_flops_per_token(model, RecomputeConfig(), []) == 0
+    assert recompute_flops_per_token(model, FULL, [6]) == 6 * layer_flops(model) - last
+    assert recompute_flops_per_token(model, FULL, [1, 1]) == 2 * (layer_flops(model) - last)
+    assert recompute_flops_per_token(model, SELECTIVE, []) == 6 * 4 * 128 * 64
 
 
 @pytest.mark.parametrize(

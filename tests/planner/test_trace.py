@@ -52,11 +52,8 @@ def test_flops_are_those_of_the_formulas(config, device):
 
     per_token = formulas.model_flops_per_token(dataclasses.replace(model, vocab_size=padded))
     assert flops(again=False) == per_token * model.seq_length * batch
-    layers = sum(sum(stage.recomputed) for stage in stages_of(config))
-    groups = sum(len(stage.recomputed) for stage in stages_of(config))
-    extra = formulas.recompute_flops_per_token(
-        model, recompute.recompute_granularity, layers, groups, modules=recompute.recompute_modules
-    )
+    groups = [size for stage in stages_of(config) for size in stage.recomputed]
+    extra = formulas.recompute_flops_per_token(model, recompute, groups)
     assert flops(again=True) == extra * model.seq_length * batch
 
 

@@ -22,7 +22,7 @@ from megatron.config.option import MOST
 from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.model import formulas
-from megatron.model.stages import assign_layers, recomputed_layers
+from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel import collectives
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Group, Topology
@@ -60,11 +60,8 @@ def rates(config: Config, topology: Topology) -> Rates:
     recompute = config.recompute
     parallel = config.parallel
     stages = assign_layers(model.num_layers, parallel.num_stages, parallel.pipeline_layout)
-    counts = [recomputed_layers(len(layers), recompute) for layers in stages]
-    groups, layers = map(sum, zip(*counts, strict=True))
-    again = formulas.recompute_flops_per_token(
-        model, recompute.recompute_granularity, layers, groups, modules=recompute.recompute_modules
-    )
+    groups = [n for layers in stages for n in recomputed_groups(len(layers), recompute)]
+    again = formulas.recompute_flops_per_token(model, recompute, groups)
     flops = formulas.flops_per_token_of(config)
     # of a CPU: unknown
     peak = formulas.peak_tflops(device_name(topology.device), config.precision.dtype_name)

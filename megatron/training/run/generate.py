@@ -320,21 +320,19 @@ def _draw(scores: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
 @contextmanager
 def _evaluating(chunks: nn.ModuleDict, whole: bool) -> Iterator[None]:
     """Switch dropout off, and with `whole` sequence parallelism: a single token cannot be cut."""
-    modes = {chunk: chunk.training for chunk in chunks.values()}
+    training = chunks.training
     contexts: dict[nn.Module, Any] = {}
     for module in chunks.modules() if whole else ():
         context = getattr(module, "context", None)
         if isinstance(context, LayerContext) and context.sequence_parallel:
             contexts[module] = context
     try:
-        for chunk in modes:
-            chunk.eval()
+        chunks.eval()
         for module, context in contexts.items():
             module.context = dataclasses.replace(context, sequence_parallel=False)
         yield
     finally:
-        for chunk, training in modes.items():
-            chunk.train(training)
+        chunks.train(training)
         for module, context in contexts.items():
             module.context = context
 

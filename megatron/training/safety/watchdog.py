@@ -14,7 +14,6 @@ Nothing here needs the main thread, which may be in a C call that never returns.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import os
@@ -23,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -102,7 +102,7 @@ class Watchdog:
     def start(self) -> None:
         """Start watching."""
         # standard error is no file
-        with contextlib.suppress(OSError, RuntimeError, AttributeError, ValueError):
+        with suppress(OSError, RuntimeError, AttributeError, ValueError):
             faulthandler.register(_DUMP_SIGNAL, all_threads=True)
         if self.topology.device.type == "cuda" and self._recorder.meter is None:
             self._recorder.meter = DeviceCalls.of(self.topology.device)
@@ -164,7 +164,7 @@ class Watchdog:
         store = self.rendezvous.store if self.topology.world.size > 1 else None
         if store is not None:
             # perhaps the rank with the store hangs
-            with contextlib.suppress(RuntimeError, LaunchError):
+            with suppress(RuntimeError, LaunchError):
                 if (
                     bounded(lambda: store.compare_set("hang/claim", "", own), _ANSWER_S).decode()
                     == own
@@ -297,7 +297,7 @@ class Watchdog:
         self._leave(None)
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             sys.stderr.write(f"rank {self.topology.rank}: {text}\n")
             sys.stderr.flush()
 
@@ -312,7 +312,7 @@ class Watchdog:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
 
-        with contextlib.suppress(OSError, LaunchError):  # the file system may be what hangs
+        with suppress(OSError, LaunchError):  # the file system may be what hangs
             bounded(append, _ANSWER_S)
 
     def _leave(self, number: int | None) -> None:
@@ -346,7 +346,7 @@ class Watchdog:
             if number is None:
                 self.sleep(_NODE_S)  # for the others to see that this rank has reported
             else:
-                with contextlib.suppress(RuntimeError, LaunchError):
+                with suppress(RuntimeError, LaunchError):
                     bounded(await_others, _ANSWER_S + self.rendezvous.pause_s)
             signal_silent(signal.SIGKILL)
             sys.audit("megatron.training.left")
@@ -367,7 +367,7 @@ class Watchdog:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(trace())
 
-        with contextlib.suppress(OSError, RuntimeError, LaunchError):
+        with suppress(OSError, RuntimeError, LaunchError):
             bounded(write, _ANSWER_S)
 
 
@@ -381,7 +381,7 @@ def nccl_error(topology: Topology) -> str:
     """
     for group in (*topology.groups, *topology.pipeline.pairs.values()):
         error = "SUCCESS"
-        with contextlib.suppress(AttributeError, RuntimeError):
+        with suppress(AttributeError, RuntimeError):
             if group.handle is not None:
                 error = group.handle._get_backend(topology.device).get_error().name
         if error != "SUCCESS":
