@@ -95,16 +95,14 @@ class Update:
             for master in inner.copies:
                 del self._rounded[master]
 
+        limited = {p: kind for p in parameters if (kind := sharding_of(p).kind) in limits}
+
         # This rank's gradients, first those of kinds without a limit: those that count in the norm,
         # and those that another rank counts.
-        def limited(p: torch.nn.Parameter) -> str | None:
-            kind = sharding_of(p).kind
-            return kind if kind in limits else None
-
         def lists(parameters: Iterable[torch.nn.Parameter]) -> Parts:
             found = []
             for kind in (None, *limits):
-                some = [p for p in parameters if limited(p) == kind]
+                some = [p for p in parameters if limited.get(p) == kind]
                 copies = {p for p in some if is_copy(p, topology)}
                 counted = [p for p in some if p not in copies]
                 found.append(
@@ -122,11 +120,10 @@ class Update:
             of_experts = [p for p in parameters if sharding_of(p).experts]
             others = [p for p in parameters if not sharding_of(p).experts]
             self._summed = [(lists(others), shards.states), (lists(of_experts), experts_ranks)]
-        self._limits = (
-            torch.tensor([math.inf, *limits.values()], device=topology.device).double()
-            if limits
-            else None
-        )
+        self._limits: Tensor | None = None
+        if limits:
+            ends = [math.inf, *limits.values()]
+            self._limits = torch.tensor(ends, device=topology.device).double()
 
     def offload(self, updates: Iterable[Instruction]) -> HostState:
         """Keep the optimizer's state, which is in host memory now, there from now on.
