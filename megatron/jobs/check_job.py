@@ -556,7 +556,22 @@ def check_cost(job: Job, config: Config) -> None:
     """
     if (cluster := job.cluster) is None:
         return
-    start, end, consumed = remaining_steps(config)
+    from megatron.checkpoint.find import Found, find, open_checkpoint, required
+    from megatron.checkpoint.settings import check_architecture
+
+    settings = config.checkpoint
+    start = 0
+    consumed = 0  # samples
+    there = find(settings.load, settings.load_tag) if settings.load else Found(None)
+    if there.folder or there.rejected or (settings.load and settings.exit_on_missing_checkpoint):
+        checkpoint = open_checkpoint(required(settings.load or "", there))
+        check_architecture(checkpoint.config, config, str(checkpoint.folder))
+        if not settings.finetune and not settings.reset_iteration:
+            start = checkpoint.iteration
+            consumed = checkpoint.state["state"].get("consumed_samples", 0)
+            if not is_count(consumed):
+                raise CheckpointError(f"{checkpoint.folder} has {consumed!r} consumed samples")
+    end = total_iterations(config, BatchSchedule.from_config(config), start, consumed)
     step = estimate(config, cluster)
     wall_s = duration_s(job.value("time") or "")
     nodes = max(job.nodes, job.asked_nodes)  # spares are paid for
@@ -573,27 +588,3 @@ def check_cost(job: Job, config: Config) -> None:
     if seconds > 30 * 86400:
         text = f"the run takes {seconds / 86400:,.0f} days on {job.nodes} node(s)"
         job.warn("cost", f"{text}: shorten it (--train-tokens, --train-iters), or use more nodes")
-
-
-def remaining_steps(config: Config) -> tuple[int, int, int]:
-    """Return the run's first and last iteration, and the samples consumed before the first.
-
-    Raises CheckpointError and ConfigError.
-    """
-    from megatron.checkpoint.find import Found, find, open_checkpoint, required
-    from megatron.checkpoint.settings import check_architecture
-
-    settings = config.checkpoint
-    iteration = 0
-    consumed = 0
-    there = find(settings.load, settings.load_tag) if settings.load else Found(None)
-    if there.folder or there.rejected or (settings.load and settings.exit_on_missing_checkpoint):
-        checkpoint = open_checkpoint(required(settings.load or "", there))
-        check_architecture(checkpoint.config, config, str(checkpoint.folder))
-        if not settings.finetune and not settings.reset_iteration:
-            iteration = checkpoint.iteration
-            consumed = checkpoint.state["state"].get("consumed_samples", 0)
-            if not is_count(consumed):
-                raise CheckpointError(f"{checkpoint.folder} has {consumed!r} consumed samples")
-    batches = BatchSchedule.from_config(config)
-    return iteration, total_iterations(config, batches, iteration, consumed), consumed

@@ -168,7 +168,19 @@ class Search(Source):
         folders = sorted((setup.out / "trials").glob("[0-9]*"))
         self._last = max((int(folder.name) for folder in folders), default=0)
         if not setup.args.report_only:
-            _check_identity(setup)
+            path = setup.out / _IDENTITY
+            now = setup.identity()
+            if not path.exists():
+                setup.out.mkdir(parents=True, exist_ok=True)
+                write_json(path, now)
+            there = read_json(path, _MOST_BYTES, error=ConfigError)
+            for name, value in now.items():
+                if there.get(name) != value:
+                    raise ConfigError(
+                        f"{path} belongs to another search: {name} was {there.get(name)}, now it "
+                        f"is {value}. Give the old value to resume it, or another --out to start "
+                        "a new one"
+                    )
         by_key = {candidate.key: candidate for candidate in found.candidates}
         for folder in folders:
             self._read(folder, by_key)
@@ -383,22 +395,6 @@ class Search(Source):
             said += f"; best so far: {best[0].numbers} ({best[0].spread}){near}"
         finished = sum(bool(one.status) for one in self.results.values())
         self.say(f"{head}: {said}; {finished} trials finished")
-
-
-def _check_identity(setup: Setup) -> None:
-    """Raise ConfigError for the first difference between a search and that of its folder."""
-    path = setup.out / _IDENTITY
-    now = setup.identity()
-    if not path.exists():
-        setup.out.mkdir(parents=True, exist_ok=True)
-        write_json(path, now)
-    there = read_json(path, _MOST_BYTES, error=ConfigError)
-    for name, value in now.items():
-        if there.get(name) != value:
-            raise ConfigError(
-                f"{path} belongs to another search: {name} was {there.get(name)}, now it is "
-                f"{value}. Give the old value to resume it, or another --out to start a new one"
-            )
 
 
 # -- before it -------------------------------------------------------------------------------------

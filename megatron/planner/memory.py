@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from megatron.engine.buckets import BucketPlan, BucketRule, bucket_rule
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.engine.zero_plan import BACKWARD, Op, Step, Zero, ZeroPlan, zero_of
 from megatron.pipeline.orders import Op as PipelineOp
-from megatron.pipeline.schedule import Numbers, moments_of_rank
+from megatron.pipeline.schedule import moments_of_rank
 from megatron.planner.events import Give, Part, Pass, Sum, Take, Trace
 from megatron.planner.events import Step as Event
 from megatron.planner.gradients import Chunk, Gradients, Sums, Traffic
@@ -443,7 +443,27 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     if shared is not None:
         chunks = [_chunk(traced, stage, block, shared) for stage in stages]
         plan = plan_of_rank(config, traced, rank).plan
-        now = now + _gradients_of_passes(stages, chunks, plan, op, chunk)
+        first_end = np.argmax((op == PipelineOp.BACKWARD_WEIGHT) | (op == PipelineOp.BACKWARD))
+        ahead = max(1, int((op[:first_end] == PipelineOp.BACKWARD_INPUT).sum()))
+        uses = [of.sums(plan, stage, ahead) for of, stage in zip(chunks, plan.calls, strict=True)]
+        traffic = Traffic(plan, uses)
+        after: dict[object, tuple[Bytes, Traffic]] = {}  # of a state and a pass
+        gradients = []  # what they add to each pass
+        for what, number in zip(op.tolist(), chunk.tolist(), strict=True):
+            live = _row(gradients=traffic.bytes)[0]
+            if what == PipelineOp.FORWARD:
+                gradients.append(live)
+                continue
+            key = traffic.state, what, number
+            if key not in after:
+                half = _HALVES[what]
+                following = traffic.copy()
+                changes = following.run(number, half)
+                more = _rise(chunks[number], half, changes) - _rise(chunks[number], half, ())
+                after[key] = live + more, following
+            row, traffic = after[key]
+            gradients.append(row)
+        now = now + np.array(gradients)
     now = now + held @ np.array([c.kept for c in mine]) + waiting[:, None] * mine[0].waiting
     now[:, _BUFFERS] += messages * traced.layer.hands_on
     most: Bytes = now[np.argmax(now.sum(axis=1))]
@@ -460,39 +480,3 @@ _HALVES = {
     PipelineOp.BACKWARD_WEIGHT: "weights",
 }
 """Names of backward passes and their halves in events.Part, by instruction."""
-
-
-def _gradients_of_passes(
-    stages: Sequence[Stage],
-    chunks: Sequence[_Chunk],
-    plan: ZeroPlan,
-    op: Numbers,
-    chunk: Numbers,
-) -> Bytes:
-    """Return what the gradients of ZeRO stages 2 and 3 add to each pass of a rank."""
-    first_end = np.argmax((op == PipelineOp.BACKWARD_WEIGHT) | (op == PipelineOp.BACKWARD))
-    ahead = max(1, int((op[:first_end] == PipelineOp.BACKWARD_INPUT).sum()))
-    uses = [each.sums(plan, stage, ahead) for each, stage in zip(chunks, plan.calls, strict=True)]
-    traffic = Traffic(plan, uses)
-    without = {
-        (number, half): _rise(chunks[number], half, ())
-        for number, stage in enumerate(stages)
-        for half in halves_of(stage)
-    }
-    after: dict[object, tuple[Bytes, Traffic]] = {}  # of a state and a pass
-    rows = []
-    for what, number in zip(op.tolist(), chunk.tolist(), strict=True):
-        live = _row(gradients=traffic.bytes)[0]
-        if what == PipelineOp.FORWARD:
-            rows.append(live)
-            continue
-        key = traffic.state, what, number
-        if key not in after:
-            half = _HALVES[what]
-            following = traffic.copy()
-            changes = following.run(number, half)
-            more = _rise(chunks[number], half, changes) - without[number, half]
-            after[key] = live + more, following
-        row, traffic = after[key]
-        rows.append(row)
-    return np.array(rows)
