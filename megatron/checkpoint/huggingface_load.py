@@ -23,6 +23,7 @@ from megatron.checkpoint.settings import check_architecture, plain
 from megatron.checkpoint.shards import named
 from megatron.checkpoint.tensors import KEPT, MASTER, Shards, clear_padding, tensors_to_load
 from megatron.checkpoint.together import decided_by_first, together
+from megatron.checkpoint.upcycle import dense, from_dense, scale_outputs
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
 from megatron.config.model import ModelConfig
@@ -344,8 +345,6 @@ def load_engine(
     if model.moe_use_upcycling and decided_by_first(
         topology, lambda: read_model(folder)[1].num_experts is None
     ):
-        from megatron.checkpoint.upcycle import dense, from_dense, scale_outputs
-
         fill_shards(folder, from_dense(tensors, model), topology, dense(config), alive)
         scale_outputs(tensors, model)
     else:

@@ -51,6 +51,7 @@ from megatron.checkpoint.tensors import (
     weights_to_load,
 )
 from megatron.checkpoint.together import decided_by_first, describe, together
+from megatron.checkpoint.upcycle import dense, dense_name, from_dense, scale_outputs
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
 from megatron.engine.engine import Engine
@@ -122,33 +123,27 @@ def load(
         where = str(checkpoint.folder)
         stored = checkpoint.config.get("model", {})
         upcycled = config.model.moe_use_upcycling and stored.get("num_experts") is None
-        if upcycled:
-            from megatron.checkpoint.upcycle import dense, dense_name, from_dense, scale_outputs
-
-            with together(topology, f"loading checkpoint {where}"):
-                check_architecture(checkpoint.config, dense(config), where)
-            optimizer = False
-            clear_padding(engine, optimizer)
-            tensors = tensors_to_load(engine, optimizer, averaged)
-            pairs = from_dense(tensors, config.model)
-            _read(checkpoint, pairs, engine.chunks, topology, alive, dense_name)
-            scale_outputs(tensors, config.model)
-            return
+        optimizer = optimizer and not upcycled
         with together(topology, f"loading checkpoint {where}"):
-            check_architecture(checkpoint.config, config, where)
+            check_architecture(checkpoint.config, dense(config) if upcycled else config, where)
             if optimizer:
                 check_optimizer(checkpoint.config, config, where)
-            if optimizer and not checkpoint.state["optimizer"]:
-                raise CheckpointError(
-                    f"{where} was saved without the optimizer's state: use --no-load-optim or "
-                    "--finetune"
-                )
+                if not checkpoint.state["optimizer"]:
+                    raise CheckpointError(
+                        f"{where} was saved without the optimizer's state: use --no-load-optim or "
+                        "--finetune"
+                    )
         averaged = optimizer and decided_by_first(
             topology, partial(has_kind, checkpoint, AVERAGE), _Damage
         )
         clear_padding(engine, optimizer)
         tensors = tensors_to_load(engine, optimizer, averaged)
-        dropped = _read(checkpoint, list(tensors.items()), engine.chunks, topology, alive)
+        if upcycled:
+            pairs = from_dense(tensors, config.model)
+            _read(checkpoint, pairs, engine.chunks, topology, alive, dense_name)
+            scale_outputs(tensors, config.model)
+        else:
+            dropped = _read(checkpoint, list(tensors.items()), engine.chunks, topology, alive)
         if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
@@ -161,19 +156,18 @@ def load(
     engine.update_working_weights()
     if not averaged:
         engine.start_average()
-    if averaged != (config.optimizer.ema_decay is not None):
-        note = (
-            f"the average of the weights in {loaded.folder} is dropped: --ema-decay continues it"
-            if averaged
-            else f"the average of the weights begins with the weights of {loaded.folder}"
-        )
-        loaded = replace(loaded, notes=(*loaded.notes, note))
+    notes = list(loaded.notes)
+    what = "the average of the weights"
+    if averaged and config.optimizer.ema_decay is None:
+        notes.append(f"{what} in {loaded.folder} is dropped: --ema-decay continues it")
+    elif not averaged and config.optimizer.ema_decay is not None:
+        notes.append(f"{what} begins with the weights of {loaded.folder}")
     if optimizer and dropped:
-        note = (
+        notes.append(
             f"the optimizer's state of {len(dropped)} parameters in {loaded.folder} is dropped, "
             f"because they are frozen now: {named(dropped)}"
         )
-        loaded = replace(loaded, notes=(*loaded.notes, note))
+    loaded = replace(loaded, notes=tuple(notes))
     if settings.finetune or upcycled:
         return replace(loaded, iteration=0, state={}, dense=upcycled)
     return replace(loaded, optimizer=optimizer)

@@ -151,9 +151,10 @@ def _from_ranks(path: Path, settings: TokenizerConfig) -> RankTokenizer:
             f"{path}: ranks up to {following - 1}, but only {len(ranks)} tokens: the file is "
             "damaged; get it again"
         )
-    pattern, special = PUBLISHED.get(len(ranks), ("", {}))
+    unknown: tuple[str, Mapping[str, int]] = ("", {})
+    pattern, special = PUBLISHED.get(len(ranks), unknown)
     if set(special.values()) & set(ranks.values()):  # another file of the same length
-        pattern, special = "", {}
+        pattern, special = unknown
     pattern = settings.tiktoken_pattern or pattern
     if not pattern:
         raise ConfigError(
