@@ -382,12 +382,15 @@ Sends = tuple[tuple[Instruction, tuple[Message, ...]], ...]
 class ZeroStep(NamedTuple):
     """A module's part of a pass with the messages of ZeRO around it (engine.zero_plan.Step).
 
-    name  of the pass, as in stage_passes
-    of    what is computed; None: nothing
+    name     of the pass, as in stage_passes
+    of       what is computed; None: nothing
+    buckets  of the parameters of the part that is computed; (): of an embedding, whose tables have
+             calls of their own
     """
 
     name: str
     of: Pass | None
+    buckets: tuple[int, ...]
     before: Sends
     beside: Sends
     after: Sends
@@ -410,8 +413,10 @@ def zero_steps(trace: Trace, stage: Stage, plan: ZeroPlan) -> tuple[ZeroStep, ..
         for step in steps:
             part, of_part = computed(trace, stage, plan, step, halves.get(name, ""))
             of = None if part is None else getattr(part, of_part)
+            parameters = () if part is trace.embedding else plan.calls[0][step.call].parameters
+            buckets = tuple(plan.bucket_of[number] for number in parameters)
             around = (step.before, step.beside, step.after)
-            found.append(ZeroStep(name, of, *map(sends, around)))
+            found.append(ZeroStep(name, of, buckets, *map(sends, around)))
     return tuple(found)
 
 

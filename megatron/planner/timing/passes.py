@@ -6,7 +6,7 @@ A pass is simulated: a clock for computations on the device, one for the message
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from megatron.kernels.work import Attention, Computation, Product
 from megatron.planner.cluster import Cluster
 from megatron.planner.events import Again, Give, Message, Pass, Post, Sum, Take, Trace, Wait
 from megatron.planner.rates import Rates
-from megatron.planner.stage import Stage, ZeroStep, stage_passes, zero_steps
+from megatron.planner.stage import Sends, Stage, ZeroStep, stage_passes, zero_steps
 
 MessageSeconds = Callable[[str, float, str], float]
 """Function from a message's kind, bytes and group to its seconds."""
@@ -77,6 +77,18 @@ def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, fl
             sums[isinstance(step, Again)] += seconds
             since += seconds
     return [*found, since], sums[False], sums[True]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _completions(of: Pass, rates: Rates) -> tuple[tuple[int, float], ...]:
+    """Return after which share of a pass gradients are complete, by the place of the parameter."""
+    found, since = list[tuple[int, float]](), 0.0
+    for step in of.steps:
+        if isinstance(step, Sum):
+            found += [(step.place, since)] * step.complete
+        elif not isinstance(step, Post | Wait | Take | Give):
+            since += seconds_of(step.operation if isinstance(step, Again) else step, rates)
+    return tuple((place, at / since if since else 1.0) for place, at in found)
 
 
 def pass_seconds(
@@ -150,10 +162,10 @@ def stage_seconds(
 
     plan  of ZeRO, for the stage as number 0, where passes send its messages
     """
-    found, seconds = {}, dict[Pass | None, float]()
+    found, of_pass = {}, dict[Pass, TimedPass]()
     for name, runs in stage_passes(trace, stage).items():
         parts = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
-        seconds |= {run.of: one.total for run, one in parts}
+        of_pass |= {run.of: TimedPass(one.total, _completions(run.of, rates)) for run, one in parts}
         compute = sum(run.times * one.compute for run, one in parts if not run.again)
         again = sum(run.times * (one.again + one.compute * run.again) for run, one in parts)
         waited = sum(run.times * one.waited for run, one in parts)
@@ -161,7 +173,7 @@ def stage_seconds(
     first = last = 0.0
     if plan is not None and message_s is not None:
         steps = zero_steps(trace, stage, plan)
-        by_pass, first, last = zero_waits(steps, seconds, message_s, hides)
+        by_pass, first, last = zero_waits(steps, of_pass, message_s, hides)
         for name, shared in by_pass.items():
             found[name] = found[name]._replace(shared=shared)
     recomputed = sum(stage.recomputed)
@@ -187,57 +199,86 @@ class ZeroWaits(NamedTuple):
     last: float
 
 
+class TimedPass(NamedTuple):
+    """Pass without messages of ZeRO.
+
+    complete  after which share of it gradients are complete, by the place of the parameter
+    """
+
+    seconds: float
+    complete: tuple[tuple[int, float], ...]
+
+
+_NOTHING = TimedPass(0.0, ())
+
+
 def zero_waits(
     steps: Sequence[ZeroStep],
-    seconds: Mapping[Pass | None, float],
+    passes: Mapping[Pass, TimedPass],
     message_s: MessageSeconds,
     hides: bool,
 ) -> ZeroWaits:
     """Simulate the messages of ZeRO in two micro-batches, of which the second is like most others.
 
-    seconds  of each pass without them
-    hides    messages overlap with computation; otherwise each is waited for
+    hides  messages overlap with computation; otherwise each is waited for
 
     The messages of a group follow one another.
     """
-    clock, free = 0.0, dict[str, float]()
+    clock = waited = 0.0
+    free = dict[str, float]()
     arrives: dict[tuple[Op, int], float] = {}
 
+    def wait_until(moment: float) -> None:
+        nonlocal clock, waited
+        waited += max(0.0, moment - clock)
+        clock = max(clock, moment)
+
     def send(instruction: Instruction, messages: Iterable[Message]) -> None:
-        nonlocal clock
         at = clock
         for message in messages:
             at = max(at, free.get(message.group, 0.0)) + message_s(*message)
             free[message.group] = at
         arrives[instruction[:2]] = at
-        clock = clock if hides else at
-
-    def wait(op: Op, bucket: int) -> None:
-        nonlocal clock
-        clock = max(clock, arrives.pop((op, bucket), 0.0))
+        if not hides:
+            wait_until(at)
 
     rounds = list[dict[str, float]]()
     for _ in range(2):
         waits = dict.fromkeys((step.name for step in steps), 0.0)
         for step in steps:
-            begin = clock
+            timed = _NOTHING if step.of is None else passes.get(step.of, _NOTHING)
+            waited = 0.0
             for instruction, messages in step.before:
                 if instruction[:2] not in arrives:
                     send(instruction, messages)
-                wait(*instruction[:2])
+                wait_until(arrives.pop(instruction[:2]))
             for instruction, messages in step.beside:
                 send(instruction, messages)
-            waits[step.name] += clock - begin
-            clock += seconds.get(step.of, 0.0)
-            begin = clock
-            for instruction, messages in step.after:
-                if instruction.op is Op.REDUCE:
-                    send(instruction, messages)
-                elif instruction.op is Op.ACCUMULATE:
-                    wait(Op.REDUCE, instruction.bucket)
-            waits[step.name] += clock - begin
+            computed = 0.0
+            for share, sends in _sums(step, timed):
+                clock += timed.seconds * (share - computed)
+                computed = share
+                for instruction, messages in sends:
+                    if instruction.op is Op.REDUCE:
+                        send(instruction, messages)
+                    elif instruction.op is Op.ACCUMULATE:
+                        wait_until(arrives.pop((Op.REDUCE, instruction.bucket), 0.0))
+            waits[step.name] += waited
         rounds.append(waits)
     opening, steady = rounds
     first = max(0.0, opening["forward"] - steady["forward"]) if hides else 0.0
     last = max([clock, *(at for (op, _), at in arrives.items() if op is Op.REDUCE)]) - clock
     return ZeroWaits(steady, first, last)
+
+
+def _sums(step: ZeroStep, timed: TimedPass) -> Iterator[tuple[float, Sends]]:
+    """Yield what follows the completion of buckets, and after which share of a step."""
+    complete = {step.buckets[place]: share for place, share in timed.complete if step.buckets}
+    sends, share = list[tuple[Instruction, tuple[Message, ...]]](), 0.0
+    for instruction, messages in step.after:
+        sends.append((instruction, messages))
+        if instruction.op is Op.REDUCE:
+            share = max(share, complete.get(instruction.bucket, 1.0))
+            yield share, tuple(sends)
+            sends = []
+    yield 1.0, tuple(sends)

@@ -137,6 +137,24 @@ def test_a_step_of_stage_3_waits_for_its_first_weights_and_its_last_sums(early):
     assert found.last == pytest.approx(4 * (table + vectors) * links.per_byte)
 
 
+def test_sums_of_stage_2_begin_within_a_layer():
+    """Buckets of a layer are sent as its backward pass completes them, one beside the next.
+
+    On links that need half of the time of the passes only the last one is waited for.
+    """
+    config = of_equal_layers(
+        world_size=4, global_batch_size=8, zero_stage=2, zero_reduce_bucket_size=256 * 1024
+    )
+    traced, (stage,) = of(config), stages_of(config)
+    rates, plan = rates_of(FRONTIER, "bfloat16"), plan_in_passes(config, traced, stage)
+    alone = stage_seconds(traced, stage, rates, None).backward_s
+    links = Links(alone / 2 / (4 * parameters_of(traced, stage)))
+    found = stage_seconds(traced, stage, rates, links.seconds, plan=plan)
+    largest = max(bucket.elements for bucket in plan.buckets)
+    assert len(plan.buckets) > 3 * stage.layers
+    assert 0 <= found.backward.shared < 1.1 * 4 * largest * links.per_byte
+
+
 def test_experts_are_sent_after_the_other_weights_of_their_layer():
     """Links that are fast enough are free again before the last layer's sums."""
     config = run(
