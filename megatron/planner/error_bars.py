@@ -51,7 +51,8 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
     ends = {LINKS: LINK_RANGE}
     for name, figure in cluster.figures.items():
         other = name.startswith(("products.", "attention.")) and name.split(".")[1] != dtype
-        low, high = figure.low, figure.high
+        low = figure.low
+        high = figure.high
         if not other and (low, high) != (1.0, 1.0):
             ends[name] = (high, low) if is_time(name) else (low, high)
 

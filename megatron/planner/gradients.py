@@ -43,7 +43,8 @@ class Traffic:
     """
 
     def __init__(self, plan: ZeroPlan, chunks: Sequence[Chunk]) -> None:
-        self._plan, self._chunks = plan, chunks
+        self._plan = plan
+        self._chunks = chunks
         self._sums = Reductions(plan)
         self._there = set[int]()
         self._added: dict[int, int] = {}  # contributions since the last pass of a bucket's stage
@@ -63,12 +64,14 @@ class Traffic:
         """Return an independent copy."""
         made = Traffic(self._plan, self._chunks)
         made._sums = self._sums.copy()
-        made._there, made._added = self._there.copy(), self._added.copy()
+        made._there = self._there.copy()
+        made._added = self._added.copy()
         return made
 
     def run(self, number: int, half: str) -> Gradients:
         """Follow a backward pass of a chunk, or a half of it."""
-        chunk, of_parts = self._chunks[number], list[tuple[tuple[int, int], ...]]()
+        chunk = self._chunks[number]
+        of_parts = list[tuple[tuple[int, int], ...]]()
         changes = list[tuple[int, int]]()
         for part in chunk.uses[half]:
             changes = []
@@ -89,7 +92,8 @@ class Traffic:
 
     def _carry_out(self, row: int, instructions: Iterable[Instruction]) -> list[tuple[int, int]]:
         """Follow instructions; return the changes before a row."""
-        changes, before = list[tuple[int, int]](), self.bytes
+        changes = list[tuple[int, int]]()
+        before = self.bytes
         for op, number, _ in instructions:
             if op is Op.ALLOCATE:
                 self._there.add(number)

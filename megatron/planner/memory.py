@@ -42,7 +42,8 @@ from megatron.planner.stage import (
 )
 from megatron.planner.trace import GPT2_VOCABULARY, trace
 
-GPU_BLOCK, CPU_BLOCK = 512, 64
+GPU_BLOCK = 512
+CPU_BLOCK = 64
 """Allocation granularity in bytes: of the caching allocator of CUDA and ROCm (kMinBlockSize in
 CUDACachingAllocator), and of torch's allocator of host memory."""
 
@@ -158,7 +159,9 @@ def _passes(part: Part, block: int) -> dict[str, _Rows]:
     kept: dict[int, Take] = {}
 
     def rows_of(of: Pass, made: dict[int, Take]) -> _Rows:
-        rows, sums, at = [NOTHING], list[tuple[int, Sum]](), 0
+        rows = [NOTHING]
+        sums = list[tuple[int, Sum]]()
+        at = 0
         for here, step in enumerate(of.steps):
             if isinstance(step, Sum):
                 rows.append(changes(of.steps[at:here], block, made))
@@ -224,7 +227,9 @@ class _Chunk:
     """
 
     def __init__(self, traced: Trace, stage: Stage, block: int, shared: Shared | None) -> None:
-        self._traced, self._stage, self._block = traced, stage, block
+        self._traced = traced
+        self._stage = stage
+        self._block = block
         zero, rule = shared or (ALONE, BucketRule())
         self._plan = planned(traced, ((0, stage),), zero, rule).plan
         self._groups = self._plan.groups[0]
@@ -252,7 +257,8 @@ class _Chunk:
 
     def backward(self, half: str, gradients: Gradients | None = None) -> Bytes:
         """Return the rows of a backward pass, or of a half of it."""
-        rows, changes = [NOTHING], iter(gradients or ())
+        rows = [NOTHING]
+        changes = iter(gradients or ())
         here = set[int]()
         for step in self._plan.forward(0):
             here = (here | _gathered(step)) - _freed(step)
@@ -336,7 +342,8 @@ def _rise(chunk: _Chunk, half: str, gradients: Gradients) -> Bytes:
 
 def _row(weights: float = 0.0, gradients: float = 0.0) -> Bytes:
     row = np.zeros_like(NOTHING)
-    row[0, _WEIGHTS], row[0, _GRADIENTS] = weights, gradients
+    row[0, _WEIGHTS] = weights
+    row[0, _GRADIENTS] = gradients
     return row
 
 
@@ -367,7 +374,9 @@ def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, floa
 
     buckets  of these, however large (stage.elements_of_rank)
     """
-    precision, state, zero = config.precision, optimizer_state(config), zero_of(config)
+    precision = config.precision
+    state = optimizer_state(config)
+    zero = zero_of(config)
     found = dict.fromkeys(("weights", "master", "moments", "gradients"), 0.0)
     for bucket in buckets:
         owned = zero.owned(bucket)

@@ -222,7 +222,8 @@ def _zero(zero: Zero) -> list[tuple[str, str, str]]:
 def _zero_steps(plan: ZeroPlan) -> Table:
     """Draw what ZeRO does around and beside the steps of a stage's passes; equal rows are one."""
     steps = (*plan.forward(0), *plan.reducing(0, True, Reductions(plan)))
-    rows, begun = list[tuple[str, int, tuple[str, ...]]](), set[Instruction]()
+    rows = list[tuple[str, int, tuple[str, ...]]]()
+    begun = set[Instruction]()
     for step in steps:
         before = [one for one in step.before if one not in begun]
         begun = begun.difference(step.before).union(step.beside)
@@ -256,7 +257,8 @@ def _instructions(plan: ZeroPlan, step: Step, instructions: Iterable[Instruction
 
     def place(bucket: int) -> str:
         ends = [plan.places[member][1] for member in plan.buckets[bucket].members]
-        first, last = min(ends), max(ends)
+        first = min(ends)
+        last = max(ends)
         if first == last and plan.calls[0][first].layer and plan.calls[0][step.call].layer:
             return _AWAY.get(first - step.call, _call(plan, first))
         return " to ".join(dict.fromkeys((_call(plan, first), _call(plan, last))))
