@@ -95,7 +95,9 @@ def build(config: Config, workers: int) -> None:
 
     datasets = prepare(*planned)
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
-    extended(config, batches, datasets, prepare, planned, progress, end)
+    left = max(0, end - progress.iteration)
+    needed = batches.samples_after(left, progress.consumed_samples)
+    extended(config, datasets, prepare, planned, needed)
     # Linux counts KiB
     say(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 

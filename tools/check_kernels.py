@@ -87,9 +87,15 @@ def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch
     The average of the weights is updated as well. With bf16 moments it is one step: a number that
     the sides have apart by a rounding may be rounded apart, and later steps differ.
     """
-    settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    settings: dict[str, Any] = {
+        "lr": 1e-3,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    }
     weights = [torch.randn(n, device=device) for n in (1, 1000, 4099, 70000)]
-    sides = []
+    sides: list[Any] = []
     for _ in range(2):
         both = [[torch.zeros_like(w, dtype=moments) for w in weights] for _ in range(2)]
         copies = [] if dtype == torch.float32 else [w.to(dtype) for w in weights]
@@ -97,10 +103,13 @@ def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch
         sides.append(([w.clone() for w in weights], *both, copies, averages))
     for step in (1, 2, 3) if moments == torch.float32 else (1,):
         gradients = [torch.randn_like(w).to(dtype) for w in weights]
-        more = {"step": step, "gradient_scale": 0.5, "new_in_average": 0.1}
+        more: dict[str, Any] = {"step": step, "gradient_scale": 0.5, "new_in_average": 0.1}
         for kernel, lists in zip((True, False), sides, strict=True):
-            values, *others = lists
-            adamw_(AdamW(values, gradients, *others, **settings, **more), kernel)
+            values, first, second, rounded, averages = lists
+            adamw_(
+                AdamW(values, gradients, first, second, rounded, averages, **settings, **more),
+                kernel,
+            )
     for found, expected in zip(*sides, strict=True):
         yield from zip(found, expected, strict=True)
 

@@ -254,7 +254,7 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
     if not first:
         return
     seconds = time.perf_counter() - start
-    result = {
+    result: dict[str, Any] = {
         "checkpoint": str(trained.loaded.folder),
         "iteration": trained.loaded.iteration,
         "data": text.names,

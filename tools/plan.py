@@ -18,7 +18,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -284,7 +284,7 @@ def _form(given: Search, text: str) -> Search:
         )
     worlds = space.worlds
     if "nodes" in wanted:
-        worlds = _whole_nodes(wanted["nodes"], space.cluster)
+        worlds = _whole_nodes(cast("tuple[int, ...]", wanted["nodes"]), space.cluster)
     return Search(dataclasses.replace(space, wanted=both, worlds=worlds), given.capacity)
 
 

@@ -143,7 +143,8 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
         )
         full = max(found.memory, key=lambda rank: rank.total)
         rest = full.logits + full.buffers + full.temporary
-        parts = (full.weights, full.gradients, full.optimizer, full.activations, rest, full.total)
+        optimizer = full.master + full.moments
+        parts = (full.weights, full.gradients, optimizer, full.activations, rest, full.total)
         memory.append((name, str(full.rank), *(f"{part / GIB:.1f}" for part in parts)))
         shares = (f"{100 * found.parts[part] / found.seconds:.1f} %" for part in _PARTS)
         naive = estimate(config, cluster, naive_placement(config, cluster)).seconds

@@ -16,9 +16,10 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, real, whole
+from megatron.config.parallel import SCHEDULES
 from megatron.errors import DataError
 from megatron.pipeline.clock import Span, Timeline, simulate
-from megatron.pipeline.orders import COMPUTE, RECEIVES, SCHEDULES, SENDS, Instruction, Op
+from megatron.pipeline.orders import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from megatron.pipeline.schedule import NOMINAL_DURATIONS, Schedule, build_schedule
 from megatron.planner.timeline_plot import draw_timeline
 from megatron.training.run.process import as_tool

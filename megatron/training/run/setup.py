@@ -255,9 +255,7 @@ def assemble(
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     left = max(0, end - progress.iteration)
     train_samples = max(samples[0], batches.samples_after(left, progress.consumed_samples))
-    if train_samples > samples[0] and not config.training.skip_train:
-        # a resumed run with another batch size takes more than planned
-        datasets = build(train_samples, samples[1], samples[2])
+    datasets = extended(config, datasets, build, samples, train_samples)
     if stored is not None and not config.checkpoint.finetune:
         train = None if config.training.skip_train else datasets.train
         to_come = (train, train_samples, progress, end, topology.device, reporter)
@@ -552,3 +550,19 @@ def load_tokenizer(config: Config) -> Tokenizer | None:
     return build_tokenizer(
         **dataclasses.asdict(config.tokenizer), vocab_size=config.model.vocab_size
     )
+
+
+def extended(
+    config: Config,
+    datasets: Datasets,
+    build: Callable[[int, int, int], Datasets],
+    planned: tuple[int, int, int],
+    train_samples: int,
+) -> Datasets:
+    """Return `datasets`, or longer ones where a run takes more training samples than planned.
+
+    That happens when it is resumed with another batch size.
+    """
+    if config.training.skip_train or train_samples <= planned[0]:
+        return datasets
+    return build(train_samples, planned[1], planned[2])
