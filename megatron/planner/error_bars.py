@@ -20,11 +20,13 @@ LINKS = "bandwidth of links"
 
 @dataclass(frozen=True)
 class Effect:
-    """Value with one figure at the `slow` and at the `fast` end of its range."""
+    """Effect of one figure on a value, and the factors that make it `slow` and `fast`."""
 
     figure: str
+    basis: str
     slow: float
     fast: float
+    factors: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -48,24 +50,25 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
 
     Only figures that have a range and that a prediction in this dtype may use are varied.
     """
-    ends = {LINKS: LINK_RANGE}
+    ends = {LINKS: ("published or estimated", LINK_RANGE)}
     for name, figure in cluster.figures.items():
         other = name.startswith(("products.", "attention.")) and name.split(".")[1] != dtype
-        low = figure.low
-        high = figure.high
-        if not other and (low, high) != (1.0, 1.0):
-            ends[name] = (high, low) if is_time(name) else (low, high)
+        if not other and (figure.low, figure.high) != (1.0, 1.0):
+            ends[name] = (
+                figure.basis,
+                (figure.high, figure.low) if is_time(name) else (figure.low, figure.high),
+            )
 
     def moved(factors: Mapping[str, float]) -> float:
         return value(with_factors(cluster, factors))
 
     effects = [
-        Effect(name, moved({name: slow}), moved({name: fast}))
-        for name, (slow, fast) in ends.items()
+        Effect(n, basis, moved({n: by[0]}), moved({n: by[1]}), by)
+        for n, (basis, by) in ends.items()
     ]
     effects.sort(key=lambda effect: -abs(effect.fast - effect.slow))
     here = moved({})
-    extremes = [moved({name: by[end] for name, by in ends.items()}) for end in (0, 1)]
+    extremes = [moved({name: by[end] for name, (_, by) in ends.items()}) for end in (0, 1)]
     likely = math.hypot(*((effect.fast - effect.slow) / 2 for effect in effects))
     return Spread(here, min(here, *extremes), max(here, *extremes), likely, tuple(effects))
 
