@@ -192,6 +192,13 @@ _SHARED_EXPERTS = _modules(
     .mlp.shared_experts.gate           .mlp.shared_expert_gate
     """,
 )
+# GPT-NeoX and BLOOM keep these names of Megatron's.
+_MEGATRONS = """
+    .input_layernorm           .input_layernorm
+    .post_attention_layernorm  .post_attention_layernorm
+    .mlp.dense_h_to_4h         .mlp.dense_h_to_4h
+    .mlp.dense_4h_to_h         .mlp.dense_4h_to_h
+    """
 _EXPERTS_ALONE = _GROUPED | {"moe_ffn_hidden_size": "intermediate_size"}
 _EXPERTS_TOO = _GROUPED | {"moe_ffn_hidden_size": "moe_intermediate_size"}
 _SPARSE = {"mlp_only_layers": None, "decoder_sparse_step": 1, "norm_topk_prob": False}
@@ -400,14 +407,11 @@ FAMILIES: Mapping[str, Family] = {
             embedding.word_embeddings        gpt_neox.embed_in
             final_layernorm                  gpt_neox.final_layer_norm
             output_layer                     embed_out
-            .input_layernorm                 .input_layernorm
-            .post_attention_layernorm        .post_attention_layernorm
             .self_attention.query_key_value  .attention.query_key_value
             .self_attention.dense            .attention.dense
-            .mlp.dense_h_to_4h               .mlp.dense_h_to_4h
-            .mlp.dense_4h_to_h               .mlp.dense_4h_to_h
             """,
-        ),
+        )
+        | _modules("gpt_neox.layers.{}", _MEGATRONS),
         (
             rules.TIED,
             rules.gelu("hidden_act"),
@@ -451,14 +455,11 @@ FAMILIES: Mapping[str, Family] = {
             embedding_layernorm              transformer.word_embeddings_layernorm
             final_layernorm                  transformer.ln_f
             output_layer                     lm_head
-            .input_layernorm                 .input_layernorm
-            .post_attention_layernorm        .post_attention_layernorm
             .self_attention.query_key_value  .self_attention.query_key_value
             .self_attention.dense            .self_attention.dense
-            .mlp.dense_h_to_4h               .mlp.dense_h_to_4h
-            .mlp.dense_4h_to_h               .mlp.dense_4h_to_h
             """,
-        ),
+        )
+        | _modules("transformer.h.{}", _MEGATRONS),
         (rules.TIED, rules.LENGTH),
         {
             "attention_dropout": 0.0,

@@ -163,7 +163,7 @@ class Settings:
 
 
 Problems = Iterator[str]
-"""What is wrong with a configuration, a sentence each."""
+"""Problems of a configuration, a sentence each."""
 
 
 class Check(NamedTuple):

@@ -62,33 +62,41 @@ class PassSeconds(NamedTuple):
         return self.compute + self.again + self.waited + self.shared
 
 
+class _Timed(NamedTuple):
+    """Pass on a device.
+
+    steps     messages, and the seconds between them
+    compute   seconds of computations, without recomputation
+    again     seconds of recomputation
+    complete  after which share of these seconds gradients are complete, by the place of the
+              parameter
+    """
+
+    steps: tuple[float | Post | Wait, ...]
+    compute: float
+    again: float
+    complete: tuple[tuple[int, float], ...]
+
+
 @functools.lru_cache(maxsize=1 << 14)
-def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, float]:
-    """Return a pass's messages and the seconds between them, then its compute and recompute time."""
-    found: list[float | Post | Wait] = []
+def _timed(of: Pass, rates: Rates) -> _Timed:
+    steps: list[float | Post | Wait] = []
     sums = {False: 0.0, True: 0.0}
+    complete = list[tuple[int, float]]()
     since = 0.0
     for step in of.steps:
         if isinstance(step, Post | Wait):
-            found += [since, step]
+            steps += [since, step]
             since = 0.0
-        elif not isinstance(step, Take | Give | Sum):
+        elif isinstance(step, Sum):
+            complete += [(step.place, sum(sums.values()))] * step.complete
+        elif not isinstance(step, Take | Give):
             seconds = seconds_of(step.operation if isinstance(step, Again) else step, rates)
             sums[isinstance(step, Again)] += seconds
             since += seconds
-    return [*found, since], sums[False], sums[True]
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _completions(of: Pass, rates: Rates) -> tuple[tuple[int, float], ...]:
-    """Return after which share of a pass gradients are complete, by the place of the parameter."""
-    found, since = list[tuple[int, float]](), 0.0
-    for step in of.steps:
-        if isinstance(step, Sum):
-            found += [(step.place, since)] * step.complete
-        elif not isinstance(step, Post | Wait | Take | Give):
-            since += seconds_of(step.operation if isinstance(step, Again) else step, rates)
-    return tuple((place, at / since if since else 1.0) for place, at in found)
+    total = sum(sums.values())
+    shares = ((place, at / total if total else 1.0) for place, at in complete)
+    return _Timed((*steps, since), sums[False], sums[True], tuple(shares))
 
 
 def pass_seconds(
@@ -99,7 +107,7 @@ def pass_seconds(
     message_s  None: messages take no time
     hides      messages overlap with computation; otherwise each is waited for when it is posted
     """
-    timed, compute, again = _timed(of, rates)
+    timed, compute, again, _ = _timed(of, rates)
     if message_s is None:
         return PassSeconds(compute, again, 0.0)
     clock = waited = 0.0
@@ -165,7 +173,9 @@ def stage_seconds(
     found, of_pass = {}, dict[Pass, TimedPass]()
     for name, runs in stage_passes(trace, stage).items():
         parts = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
-        of_pass |= {run.of: TimedPass(one.total, _completions(run.of, rates)) for run, one in parts}
+        of_pass |= {
+            run.of: TimedPass(one.total, _timed(run.of, rates).complete) for run, one in parts
+        }
         compute = sum(run.times * one.compute for run, one in parts if not run.again)
         again = sum(run.times * (one.again + one.compute * run.again) for run, one in parts)
         waited = sum(run.times * one.waited for run, one in parts)
