@@ -8,10 +8,11 @@ simulator ends the process.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,3 +121,84 @@ def run_process(
         stderr=subprocess.STDOUT,
     )
     return Outcome(done.returncode, done.stdout)
+
+
+# pytest that collects once and forks for each run, because starting and collecting takes longer
+# than a run. Arguments: a JSON list of [name, number, words of the tests' names, output file], then
+# pytest's. It prints the exit status of each as JSON. The last two
+# modules are imported by an operator's first call and the first random example; without freeze()
+# each run would collect garbage among all of torch's objects, several times.
+_DRIVER = """
+import gc, json, os, resource, sys
+import pytest
+from hypothesis import Phase, settings
+from megatron.kernels import library
+import numpy.random, torch.fx.experimental.symbolic_shapes
+
+class Runs:
+    def __init__(self, runs):
+        self.runs, self.status, self.forked = runs, {}, False
+
+    def pytest_collection(self):  # conftest.py has been read, the tests not yet
+        settings.register_profile("simulated", settings.get_profile("test"), phases=[Phase.explicit, Phase.generate])
+        settings.load_profile("simulated")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        sys.stdout.flush()
+        gc.collect()
+        gc.freeze()
+        for run in self.runs:
+            child = os.fork()
+            if not child:
+                self.forked = True
+                return self.begin(session, *run)
+            self.status[run[0]] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return True
+
+    def begin(self, session, name, number, words, output):  # pytest's own loop does the rest
+        file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (300, 310))
+        os.environ["MEGATRON_PLANTED_FAULT"] = str(number)
+        # Otherwise a library that cannot be loaded would let tests pass, on torch's own operators.
+        library.forget()
+        if library.find("cpu").target != "simulator":
+            os._exit(99)
+        session.items[:] = [item for item in session.items if words in item.nodeid]
+        return None if session.items else os._exit(98)
+
+runs = Runs(json.loads(sys.argv[1]))
+# -s: what pytest captured would be lost when the simulator ends the process.
+options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-m", "not gpu", "--tb=short"]
+code = pytest.main([*options, *sys.argv[2:]], [runs])
+sys.stdout.flush()
+if runs.forked:
+    os._exit(code)
+print("STATUS " + json.dumps(runs.status))
+"""
+
+
+def run_numerics(
+    runs: Mapping[str, tuple[int, str]],
+    files: Sequence[str],
+    library: Path,
+    flags: Sequence[str],
+    folder: Path,
+) -> dict[str, Outcome]:
+    """Run numerical tests on a simulator library, once for each of `runs`.
+
+    Each is the number of a fault planted into the library (0: none) and words of the node ids of
+    its tests.
+    """
+    outputs = {name: folder / f"{i}.txt" for i, name in enumerate(runs)}
+    argument = json.dumps([(name, *run, str(outputs[name])) for name, run in runs.items()])
+    command = [sys.executable, "-c", _DRIVER, argument, *files]
+    outcome = run_process(command, environment(library, flags), timeout_s=1700)
+    assert outcome.passed and "STATUS " in outcome.output, outcome.end
+    status = json.loads(outcome.output.rpartition("STATUS ")[2])
+    return {
+        name: Outcome(status[name], output.read_text(errors="replace"))
+        for name, output in outputs.items()
+    }

@@ -1,17 +1,23 @@
-"""Simulator of GPU lanes: it finds the misuse that it is meant to find.
+"""Simulator of GPU lanes: it finds the misuse that it is meant to find; kernels compute on it.
 
-test_mutants.py runs numerical tests on it.
+`make test` runs numerical tests on it only for the norm of gradients, the topic that builds
+fastest, with and without planted faults. The campaign "simulator" runs all without faults,
+"planted-faults" with each.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.kernels import library
 from megatron.kernels.build import SOURCES, compiler
 from tests.helpers.kernels import (
     ADDRESS,
@@ -19,9 +25,12 @@ from tests.helpers.kernels import (
     SANITIZED,
     environment,
     needs_simulator,
+    run_numerics,
     run_process,
     simulator_library,
 )
+from tests.helpers.killing import forked, wait_for
+from tests.prove.planted_faults import faults, outdated, plant_simulated, topics
 
 pytestmark = [needs_simulator, pytest.mark.slow]
 campaign = pytest.mark.campaign("simulator")
@@ -218,10 +227,61 @@ _ROTARY(x, x, x, table, table, 1, 1, 1 << 32, 8, 0, 0, 0, 0, 0, 0, 0, 1, 1.0)
 
 @campaign
 def test_sanitizers_see_tensors(tmp_path: Path) -> None:
-    library = simulator_library(tmp_path, 64, SANITIZED, ("rotary",))
+    built = simulator_library(tmp_path, 64, SANITIZED, ("rotary",))
     for script, message in (
         (OVERRUN, "AddressSanitizer: heap-buffer-overflow"),
         (DIVISION, "runtime error: division by zero"),
     ):
-        outcome = run_process([sys.executable, "-c", script], environment(library, SANITIZED))
+        outcome = run_process([sys.executable, "-c", script], environment(built, SANITIZED))
         assert not outcome.passed and message in outcome.output, outcome.end
+
+
+@campaign
+@pytest.mark.parametrize("sanitized", [True, False], ids=["wave64-sanitized", "wave32"])
+@pytest.mark.parametrize("name", topics())
+def test_numerics(name: str, sanitized: bool, tmp_path: Path) -> None:
+    topic = topics()[name]
+    wave, flags = (64, SANITIZED) if sanitized else (32, PLAIN)
+    built = simulator_library(tmp_path, wave, flags, topic.sources)
+    runs = {topic.tests: (0, topic.tests)}
+    if topic.wide and sanitized:
+        large = "tests/kernels/test_large.py"
+        runs[large] = (0, f"{large}::test_wide_{name}")
+    for file, outcome in run_numerics(runs, list(runs), built, flags, tmp_path).items():
+        assert outcome.passed and " passed" in outcome.output, f"{file}: {outcome.end}"
+
+
+def check_norms(built: Path, number: int, check_norm: Callable[..., None]) -> None:
+    """Check tensors around a pack, a block and a chunk with the fault of this number.
+
+    They are aligned or not.
+    """
+    if number:  # its outcome does not matter
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        faulthandler.disable()
+    torch.set_num_threads(1)
+    os.environ |= {library.OVERRIDE: str(built), "MEGATRON_PLANTED_FAULT": str(number)}
+    library.forget()
+    assert library.find("cpu").target == "simulator"
+    for dtype in (torch.float32, torch.bfloat16):
+        for offset, factor in ((0, 0.3), (1, 1.0), (1, -2.5)):
+            check_norm([5, 1030, 0, 4096, 4097, 1], dtype, offset, factor, "cpu", 2)
+
+
+def test_the_norm_of_gradients(tmp_path: Path) -> None:
+    """It is right without a fault, and wrong without a barrier and with each other fault."""
+    # It takes seconds, which no child should spend.
+    from tests.kernels.numerics.test_optimizer import check_norm
+
+    files = ("csrc/kernels/scaling.cpp", "csrc/kernels/tensor_list.h")
+    chosen = [f for f in faults() if f.topics and f.file in files and not f.sanitized]
+    planted = dict(enumerate((fault for fault in chosen if not outdated(fault)), 1))
+    plant_simulated(planted, tmp_path / "sources")
+    built = simulator_library(tmp_path, 64, PLAIN, ("scaling",), tmp_path / "sources")
+    codes = {
+        number: wait_for(forked(lambda number=number: check_norms(built, number, check_norm)))
+        for number in (0, *planted)
+    }
+    assert codes.pop(0) == 0
+    missed = [planted[number].name for number, code in codes.items() if code == 0]
+    assert len(codes) >= 6 and not missed

@@ -4,8 +4,10 @@
 
 The faults are those of tests/planted_faults/*.toml. A fault is found when tests fail that pass
 without it. Those that `found_by` names run first, then all others. A fault with `campaign` is found
-by that campaign alone; at most ten have one. A fault whose text is no longer in its file is out of
-date, which `make test` finds: rewrite it for the code that replaced it.
+by that campaign alone; at most ten have one. Faults with `topics` are found by the numerical tests
+of these kernels on the simulator of GPU lanes: all of a topic are planted into one build. A fault
+whose text is no longer in its file is out of date, which `make test` finds: rewrite it for the code
+that replaced it.
 """
 
 from __future__ import annotations
@@ -13,36 +15,74 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from megatron.kernels.build import SOURCES, compiler
+from tests.helpers.kernels import (
+    NUMERICS,
+    PLAIN,
+    ROOT,
+    SANITIZED,
+    Outcome,
+    run_numerics,
+    simulator_library,
+)
+
 FAULTS = ROOT / "tests" / "planted_faults"
 LOOKED_FOR = "tests/prove/test_planted_faults.py"  # fails wherever a fault is planted
 LIMIT_S = 1800
 MOST_BY_CAMPAIGN = 10
+# The verdict on a fault: its name, "found" or another word, by which test or why not.
+Verdict = tuple[str, str, str]
+
+# A failed test, the simulator's abort, AddressSanitizer's exit code, a crash, an endless loop.
+# Anything else (no test found, the library not loaded) is an error.
+_FAILED = {
+    1,
+    86,
+    *(-sent for sent in (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGXCPU)),
+}
+# Goes into the sources' copy, where every other file can see it.
+_CONDITION = """
+#include <stdlib.h>
+static const int chosen_fault = atoi(getenv("MEGATRON_PLANTED_FAULT"));
+#define planted(number) (chosen_fault == (number))
+"""
 
 
 @dataclass(frozen=True)
 class Fault:
     """Planted fault: `old`, whole lines that occur once in `file`, become `new`.
 
-    found_by  tests that find it: paths, or node ids, of pytest
-    campaign  the campaign whose tests they are; "": `make test`
+    With `topics` `old` is instead an expression, or a statement, which ends in ";": the first in
+    the file that follows `after`.
+
+    found_by   tests that find it: paths, or node ids, of pytest
+    campaign   the campaign whose tests they are; "": `make test`
+    topics     kernels whose numerical tests find it on the simulator
+    sanitized  whether they need sanitizers to find it
     """
 
     name: str
     file: str
-    what: str
     old: str
     new: str
+    what: str = ""
     found_by: tuple[str, ...] = ()
     campaign: str = ""
+    topics: tuple[str, ...] = ()
+    after: str = ""
+    sanitized: bool = False
 
     @property
     def room(self) -> str:
@@ -53,8 +93,36 @@ def faults() -> list[Fault]:
     found = []
     for file in sorted(FAULTS.glob("*.toml")):
         for entry in tomllib.loads(file.read_text())["fault"]:
-            found.append(Fault(**{**entry, "found_by": tuple(entry.get("found_by", ()))}))
+            found.append(
+                Fault(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
+            )
     return found
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Numerical tests of some kernels, which run on the simulator.
+
+    sources  the .cpp files they need
+    wide     whether its wide rows, of blocks of 512 and 1,024 lanes, are those of
+             tests/kernels/test_large.py
+    """
+
+    tests: str
+    sources: list[str]
+    wide: bool = False
+
+
+def topics() -> dict[str, Topic]:
+    tables = tomllib.loads((FAULTS / "csrc_kernels.toml").read_text())["topic"]
+    return {name: Topic(f"{NUMERICS}/test_{name}.py", **table) for name, table in tables.items()}
+
+
+def simulated_position(fault: Fault, root: Path = ROOT) -> int:
+    """Return the index of a simulated fault's text in its file; -1: nowhere."""
+    text = (root / fault.file).read_text()
+    anchor = text.find(fault.after)
+    return text.find(fault.old, anchor + len(fault.after)) if anchor >= 0 else -1
 
 
 def outdated(fault: Fault, root: Path = ROOT) -> str:
@@ -65,6 +133,9 @@ def outdated(fault: Fault, root: Path = ROOT) -> str:
         text = "\n" + (root / fault.file).read_text()
     except FileNotFoundError:
         return f"{fault.file} is gone"
+    if fault.topics:
+        position = simulated_position(fault, root)
+        return "" if position >= 0 else f"{fault.file} has no {fault.old!r} after {fault.after!r}"
     lines, anywhere = text.count("\n" + fault.old), text.count(fault.old)
     if lines != 1 or anywhere != 1:
         return f"its text is {lines} times whole lines of {fault.file}, {anywhere} times in it"
@@ -110,8 +181,12 @@ def build(fault: Fault, folder: Path, environ: dict[str, str]) -> str:
     return f"does not compile: {done.stderr[-500:]}" if done.returncode else ""
 
 
-def plant(fault: Fault, suite: str) -> tuple[str, str]:
-    """Plant a fault; return ("found", by which tests), ("MISSED", ...) or ("OUT OF DATE", why)."""
+def plant(fault: Fault, suite: str) -> list[Verdict]:
+    """Plant a fault into a copy of the tree; run the tests that find it, then `suite`."""
+    return [(fault.name, *_plant(fault, suite))]
+
+
+def _plant(fault: Fault, suite: str) -> tuple[str, str]:
     if reason := outdated(fault):
         return "OUT OF DATE", reason
     with tempfile.TemporaryDirectory(prefix="planted-") as temporary:
@@ -163,6 +238,65 @@ def plant(fault: Fault, suite: str) -> tuple[str, str]:
     return "MISSED", fault.what
 
 
+def plant_simulated(faults: Mapping[int, Fault], folder: Path) -> None:
+    """Write a copy of the kernels' sources to `folder`, with each fault behind its number."""
+    shutil.copytree(
+        SOURCES,
+        folder,
+        ignore=lambda _, names: [n for n in names if not n.endswith((".h", ".cpp"))],
+    )
+    choices: dict[tuple[str, int, str], list[tuple[int, str]]] = {}
+    for number, fault in faults.items():
+        assert not outdated(fault), outdated(fault)
+        text = (fault.file, simulated_position(fault), fault.old)
+        choices.setdefault(text, []).append((number, fault.new))
+    # From the end of each file, so that positions stay.
+    for (file, position, old), alternatives in sorted(choices.items(), reverse=True):
+        if old.endswith(";"):
+            tests = [f"if (planted({number})) {{ {new} }} else " for number, new in alternatives]
+            chosen = "".join(tests) + f"{{ {old} }}"
+        else:
+            tests = [f"planted({number}) ? ({new}) : " for number, new in alternatives]
+            chosen = f"({''.join(tests)}({old}))"
+        copy = folder / Path(file).name
+        text = copy.read_text()
+        copy.write_text(text[:position] + chosen + text[position + len(old) :])
+    with open(folder / "target.h", "a") as target:
+        target.write(_CONDITION)
+
+
+def plant_topic(name: str, sanitized: bool, faults: Sequence[Fault]) -> list[Verdict]:
+    """Plant these faults into one simulator library; run the topic's tests with each."""
+    labels = [f"{fault.name} ({name})" for fault in faults]
+    if compiler("simulator") is None:
+        return [(label, "NOT PROVED", "the simulator needs g++") for label in labels]
+    topic = topics()[name]
+    wave, flags = (64, SANITIZED) if sanitized else (32, PLAIN)
+    with tempfile.TemporaryDirectory(prefix="planted-") as temporary:
+        folder = Path(temporary)
+        plant_simulated(dict(enumerate(faults, 1)), folder / "sources")
+        library = simulator_library(folder, wave, flags, topic.sources, folder / "sources")
+        runs = {label: (number, topic.tests) for number, label in enumerate(labels, 1)}
+        outcomes = run_numerics(
+            {"none": (0, topic.tests), **runs}, [topic.tests], library, flags, folder
+        )
+    if not outcomes.pop("none").passed:
+        return [(label, "OUT OF DATE", f"{topic.tests} fails without it") for label in labels]
+    verdicts = []
+    for label, outcome in outcomes.items():
+        word = "found" if outcome.code in _FAILED else "MISSED"
+        verdicts.append((label, word, reason(outcome)))
+    return verdicts
+
+
+def reason(outcome: Outcome) -> str:
+    """Return the line of the output that says what was wrong."""
+    marks = ("simulator: ", "ERROR: AddressSanitizer", "E   ", "FAILED")
+    lines = outcome.output.splitlines()
+    named = (line.strip() for mark in marks for line in lines if mark in line[:40])
+    return next(named, f"exit code {outcome.code}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--room", action="append", help="faults of this room alone; repeatable")
@@ -178,19 +312,24 @@ def main() -> int:
         if (not options.room or fault.room in options.room)
         and (not options.fault or fault.name in options.fault)
     ]
-    wrong = 0
+    groups = sorted({(topic, fault.sanitized) for fault in chosen for topic in fault.topics})
+    jobs = [partial(plant, fault, options.suite) for fault in chosen if not fault.topics]
+    for topic, sanitized in groups:
+        of_topic = [f for f in chosen if topic in f.topics and f.sanitized == sanitized]
+        jobs.append(partial(plant_topic, topic, sanitized, of_topic))
+    counts: Counter[str] = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = pool.map(lambda fault: plant(fault, options.suite), chosen)
-        for fault, (verdict, note) in zip(chosen, verdicts, strict=True):
-            wrong += verdict in ("MISSED", "OUT OF DATE")
-            where = f" (campaign {fault.campaign})" if fault.campaign else ""
-            print(f"{verdict:12}{fault.name}{where}: {note}", flush=True)
+        for verdicts in pool.map(lambda job: job(), jobs):
+            for label, verdict, note in verdicts:
+                counts[verdict] += 1
+                print(f"{verdict:12}{label}: {note}", flush=True)
     campaigns = sum(bool(fault.campaign) for fault in chosen)
+    unproved = f", {counts['NOT PROVED']} not proved" if counts["NOT PROVED"] else ""
     print(
-        f"{len(chosen) - wrong} of {len(chosen)} planted faults found, {campaigns} of them by "
-        "campaigns alone"
+        f"{counts['found']} of {counts.total()} planted faults found, {campaigns} of them by "
+        f"campaigns alone{unproved}"
     )
-    return 1 if wrong or not chosen else 0
+    return 1 if counts["MISSED"] or counts["OUT OF DATE"] or not chosen else 0
 
 
 if __name__ == "__main__":
