@@ -1,60 +1,86 @@
-"""Attention inside documents, against a float64 softmax with an explicit mask."""
+"""Attention by every backend, against a softmax with an explicit mask in float64.
+
+What the kernels of a backend are called with: test_attention_calls.py.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
-import types
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config import Config
 from megatron.kernels.choose import ALL, NONE
-from megatron.layers import attention_fused
-from megatron.layers.attention import SelfAttention
-from megatron.layers.attention_fused import flash_attention, torch_attention
-from megatron.layers.attention_unfused import PLAIN, Scoring
-from megatron.layers.context import CallContext
+from megatron.kernels.work import Product
+from megatron.layers import attention_blocked
+from megatron.layers.attention_blocked import block_length, blocked_attention
+from megatron.layers.attention_fused import torch_attention
+from megatron.layers.attention_unfused import PLAIN, Scoring, unfused_attention
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
-from megatron.model.gpt import build_chunks, layer_context
-from megatron.parallel.keyed_random import DropoutKey, seeded
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
-from megatron.planner.dryrun.rank import member
-from megatron.planner.tensors import Follower, without_data
-from tests.helpers.fusions import context
+from megatron.parallel.keyed_random import seeded
+from tests.helpers.fusions import Operators
 
 D = 8
-# Lengths of the documents of each sample; samples of one case are equally long.
+PATHS = ("torch", "unfused", "unfused, fused", "blocked", "blocked, fused")
+BLOCKED = pytest.mark.parametrize("path", PATHS[3:])
+TWO_SAMPLES = [[7, 1, 12, 3], [23]]  # lengths of the documents of each sample
+
+
+class Case(NamedTuple):
+    """Lengths of documents of samples of equal length, and what is attended by."""
+
+    lengths: list[list[int]]
+    heads: int = 4
+    groups: int = 2
+    alibi: bool = False
+    scoring: Scoring = PLAIN
+    d: int = D
+
+
+# In 16 bits a block has 128 positions or more, in others 64. Documents are longer and shorter than
+# windows.
+WHOLE, DOCUMENTS = [[300], [300]], [[3, 150, 1, 146], [40, 41, 219]]
 CASES = {
-    "one sample": [[7, 1, 12, 3]],
-    "two samples": [[7, 1, 12, 3], [23]],
-    "tiny documents": [[1] * 20 + [2, 1, 2, 3], [1, 2] * 9 + [1]],
-    "equal lengths": [[5, 5, 5, 5], [10, 10], [5, 5, 10]],
-    "whole samples": [[9], [9]],
+    # one block; blocks that end within a tile; several, the last of them short; longer blocks
+    "one token": Case([[1]], 1, 1, d=4),
+    "a part of a tile": Case([[5], [5]], 6, 3, True, d=3),
+    "two blocks": Case([[70], [70]], 6, 2, d=16),
+    "three blocks": Case([[131], [131]], 3, 3, True),
+    "many blocks": Case([[520]], 2, 2),
+    "documents": Case([[7, 1, 12, 3]], 6, 2, True),
+    "documents of two samples": Case(TWO_SAMPLES, 4, 4),
+    "tiny documents": Case([[1] * 20 + [2, 1, 2, 3], [1, 2] * 9 + [1]], 4, 1, True),
+    "documents of equal lengths": Case([[5, 5, 5, 5], [10, 10], [5, 5, 10]], 6, 2),
+    "a document each": Case([[9], [9]], 4, 4, True),
+    "a query sees itself": Case(WHOLE, scoring=Scoring(window=0)),
+    "short": Case(DOCUMENTS, alibi=True, scoring=Scoring(window=5, scale=0.5)),
+    "a block less one": Case(WHOLE, alibi=True, scoring=Scoring(window=63)),
+    "a block": Case(DOCUMENTS, scoring=Scoring(window=64, cap=0.7)),
+    "longer than a block": Case(WHOLE, scoring=Scoring(window=131, cap=3.0, scale=0.2)),
+    "longer, documents": Case(DOCUMENTS, alibi=True, scoring=Scoring(window=131, cap=3.0)),
+    "all but one": Case(WHOLE, alibi=True, scoring=Scoring(window=298)),
+    "all": Case(DOCUMENTS, scoring=Scoring(window=299, cap=1.5)),
+    "no window": Case(WHOLE, alibi=True, scoring=Scoring(cap=0.5, scale=0.6)),
 }
 
 
 def documents_of(lengths: list[list[int]]) -> Documents:
     joined = np.concatenate(lengths)
-    return Documents(
-        torch.from_numpy(np.append(0, joined.cumsum()).astype(np.int32)), joined, len(lengths)
-    )
+    bounds = torch.from_numpy(np.append(0, joined.cumsum()).astype(np.int32))
+    return Documents(bounds, joined, len(lengths))
 
 
 def inputs(
-    s: int, b: int, heads: int, groups: int, dtype: torch.dtype = torch.float64
+    s: int, b: int, heads: int, groups: int, dtype: torch.dtype = torch.float64, d: int = D
 ) -> list[torch.Tensor]:
+    """Return queries, and keys and values that are slices of a projection."""
     generator = torch.Generator().manual_seed(5)
-    shapes = [(s, b, n, D) for n in (heads, groups, groups)]
-    return [
-        torch.randn(x, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for x in shapes
-    ]
+    draw = lambda n, d: torch.randn(s, b, n, d, generator=generator, dtype=torch.float64)  # noqa: E731
+    q, both = draw(heads, d).to(dtype), draw(groups, 2 * d).to(dtype)
+    return [x.detach().requires_grad_() for x in (q, both[..., :d], both[..., d:])]
 
 
 def dense(q, k, v, slopes, lengths, scoring=PLAIN):
@@ -68,21 +94,43 @@ def dense(q, k, v, slopes, lengths, scoring=PLAIN):
     scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (scoring.scale or 1 / math.sqrt(d))
     if scoring.cap:
         scores = scoring.cap * torch.tanh(scores / scoring.cap)
-    i, j = torch.arange(s).view(s, 1), torch.arange(s).view(1, s)
     if slopes is not None:
+        i, j = torch.arange(s).view(s, 1), torch.arange(s).view(1, s)
         scores = scores - slopes.double().view(heads, 1, 1) * (i - j)
-    # [b, s]
-    ids = torch.stack(
-        [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths]
-    )
-    seen = (j <= i) & (j >= i - scoring.window)
-    seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1))  # [b, s, s]
-    weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~seen_of(lengths, scoring.window), -torch.inf).softmax(-1)
     return torch.einsum("bhij,jbhd->ibhd", weights, v)
 
 
-def slopes_and_bias(heads: int) -> tuple[torch.Tensor, Alibi]:
-    return alibi_slopes(heads), Alibi(alibi_slopes(heads))
+def seen_of(lengths: list[list[int]], window: int = PLAIN.window) -> torch.Tensor:
+    """Return which keys queries see: [b, 1, s, s]."""
+    ids = torch.stack(
+        [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths]
+    )
+    i, j = torch.arange(ids.shape[1]).unsqueeze(1), torch.arange(ids.shape[1])
+    near = (j <= i) & (j >= i - window)
+    return (near & (ids.unsqueeze(2) == ids.unsqueeze(1))).unsqueeze(1)
+
+
+def attend(path, scoring, alibi=None, documents=None, mixed=False):
+    """Return a function of queries, keys and values; `mixed`: which are parts of one tensor."""
+    scoring = scoring._replace(
+        alibi=None if alibi is None else Alibi(alibi),
+        fusions=ALL if path.endswith(", fused") else NONE,
+        documents=documents,
+    )
+    if not path.startswith("blocked"):
+        core = unfused_attention if path.startswith("unfused") else torch_attention
+        return lambda *x: core(*x, scoring)
+
+    def blocked(q, k, v):
+        if mixed:
+            groups = q.unflatten(2, (k.shape[2], -1))
+            return blocked_attention(
+                (torch.cat((groups, k.unsqueeze(3), v.unsqueeze(3)), 3),), scoring
+            )
+        return blocked_attention((q, k, v), scoring)
+
+    return blocked
 
 
 def output_and_gradients(attend, tensors):
@@ -91,366 +139,248 @@ def output_and_gradients(attend, tensors):
     return [out.detach(), *torch.autograd.grad(out, tensors, weights.to(out.dtype))]
 
 
-@pytest.mark.parametrize(
-    ("heads", "groups", "alibi"), [(4, 4, False), (6, 2, True), (4, 1, True), (6, 2, False)]
-)
-@pytest.mark.parametrize("case", CASES)
-def test_against_a_dense_mask(case, heads, groups, alibi):
-    lengths = CASES[case]
-    slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
-    tensors = inputs(sum(lengths[0]), len(lengths), heads, groups)
-    expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), tensors)
-    scoring = Scoring(alibi=bias, documents=documents_of(lengths))
-    found = output_and_gradients(lambda *x: torch_attention(*x, scoring), tensors)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    if case == "whole samples":
-        plain = output_and_gradients(lambda *x: torch_attention(*x, Scoring(alibi=bias)), tensors)
-        for a, b in zip(plain, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+def compare(path, case, dtype, bound, mixed):
+    """Compare output and gradients with float64; `bound` is relative to the whole of each.
 
-
-@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
-def test_strided_inputs_in_bf16(alibi):
-    """Keys and values may be slices of the fused projection.
-
-    The bound is a few roundings of the format, relative to the whole.
+    A query that sees only itself has a gradient of 0, in which terms of the size of its output
+    cancel.
     """
-    lengths, heads, groups = CASES["two samples"], 4, 2
-    slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
-    q, k, v = (x.detach() for x in inputs(sum(lengths[0]), 2, heads, groups, torch.bfloat16))
-    fused = torch.cat((k, v), dim=-1)
-    tensors = [
-        q.requires_grad_(),
-        fused[..., :D].detach().requires_grad_(),
-        fused[..., D:].detach().requires_grad_(),
-    ]
-    assert not tensors[1].is_contiguous()
-    scoring = Scoring(alibi=bias, documents=documents_of(lengths))
-    found = output_and_gradients(lambda *x: torch_attention(*x, scoring), tensors)
+    lengths, heads, groups, alibi, scoring, d = case
+    if path == "torch":
+        scoring = scoring._replace(cap=0.0)
+    slopes = alibi_slopes(heads) if alibi else None
+    tensors = inputs(sum(lengths[0]), len(lengths), heads, groups, dtype, d)
+    documents = documents_of(lengths) if any(len(n) > 1 for n in lengths) else None
+    with Operators() as seen:
+        found = output_and_gradients(attend(path, scoring, slopes, documents, mixed), tensors)
+    assert bool(seen.calls) == path.endswith(", fused")
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
+    expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths, scoring), exact)
     for a, b in zip(found, expected, strict=True):
-        assert (a.double() - b).norm() < 1e-2 * b.norm()
+        assert a.dtype == dtype
+        assert (a.double() - b).norm() <= bound * (b.norm() or expected[0].norm())
 
 
-class Largest(TorchDispatchMode):
-    """Record the largest size of a tensor returned by an operation, forward and backward."""
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", CASES)
+def test_against_a_dense_mask(name, path):
+    """The kernels, and slopes divided by the scale, are in fp32: some units of 2^-24.
+
+    Queries, keys and values are apart after a rotation; torch has no soft cap.
+    """
+    narrow = path.endswith(", fused") or path == "unfused"
+    dtype, bound = (torch.float32, 2.0**-19) if narrow else (torch.float64, 1e-13)
+    compare(path, CASES[name], dtype, bound, CASES[name].scoring.window == PLAIN.window)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2.0**-9), (torch.float16, 2.0**-12)])
+def test_in_16_bits(dtype, unit, path):
+    """Scores, weights, their gradients and the results are rounded to 2^-9 (2^-12) of themselves.
+
+    A score of size 3 is an exponent, so that its rounding, with a root mean square of 2^-9 /
+    3^(1/2), comes up to 3 times into its weight: together less than 2^-7 (2^-10). A limited score
+    is rounded once more than others.
+    """
+    compare(path, CASES["three blocks"], dtype, 4 * unit, False)
+    if path not in ("unfused", "blocked"):
+        compare(
+            path,
+            Case(WHOLE, alibi=True, scoring=Scoring(window=150, cap=2.0)),
+            dtype,
+            8 * unit,
+            False,
+        )
+
+
+# -- dropout ---------------------------------------------------------------------------------------
+
+
+def weights_of(path, s, b, heads, scoring, seed=3, documents=None):
+    """Return weights [b, heads, s, s]: the output for equal scores and one-hot values."""
+    zeros = torch.zeros(s, b, heads, s)
+    values = torch.eye(s).view(s, 1, 1, s).expand(s, b, heads, s)
+    run = attend(path, scoring._replace(seed=seed), None, documents)
+    with seeded(torch.device("cpu"), seed):
+        return run(zeros, zeros, values).permute(1, 2, 0, 3)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_dropout_acts_inside_documents_and_repeats(path):
+    """Weights are 1 / (keys seen), dropped or scaled up, and repeat for a seed.
+
+    Documents, of one length or of several, samples and heads have masks of their own.
+    """
+    p, heads, lengths = 0.25, 4, [[31, 1, 20, 12]] * 6
+    scoring, documents = Scoring(dropout=p), documents_of(lengths)
+    first, again, other = (
+        weights_of(path, 64, 6, heads, scoring, seed, documents) for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    seen = seen_of(lengths).expand_as(first)
+    full = (seen / seen.sum(-1, keepdim=True) / (1 - p)).float()
+    assert ((first == 0) | torch.isclose(first, full, rtol=1e-5, atol=0)).all()
+    kept = (first != 0)[seen].double()
+    assert abs(kept.mean().item() - (1 - p)) < 5 * (p * (1 - p) / len(kept)) ** 0.5
+    # the first 20 queries and keys of two documents of each sample and head
+    squares = [
+        x[..., i : i + 20, i : i + 20].flatten(2) != 0 for x in (first, other) for i in (0, 32)
+    ]
+    masks = [tuple(row) for square in squares for row in square.flatten(0, 1).tolist()]
+    assert len(set(masks)) == len(masks) == 2 * 2 * 6 * heads
+
+
+@pytest.mark.parametrize("path", PATHS[1:])
+def test_a_window_keeps_the_masks_of_dropout(path):
+    """Weights are dropped at the places where they are without a window."""
+    s, window = 150, 70
+    windowed, plain = (
+        weights_of(path, s, 2, 4, scoring._replace(dropout=0.4), 7) != 0
+        for scoring in (Scoring(window=window), PLAIN)
+    )
+    inside = torch.ones(s, s, dtype=torch.bool).tril().triu(-window)
+    assert torch.equal(windowed, plain & inside)
+    assert 0.5 < windowed[..., inside].double().mean() < 0.7
+
+
+@pytest.mark.parametrize("scoring", [PLAIN, Scoring(window=70, cap=0.8)], ids=["plain", "capped"])
+@BLOCKED
+def test_gradients_with_dropout(path, scoring):
+    """Gradients equal autograd's through a dense softmax with the same mask, in float64.
+
+    The mask is read from outputs for one-hot values.
+    """
+    p, s = 0.4, 150
+    q, k, v = inputs(s, 1, 2, 2, torch.float32, s)
+    run = attend(path, scoring._replace(dropout=p, seed=5))
+    with torch.no_grad():
+        dropped = run(q, k, torch.eye(s).view(s, 1, 1, s).expand(s, 1, 2, s))
+    mask = (dropped.permute(1, 2, 0, 3) != 0) / (1 - p)
+
+    def reference(q, k, v):
+        scores = torch.einsum("ibhd,jbhd->bhij", q, k) / s**0.5
+        if scoring.cap:
+            scores = scoring.cap * (scores / scoring.cap).tanh()
+        weights = scores.masked_fill(~seen_of([[s]], scoring.window), -math.inf).softmax(-1)
+        return torch.einsum("bhij,jbhd->ibhd", weights * mask, v)
+
+    found = output_and_gradients(run, [q, k, v])
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    for a, b in zip(found, output_and_gradients(reference, exact), strict=True):
+        assert (a.double() - b).norm() <= 2.0**-19 * b.norm()
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+@BLOCKED
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, path):
+    """The gradient of queries is summed in fp32.
+
+    There are eight blocks of 32 keys; each but the first adds a quarter of the format's unit, which
+    alone would be lost.
+
+    All scores are 0, so that the last query has weights of exactly 2^-8. Values, and the weights'
+    gradients, alternate between 1 and -1 with mean 0, and with keys of the same sign each product
+    is positive.
+    """
+    monkeypatch.setattr(attention_blocked, "block_length", lambda *_: 32)
+    s, unit = 256, torch.finfo(dtype).eps / 4
+    sign = torch.ones(s).index_fill_(0, torch.arange(1, s, 2), -1.0)
+    q, k, v = (torch.zeros(s, 1, 1, 4, dtype=dtype) for _ in range(3))
+    k[:, 0, 0, 0] = sign * torch.full((s,), unit).index_fill_(0, torch.arange(32), 1.0)
+    v[:, 0, 0, 0] = sign
+    attend(path, PLAIN)(q.requires_grad_(), k, v)[..., 0].sum().backward()
+    exact = torch.tensor(32 * 2.0**-8 / 2 * (1 + 7 * unit))  # 2: the root of the head dimension
+    assert q.grad[-1, 0, 0, 0] == exact.to(dtype) > torch.tensor(32 * 2.0**-8 / 2)
+
+
+# Products of one head may be summed in another order than those of four: in fp32 some units of
+# 2^-24. In bf16 a sum may then be rounded to its neighbour: 2^-8 of it, after which scores of size
+# 3 move weights by 3 times that at most.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 2.0**-20), (torch.bfloat16, 2.0**-6)], ids=str
+)
+@BLOCKED
+@pytest.mark.parametrize("lengths", [TWO_SAMPLES, [[70], [70]]], ids=["documents", "whole"])
+def test_parts_of_the_heads_change_nothing(monkeypatch, path, lengths, dtype, bound):
+    """Splitting the heads into parts changes nothing.
+
+    They are split where their scores would be many; ALiBi and dropout use the global head number.
+    """
+    documents = documents_of(lengths) if len(lengths[0]) > 1 else None
+    tensors = inputs(sum(lengths[0]), 2, 4, 2, dtype)
+    monkeypatch.setattr(attention_blocked.torch, "get_num_threads", lambda: 1)
+    run = attend(path, Scoring(dropout=0.3, seed=11), alibi_slopes(4), documents, True)
+    whole = output_and_gradients(run, tensors)
+    each = 70 * 2 * (64 if dtype == torch.float32 else 70)
+    for scores in (1, 3 * each):  # one head at a time, and several
+        monkeypatch.setattr(attention_blocked, "_SCORES", scores)
+        for a, b in zip(whole, output_and_gradients(run, tensors), strict=True):
+            assert (a - b).double().norm() <= bound * a.double().norm()
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+class Watched(TorchDispatchMode):
+    """The largest size of a tensor that an operation returns, and the FLOPs of batched products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.elements = 0
+        self.flops = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, tuple | list) else [result]:
             if isinstance(x, torch.Tensor):
                 self.elements = max(self.elements, x.numel())
+        if func.overloadpacket.__name__ in ("bmm", "baddbmm"):
+            a, b = args[-2:]
+            self.flops += Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0]).flops
         return result
 
 
 @pytest.mark.parametrize(("alibi", "dropout"), [(False, 0.0), (True, 0.1)])
-def test_nothing_is_of_the_size_of_the_sample_squared(alibi, dropout):
+def test_documents_by_torch_take_no_memory_of_the_sample_squared(alibi, dropout):
     lengths, heads = [[32] * 30 + [16] * 4, [20, 30] * 20 + [24]], 2
     s = sum(lengths[0])
     tensors = inputs(s, 2, heads, heads, torch.float32)
-    bias = Alibi(alibi_slopes(heads)) if alibi else None
-    scoring = Scoring(alibi=bias, documents=documents_of(lengths), dropout=dropout)
-    with Largest() as seen:
-        output_and_gradients(lambda *x: torch_attention(*x, scoring), tensors)
+    slopes = alibi_slopes(heads) if alibi else None
+    run = attend("torch", Scoring(dropout=dropout), slopes, documents_of(lengths))
+    with Watched() as seen:
+        output_and_gradients(run, tensors)
     # Padded scores of documents, for dropout: b * s * 1.25 * 32 for each head.
     assert seen.elements <= 2 * s * 1.25 * 32 * heads < s * s / 4
 
 
-def test_dropout_acts_inside_documents_and_repeats():
-    """Dropout acts within documents and repeats for a seed.
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["torch", *PATHS[3:]])
+def test_blocks_and_windows_take_no_memory_of_the_sample_squared(path):
+    """No tensor has a place for each pair of positions, and blocks outside of windows are skipped.
 
-    With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or
-    scaled up.
+    A block has up to 128 positions, by torch up to 512 queries, and beside them its window and the
+    rest of a tile.
     """
-    p, b, heads = 0.25, 6, 8
-    lengths = [[25, 14, 1, 24]] * b
-    s = sum(lengths[0])
-    zeros = torch.zeros(s, b, heads, s)
-    values = torch.eye(s).view(s, 1, 1, s).expand(s, b, heads, s)
-    draws = []
-    scoring = Scoring(documents=documents_of(lengths), dropout=p)
-    for seed in (3, 3, 4):
-        with seeded(torch.device("cpu"), seed):
-            draws.append(torch_attention(zeros, zeros, values, scoring))
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-    kept, at = [], 0
-    for n in lengths[0]:
-        for i in range(n):
-            weights = draws[0][at + i]  # [b, heads, s]
-            assert not weights[..., :at].any() and not weights[..., at + i + 1 :].any()
-            inside = weights[..., at : at + i + 1]
-            full = torch.tensor(1 / (i + 1) / (1 - p))
-            assert ((inside == 0) | torch.isclose(inside, full, rtol=1e-5)).all()
-            kept.append(inside.flatten() != 0)
-        at += n
-    share = torch.cat(kept).double()
-    assert abs(share.mean().item() - (1 - p)) < 5 * (p * (1 - p) / len(share)) ** 0.5
-    # Documents of equal length are drawn separately: samples and heads have their own masks.
-    last = draws[0][24, :, :, :25].reshape(b * heads, 25) != 0
-    assert len({tuple(row) for row in last.tolist()}) > b * heads // 2
-
-
-@pytest.mark.parametrize(
-    ("attention", "fusions", "documents", "rope", "dropout"),
-    [
-        ("torch", NONE, True, False, 0.0),
-        ("torch", NONE, True, True, 0.3),
-        ("blocked", ALL, True, False, 0.3),
-        ("blocked", ALL, False, True, 0.3),
-        ("blocked", NONE, False, False, 0.3),
-        ("unfused", ALL, True, False, 0.3),
-        ("unfused", ALL, False, True, 0.3),
-        ("unfused", NONE, True, True, 0.3),
-    ],
-)
-def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, rope, dropout):
-    config = Config.create(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        seq_length=23,
-        vocab_size=8,
-        attention_dropout=dropout,
-        position_embedding_type="rope" if rope else "learned_absolute",
-        init_method_std=0.2,
-        micro_batch_size=2,
-        global_batch_size=2,
-    )
-    call = CallContext(
-        documents=documents_of(CASES["two samples"]) if documents else None,
-        dropout=DropoutKey(1, 2),
-    )
-    results = []
-    for recompute in (False, True):
-        layer = SelfAttention(
-            context(fusions),
-            "a",
-            config.model,
-            0,
-            recompute,
-            attention,
-        )
-        x = inputs(23, 2, 4, 4, torch.float32)[0].detach().flatten(2).requires_grad_()
-        out, _ = layer(x, call)
-        weights = [layer.query_key_value.weight, layer.dense.weight]
-        results.append([out.detach(), *torch.autograd.grad(out, [x, *weights], out.detach().cos())])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-def by_document(q, k, v, bounds, slopes=None, scoring=PLAIN):
-    """Return what a kernel of packed rows [tokens, heads, d] returns, from the reference."""
-    pieces = zip(*(x.split(bounds.diff().tolist()) for x in (q, k, v)), strict=True)
-    return torch.cat(
-        [
-            dense(*(x.unsqueeze(1) for x in piece), slopes, [[len(piece[0])]], scoring).squeeze(1)
-            for piece in pieces
-        ]
-    )
-
-
-def test_flash_attention_is_given_the_lengths(monkeypatch):
-    """Flash attention gets the lengths: packed rows, int32 bounds, the longest as a number.
-
-    A stand-in has the interface of flash-attn 2.
-    """
-    seen = []
-
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, causal, alibi_slopes):
-        assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
-        assert causal and dropout_p == 0.0
-        seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k))
-        return by_document(q, k, v, cu_q, alibi_slopes)
-
-    def whole(q, k, v, *, dropout_p, causal, alibi_slopes):
-        assert causal and dropout_p == 0.0
-        pieces = [x.transpose(0, 1) for x in (q, k, v)]
-        return dense(*pieces, alibi_slopes, [[q.shape[1]]] * q.shape[0]).transpose(0, 1)
-
-    module = types.ModuleType("flash_attn")
-    module.flash_attn_varlen_func, module.flash_attn_func = varlen, whole
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    lengths, (slopes, bias) = CASES["two samples"], slopes_and_bias(4)
-    tensors = inputs(23, 2, 4, 2)
-    for cut, documents in ((lengths, documents_of(lengths)), ([[23], [23]], None)):
-        found = output_and_gradients(
-            lambda *x, d=documents: flash_attention(*x, Scoring(alibi=bias, documents=d)), tensors
-        )
-        expected = output_and_gradients(lambda *x, n=cut: dense(*x, slopes, n), tensors)
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    bounds = [0, 7, 8, 20, 23, 46]
-    assert seen == [(bounds, bounds, 23, 23)]
-
-
-@pytest.mark.parametrize(
-    "scoring", [PLAIN, Scoring(0.3, window=4), Scoring(window=23)], ids=["all", "4", "longest"]
-)
-def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
-    """Torch's flash attention, by a stand-in with its interface, gets all documents in one call."""
-    seen = []
-
-    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **more):
-        left, right = more.pop("window_size_left"), more.pop("window_size_right")
-        assert is_causal and right == 0 and not dropout_p and not return_debug_mask
-        assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
-        seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k))
-        law = PLAIN._replace(**more) if left < 0 else Scoring(window=left, **more)
-        return by_document(q, k, v, cu_q, None, law), None, None, None, None
-
-    monkeypatch.setattr(attention_fused, "_takes_bounds", lambda *_: True)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
-    lengths, tensors = CASES["two samples"], inputs(23, 2, 4, 2)
-    found = output_and_gradients(
-        lambda *x: torch_attention(*x, scoring._replace(documents=documents_of(lengths))), tensors
-    )
-    expected = output_and_gradients(lambda *x: dense(*x, None, lengths, scoring), tensors)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    bounds = [0, 7, 8, 20, 23, 46]
-    assert seen == [(bounds, bounds, 23, 23)]
-
-
-def test_cudnn_gets_fixed_shapes_alone(monkeypatch):
-    """cuDNN, which plans for each new shape, may compute training without documents alone."""
-    allowed, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(*args, **kwargs):
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attend(*args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    tensors, documents = inputs(23, 2, 4, 2), documents_of(CASES["two samples"])
-    _, bias = slopes_and_bias(4)
-    for alibi in (None, bias):
-        scoring = Scoring(alibi=alibi)
-        torch_attention(*tensors, scoring)
-        assert allowed == [True]
-        torch_attention(*tensors, scoring._replace(documents=documents))
-        with torch.no_grad():
-            torch_attention(*tensors, scoring)
-        assert len(allowed) > 2 and not any(allowed[1:])
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        allowed.clear()
-
-
-class Copies(TorchDispatchMode):
-    """Count the operators that only copy `elements` or more elements into another layout.
-
-    Before its backward pass each of torch's kernels copies an output and a gradient that are not
-    contiguous as [samples, s, heads, d]
-    (aten/src/ATen/native/transformers/cuda/attention_backward.cu): they are counted too.
-    """
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.elements, self.count = elements, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in ("clone", "copy_", "contiguous") and args[0].numel() >= self.elements:
-            self.count += 1
-        if name.startswith("_scaled_dot_product") and name.endswith("backward"):
-            gradient, out = args[0], args[4]
-            self.count += sum(not x.transpose(1, 2).is_contiguous() for x in (gradient, out))
-        return result
-
-
-@pytest.mark.parametrize("rope", [False, True], ids=["no rope", "rope"])
-@pytest.mark.parametrize("groups", [8, 4], ids=["MHA", "GQA"])
-@pytest.mark.parametrize(
-    ("device", "tp", "kernels"),
-    [("cpu", 1, True), ("cpu", 1, False), ("meta", 1, True), ("meta", 2, True)],
-    ids=["CPU", "CPU, no kernels", "GPU", "GPU, TP 2, SP"],
-)
-def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope):
-    """No tensor is copied into another layout.
-
-    On a CPU this is torch's CPU attention; on tensors without data, a GPU's kernels as torch
-    describes them.
-
-    Queries of groups that no rotation rewrites are copied once: heads of different groups have no
-    common stride.
-    """
-    heads, s, b = 8, 16, 2
-    config = Config.create(
-        num_layers=1,
-        hidden_size=heads * D,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        seq_length=s,
-        vocab_size=64,
-        attention_dropout=0.0,
-        micro_batch_size=b,
-        global_batch_size=b,
-        bf16=device == "meta" or None,
-        position_embedding_type="rope" if rope else "none",
-        tensor_model_parallel_size=tp,
-        world_size=tp,
-        sequence_parallel=tp > 1,
-        attention_backend="fused",
-        rope_fusion=kernels,
-    )
-    dtype = torch.bfloat16 if device == "meta" else torch.float32
-    with contextlib.ExitStack() as stack:
-        if device == "meta":
-            topology = stack.enter_context(member(config, 0, device))
-            stack.enter_context(without_data(device, Follower()))
-        else:
-            topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
-        chunk = build_chunks(config, topology, layer_context(config, topology)).to(dtype)["0"]
-        layer = chunk.layers[0].self_attention
-        x = torch.randn(s // tp, b, heads * D, device=device, dtype=dtype).requires_grad_()
-        gradient = torch.empty_like(x)
-        layer(x, CallContext())  # builds the tables of the rotation
-        with Copies(s * b * groups * D // tp) as seen:
-            out, _ = layer(x, CallContext())
-            torch.autograd.grad(
-                out, [x, layer.query_key_value.weight, layer.dense.weight], gradient
-            )
-    assert seen.count == (1 if groups < heads and not rope else 0)
-
-
-def test_all_layers_of_a_rank_share_one_bias_of_alibi():
-    """All layers of a rank, in two chunks, keep one ALiBi bias for the backward pass.
-
-    It has the size of all pairs of positions.
-    """
-    heads, s, b = 4, 64, 2
-    config = Config.create(
-        num_layers=8,
-        hidden_size=heads * D,
-        num_attention_heads=heads,
-        seq_length=s,
-        vocab_size=8,
-        micro_batch_size=b,
-        global_batch_size=2 * b,
-        attention_dropout=0.0,
-        position_embedding_type="alibi",
-        attention_backend="fused",
-        pipeline_model_parallel_size=2,
-        num_layers_per_virtual_pipeline_stage=2,
-        world_size=2,
-    )
-    topology = Topology.from_layout(Layout(pipeline=2), 0, device=torch.device("cpu"))
-    layers = [layer for chunk in build_chunks(config, topology).values() for layer in chunk.layers]
-    kept = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    hidden = torch.randn(s, b, heads * D, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        for layer in layers:
-            hidden, _ = layer.self_attention(hidden, CallContext())
-    assert len(layers) == 4
-    assert [n for n in kept.values() if n >= 4 * heads * s * s] == [4 * heads * s * s]
+    s, window, heads = 2560, 100, 4
+    blocks = path.startswith("blocked")
+    for alibi in (None, alibi_slopes(heads)):
+        tensors = inputs(s, 1, heads, 1, torch.float32)
+        with Watched() as seen:
+            output_and_gradients(attend(path, Scoring(window=window), alibi), tensors)
+        block = 128 if blocks else 128 + 16
+        # twice in the backward pass
+        assert seen.elements <= max(2 * heads * block * (window + block + 32), tensors[0].numel())
+        assert not blocks or seen.flops <= 7 * 2 * heads * s * (window + block + 32) * D
+    if blocks:
+        s = 1280
+        tensors = inputs(s, 1, 2, 2, torch.float32, 4)
+        with Watched() as seen:
+            output_and_gradients(attend(path, Scoring(dropout=0.1, seed=3), mixed=True), tensors)
+        # The scores of a block, twice in the backward pass, for both heads.
+        assert seen.elements <= 2 * 2 * block_length(s, torch.float32) * s < s * s

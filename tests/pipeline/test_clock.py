@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,15 +16,12 @@ from megatron.pipeline import schedule as schedule_module
 from megatron.pipeline.clock import (
     Boundaries,
     Pipeline,
-    PipelineRun,
     StageTimes,
     run_pipeline,
     timeline,
 )
 from megatron.pipeline.orders import Op
 from tests.helpers.replay import run_lists
-
-BOTH = pytest.mark.parametrize("compiled", [True, False], ids=["c++", "python"])
 
 
 def even(
@@ -40,17 +38,9 @@ def in_python(patch: pytest.MonkeyPatch) -> None:
         cached.cache_clear()
 
 
-@pytest.fixture
-def either(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not compiled:
-        in_python(monkeypatch)
-
-
 # Closed forms, with whole numbers of ticks: exact.
 
 
-@BOTH
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("size, m", [(1, 5), (3, 2), (5, 33)])
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (5.0, 1.0)])
 def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
@@ -61,8 +51,6 @@ def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
     assert run.bubble_fraction == pytest.approx((size - 1) / (m + size - 1), abs=1e-12)
 
 
-@BOTH
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("size, chunks, m", [(2, 2, 2), (2, 3, 7), (4, 2, 8), (3, 4, 11)])
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (2.0, 2.0)])
 def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: float) -> None:
@@ -70,15 +58,12 @@ def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: f
 
     Source: section 2.2.2 of the same.
     """
-    run = run_pipeline(
-        Pipeline("interleaved", size, chunks, m, even(size * chunks, forward, backward))
-    )
+    times = even(size * chunks, forward, backward)
+    run = run_pipeline(Pipeline("interleaved", size, chunks, m, times))
     assert run.message_wait == (0.0,) * size
     assert run.makespan == (m * chunks + size - 1) * (forward + backward)
 
 
-@BOTH
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("size, more", [(2, 0), (3, 4), (4, 0), (6, 9)])
 @pytest.mark.parametrize(
     "forward, backward, weight", [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 3.0, 2.0)]
@@ -116,8 +101,6 @@ def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, wei
     assert least <= run.makespan <= whole
 
 
-@BOTH
-@pytest.mark.usefixtures("either")
 def test_one_micro_batch_pays_for_each_boundary_twice() -> None:
     """One micro-batch crosses each boundary twice, with nothing else to do meanwhile."""
     there = ((1.0, 0.5), (2.0, 0.25), (4.0, 0.125), (9.0, 9.0))
@@ -130,8 +113,6 @@ def test_one_micro_batch_pays_for_each_boundary_twice() -> None:
     assert run.message_wait == (9.0, 1.5 + 18 + 9, 2.25 + 36 + 18, 4.125 + 36)
 
 
-@BOTH
-@pytest.mark.usefixtures("either")
 def test_the_link_is_the_pace_where_messages_take_longest() -> None:
     """The link sets the pace where messages take longest.
 
@@ -184,38 +165,23 @@ def pipelines(draw: st.DrawFn, most: int = 40) -> Pipeline:
     )
 
 
-def run_of(pipeline: Pipeline) -> PipelineRun:
-    return run_pipeline(
-        Pipeline(
-            pipeline.schedule,
-            pipeline.size,
-            pipeline.chunks,
-            pipeline.micro_batches,
-            pipeline.times,
-            pipeline.boundaries,
-            cores=pipeline.cores,
-            demand=pipeline.demand,
-        )
-    )
-
-
 @given(pipelines())
 def test_both_give_the_same_ticks(pipeline: Pipeline) -> None:
-    run = run_of(pipeline)
+    run = run_pipeline(pipeline)
     lanes = timeline(run)
     with pytest.MonkeyPatch.context() as patch:
         in_python(patch)
-        assert run_of(pipeline) == run
+        assert run_pipeline(pipeline) == run
         assert timeline(run) == lanes
 
 
 @given(pipelines(), st.sampled_from([0.7, 1.0, 2.3, 50.0]), st.sampled_from([0.5, 1.0, 1.7]))
 def test_both_share_cores_alike(pipeline: Pipeline, cores: float, demand: float) -> None:
     pipeline = dataclasses.replace(pipeline, cores=cores, demand=demand)
-    run = run_of(pipeline)
+    run = run_pipeline(pipeline)
     with pytest.MonkeyPatch.context() as patch:
         in_python(patch)
-        expected = run_of(pipeline)
+        expected = run_pipeline(pipeline)
     for name in ("busy", "waited", "message_wait", "ends", "last_backward_start"):
         assert getattr(run, name) == pytest.approx(getattr(expected, name), rel=1e-9, abs=1e-9)
 
@@ -230,7 +196,7 @@ def test_without_the_extension_the_command_that_builds_it_is_named(
 
 @given(pipelines(most=24))
 def test_what_holds_of_every_step(pipeline: Pipeline) -> None:
-    run = run_of(pipeline)
+    run = run_pipeline(pipeline)
     spans = timeline(run).ranks
     near = 1e-9
     for rank, of_rank in enumerate(spans):
@@ -249,15 +215,9 @@ def test_what_holds_of_every_step(pipeline: Pipeline) -> None:
         assert run.last_backward_start[stage] == pytest.approx(max(span.start for span in gives))
 
 
-def across(size: int, forward: tuple[float, float], backward: tuple[float, float]) -> Boundaries:
-    return Boundaries((forward,) * size, (backward,) * size)
-
-
 # The rest of the interface.
 
 
-@BOTH
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("unit", [1e-12, 1e-3, 1e18])
 def test_any_unit_will_do(unit: float) -> None:
     def makespan(unit: float) -> float:
@@ -273,8 +233,6 @@ def test_stages_without_any_work_take_no_time() -> None:
     assert run_pipeline(Pipeline("1f1b", 3, 1, 4, even(3, 0.0, 0.0))).makespan == 0.0
 
 
-@BOTH
-@pytest.mark.usefixtures("either")
 def test_the_first_forward_pass_may_take_longer() -> None:
     times = dataclasses.replace(even(2), first=(3.0, 20.0))
     run = run_pipeline(Pipeline("1f1b", 2, 1, 4, times))
@@ -290,21 +248,28 @@ def test_the_first_forward_pass_may_take_longer() -> None:
     )
 
 
+def test_what_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        run_pipeline(Pipeline("2f2b", 2, 1, 4, even(2)))
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    "passes",
     [
-        ("2f2b", 2, 1, 4),
-        ("1f1b", 2, 2, 4),
-        ("1f1b", 2, 1, 0),
+        [[(1, 0, 0), (0, 0, 0)], [(0, 1, 0), (1, 1, 0)]],  # backward before forward
+        [[(0, 0, 0), (1, 0, 0)], [(0, 2, 0), (1, 2, 0)]],  # no rank has stage 1
+        [[(9, 0, 0)], [(0, 1, 0)]],
+        [[(0, 0, -1)], [(0, 1, 0)]],
     ],
 )
-def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int]) -> None:
-    with pytest.raises(ConfigError):
-        run_pipeline(Pipeline(*arguments, even(2)))
+def test_lists_that_cannot_be_run_are_refused(passes: list[list[tuple[int, int, int]]]) -> None:
+    micro_batches = 1 + max(i for rank in passes for *_, i in rank)
+    lists = schedule_module.Lists.of([np.array(rank) for rank in passes], micro_batches)
+    free = [np.zeros((kinds, len(lists.owner)), np.int64) for kinds in (5, 4)]
+    with pytest.raises(ValueError):
+        schedule_module.run(lists, schedule_module.Costs(*free), posted=False)
 
 
-@BOTH
-@pytest.mark.usefixtures("either")
 def test_times_of_other_sizes_are_refused() -> None:
     with pytest.raises(AssertionError, match="4"):
         run_pipeline(Pipeline("1f1b", 4, 1, 2, even(3)))

@@ -21,6 +21,7 @@ from megatron.pipeline.orders import AnyOrder, Instruction, Op
 from megatron.pipeline.schedule import build_schedule
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes, run_processes_raw
+from tests.pipeline.test_orders import gpipe
 from tools.show_schedule import peak_activations
 
 WIDTH, ROWS = 6, 3
@@ -120,14 +121,6 @@ def make(
     return Executor(
         topology, stages, schedule, ((ROWS, WIDTH), torch.float64), queue, **options
     ), stages
-
-
-def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
-    """User-defined order: all forward passes, then all backward passes, the newest first."""
-    passes = [(c * pipeline_size + rank, i) for c in range(chunks) for i in range(micro_batches)]
-    return [Instruction(Op.FORWARD, *of) for of in passes] + [
-        Instruction(Op.BACKWARD, *of) for of in passes[::-1]
-    ]
 
 
 CASES: dict[int, list[tuple[AnyOrder, int, int]]] = {

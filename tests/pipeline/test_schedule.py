@@ -155,22 +155,6 @@ def test_runs_in_dependency_order_without_deadlock(schedule: Schedule, rendezvou
 
 
 @given(schedules())
-def test_both_ends_of_a_pair_list_their_messages_in_one_order(schedule: Schedule) -> None:
-    """Both ends order their messages alike, both directions together.
-
-    On NCCL the messages of a pair share a communicator.
-    """
-    seen: dict[tuple[int, frozenset[int]], list[tuple[int, int, Instruction]]] = defaultdict(list)
-    for rank, instructions in enumerate(schedule):
-        for instruction in instructions:
-            if instruction.op not in COMPUTE:
-                found = message(schedule, instruction)
-                seen[rank, frozenset(found[:2])].append(found)
-    for (_, pair), messages in seen.items():
-        assert all(seen[other, pair] == messages for other in pair)
-
-
-@given(schedules())
 def test_messages_are_the_lower_bound(schedule: Schedule) -> None:
     crossing = schedule.num_stages - 1 if schedule.pipeline_size > 1 else 0
     directions = 1 if schedule.forward_only else 2

@@ -16,7 +16,6 @@ from megatron.pipeline.clock import (
     run_pipeline,
     timeline,
 )
-from tests.helpers.replay import Compute, Lane, Post, Wait, replay
 
 pipelines = st.tuples(
     st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]),
@@ -99,24 +98,3 @@ def test_between_the_work_and_all_of_it_in_turn(
     for rank, spans in enumerate(timeline(shared).ranks):
         assert all(before.end <= after.start + 1e-12 for before, after in pairwise(spans))
         assert shared.busy[rank] + shared.waited[rank] == pytest.approx(shared.ends[rank])
-
-
-def test_messages_take_no_cores() -> None:
-    """Messages take no cores: the first rank computes alone, at full speed, during one."""
-    ranks = [
-        [Compute("a", 2.0), Post("m", "link", 1.0, 2.0), Compute("b", 4.0)],
-        [Post("m", "link", 1.0, 2.0), Wait("m"), Compute("c", 1.0)],
-    ]
-    done = replay(ranks, cores=1.0)
-    # The message leaves at 2 and arrives at 5, when b has 1 left; b and c share the core until 7.
-    assert done.computed == ((Lane("a", 0, 2), Lane("b", 2, 7)), (Lane("c", 5, 7),))
-    assert done.waited == ((), (Lane("m", 0, 5),))
-    assert done.makespan == 7
-
-
-def test_a_deadlock_is_reported() -> None:
-    with pytest.raises(ValueError, match="0"):
-        replay(
-            [[Post("m", "link", 0.0, 0.0), Wait("m")], [Wait("n"), Post("m", "link", 0.0, 0.0)]],
-            cores=1.0,
-        )

@@ -1,0 +1,321 @@
+"""What the kernels of each backend are called with, what layers keep, and their windows.
+
+Numbers are compared in test_attention.py; packages that are not installed have stand-ins with their
+interfaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.config import Config
+from megatron.kernels.choose import ALL, NONE, Fusions
+from megatron.layers import attention_fused
+from megatron.layers.attention import NO_WINDOW, CoreAttention, SelfAttention
+from megatron.layers.attention_fused import flash_attention, torch_attention
+from megatron.layers.attention_unfused import PLAIN, Scoring, unfused_attention
+from megatron.layers.context import CallContext
+from megatron.layers.positions import Alibi, alibi_slopes
+from megatron.model.gpt import build_chunks, layer_context
+from megatron.parallel.keyed_random import DropoutKey
+from megatron.parallel.layout import Layout
+from megatron.parallel.topology import Topology
+from megatron.planner.dryrun.rank import member
+from megatron.planner.tensors import Follower, without_data
+from tests.helpers.fusions import context
+from tests.layers.test_attention import (
+    TWO_SAMPLES,
+    D,
+    dense,
+    documents_of,
+    inputs,
+    output_and_gradients,
+)
+
+BOUNDS = [0, 7, 8, 20, 23, 46]  # of TWO_SAMPLES, one after the other
+
+
+def configured(**fields):
+    return Config.create(
+        **dict(num_layers=1, num_attention_heads=4, vocab_size=8, micro_batch_size=2) | fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("attention", "fusions", "documents", "rope", "dropout"),
+    [
+        ("torch", NONE, True, True, 0.3),
+        ("blocked", ALL, True, False, 0.3),
+        ("blocked", NONE, False, False, 0.3),
+        ("unfused", ALL, False, True, 0.3),
+        ("unfused", NONE, True, True, 0.3),
+    ],
+)
+def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, rope, dropout):
+    config = configured(
+        hidden_size=32,
+        num_key_value_heads=2,
+        seq_length=23,
+        attention_dropout=dropout,
+        position_embedding_type="rope" if rope else "learned_absolute",
+        init_method_std=0.2,
+    )
+    call = CallContext(
+        documents=documents_of(TWO_SAMPLES) if documents else None,
+        dropout=DropoutKey(1, 2),
+    )
+    results = []
+    for recompute in (False, True):
+        layer = SelfAttention(context(fusions), "a", config.model, 0, recompute, attention)
+        x = inputs(23, 2, 4, 4, torch.float32)[0].detach().flatten(2).requires_grad_()
+        out, _ = layer(x, call)
+        weights = [layer.query_key_value.weight, layer.dense.weight]
+        results.append([out.detach(), *torch.autograd.grad(out, [x, *weights], out.detach().cos())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def by_document(q, k, v, bounds, slopes=None, scoring=PLAIN):
+    """Return what a kernel of packed rows [tokens, heads, d] returns, from the reference."""
+    pieces = zip(*(x.split(bounds.diff().tolist()) for x in (q, k, v)), strict=True)
+    return torch.cat(
+        [
+            dense(*(x.unsqueeze(1) for x in piece), slopes, [[len(piece[0])]], scoring).squeeze(1)
+            for piece in pieces
+        ]
+    )
+
+
+@pytest.mark.parametrize("scoring", [PLAIN, Scoring(0.3, 2.0, 7)], ids=["plain", "told"])
+def test_what_flash_attention_is_told(monkeypatch, scoring):
+    """Packed rows, int32 bounds, the longest as a number; window, cap and scale if there are any.
+
+    Those are told by the names of flash-attn 2.6.
+    """
+    seen, told = [], dict(softmax_scale=0.3, softcap=2.0, window_size=(7, 0))
+
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, causal, alibi_slopes, **more):
+        assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
+        assert causal and dropout_p == 0.0
+        seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k, more))
+        return by_document(q, k, v, cu_q, alibi_slopes, scoring)
+
+    def whole(q, k, v, *, dropout_p, causal, alibi_slopes, **more):
+        assert causal and dropout_p == 0.0
+        seen.append(more)
+        pieces = [x.transpose(0, 1) for x in (q, k, v)]
+        lengths = [[q.shape[1]]] * q.shape[0]
+        return dense(*pieces, alibi_slopes, lengths, scoring).transpose(0, 1)
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func, module.flash_attn_func = varlen, whole
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    slopes, tensors = alibi_slopes(4), inputs(23, 2, 4, 2)
+    for lengths, documents in ((TWO_SAMPLES, documents_of(TWO_SAMPLES)), ([[23], [23]], None)):
+        law = scoring._replace(alibi=Alibi(slopes), documents=documents)
+        found = output_and_gradients(lambda *x, law=law: flash_attention(*x, law), tensors)
+        expected = output_and_gradients(
+            lambda *x, n=lengths: dense(*x, slopes, n, scoring), tensors
+        )
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    more = {} if scoring is PLAIN else told
+    assert seen == [(BOUNDS, BOUNDS, 23, 23, more), more]
+
+
+@pytest.mark.parametrize(
+    "scoring", [PLAIN, Scoring(0.3, window=4), Scoring(window=23)], ids=["all", "4", "longest"]
+)
+def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
+    """Torch's flash attention, by a stand-in with its interface, gets all documents in one call."""
+    seen = []
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **more):
+        left, right = more.pop("window_size_left"), more.pop("window_size_right")
+        assert is_causal and right == 0 and not dropout_p and not return_debug_mask
+        assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
+        seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k))
+        law = PLAIN._replace(**more) if left < 0 else Scoring(window=left, **more)
+        return by_document(q, k, v, cu_q, None, law), None, None, None, None
+
+    monkeypatch.setattr(attention_fused, "_takes_bounds", lambda *_: True)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    tensors = inputs(23, 2, 4, 2)
+    found = output_and_gradients(
+        lambda *x: torch_attention(*x, scoring._replace(documents=documents_of(TWO_SAMPLES))),
+        tensors,
+    )
+    expected = output_and_gradients(lambda *x: dense(*x, None, TWO_SAMPLES, scoring), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert seen == [(BOUNDS, BOUNDS, 23, 23)]
+
+
+def test_cudnn_gets_fixed_shapes_alone(monkeypatch):
+    """cuDNN, which plans for each new shape, may compute training without documents alone."""
+    allowed, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    tensors, documents = inputs(23, 2, 4, 2), documents_of(TWO_SAMPLES)
+    for alibi in (None, Alibi(alibi_slopes(4))):
+        scoring = Scoring(alibi=alibi)
+        torch_attention(*tensors, scoring)
+        assert allowed == [True]
+        torch_attention(*tensors, scoring._replace(documents=documents))
+        with torch.no_grad():
+            torch_attention(*tensors, scoring)
+        assert len(allowed) > 2 and not any(allowed[1:])
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        allowed.clear()
+
+
+class Copies(TorchDispatchMode):
+    """Count the operators that only copy `elements` or more elements into another layout.
+
+    Before its backward pass each of torch's kernels copies an output and a gradient that are not
+    contiguous as [samples, s, heads, d]
+    (aten/src/ATen/native/transformers/cuda/attention_backward.cu): they are counted too.
+    """
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("clone", "copy_", "contiguous") and args[0].numel() >= self.elements:
+            self.count += 1
+        if name.startswith("_scaled_dot_product") and name.endswith("backward"):
+            gradient, out = args[0], args[4]
+            self.count += sum(not x.transpose(1, 2).is_contiguous() for x in (gradient, out))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("groups", "rope"), [(8, True), (4, False), (4, True)], ids=["MHA, rope", "GQA", "GQA, rope"]
+)
+@pytest.mark.parametrize(
+    ("device", "tp", "kernels"),
+    [("cpu", 1, True), ("cpu", 1, False), ("meta", 1, True), ("meta", 2, True)],
+    ids=["CPU", "CPU, no kernels", "GPU", "GPU, TP 2, SP"],
+)
+def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope):
+    """No tensor is copied into another layout.
+
+    On a CPU this is torch's CPU attention; on tensors without data, a GPU's kernels as torch
+    describes them.
+
+    Queries of groups that no rotation rewrites are copied once: heads of different groups have no
+    common stride.
+    """
+    heads, s, b = 8, 16, 2
+    config = configured(
+        hidden_size=heads * D,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        seq_length=s,
+        attention_dropout=0.0,
+        bf16=device == "meta" or None,
+        position_embedding_type="rope" if rope else "none",
+        tensor_model_parallel_size=tp,
+        world_size=tp,
+        sequence_parallel=tp > 1,
+        attention_backend="fused",
+        rope_fusion=kernels,
+    )
+    dtype = torch.bfloat16 if device == "meta" else torch.float32
+    with contextlib.ExitStack() as stack:
+        if device == "meta":
+            topology = stack.enter_context(member(config, 0, device))
+            stack.enter_context(without_data(device, Follower()))
+        else:
+            topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
+        chunk = build_chunks(config, topology, layer_context(config, topology)).to(dtype)["0"]
+        layer = chunk.layers[0].self_attention
+        x = torch.randn(s // tp, b, heads * D, device=device, dtype=dtype).requires_grad_()
+        gradient = torch.empty_like(x)
+        layer(x, CallContext())  # builds the tables of the rotation
+        with Copies(s * b * groups * D // tp) as seen:
+            out, _ = layer(x, CallContext())
+            torch.autograd.grad(
+                out, [x, layer.query_key_value.weight, layer.dense.weight], gradient
+            )
+    assert seen.count == (1 if groups < heads and not rope else 0)
+
+
+def test_grouped_keys_and_values_are_not_copied_for_an_explicit_softmax():
+    mixed = torch.randn(20, 2, 2, 3 + 2, D)
+    q = mixed[:, :, :, :-2].reshape(20, 2, 6, D)
+    scoring = Scoring(fusions=Fusions(masked_softmax=True))
+    with Copies(1) as seen:
+        unfused_attention(q, mixed[:, :, :, -2], mixed[:, :, :, -1], scoring)
+    assert seen.count == 1  # the queries, as rows of their groups
+
+
+def test_all_layers_of_a_rank_share_one_bias_of_alibi():
+    """All layers of a rank, in two chunks, keep one ALiBi bias for the backward pass.
+
+    It has the size of all pairs of positions.
+    """
+    heads, s, b = 4, 64, 2
+    config = configured(
+        num_layers=8,
+        hidden_size=heads * D,
+        seq_length=s,
+        global_batch_size=2 * b,
+        attention_dropout=0.0,
+        position_embedding_type="alibi",
+        attention_backend="fused",
+        pipeline_model_parallel_size=2,
+        num_layers_per_virtual_pipeline_stage=2,
+        world_size=2,
+    )
+    topology = Topology.from_layout(Layout(pipeline=2), 0, device=torch.device("cpu"))
+    layers = [layer for chunk in build_chunks(config, topology).values() for layer in chunk.layers]
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    hidden = torch.randn(s, b, heads * D, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        for layer in layers:
+            hidden, _ = layer.self_attention(hidden, CallContext())
+    assert len(layers) == 4
+    assert [n for n in kept.values() if n >= 4 * heads * s * s] == [4 * heads * s * s]
+
+
+def test_each_layer_has_its_own_window():
+    """A number N takes the window from every N-th layer, a list from those with a 0."""
+    for skip, windowed in (
+        (None, [1, 1, 1, 1]),
+        ((2,), [1, 0, 1, 0]),
+        ((3,), [1, 1, 0, 1]),
+        ((1,), [0, 0, 0, 0]),
+        ((1, 0, 0, 1), [1, 0, 0, 1]),
+    ):
+        config = configured(
+            num_layers=4,
+            hidden_size=32,
+            seq_length=8,
+            window_size=(3, 0),
+            softmax_scale=0.25,
+            attention_logit_softcapping=7.0,
+            window_attn_skip_freq=skip,
+        )
+        cores = [CoreAttention(context(), config.model, layer) for layer in range(4)]
+        scores = cores[0].scoring._replace(scale=0.25, cap=7.0, window=3)
+        none = scores._replace(window=NO_WINDOW)
+        assert [core.scoring for core in cores] == [scores if n else none for n in windowed]
