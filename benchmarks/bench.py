@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="workloads (W1 ... W4) to run; parts: start-up, optimizer, save, ...",
+        help="workloads (W1 ... W4) to run; parts: optimizer, save, kernels",
     )
     parser.add_argument(
         "--minutes",

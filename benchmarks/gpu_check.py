@@ -512,14 +512,6 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
             "benchmarks/lost_rank.py --device DEVICE --output OUT",
             cannot=trains or ("needs two devices" if gpu and not two else ""),
         ),
-        step(
-            "points",
-            "choices of the GPU path, before and after",
-            180 + 250 * two,
-            "benchmarks/points.py --device DEVICE --part operators --output OUT",
-            "benchmarks/points.py --device DEVICE --part trainings --output OUT",
-            cannot=trains,
-        ),
     ]
     # On one GPU those up to `beside` are to answer within 10 minutes, by these estimates.
     return [
@@ -598,14 +590,6 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
             proof=TESTED,
         ),
         largest,
-        step(
-            "attention",
-            either("flash-attn beside torch's", "in blocks beside torch's"),
-            40,
-            "benchmarks/attention.py --device DEVICE "
-            f"{either('', '--quick --dtype bfloat16 --threads 1')}",
-            cannot=lacks("torch", "numpy", *["flash_attn"] * gpu),
-        ),
         step(
             "memory",
             either("peak beside the dry run's", "closed form beside the dry run"),

@@ -46,7 +46,7 @@ class Gap:
 class Stream:
     """Work on a stream, ms: its sum, the time from first to last, and the gaps, longest first.
 
-    launches   pieces of work, to compare with benchmarks/passes.py
+    launches   pieces of work
     """
 
     name: str

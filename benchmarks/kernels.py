@@ -42,7 +42,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from data_loading import KEEP_MEMORY
 from kernel_cases import OPERATORS, Operator, Shape, Way, Work, enlarged
 from kernel_tables import (
     PASSES,
@@ -58,6 +57,7 @@ from kernel_tables import (
 )
 from rich.console import Console
 from rich.progress import track
+from sides import ALLOCATOR
 
 from megatron.kernels import library
 from megatron.kernels.ops import attention
@@ -443,7 +443,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Without the first setting a CPU spends its time on fresh pages, on every side alike.
-    wanted = {"GLIBC_TUNABLES": KEEP_MEMORY} | (
+    wanted = {"GLIBC_TUNABLES": ALLOCATOR} | (
         {"OMP_NUM_THREADS": "1"} if "--busy" in sys.argv else {}
     )
     if any(os.environ.get(name) != value for name, value in wanted.items()):

@@ -158,10 +158,7 @@ def figures_of(record: Record) -> dict[str, tuple[Figure, bool]]:
                 found[f"{name}, {unit}"] = (row[key], less_is_better)
     for part in record.get("parts", []):
         if "value" in part:
-            found[f"{part['name']}, {part['side']}, {part['unit']}"] = (
-                part["value"],
-                part["less_is_better"],
-            )
+            found[f"{part['name']}, {part['side']}, {part['unit']}"] = (part["value"], True)
     return found
 
 
@@ -232,7 +229,7 @@ def rate_table(rows: Iterable[Record]) -> Table:
 
 
 def part_table(parts: Iterable[Record]) -> Table:
-    """Start-up, optimizer step, cross entropy, save and data loading."""
+    """Optimizer step, save and kernels."""
     table = [["part", "side", "value", "unit", "±", "note"]]
     for part in parts:
         value = part.get("value")

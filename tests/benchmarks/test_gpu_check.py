@@ -306,15 +306,15 @@ def test_correctness_mfu_and_the_peers_come_within_ten_minutes() -> None:
     What takes two ranks comes next on two devices, and last on one.
     """
     first = ["extensions", "kernels", "parity", "MFU", "G1", "G2"]
-    several = ["ranks", "lost-rank", "points"]
+    several = ["ranks", "lost-rank"]
     alone, two = (
         module("gpu_check").steps_of(GPU | {"count": count, "arch": "sm_1"}, Path("out"))
         for count in (1, 2)
     )
     assert [step.name for step in alone[:6]] == first
     assert 5 + sum(step.seconds for step in alone[:6]) <= 600
-    assert [step.name for step in alone[-3:]] == several
-    assert [step.name for step in two[:9]] == [*first, *several]
+    assert [step.name for step in alone[-2:]] == several
+    assert [step.name for step in two[:8]] == [*first, *several]
 
 
 def test_parity_is_of_what_the_machine_has() -> None:
@@ -385,8 +385,8 @@ def test_a_cut_step_leaves_no_process(tmp_path: Path) -> None:
 
 # The others are tests.
 REHEARSED = (
-    "extensions kernels parity MFU idle host-waits bandwidth W0 attention memory prediction ranks "
-    "lost-rank points"
+    "extensions kernels parity MFU idle host-waits bandwidth W0 memory prediction ranks "
+    "lost-rank"
 ).split()
 
 

@@ -1,9 +1,8 @@
-"""GPU path measured on a machine without one: host waits by line, idle gaps, and points."""
+"""GPU path measured on a machine without one: host waits by line, and idle gaps."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import pytest
 import torch
 
 from megatron.config import parse_args
-from megatron.parallel.gradient_accumulator import GradientSink
 from tests.helpers.launching import ROOT
 
 
 @pytest.fixture(autouse=True)
 def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `import points` and the like find benchmarks/."""
+    """Make `import idle_gaps` and the like find benchmarks/."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
@@ -153,87 +151,3 @@ def test_a_trace_without_a_device_shows_what_python_takes() -> None:
         [event("cpu_op", "aten::mm", 0, 10), event("cpu_op", "aten::add", 30, 10)]
     )
     assert [gap.ms for gap in stream.gaps] == [pytest.approx(0.02)]
-
-
-# ---- points --------------------------------------------------------------------------------------
-
-
-def run_points(monkeypatch: pytest.MonkeyPatch, folder: Path, rows: list[Any]) -> int:
-    points = module("points")
-    monkeypatch.setattr(points, "OPERATORS", rows)
-    monkeypatch.setattr(points, "gpus_here", lambda: 0)
-    monkeypatch.setattr(
-        "sys.argv", ["points.py", "--device", "cpu", "--part", "operators", "--output", str(folder)]
-    )
-    code: int = points.main()
-    return code
-
-
-def test_a_failing_row_does_not_end_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(place: Any) -> Any:
-        raise ZeroDivisionError("17")
-
-    def cannot(place: Any) -> Any:
-        raise module("points").Cannot("needs ROCm")
-
-    rows = [
-        ("a", "x", "y", fail),
-        ("b", "x", "y", cannot),
-        ("c", "x", "y", lambda place: (2.0, 1.0, "ms")),
-    ]
-    assert run_points(monkeypatch, tmp_path, rows) == 1
-    (table,) = module("gpu_check").tables_of(capsys.readouterr().out)
-    assert (
-        "17" in table[1][6]
-        and "needs ROCm" in table[2][6]
-        and table[3][3:] == ["2", "1", "ms", "0.50"]
-    )
-    assert run_points(monkeypatch, tmp_path, rows[1:]) == 0
-
-
-@pytest.mark.parametrize(
-    ("row", "owner", "name"), [(0, GradientSink, "add_product"), (2, "points", "look_up")]
-)
-def test_a_wrong_sum_is_a_failed_row(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: int, owner: Any, name: str
-) -> None:
-    """Reverse the order of the tokens, so that rows of the weight or table get the wrong sums."""
-    operators = [module("points").OPERATORS[row]]
-    assert run_points(monkeypatch, tmp_path, operators) == 0
-    owner = module(owner) if isinstance(owner, str) else owner
-    plain = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda of, tokens, *more: plain(of, tokens.flip(0), *more))
-    assert run_points(monkeypatch, tmp_path, operators) == 1
-
-
-def test_both_sides_of_every_training_are_taken_and_differ(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Both sides of every training run twice, at 1 s and 2 s a step.
-
-    Two devices of ROCm can run all of them.
-    """
-    points, sides = module("points"), module("sides")
-    started: list[tuple[dict[str, str], Any]] = []
-
-    def run(case: Any, side: Any, **more: Any) -> Any:
-        config = parse_args(sides.our_arguments(case, side, 3), case.processes)
-        started.append((dict(os.environ), config))
-        return sides.Outcome(step_s=[1.0 if side.name.endswith("0") else 2.0])
-
-    monkeypatch.setattr(points, "run", run)
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    place = points.Place("cuda", 2, 80 * 2**30, tmp_path)
-    for name, _, _, measure in points.TRAININGS:
-        if measure is points.reserved:
-            continue
-        started.clear()
-        assert measure(place)[:2] == (1000.0, 2000.0)
-        first, second = started[0], started[1]
-        assert (
-            len(started) == 4 and first == started[3] and second == started[2] and first != second
-        ), name
-    with pytest.raises(points.Cannot):
-        points.TRAININGS[-1][3](points.Place("cuda", 1, 80 * 2**30, tmp_path))

@@ -367,7 +367,7 @@ def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(
 ) -> None:
     """A store of several nodes asks no name server while ranks join.
 
-    benchmarks/slow_names.py has a real one, which needs root.
+    benchmarks/slow_names.py of commit 3d93ceee has a real one, which needs root.
     """
     told: list[bytes] = []
     libc = SimpleNamespace(__nss_configure_lookup=lambda database, services: told.append(services))
