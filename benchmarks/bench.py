@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import shutil
 import signal
 import statistics
 import sys
@@ -36,14 +35,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import machine
-import parts
-import results
-from rich.console import Console
-from rich.table import Table
-from sides import ALLOCATOR, PEERS, Outcome, environment, run
-from workloads import LEFT_OUT, OURS, ROOT, Case, Side, cpu_cases, cuda_cases, quick
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import machine, parts, results
+from benchmarks.shared import ROOT, parser, print_table
+from benchmarks.sides import ALLOCATOR, PEERS, Outcome, environment, run
+from benchmarks.workloads import LEFT_OUT, OURS, Case, Side, cpu_cases, cuda_cases, quick
 from megatron.model.formulas import peak_tflops
 
 PEAKS_OF = {"bf16": "bfloat16", "fp32": "float32"}
@@ -52,62 +49,23 @@ Key = tuple[Case, Side]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one tiny model of each workload, without variants, and one round, as a smoke test",
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="NAME",
-        help="workloads (W1 ... W4) to run; parts: optimizer, save, kernels",
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=10.0,
-        metavar="N",
-        help="time of the parts and all rounds (default 10; one round is always run)",
-    )
-    parser.add_argument(
-        "--rounds", type=int, metavar="N", help="number of rounds; overrides --minutes"
-    )
-    parser.add_argument(
-        "--steps", type=int, metavar="N", help="measured steps (default: 1 of W1, 2 of others)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="total number of threads (default: those available to this process)",
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a single GPU (CUDA or ROCm)"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=ROOT / "runs" / "bench",
-        metavar="FOLDER",
-        help="folder for the JSON file",
-    )
-    parser.add_argument(
-        "--beside",
-        type=Path,
-        metavar="CLONE",
-        help="set-up clone of another version: its pretrain_gpt.py replaces the peers, and the "
-        "ratio is its time divided by ours",
-    )
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="print the tables of an earlier run and exit"
-    )
-    return parser.parse_args(arguments)
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--quick", action="store_true", help="one tiny model of each workload, and one round")
+    only = "workloads (W1 ... W4) to run; parts: optimizer, save, kernels"
+    add("--only", nargs="+", metavar="NAME", help=only)
+    minutes = "time of the parts and all rounds (default 10; one round is always run)"
+    add("--minutes", type=float, default=10.0, metavar="N", help=minutes)
+    add("--rounds", type=int, metavar="N", help="number of rounds; overrides --minutes")
+    add("--steps", type=int, metavar="N", help="measured steps (default: 1 of W1, 2 of others)")
+    add("--threads", type=int, metavar="N", help="total number of threads (default: all)")
+    devices = ("cpu", "cuda")
+    add("--device", choices=devices, default="cpu", help="cuda: a single GPU (CUDA or ROCm)")
+    add("--output", type=Path, default=ROOT / "runs" / "bench", metavar="FOLDER")
+    beside = "set-up clone of another version: its pretrain_gpt.py replaces the peers"
+    add("--beside", type=Path, metavar="CLONE", help=beside)
+    add("--markdown", type=Path, metavar="FILE", help="print the tables of an earlier run and exit")
+    return made.parse_args(arguments)
 
 
 def choose(cases: Iterable[Case], only: Sequence[str] | None) -> list[Case]:
@@ -138,7 +96,6 @@ def play(
     options: argparse.Namespace,
     threads: int,
     folder: Path,
-    console: Console,
     spent_s: float = 0.0,
 ) -> tuple[dict[Key, list[Outcome]], dict[str, list[float]]]:
     """Run rounds over the cases and sides; return the outcomes and the ceilings of each round.
@@ -174,7 +131,7 @@ def play(
                     threads=threads,
                     folder=folder,
                 )
-                console.print(line(count, case, side, outcome), highlight=False)
+                print(line(count, case, side, outcome), flush=True)
             outcomes[case, side].append(outcome)
     return outcomes, ceilings
 
@@ -262,49 +219,34 @@ def rows_of(
     return rows
 
 
-def show(record: dict[str, Any], console: Console) -> None:
-    """Heading, tables and notes."""
-    console.print()
-    console.print("\n".join(results.heading(record)), highlight=False)
+def show(record: dict[str, Any]) -> None:
+    """Print heading, tables and notes."""
+    print("", *results.heading(record), sep="\n")
     for title, lines in results.tables(record):
         if len(lines) > 1:
-            print_table(console, title, lines)
-    console.print("\n".join(results.notes(record)), highlight=False)
+            print_table(title, lines)
+    print(*results.notes(record), sep="\n")
 
 
-def print_table(console: Console, title: str, lines: results.Table) -> None:
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(lines[0]):
-        table.add_column(column, justify="left" if index < 2 else "right", overflow="fold")
-    for cells in lines[1:]:
-        table.add_row(*cells)
-    console.print(table)
-
-
-def show_comparison(
-    record: dict[str, Any], earlier: dict[str, Any] | None, console: Console
-) -> None:
-    """The changes since the last run that are larger than the stated spreads."""
+def show_comparison(record: dict[str, Any], earlier: dict[str, Any] | None) -> None:
+    """Print the changes since the last run that are larger than the stated spreads."""
     if earlier is None:
-        console.print("there is no earlier run of this machine to compare with")
+        print("there is no earlier run of this machine to compare with")
         return
     lines = results.compare(record, earlier)
     beyond = results.comparison_table(lines)
-    console.print(
-        f"compared with {earlier['date']}, revision {earlier['git']['revision'][:12]}: "
-        f"{len(beyond) - 1} of {len(lines)} figures differ by more than their spread",
-        highlight=False,
-    )
+    then = f"{earlier['date']}, revision {earlier['git']['revision'][:12]}"
+    counts = f"{len(beyond) - 1} of {len(lines)} figures differ by more than their spread"
+    print(f"compared with {then}: {counts}")
     if len(beyond) > 1:
-        print_table(console, "beyond the spread", beyond)
+        print_table("beyond the spread", beyond)
 
 
 def main() -> int:
     options = parse()
     if options.markdown:
-        print(results.markdown(json.loads(options.markdown.read_text())), end="")
+        print(results.report(json.loads(options.markdown.read_text())), end="")
         return 0
-    console = Console(width=max(140, shutil.get_terminal_size().columns))
     began, date = time.monotonic(), datetime.datetime.now().isoformat(timespec="seconds")
     about = machine.describe(PEERS if PEERS.is_dir() else None)
     threads = options.threads or about["threads"]
@@ -338,21 +280,12 @@ def main() -> int:
         if (fair or not side.untouched) and not (options.quick and side.once)
     ]
     if about["load"] > 0.5:
-        console.print(
-            f"warning: the load is {about['load']}: something else runs here, and figures will vary"
-        )
+        print(f"warning: the load is {about['load']}: something else runs, and figures will vary")
     measured = []
     if parts_wanted:
-        first = cpu_cases()[0]
-        measured = parts.measure(
-            quick(first) if options.quick else first,
-            quick=options.quick,
-            threads=threads,
-            folder=folder,
-        )
-    outcomes, ceilings = play(
-        keys, options, threads, folder, console, spent_s=time.monotonic() - began
-    )
+        first = quick(cpu_cases()[0]) if options.quick else cpu_cases()[0]
+        measured = parts.measure(first, quick=options.quick, threads=threads, folder=folder)
+    outcomes, ceilings = play(keys, options, threads, folder, spent_s=time.monotonic() - began)
     ceiling = {name: results.figure(rates) for name, rates in ceilings.items()}
     record = {
         "date": date,
@@ -372,11 +305,11 @@ def main() -> int:
         "seconds": time.monotonic() - began,
     }
     path = results.write(record, options.output)  # before anything of other files is read
-    path.with_suffix(".md").write_text(results.markdown(record))
+    path.with_suffix(".md").write_text(results.report(record))
     earlier = results.last_of(options.output, record)
-    show(record, console)
-    show_comparison(record, earlier, console)
-    console.print(f"{path}; logs in {folder}", highlight=False, soft_wrap=True)
+    show(record)
+    show_comparison(record, earlier)
+    print(f"{path}; logs in {folder}")
     # A peer that is absent or fails is a row; a run of ours or a part that fails is an error.
     failed = any(row["reason"] for row in record["rows"] if row["side"].startswith("ours"))
     return 1 if failed or any("value" not in part for part in measured) else 0

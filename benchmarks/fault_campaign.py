@@ -24,146 +24,78 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.faults import damage, disk, hang, kills, slurm, testbed  # noqa: E402
+from benchmarks.faults import damage, disk, hang, kills, slurm, testbed
+from benchmarks.faults.job import Result
+from benchmarks.shared import parser
 
-T = TypeVar("T")
-Rows = list[tuple[str, str, list[str]]]
-"""What was done, what came of it, what was wrong."""
-LEFT_OUT = "not proved"
+PARTS = ("kills", "damage", "disk", "hang", "slurm")
 
 
-def do_kills(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
-    """Kill runs, the same number of times on each layout."""
-    rows: Rows = []
-    share, rest = divmod(options.kills, len(kills.CHAINS))
-    for number, chain in enumerate(kills.CHAINS):
-        count = share + (number < rest) if options.kills else None
-        outcome = kills.run_chain(chain, count, folder / str(number), chance, say)
-        lost, done = outcome.lost or [0], len(outcome.kills)
-        notes = (
-            f"lost {sum(lost) / len(lost):.1f} steps on average, {max(lost)} at most, a save "
-            f"every {kills.SAVE_INTERVAL}; {outcome.steps_compared} losses compared"
-        )
-        rows.append(
-            (f"{done} kills at {outcome.moments} moments, {chain.name}", notes, outcome.wrong)
-        )
-    return rows
+def campaign(
+    part: str, folder: Path, chance: random.Random, options: argparse.Namespace
+) -> Iterator[Result]:
+    """Yield the results of a part, printing each fault."""
+    if part == "kills":
+        yield from kills.campaign(folder, chance, options.kills, partial(print, flush=True))
+        return
+    found = {
+        "damage": partial(damage.campaign, folder, chance, options.flips),
+        "disk": partial(disk.campaign, folder),
+        "hang": partial(hang.campaign, folder, chance),
+        "slurm": partial(slurm.campaign, folder),
+    }
+    for result in found[part]():
+        print(f"  {result.what}: {result.notes}", flush=True)
+        yield result
 
 
-def do_damage(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
-    """Merge the many damages into one row."""
-    found = list(
-        told(
-            damage.campaign(folder, chance, options.flips),
-            lambda d: f"{d.file} {d.what}: {d.resumed}",
-        )
-    )
-    taken = ", ".join(
-        f"{n} from {i}" for i, n in sorted(Counter(d.resumed for d in found).items(), key=str)
-    )
-    wrong = [f"{d.file} {d.what}: {fault}" for d in found for fault in d.faults]
-    return [
-        (
-            f"{len(found)} damaged files",
-            f"resumed: {taken}; {len({d.file for d in found})} files",
-            wrong,
-        )
-    ]
-
-
-def do_disk(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
-    reason = disk.missing()
-    if reason:
-        return [("disk", f"{LEFT_OUT}: {reason}", [])]
-    return [
-        (d.what, d.notes, list(d.faults)) for d in told(disk.campaign(folder), lambda d: d.what)
-    ]
-
-
-def do_hang(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
-    found = told(hang.campaign(folder, chance), lambda h: h.what)
-    return [(h.what, h.conclusion, list(h.faults)) for h in found]
-
-
-def do_slurm(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
-    reason = testbed.missing()
-    if reason:
-        return [("slurm", f"{LEFT_OUT}: missing {reason}", [])]
-    return [
-        (s.what, s.notes, list(s.faults)) for s in told(slurm.campaign(folder), lambda s: s.what)
-    ]
-
-
-PARTS: dict[str, Callable[[Path, random.Random, argparse.Namespace], Rows]] = {
-    "kills": do_kills,
-    "damage": do_damage,
-    "disk": do_disk,
-    "hang": do_hang,
-    "slurm": do_slurm,
-}
-
-
-def told(items: Iterable[T], text: Callable[[T], str]) -> Iterator[T]:
-    """Yield the items, printing each."""
-    for item in items:
-        say(text(item))
-        yield item
-
-
-def say(text: str) -> None:
-    print(f"  {text}", flush=True)
+def merged(results: list[Result]) -> Result:
+    """Return many damages as one result."""
+    counts = Counter(result.notes for result in results)
+    notes = ", ".join(f"{count} {note}" for note, count in sorted(counts.items()))
+    wrong = tuple(f"{result.what}: {fault}" for result in results for fault in result.faults)
+    return Result(f"{len(results)} damaged files", notes, wrong)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run"
-    )
-    parser.add_argument(
-        "--kills", type=int, default=100, help="total number of kills; 0: at every point"
-    )
-    parser.add_argument("--flips", type=int, default=3, help="bit flips in each file")
-    parser.add_argument(
-        "--seed", type=int, default=None, help="random seed; printed (default: random)"
-    )
-    parser.add_argument(
-        "--folder", type=Path, help="folder to keep the runs in (default: a temporary one)"
-    )
-    options = parser.parse_args()
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    add("--kills", type=int, default=100, help="total number of kills; 0: at every point")
+    add("--flips", type=int, default=3, help="bit flips in each file")
+    add("--seed", type=int, help="random seed; printed (default: random)")
+    add("--folder", type=Path, help="folder to keep the runs in (default: a temporary one)")
+    options = made.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    rows: Rows = []
+    results: list[Result] = []
+    missing: list[str] = []
+    lacks = {"disk": disk.missing, "slurm": testbed.missing}
     with tempfile.TemporaryDirectory(prefix="fault_campaign_") as temporary:
         for part in options.only:
+            if reason := lacks.get(part, str)():
+                missing.append(f"{part} not proved: {reason}")
+                continue
             start = time.monotonic()
+            folder = (options.folder or Path(temporary)) / part
             # A seed for each part: it does the same alone and with others.
-            found = PARTS[part](
-                (options.folder or Path(temporary)) / part, random.Random(f"{seed} {part}"), options
-            )
-            say(f"{part}: {time.monotonic() - start:.0f} s")
-            rows += found
+            found = [*campaign(part, folder, random.Random(f"{seed} {part}"), options)]
+            print(f"  {part}: {time.monotonic() - start:.0f} s", flush=True)
+            results += [merged(found)] if part == "damage" else found
     print()
-    for what, notes, wrong in rows:
-        print(f"{'WRONG' if wrong else 'ok':6}{what}: {notes}")
-        for fault in wrong:
+    for result in results:
+        print(f"{'WRONG' if result.faults else 'ok':6}{result.what}: {result.notes}")
+        for fault in result.faults:
             print(f"      - {fault}")
-    count = sum(len(wrong) for _, _, wrong in rows)
-    missing = [f"{what} {notes}" for what, notes, _ in rows if notes.startswith(LEFT_OUT)]
-    print(
-        "; ".join(
-            [
-                f"{len(rows) - len(missing)} cases of faults, {count} things wrong, seed {seed}",
-                *missing,
-            ]
-        )
-    )
+    count = sum(len(result.faults) for result in results)
+    figures = f"{len(results)} cases of faults, {count} things wrong, seed {seed}"
+    print("; ".join([figures, *missing]))
     return 1 if count else 0
 
 

@@ -38,16 +38,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workloads import cuda_cases
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.shared import ROOT, Table, markdown, parser, tables_of
+from benchmarks.workloads import cuda_cases
+
 KIT, LABEL = ROOT / ".gpu-kit", "kit.json"
 PASSED, FAILED, CUT, NOT_DONE = "passed", "FAILED", "cut", "not done"
 SMALL_S = 30.0  # expected time of a step on a CPU, also a busy one
 GRACE_S = 10.0  # from a polite signal to force
 LEEWAY = 4.0  # how many times as long as foreseen a step may take before it is cut
 _SUBREAPER = 36  # prctl(2): orphans below this process become its children
-Table = list[list[str]]
 Result = dict[str, Any]
 Play = Callable[[Sequence[Sequence[str]], Path, float], int | None]
 
@@ -266,24 +267,6 @@ class Check:
 
 def said_of(result: Result) -> str:
     return "; ".join(filter(None, (result["reason"], result["figures"])))
-
-
-def tables_of(text: str) -> list[Table]:
-    """The Markdown tables in a text, without their rules."""
-    found: list[Table] = [[]]
-    for line in text.splitlines():
-        if line.startswith("|"):
-            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-            if not all(re.fullmatch(":?-+:?", cell) for cell in cells):
-                found[-1].append(cells)
-        elif found[-1]:
-            found.append([])
-    return [table for table in found if len(table) > 1]
-
-
-def markdown(table: Table) -> list[str]:
-    rows = [[cell.replace("|", "/") for cell in row] for row in table]
-    return ["| " + " | ".join(row) + " |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -658,27 +641,19 @@ def use_kit(kit: Path, root: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--budget", type=duration, default=600.0, metavar="TIME", help="90s, 10m, 1h (default 10m)"
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="STEP",
-        help="run only these steps, even if they are done",
-    )
-    parser.add_argument("--fresh", action="store_true", help="discard results of earlier calls")
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER")
-    options = parser.parse_args(arguments)
+    made = parser(__doc__)
+    budget = "90s, 10m, 1h (default 10m)"
+    made.add_argument("--budget", type=duration, default=600.0, metavar="TIME", help=budget)
+    only = "run only these steps, even if they are done"
+    made.add_argument("--only", nargs="+", default=[], metavar="STEP", help=only)
+    made.add_argument("--fresh", action="store_true", help="discard results of earlier calls")
+    made.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER")
+    options = made.parse_args(arguments)
     folder: Path = options.output.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--output {folder}: {error.strerror}")
+        made.error(f"--output {folder}: {error.strerror}")
     os.chdir(ROOT)
     # so that commands can be copied
     folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
@@ -712,9 +687,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.take(first, code, seconds)
     steps = [first, *steps_of(facts, folder)]
     if unknown := set(options.only) - {step.name for step in steps}:
-        parser.error(
-            f"--only {' '.join(sorted(unknown))}: there is {', '.join(step.name for step in steps)}"
-        )
+        names = ", ".join(step.name for step in steps)
+        made.error(f"--only {' '.join(sorted(unknown))}: there is {names}")
     print(device)
     good = check.run(steps, options.only)
     print(folder / "REPORT.md")

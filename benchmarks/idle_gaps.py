@@ -11,7 +11,6 @@ that Python takes between two of them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -21,8 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sides import run
-from workloads import OURS, ROOT, cpu_cases, cuda_cases, quick
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shared import Table, device_parser, markdown
+from benchmarks.sides import run
+from benchmarks.workloads import OURS, cpu_cases, cuda_cases, quick
 
 DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of torch.profiler's Chrome traces
 HOST = {"cpu_op", "cuda_runtime", "cuda_driver", "hip_runtime", "python_function"}
@@ -95,35 +97,29 @@ def _inside(host: Sequence[Event], at: float) -> tuple[str, ...]:
     return tuple(event["name"] for event in sorted(inside, key=lambda event: -event["dur"]))
 
 
-def tables(stream: Stream, steps: int) -> list[str]:
-    """Markdown: the whole, gaps by size, the longest."""
-    lines = [
-        "| stream | busy, ms a step | idle, ms a step | idle, share | launches a step |",
-        "|---|---|---|---|---|",
-    ]
+def tables(stream: Stream, steps: int) -> list[Table]:
+    """Return the stream as a whole, its gaps by size, and the longest."""
     idle = stream.span_ms - stream.busy_ms
-    share = idle / stream.span_ms
-    lines.append(
-        f"| {stream.name} | {stream.busy_ms / steps:.2f} | {idle / steps:.2f} | {100 * share:.1f} "
-        f"% | {stream.launches / steps:.1f} |"
-    )
-    lines += ["", "| gaps, ms | a step | ms a step |", "|---|---|---|"]
+    whole = [
+        ["stream", "busy, ms a step", "idle, ms a step", "idle, share", "launches a step"],
+        [
+            stream.name,
+            f"{stream.busy_ms / steps:.2f}",
+            f"{idle / steps:.2f}",
+            f"{100 * idle / stream.span_ms:.1f} %",
+            f"{stream.launches / steps:.1f}",
+        ],
+    ]
+    sizes = [["gaps, ms", "a step", "ms a step"]]
     for low, high in zip((0.0, *SIZES_MS), (*SIZES_MS, float("inf")), strict=True):
         some = [gap.ms for gap in stream.gaps if low <= gap.ms < high]
-        lines.append(f"| {low:g} to {high:g} | {len(some) / steps:.1f} | {sum(some) / steps:.2f} |")
-    lines += ["", "| gap, ms | after | before | the host is in |", "|---|---|---|---|"]
+        counts = [f"{len(some) / steps:.1f}", f"{sum(some) / steps:.2f}"]
+        sizes.append([f"{low:g} to {high:g}", *counts])
+    longest = [["gap, ms", "after", "before", "the host is in"]]
     for gap in stream.gaps[:SHOWN]:
-        cells = (
-            gap.before[:60],
-            gap.after[:60],
-            " > ".join(name[:40] for name in gap.host[-3:]) or "no operator",
-        )
-        lines.append(f"| {gap.ms:.3f} | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return [
-        *lines,
-        "",
-        f"idle {100 * share:.1f} % of {stream.span_ms / steps:.1f} ms a step; {stream.name}",
-    ]
+        host = " > ".join(name[:40] for name in gap.host[-3:]) or "no operator"
+        longest.append([f"{gap.ms:.3f}", gap.before[:60], gap.after[:60], host])
+    return [whole, sizes, longest]
 
 
 def record(device: str, folder: Path) -> Path:
@@ -132,15 +128,8 @@ def record(device: str, folder: Path) -> Path:
     Raises ValueError.
     """
     case = cuda_cases(2**40)[0] if device == "cuda" else quick(cpu_cases()[0])
-    flags = (
-        "--profile",
-        "--profile-step-start",
-        str(WARM_UP),
-        "--profile-step-end",
-        str(WARM_UP + STEPS),
-        "--trace-dir",
-        str(folder),
-    )
+    flags = ("--profile", "--profile-step-start", str(WARM_UP))
+    flags += ("--profile-step-end", str(WARM_UP + STEPS), "--trace-dir", str(folder))
     threads = len(os.sched_getaffinity(0)) if device == "cuda" else 1
     side = replace(OURS, flags=flags)
     outcome = run(case, side, warm_up=WARM_UP, steps=STEPS + 1, threads=threads, folder=folder)
@@ -150,23 +139,10 @@ def record(device: str, folder: Path) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=ROOT / "runs" / "idle",
-        metavar="FOLDER",
-        help="folder for the trace",
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="evaluate this trace of STEPS steps instead"
-    )
-    options = parser.parse_args()
+    made = device_parser(__doc__, "idle")
+    trace = "evaluate this trace of STEPS steps instead"
+    made.add_argument("--trace", type=Path, metavar="FILE", help=trace)
+    options = made.parse_args()
     try:
         if options.trace is None:
             options.output.mkdir(parents=True, exist_ok=True)
@@ -175,7 +151,11 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print("\n".join(tables(stream, STEPS)))
+    whole, *others = tables(stream, STEPS)
+    for table in (whole, *others):
+        print(*markdown(table), "", sep="\n")
+    busy, idle, share = whole[1][1:4]
+    print(f"idle {share}: {idle} ms a step beside {busy}; {stream.name}")
     return 0
 
 

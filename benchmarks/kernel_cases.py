@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,19 +99,8 @@ def _causal(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     x = _leaf(shape, device, dtype)
     hidden = torch.ones(shape[-2:], dtype=torch.bool, device=device).triu_(1)
 
-    def apex() -> Way:
-        fused = _foreign(
-            "apex.transformer.functional.fused_softmax", "ScaledUpperTriangMaskedSoftmax"
-        )
-        return lambda x, _: fused.apply(x.flatten(0, 1), SCALE).view_as(x)
-
-    return Work(
-        (x, hidden),
-        lambda x, _: attention.causal_softmax(x, SCALE),
-        _torch_softmax,
-        [x],
-        {"apex": apex},
-    )
+    ours = lambda x, _: attention.causal_softmax(x, SCALE)  # noqa: E731
+    return Work((x, hidden), ours, _torch_softmax, [x])
 
 
 def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
@@ -123,12 +112,8 @@ def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     )
     hidden = hidden.expand(shape[0], 1, *shape[2:]).contiguous()
 
-    def apex() -> Way:
-        fused = _foreign("apex.transformer.functional.fused_softmax", "ScaledMaskedSoftmax")
-        return lambda x, mask: fused.apply(x, mask, SCALE)
-
     ours = lambda x, mask: attention.masked_softmax(x, mask, SCALE)  # noqa: E731
-    return Work((x, hidden), ours, _torch_softmax, [x], {"apex": apex})
+    return Work((x, hidden), ours, _torch_softmax, [x])
 
 
 def _causal_bytes(shape: Shape, e: int) -> tuple[float, float]:
@@ -221,89 +206,51 @@ def _dots_eager(shape: Shape, e: int) -> tuple[float, float]:
 # ---- norms of [rows, h] --------------------------------------------------------------------------
 
 
-def _layer_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool = False) -> Work:
-    h = shape[-1]
-    x, residual = (_leaf(shape, device, dtype) for _ in range(2))
-    weight, bias = (_leaf((h,), device, dtype) for _ in range(2))
+def _norm(rms: bool, add: bool = False) -> Callable[[Shape, torch.device, torch.dtype], Work]:
+    def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+        width = shape[-1:]
+        inputs = [_leaf(shape, device, dtype) for _ in range(1 + add)]
+        inputs += [_leaf(width, device, dtype) for _ in range(1 if rms else 2)]
 
-    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x, (h,), weight, bias, EPSILON)
+        def split(rest: Sequence[Tensor]) -> tuple[Tensor | None, Tensor, Tensor | None]:
+            """Return (residual, weight, bias)."""
+            return rest[0] if add else None, rest[add], None if rms else rest[-1]
 
-    def added(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return plain(total, weight, bias), total
+        def ours(x: Tensor, *rest: Tensor) -> Any:
+            residual, weight, bias = split(rest)
+            if residual is None:
+                return norm.norm(x, weight, bias, EPSILON, rms=rms)
+            return norm.add_norm(x, None, residual, weight, bias, EPSILON, rms=rms)
 
-    def apex() -> Way:
-        fused = _foreign("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
-        return lambda x, weight, bias: fused(x, weight, bias, (h,), EPSILON)
+        def plain(x: Tensor, *rest: Tensor) -> Any:
+            residual, weight, bias = split(rest)
+            total = x if residual is None else x + residual
+            if rms:
+                result = F.rms_norm(total, width, weight, EPSILON)
+            else:
+                result = F.layer_norm(total, width, weight, bias, EPSILON)
+            return (result, total) if add else result
 
-    def liger() -> Way:
-        fused = _foreign("liger_kernel.transformers.functional", "liger_layer_norm")
-        return lambda x, weight, bias: fused(x, weight, bias, EPSILON)
+        def liger() -> Way:
+            kind = f"fused_add_{'rms' if rms else 'layer'}" if add else "rms" if rms else "layer"
+            fused = _foreign("liger_kernel.transformers.functional", f"liger_{kind}_norm")
+            more = {"in_place": False} if rms else {}
+            return lambda *inputs: fused(*inputs, EPSILON, **more)
 
-    def flash() -> Way:
-        fused = _foreign("flash_attn.ops.triton.layer_norm", "layer_norm_fn")
-        if add:
-            return lambda x, residual, weight, bias: fused(
-                x, weight, bias, residual=residual, eps=EPSILON, prenorm=True
-            )
-        return lambda x, weight, bias: fused(x, weight, bias, eps=EPSILON)
+        def flash() -> Way:
+            name = "rms_norm_fn" if rms else "layer_norm_fn"
+            fused = _foreign("flash_attn.ops.triton.layer_norm", name)
 
-    if add:
-        leaves = [x, residual, weight, bias]
-        ours = lambda x, *a: norm.add_norm(x, None, *a, EPSILON)  # noqa: E731
-        return Work(tuple(leaves), ours, added, leaves, {"flash-attn": flash})
-    leaves = [x, weight, bias]
-    others = {"apex": apex, "liger": liger, "flash-attn": flash}
-    return Work(tuple(leaves), lambda *a: norm.norm(*a, EPSILON), plain, leaves, others)
+            def call(x: Tensor, *rest: Tensor) -> Any:
+                residual, weight, bias = split(rest)
+                return fused(x, weight, bias, residual=residual, eps=EPSILON, prenorm=add)
 
+            return call
 
-def _rms_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool = False) -> Work:
-    h = shape[-1]
-    x, residual, weight = (
-        _leaf(shape, device, dtype),
-        _leaf(shape, device, dtype),
-        _leaf((h,), device, dtype),
-    )
+        others = {"liger": liger, "flash-attn": flash}
+        return Work(tuple(inputs), ours, plain, inputs, others)
 
-    def plain(x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (h,), weight, EPSILON)
-
-    def added(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return plain(total, weight), total
-
-    def apex() -> Way:
-        fused = _foreign("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
-        return lambda x, weight: fused(x, weight, (h,), EPSILON)
-
-    def liger() -> Way:
-        if add:
-            fused = _foreign("liger_kernel.transformers.functional", "liger_fused_add_rms_norm")
-            return lambda x, residual, weight: fused(x, residual, weight, EPSILON, in_place=False)
-        fused = _foreign("liger_kernel.transformers.functional", "liger_rms_norm")
-        return lambda x, weight: fused(x, weight, EPSILON, in_place=False)
-
-    def flash() -> Way:
-        fused = _foreign("flash_attn.ops.triton.layer_norm", "rms_norm_fn")
-        if add:
-            return lambda x, residual, weight: fused(
-                x, weight, None, residual=residual, eps=EPSILON, prenorm=True
-            )
-        return lambda x, weight: fused(x, weight, None, eps=EPSILON)
-
-    others = {"liger": liger, "flash-attn": flash} | ({} if add else {"apex": apex})
-    if add:
-        leaves = [x, residual, weight]
-        ours = lambda x, *a: norm.add_norm(x, None, *a, None, EPSILON, rms=True)  # noqa: E731
-        return Work(tuple(leaves), ours, added, leaves, others)
-    return Work(
-        (x, weight),
-        lambda x, weight: norm.norm(x, weight, None, EPSILON, rms=True),
-        plain,
-        [x, weight],
-        others,
-    )
+    return prepare
 
 
 # ---- bias and activation; bias, dropout and residual ---------------------------------------------
@@ -576,7 +523,6 @@ def _adamw(
     first = [x.to(moments) for x in first]
     averages = [p.clone() for p in parameters] if share else []
     copies = [] if dtype == torch.float32 else [p.to(dtype) for p in parameters]
-    settings = {"lr": 1e-4, "weight_decay": 0.1, "eps": 1e-8, "betas": (0.9, 0.95)}
 
     def update(*_: Any, kernel: bool = True) -> None:
         adamw = optimizer.AdamW(
@@ -599,22 +545,20 @@ def _adamw(
     if moments != torch.float32:
         return Work((), update, lambda *_: update(kernel=False), comparable=False)
 
-    def stepping(make: Callable[..., Any], **more: Any) -> Way:
-        for p, g in zip(parameters, gradients, strict=True):
-            p.grad = g
-        other = make(parameters, **settings, **more)
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g
+    other = torch.optim.AdamW(
+        parameters, lr=1e-4, weight_decay=0.1, eps=1e-8, betas=(0.9, 0.95), fused=True
+    )
 
-        def step(*_: Any) -> None:
-            other.step()
-            if copies:
-                torch._foreach_copy_(copies, parameters)
-            if share:
-                torch._foreach_lerp_(averages, parameters, share)
+    def step(*_: Any) -> None:
+        other.step()
+        if copies:
+            torch._foreach_copy_(copies, parameters)
+        if share:
+            torch._foreach_lerp_(averages, parameters, share)
 
-        return step
-
-    others = {"apex": lambda: stepping(_foreign("apex.optimizers", "FusedAdam"), adam_w_mode=True)}
-    return Work((), update, stepping(torch.optim.AdamW, fused=True), [], others, comparable=False)
+    return Work((), update, step, comparable=False)
 
 
 def _adamw_bytes(more: int = 0) -> Callable[[Shape, int], tuple[float, float]]:
@@ -631,39 +575,26 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack([t.double().square().sum() for t in tensors]).sum()
 
 
-def _scale_and_norm(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    count, size = shape
-    drawn = _random((size,), device, dtype)
-    tensors = [drawn.clone() for _ in range(count)]
+def _norm_of(scales: bool) -> Callable[[Shape, torch.device, torch.dtype], Work]:
+    """The norm of tensors, which are scaled first, or only read."""
 
-    def sequence(*_: Any) -> Tensor:
-        torch._foreach_mul_(tensors, 1.0)
-        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()
+    def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+        count, size = shape
+        drawn = _random((size,), device, dtype)
+        tensors = [drawn.clone() for _ in range(count)]
+        # As near to 1 as it can be without being 1, which would only read.
+        factor = 1.0 + 2.0**-23 if scales else 1.0
 
-    # As near to 1 as it can be without being 1, which would only read.
-    factor = 1.0 + 2.0**-23
-    exact = lambda *_: _sum_of_squares(tensors)  # noqa: E731
-    return Work((), lambda *_: optimizer.scale_and_norm_(tensors, factor), sequence, exact=exact)
+        def sequence(*_: Any) -> Tensor:
+            if scales:
+                torch._foreach_mul_(tensors, 1.0)
+            return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()
 
+        exact = lambda *_: _sum_of_squares(tensors)  # noqa: E731
+        ours = lambda *_: optimizer.scale_and_norm_(tensors, factor)  # noqa: E731
+        return Work((), ours, sequence, exact=exact)
 
-def _norm_only(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    count, size = shape
-    drawn = _random((size,), device, dtype)
-    tensors = [drawn.clone() for _ in range(count)]
-
-    def sequence(*_: Any) -> Tensor:
-        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()
-
-    def apex() -> Way:
-        applier = _foreign("apex.multi_tensor_apply", "multi_tensor_applier")
-        kernel = _foreign("amp_C", "multi_tensor_l2norm")
-        flag = torch.zeros(1, dtype=torch.int, device=device)
-        return lambda *_: applier(kernel, flag, [tensors], False)[0].square().sum()
-
-    exact = lambda *_: _sum_of_squares(tensors)  # noqa: E731
-    return Work(
-        (), lambda *_: optimizer.scale_and_norm_(tensors), sequence, [], {"apex": apex}, exact=exact
-    )
+    return prepare
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -696,13 +627,13 @@ OPERATORS: dict[str, Operator] = {
     "causal_softmax": Operator("masked_softmax", _causal, _causal_bytes, _times(6, 7), **_SOFTMAX),
     "masked_softmax": Operator("masked_softmax", _masked, _masked_bytes, _times(6, 7), **_SOFTMAX),
     # torch's LayerNorm is one pass too; its RMSNorm on a CPU is square, mean, product and product.
-    "layer_norm": Operator("layer_norm", _layer_norm, _times(2, 3), _times(2, 3), **_NORM),
-    "rms_norm": Operator("rms_norm", _rms_norm, _times(2, 3), _times(7, 12), **_NORM),
+    "layer_norm": Operator("layer_norm", _norm(rms=False), _times(2, 3), _times(2, 3), **_NORM),
+    "rms_norm": Operator("rms_norm", _norm(rms=True), _times(2, 3), _times(7, 12), **_NORM),
     "add_layer_norm": Operator(
-        "layer_norm", lambda *a: _layer_norm(*a, add=True), _times(4, 4), _times(5, 6), **_NORM
+        "layer_norm", _norm(rms=False, add=True), _times(4, 4), _times(5, 6), **_NORM
     ),
     "add_rms_norm": Operator(
-        "rms_norm", lambda *a: _rms_norm(*a, add=True), _times(4, 4), _times(10, 15), **_NORM
+        "rms_norm", _norm(rms=True, add=True), _times(4, 4), _times(10, 15), **_NORM
     ),
     "bias_gelu": Operator(
         "bias_activation", _activation("gelu", _torch_gelu), _times(2, 3), _times(4, 4), **_WIDE
@@ -772,9 +703,11 @@ OPERATORS: dict[str, Operator] = {
         _adamw_eager(12),
         **_FEWER,
     ),
-    "gradient_norm": Operator("optimizer", _norm_only, _times(1, 0), _times(1, 0), **_MASTERS),
+    "gradient_norm": Operator(
+        "optimizer", _norm_of(scales=False), _times(1, 0), _times(1, 0), **_MASTERS
+    ),
     "scale_and_norm": Operator(
-        "optimizer", _scale_and_norm, _times(2, 0), _times(3, 0), **_MASTERS
+        "optimizer", _norm_of(scales=True), _times(2, 0), _times(3, 0), **_MASTERS
     ),
 }
 

@@ -1,7 +1,6 @@
 """Compare fused kernels with torch's operators: bytes/s on a GPU, ratios on a CPU, call overhead.
 
     python benchmarks/kernels.py [--quick] [--device cpu|cuda] [--dtype float32 ...] [--op NAME ...] [--output FOLDER]
-    python benchmarks/kernels.py --roofline
 
 Every figure is a median over rounds of one run, in which the sides take turns; a ratio is the
 median of the ratios of the rounds, so that disturbances of the machine affect both sides. Results
@@ -9,15 +8,13 @@ are compared before they are timed.
 
 On a GPU a row is one pass of one operator: the bytes that it must move (each input once, each
 output once) per second, relative to a device-to-device copy in the same rounds. The sides are our
-kernel, torch's sequence of operators, the same under torch.compile, and apex, Liger and flash-attn
-if installed. The L2 cache is flushed before each call, and rows are added until a launch moves
-256 MB. "MI250X" is those bytes divided by 1.25 TB/s, which a copy reaches on one GCD: an estimate,
-not a measurement; --roofline prints it for the layers of a 22B and a 175B model and needs no
-device.
+kernel, torch's sequence of operators, the same under torch.compile, and Liger and flash-attn if
+installed. The L2 cache is flushed before each call, and rows are added until a launch moves 256 MB.
+"MI250X" is those bytes divided by 1.25 TB/s, which a copy reaches on one GCD: an estimate, not a
+measurement.
 
 On a CPU the ratio is torch's time divided by ours, above 1 if ours is faster; "expected" is the
 ratio of bytes, which holds if memory is the bottleneck. Caches are as the previous call left them.
-The verdicts of an operator's sizes are compared with HOST_FASTER of megatron/kernels/choose.py.
 
 --output writes kernels.json and kernels.md, tables as in docs/measured/kernels.md.
 """
@@ -29,8 +26,6 @@ import datetime
 import functools
 import json
 import os
-import platform
-import shutil
 import statistics
 import sys
 import time
@@ -42,29 +37,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from kernel_cases import OPERATORS, Operator, Shape, Way, Work, enlarged
-from kernel_tables import (
-    PASSES,
-    Row,
-    gpu_table,
-    host_table,
-    judged,
-    markdown,
-    overhead_table,
-    roofline_table,
-    shape_text,
-    show,
-)
-from rich.console import Console
-from rich.progress import track
-from sides import ALLOCATOR
 
+from benchmarks.kernel_cases import OPERATORS, Operator, Shape, Way, Work, enlarged
+from benchmarks.machine import processor
+from benchmarks.shared import Record, Table, markdown, parser, print_table
+from benchmarks.sides import ALLOCATOR
 from megatron.kernels import library
 from megatron.kernels.ops import attention
 
 Seconds = Callable[[], float]
+PASSES = ("forward", "backward", "both")
+DTYPES = ("float32", "bfloat16", "float16")
+MI250X_BYTES_PER_S = 1.25e12  # of a copy on one GCD
 GPU_BYTES = 256e6  # of one launch, several times any L2 cache
-TINY: dict[str, Shape] = {
+# The sequence rounds after every operator: a few units of the last place.
+ROUNDING = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+FEW_ELEMENTS: dict[str, Shape] = {
     "attention_weights": (1, 16, 16),
     "attention_gradient": (1, 16, 16),
     "causal_softmax": (1, 1, 16, 16),
@@ -121,7 +109,7 @@ def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
 
 @dataclass
 class Side:
-    """One way to compute an operator, and what it took: seconds of each pass in each round."""
+    """One way to compute an operator, and its seconds of each pass in each round."""
 
     way: Way
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -148,37 +136,26 @@ class Side:
         for name, value in {**took, "both": sum(took.values())}.items():
             self.seconds.setdefault(name, []).append(value)
 
-    def median(self, name: str) -> float:
-        return statistics.median(self.seconds[name])
-
-
-def ratio(side: Side, ours: Side, name: str) -> float:
-    """Return the median over the rounds of the time of `side` divided by ours."""
-    pairs = zip(side.seconds[name], ours.seconds[name], strict=True)
-    return statistics.median(a / b for a, b in pairs)
+    def ratio(self, ours: Side, name: str) -> float:
+        """Return the median over the rounds of the time of this side divided by ours."""
+        pairs = zip(self.seconds[name], ours.seconds[name], strict=True)
+        return statistics.median(a / b for a, b in pairs)
 
 
 def check_results(name: str, work: Work, dtype: torch.dtype) -> None:
-    """Ours and torch's results are the same but for roundings, or there is nothing to compare."""
+    """Raise SystemExit if ours and torch's results differ by more than roundings."""
     if not work.comparable:
         return
     with torch.no_grad():
-        other = work.exact or work.torch
-        pairs = zip(
-            as_tuple(work.ours(*work.arguments)), as_tuple(other(*work.arguments)), strict=True
-        )
-        for ours, theirs in pairs:
-            error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
-            # The sequence rounds after every operator: a few units of the last place.
-            if not error < {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]:
-                raise SystemExit(
-                    f"{name}: the results differ by {float(error):.1e}, so there is nothing to "
-                    "compare"
-                )
+        expected = as_tuple((work.exact or work.torch)(*work.arguments))
+        for ours, other in zip(as_tuple(work.ours(*work.arguments)), expected, strict=True):
+            error = float((ours.double() - other.double()).norm() / other.double().norm())
+            if not error < ROUNDING[dtype]:
+                raise SystemExit(f"{name}: the results differ by {error:.1e}")
 
 
 def usable(work: Work, clock: Clock) -> tuple[dict[str, Side], dict[str, str]]:
-    """The sides of other packages that run once, and why the others do not."""
+    """Return the sides of other packages that run once, and why the others do not."""
     sides, missing = {}, {}
     for name, make in work.others.items():
         try:
@@ -200,47 +177,60 @@ def measure(sides: dict[str, Side], copy: Side, work: Work, clock: Clock, budget
     for side in sides.values():
         side.seconds.clear()
     calls = max(1, min(50, round(5e-3 / longest))) if isinstance(clock, HostClock) else 1
-    end, rounds, fewest = time.perf_counter() + budget_s, 0, 5 if budget_s > 0.5 else 3
-    while rounds < fewest or (time.perf_counter() < end and rounds < 51):
+    end = time.perf_counter() + budget_s
+    fewest = 5 if budget_s > 0.5 else 3
+    for index in range(51):
+        if index >= fewest and time.perf_counter() > end:
+            break
         for side in sides.values():
             side.run(work, clock, calls)
         copy.run(nothing, clock, 1)
-        rounds += 1
 
 
 # ---- operators -----------------------------------------------------------------------------------
 
 
+@dataclass
+class Row:
+    """Figures of one operator, shape and type, by pass; `seconds` and `ratios` by side and pass."""
+
+    operator: str
+    shape: Shape
+    dtype: str
+    moved: dict[str, float]
+    expected: dict[str, float]
+    seconds: dict[str, dict[str, float]]
+    ratios: dict[str, dict[str, float]]
+
+    def of_copy(self, side: str, name: str, copied_bytes: float) -> str:
+        """Return the bytes per second of the closed form over those of the copy."""
+        if side not in self.seconds:
+            return ""
+        copy_s = self.seconds["copy"]["forward"] * self.moved[name] / copied_bytes
+        return f"{copy_s / self.seconds[side][name]:.2f}"
+
+
 def bytes_of(operator: Operator, shape: Shape, e: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(bytes our kernel moves, torch's bytes over ours), by pass."""
-    ours, theirs = operator.moved(shape, e), operator.eager(shape, e)
-    names = PASSES if ours[1] else ("forward", "both")
-    moved = dict(zip(PASSES, (*ours, sum(ours)), strict=True))
-    eager = dict(zip(PASSES, (*theirs, sum(theirs)), strict=True))
-    return {n: moved[n] for n in names}, {n: eager[n] / moved[n] for n in names}
+    """Return (bytes that our kernel moves, torch's bytes over ours), by pass."""
+    ours, eager = operator.moved(shape, e), operator.eager(shape, e)
+    rows = zip(PASSES, (*ours, sum(ours)), (*eager, sum(eager)), strict=True)
+    passes = [row for row in rows if row[1]]
+    return {n: own for n, own, _ in passes}, {n: other / own for n, own, other in passes}
 
 
 def copying(device: torch.device, copied_bytes: int) -> Way:
     source = torch.ones(copied_bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-
-    def copy(*_: Any) -> None:
-        target.copy_(source)
-
-    return copy
+    return lambda: target.copy_(source)
 
 
 def run_operator(
-    name: str,
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    clock: Clock,
-    budget_s: float,
-    copy: Way,
+    name: str, shape: Shape, dtype: torch.dtype, clock: Clock, budget_s: float, copy: Way
 ) -> tuple[Row, dict[str, str]]:
-    operator = OPERATORS[name]
-    work, copied = operator.prepare(shape, device, dtype), Side(copy)
+    """Return the row of an operator, and why other packages are missing."""
+    operator, copied = OPERATORS[name], Side(copy)
+    device = torch.device("cuda" if isinstance(clock, GpuClock) else "cpu")
+    work = operator.prepare(shape, device, dtype)
     check_results(name, work, dtype)
     sides = {"ours": Side(work.ours), "torch": Side(work.torch)}
     if device.type == "cuda":
@@ -250,18 +240,13 @@ def run_operator(
     measure(sides, copied, work, clock, budget_s)
     moved, expected = bytes_of(operator, shape, dtype.itemsize)
     seconds = {
-        side: {p: each.median(p) for p in each.seconds}
+        side: {name: statistics.median(values) for name, values in each.seconds.items()}
         for side, each in (sides | {"copy": copied}).items()
     }
-    ratios = {
-        side: {p: ratio(each, sides["ours"], p) for p in moved}
-        for side, each in sides.items()
-        if side != "ours"
-    }
-    rounds = len(copied.seconds["both"])
-    return Row(
-        name, shape, str(dtype).removeprefix("torch."), moved, expected, seconds, ratios, rounds
-    ), missing
+    ours = sides.pop("ours")
+    ratios = {s: {name: each.ratio(ours, name) for name in moved} for s, each in sides.items()}
+    kind = str(dtype).removeprefix("torch.")
+    return Row(name, shape, kind, moved, expected, seconds, ratios), missing
 
 
 # ---- overhead of a call --------------------------------------------------------------------------
@@ -282,23 +267,18 @@ def per_call_us(
     return statistics.median(series[1:])
 
 
-def overhead(
-    names: list[str], device: torch.device, calls: int, now: Callable[[], float]
-) -> list[dict[str, Any]]:
-    rows = []
-    for name in names:
-        operator = OPERATORS[name]
-        shape = TINY.get(name, (2, 64))
-        work = operator.prepare(shape, device, torch.float32)
-        row: dict[str, Any] = {"operator": name, "shape": list(shape)}
-        for side, way in (("ours", work.ours), ("torch", work.torch)):
-            call = functools.partial(way, *work.arguments)
-            with torch.no_grad():
-                row[side] = per_call_us(call, device, calls, now)
-            if work.leaves:
-                row[f"{side} with gradient"] = per_call_us(call, device, calls, now)
-        rows.append(row)
-    return rows
+def overhead(name: str, device: torch.device, calls: int, now: Callable[[], float]) -> list[str]:
+    """Return the microseconds of a call on a few elements: ours and torch's, without and with
+    gradient.
+    """
+    work = OPERATORS[name].prepare(FEW_ELEMENTS.get(name, (2, 64)), device, torch.float32)
+    cells = [name]
+    for way in (work.ours, work.torch):
+        call = functools.partial(way, *work.arguments)
+        with torch.no_grad():
+            cells.append(f"{per_call_us(call, device, calls, now):.1f}")
+        cells.append(f"{per_call_us(call, device, calls, now):.1f}" if work.leaves else "")
+    return cells
 
 
 def bare_call_us(device: torch.device, calls: int, now: Callable[[], float]) -> float:
@@ -309,143 +289,137 @@ def bare_call_us(device: torch.device, calls: int, now: Callable[[], float]) -> 
     return per_call_us(call, device, calls, now)
 
 
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def shape_text(shape: Shape) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def host_table(rows: list[Row]) -> Table:
+    """Tabulate the times torch / ours, and the ratio that the bytes let expect."""
+    head = "operator, shape, type, ours ms, torch ms, forward, backward, both, expected, beside"
+    lines = [head.split(", ")]
+    for row in rows:
+        ratios = row.ratios["torch"]
+        others = [side for side in row.ratios if side != "torch"]
+        lines.append(
+            [
+                row.operator,
+                shape_text(row.shape),
+                row.dtype,
+                *(f"{row.seconds[side]['both'] * 1e3:.3f}" for side in ("ours", "torch")),
+                *(f"{ratios[p]:.2f}" if p in ratios else "" for p in PASSES),
+                f"{row.expected['both']:.2f}",
+                ", ".join(f"{side} {row.ratios[side]['both']:.2f}" for side in others),
+            ]
+        )
+    return lines
+
+
+def gpu_table(rows: list[Row], copied_bytes: int) -> Table:
+    """Tabulate the achieved share of the copy's bytes/s."""
+    sides = dict.fromkeys(["ours", "torch", "compile", *(s for row in rows for s in row.seconds)])
+    sides.pop("copy", None)
+    head = ["operator", "shape", "type", "pass", "MB", "ours us"]
+    lines = [[*head, *(f"{side} / copy" for side in sides), "MI250X us (estimate)"]]
+    for row in rows:
+        for name in (name for name in row.moved if name != "both"):
+            lines.append(
+                [
+                    row.operator,
+                    shape_text(row.shape),
+                    row.dtype,
+                    name,
+                    f"{row.moved[name] / 1e6:.0f}",
+                    f"{row.seconds['ours'][name] * 1e6:.0f}",
+                    *(row.of_copy(side, name, copied_bytes) for side in sides),
+                    f"{row.moved[name] / MI250X_BYTES_PER_S * 1e6:.0f}",
+                ]
+            )
+    return lines
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
-def machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name()
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip()
-            for line in info.read_text().splitlines()
-            if "model name" in line
-        ]
-        model = names[0] if names else model
-    return f"{model}, {torch.get_num_threads()} thread(s)"
-
-
-def cases(
-    names: list[str], dtypes: list[torch.dtype], device: torch.device, quick: bool
-) -> list[tuple[str, Shape, torch.dtype]]:
-    found = []
-    for name in names:
-        operator = OPERATORS[name]
-        shapes = operator.gpu if device.type == "cuda" else operator.host
-        for dtype in dtypes:
-            for shape in shapes[:1] if quick else shapes:
-                if device.type == "cuda":
-                    shape = enlarged(operator, shape, dtype.itemsize, GPU_BYTES)
-                found.append((name, shape, dtype))
-    return found
-
-
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda (CUDA or ROCm) if there is one"
-    )
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        choices=("float32", "bfloat16", "float16"),
-        default=["float32", "bfloat16"],
-        help="default: float32 bfloat16",
-    )
-    parser.add_argument("--op", nargs="+", choices=sorted(OPERATORS), help="default: all")
-    parser.add_argument("--quick", action="store_true", help="one shape each and few rounds")
-    parser.add_argument(
-        "--busy",
-        action="store_true",
-        help="for a shared CPU: one thread, and CPU time instead of elapsed time",
-    )
-    parser.add_argument("--output", type=Path, help="folder for kernels.json and kernels.md")
-    parser.add_argument(
-        "--roofline", action="store_true", help="print the estimate for MI250X and exit"
-    )
-    return parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda, also ROCm, if any")
+    made.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES[:2])
+    made.add_argument("--op", nargs="+", choices=sorted(OPERATORS), help="default: all")
+    made.add_argument("--quick", action="store_true", help="one shape each and few rounds")
+    busy = "for a shared CPU: one thread, and CPU time instead of elapsed time"
+    made.add_argument("--busy", action="store_true", help=busy)
+    made.add_argument("--output", type=Path, help="folder for kernels.json and kernels.md")
+    return made.parse_args()
 
 
 def main() -> None:
     options = parse()
-    if options.roofline:
-        print(markdown(roofline_table()), end="")
-        return
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    console, names = (
-        Console(width=max(140, shutil.get_terminal_size().columns)),
-        options.op or list(OPERATORS),
-    )
-    found = library.find(device.type)
-    if found.handle is None:
-        raise SystemExit(f"there is nothing to compare: {found.line}")
-    head = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "library": found.line,
-    }
-    console.print("\n".join(head.values()), highlight=False)
     gpu = device.type == "cuda"
+    names = options.op or list(OPERATORS)
+    kernels = library.find(device.type)
+    if kernels.handle is None:
+        raise SystemExit(f"there is nothing to compare: {kernels.line}")
+    name = torch.cuda.get_device_name() if gpu else processor()
+    threads = f"{torch.get_num_threads()} thread(s), torch {torch.__version__}"
+    head = [datetime.date.today().isoformat(), name, threads, kernels.line]
+    print(*head, sep="\n", flush=True)
     now = time.process_time if options.busy else time.perf_counter
     clock: Clock = GpuClock() if gpu else HostClock(now)
-    copied_bytes, budget_s = 2 * (2**30 if gpu else 2**27), 0.1 if options.quick else 1.2
-    copy, rows = copying(device, copied_bytes), []
+    copied_bytes = 2 * (2**30 if gpu else 2**27)
+    copy, rows = copying(device, copied_bytes), list[Row]()
     missing: dict[str, list[str]] = {}
-    work = cases(names, [getattr(torch, name) for name in options.dtype], device, options.quick)
-    for name, shape, dtype in track(
-        work, "measuring", console=console, disable=not console.is_terminal
-    ):
-        row, absent = run_operator(name, shape, dtype, device, clock, budget_s, copy)
-        rows.append(row)
-        for side, why in absent.items():
-            missing.setdefault(f"{side} ({why})", []).append(name)
-        if not console.is_terminal:
-            print(
-                f"{name} {shape_text(shape)} {row.dtype}: torch / ours "
-                f"{row.ratios['torch']['both']:.2f}",
-                flush=True,
-            )
+    for name in names:
+        operator = OPERATORS[name]
+        shapes = operator.gpu if gpu else operator.host
+        for dtype in (getattr(torch, dtype) for dtype in options.dtype):
+            for shape in shapes[:1] if options.quick else shapes:
+                if gpu:
+                    shape = enlarged(operator, shape, dtype.itemsize, GPU_BYTES)
+                budget_s = 0.1 if options.quick else 1.2
+                row, absent = run_operator(name, shape, dtype, clock, budget_s, copy)
+                rows.append(row)
+                for side, why in absent.items():
+                    missing.setdefault(f"{side} ({why})", []).append(name)
+                ratio = row.ratios["torch"]["both"]
+                print(f"{name} {shape_text(shape)} {dtype}: torch / ours {ratio:.2f}", flush=True)
     copy_s = statistics.median(row.seconds["copy"]["forward"] for row in rows)
-    head["copy"] = f"a copy moves {copied_bytes / copy_s / 1e9:.1f} GB/s (read and written)"
-    calls = overhead(names, device, 200 if options.quick else 1000, now)
-    bare = bare_call_us(device, 2000, now)
-    table = gpu_table(rows, copied_bytes) if gpu else host_table(rows)
-    tables = [
-        ("bytes/s over the copy's" if gpu else "time, torch's over ours", table),
-        ("microseconds of a call on a few elements", overhead_table(calls)),
+    calls = 200 if options.quick else 1000
+    costs = ["operator", "ours", "ours with gradient", "torch", "torch with gradient"]
+    tables = {
+        "bytes/s over the copy's" if gpu else "time, torch's over ours": (
+            gpu_table(rows, copied_bytes) if gpu else host_table(rows)
+        ),
+        "microseconds of a call on a few elements": [
+            costs,
+            *(overhead(name, device, calls, now) for name in names),
+        ],
+    }
+    notes = [
+        *(f"left out: {why}: {', '.join(dict.fromkeys(of))}" for why, of in missing.items()),
+        f"a copy moves {copied_bytes / copy_s / 1e9:.1f} GB/s (read and written)",
+        f"a C function through ctypes alone: {bare_call_us(device, 2 * calls, now):.1f} us",
     ]
-    notes = [f"left out: {why}: {', '.join(dict.fromkeys(ops))}" for why, ops in missing.items()]
-    notes += [f"a C function through ctypes alone: {bare:.1f} us"]
-    notes += [] if gpu else judged(rows)
-    for title, lines in tables:
-        show(console, title, lines)
-    console.print("\n".join([head["copy"], *notes]), highlight=False)
+    for title, lines in tables.items():
+        print_table(title, lines)
+    print(*notes, sep="\n")
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        record = {
-            **head,
-            "rows": [vars(row) for row in rows],
-            "overhead": calls,
-            "bare_call_us": bare,
-            "notes": notes,
-        }
+        record: Record = {"head": head, "rows": [vars(row) for row in rows], "notes": notes}
         (options.output / "kernels.json").write_text(json.dumps(record, indent=1) + "\n")
-        text = "".join(f"{title}:\n\n{markdown(lines)}\n" for title, lines in tables)
-        (options.output / "kernels.md").write_text(
-            "; ".join(head.values()) + "\n\n" + text + "\n".join(notes) + "\n"
-        )
+        text = ["; ".join(head), ""]
+        for title, lines in tables.items():
+            text += [f"{title}:", "", *markdown(lines), ""]
+        (options.output / "kernels.md").write_text("\n".join([*text, *notes, ""]))
 
 
 if __name__ == "__main__":
     # Without the first setting a CPU spends its time on fresh pages, on every side alike.
-    wanted = {"GLIBC_TUNABLES": ALLOCATOR} | (
-        {"OMP_NUM_THREADS": "1"} if "--busy" in sys.argv else {}
-    )
+    wanted = {"GLIBC_TUNABLES": ALLOCATOR}
+    wanted |= {"OMP_NUM_THREADS": "1"} if "--busy" in sys.argv else {}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
     main()

@@ -23,7 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shared import ROOT, markdown
+
 PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "numpy")
 SIZES, SMALL = {"cpu": 4096, "cuda": 8192}, 512
 CEILING_S = 0.8  # for each dtype: a few products
@@ -143,7 +146,6 @@ def device_memory() -> tuple[str, int]:
 
 def accelerator() -> dict[str, Any]:
     """Describe torch's devices and versions; "device": cuda (or ROCm) or cpu. Needs only torch."""
-    sys.path.insert(0, str(ROOT))
     import torch
 
     from megatron.kernels.build import TARGETS, compiler, host_archs
@@ -210,7 +212,8 @@ def show_accelerator(path: Path | None) -> None:
     facts = accelerator()
     if path:
         path.write_text(json.dumps(facts, indent=1) + "\n")
-    print("| | |\n|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), sep="\n")
+    rows = [[name, str(value)] for name, value in facts.items()]
+    print(*markdown([["", ""], *rows]), sep="\n")
     print(f"{facts['count']} GPU(s); {facts['name']}, {facts['memory_bytes'] / 2**30:.1f} GiB")
 
 

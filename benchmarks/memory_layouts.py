@@ -55,84 +55,34 @@ class Shape:
 def _shapes() -> tuple[Shape, ...]:
     sp = dict(sequence_parallel=True)
     chunk = dict(num_layers_per_virtual_pipeline_stage=1)
-    zero_bubble = dict(enable_zbh1_pipeline=True)
+    untied = dict(untie_embeddings_and_output_weights=True)
+    fp16 = dict(fp16=True, bf16=None)
+    alibi = dict(position_embedding_type="alibi")
+    sharded = dict(zero_stage=3, zero_shard_size=2, recompute_num_layers=2)
+    block = dict(recompute_method="block", recompute_num_layers=2)
+    stored = dict(attention_backend="unfused", attention_dropout=0.1)
+    uneven = dict(num_layers=16, pipeline_layout="1,2,3,2,3,1,2,2")
     gpu = {
-        "1 rank": _layout(),
-        "DP 2": _layout(dp=2),
-        "DP 4, ZeRO 0": _layout(dp=4, zero_stage=0),
-        "DP 4, ZeRO 2": _layout(dp=4, zero_stage=2),
-        "DP 4, ZeRO 3": _layout(dp=4, zero_stage=3),
-        "DP 4, ZeRO 3 within 2, full by 2": _layout(
-            dp=4, zero_stage=3, zero_shard_size=2, recompute_num_layers=2, **FULL
-        ),
-        "TP 2, SP, DP 2, ZeRO 3, untied": _layout(
-            tp=2, dp=2, zero_stage=3, untie_embeddings_and_output_weights=True, **sp
-        ),
-        "PP 2, DP 2, zb-h1, ZeRO 2": _layout(pp=2, dp=2, zero_stage=2, **zero_bubble),
-        "DP 8, fp16": _layout(dp=8, fp16=True, bf16=None),
+        "DP 4, ZeRO 3 within 2, full by 2": _layout(dp=4, **sharded, **FULL),
+        "DP 8, fp16": _layout(dp=8, **fp16),
         "DP 2, fp32": _layout(dp=2, bf16=None),
-        "micro-batch 4": _layout(micro_batch_size=4),
-        "dropout": _layout(hidden_dropout=0.1, attention_dropout=0.1),
-        "TP 2": _layout(tp=2),
-        "TP 2, SP": _layout(tp=2, **sp),
-        "TP 8, SP, DP 2": _layout(tp=8, dp=2, **sp),
-        "TP 2, SP, overlapped": _layout(
-            tp=2, tp_comm_overlap=True, seq_length=2048, max_position_embeddings=2048, **sp
-        ),
-        "PP 2, DP 2": _layout(pp=2, dp=2),
-        "PP 4": _layout(pp=4),
         "PP 8": _layout(pp=8),
-        "PP 4, layers 3,2,2,1": _layout(pp=4, pipeline_layout="3,2,2,1"),
-        "PP 4, untied": _layout(pp=4, untie_embeddings_and_output_weights=True),
-        "PP 4, 2 chunks": _layout(pp=4, **chunk),
-        "PP 2, 4 chunks": _layout(pp=2, **chunk),
-        "PP 4, 2 chunks, 22 micro-batches": _layout(pp=4, **{**chunk, "global_batch_size": 22}),
-        "PP 4, zb-h1": _layout(pp=4, **zero_bubble),
-        "TP 2, SP, PP 4, zb-h1": _layout(tp=2, pp=4, **sp, **zero_bubble),
-        "PP 2, full": _layout(pp=2, **FULL),
-        "PP 2, full by 2": _layout(pp=2, recompute_num_layers=2, **FULL),
-        "PP 2, full block of 2": _layout(
-            pp=2, recompute_method="block", recompute_num_layers=2, **FULL
-        ),
-        "TP 2, SP, PP 2, full": _layout(tp=2, pp=2, **sp, **FULL),
-        "PP 4, 2 chunks, full": _layout(pp=4, **chunk, **FULL),
-        "PP 2, selective": _layout(pp=2, **SELECTIVE),
-        "TP 2, SP, activations and norms again": _layout(
-            tp=2, recompute_modules=("mlp_act", "layernorm"), **sp, **SELECTIVE
-        ),
-        "TP 2, SP, PP 2, DP 2, micro-batch 2": _layout(tp=2, pp=2, dp=2, micro_batch_size=2, **sp),
-        "SwiGLU, GQA, RoPE": _layout(**LLAMA),
-        "the same, TP 4, SP, PP 2": _layout(tp=4, pp=2, **sp, **LLAMA),
-        "the same, PP 4, 2 chunks, full": _layout(pp=4, **chunk, **FULL, **LLAMA),
-        "the same, PP 4, zb-h1": _layout(pp=4, **zero_bubble, **LLAMA),
-        "no output chunks": _layout(cross_entropy_chunk_tokens=0, micro_batch_size=8),
-        "PP 8, 2 chunks, 39 micro-batches": _layout(
-            pp=8, **{**chunk, "num_layers": 16, "global_batch_size": 39}
-        ),
-        "PP 4, 2 uneven chunks": _layout(pp=4, num_layers=16, pipeline_layout="1,2,3,2,3,1,2,2"),
         "PP 8, 1 micro-batch": _layout(pp=8, global_batch_size=1),
-        "PP 8, full, 2 micro-batches": _layout(pp=8, **{**FULL, "global_batch_size": 2}),
-        "ALiBi, GQA": _layout(
-            position_embedding_type="alibi", num_key_value_heads=2, micro_batch_size=2
+        "PP 8, 2 chunks, 39 micro-batches": _layout(
+            pp=8, num_layers=16, global_batch_size=39, **chunk
         ),
-        "TP 2, SP, full, ALiBi": _layout(tp=2, position_embedding_type="alibi", **sp, **FULL),
-        "full, ALiBi, scores stored": _layout(
-            attention_backend="unfused",
-            position_embedding_type="alibi",
-            attention_dropout=0.1,
-            **FULL,
-        ),
-        "gradients through autograd": _layout(
-            gradient_accumulation_fusion=False, vocab_size=50000, micro_batch_size=8
-        ),
+        "PP 4, layers 3,2,2,1": _layout(pp=4, pipeline_layout="3,2,2,1"),
+        "PP 4, 2 uneven chunks": _layout(pp=4, **uneven),
+        "PP 2, full block of 2": _layout(pp=2, **block, **FULL),
+        "no output chunks": _layout(cross_entropy_chunk_tokens=0, micro_batch_size=8),
+        "ALiBi, GQA": _layout(num_key_value_heads=2, micro_batch_size=2, **alibi),
+        "full, ALiBi, scores stored": _layout(**alibi, **stored, **FULL),
         "PP 2, RMSNorm beside an fp32 residual": _layout(
             pp=2, fp32_residual_connection=True, **{**LLAMA, "hidden_dropout": 0.1}
         ),
         "RMSNorm of torch": _layout(norm_implementation="torch", **LLAMA),
         "cross entropy of torch": _layout(cross_entropy_loss_fusion=False),
-        "TP 8, SP, PP 2, untied, padded": _layout(
-            tp=8, pp=2, untie_embeddings_and_output_weights=True, **{**sp, "vocab_size": 8001}
-        ),
+        "TP 8, SP, PP 2, untied, padded": _layout(tp=8, pp=2, vocab_size=8001, **untied, **sp),
         "norm before the residual": _layout(
             tp=2, apply_residual_connection_post_layernorm=True, **sp, **LLAMA
         ),
@@ -140,14 +90,10 @@ def _shapes() -> tuple[Shape, ...]:
     cpu = {
         "1 rank": _layout(),
         "fp32, DP 2": _layout(dp=2, bf16=None),
-        "SwiGLU, GQA, RoPE, DP 4, ZeRO 3": _layout(dp=4, zero_stage=3, **LLAMA),
         "fp32, 512 tokens": _layout(bf16=None, seq_length=512),
-        "TP 2, SP, PP 2": _layout(tp=2, pp=2, **sp),
-        "PP 4, 2 chunks": _layout(pp=4, **chunk),
-        "PP 2, zb-h1, SwiGLU, GQA, RoPE": _layout(pp=2, **zero_bubble, **LLAMA),
-        "PP 2, full, fp16": _layout(pp=2, fp16=True, bf16=None, **FULL),
-        "fp16, dropout": _layout(fp16=True, bf16=None, hidden_dropout=0.1, attention_dropout=0.1),
-        "fp16, SwiGLU, GQA, RoPE": _layout(fp16=True, bf16=None, **LLAMA),
+        "PP 2, full, fp16": _layout(pp=2, **fp16, **FULL),
+        "fp16, dropout": _layout(hidden_dropout=0.1, attention_dropout=0.1, **fp16),
+        "fp16, SwiGLU, GQA, RoPE": _layout(**fp16, **LLAMA),
     }
     listed = [("gpu", gpu), ("cpu", cpu)]
     return tuple(

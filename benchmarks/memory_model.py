@@ -4,13 +4,13 @@
                                       [--only NAME ...] [--markdown] [--seeds FIRST LAST]
 
 formulas  the planner's memory (megatron.planner.memory) against the allocations of the run's code
-          in a dry run (megatron.planner.dryrun), for every kind of rank of 62 layouts and of some
-          that are drawn at random: peaks within 2 %, and each category of more than a twentieth of
-          the peak within 3 %.
+          in a dry run (megatron.planner.dryrun), for every kind of rank of layouts that are drawn
+          at random, and of some that are not drawn: peaks within 2 %, and each category of more
+          than a twentieth of the peak within 3 %.
 runs      the dry run against the peak anonymous memory of real processes, as the difference to a
           smaller model in the same layout, so that interpreter, libraries, connections and buffers
           of the matrix library cancel out: within 3 % for models that ZeRO divides, others 10 %.
-          malloc is set to return freed tensors (resident_memory.py).
+          malloc is set to return freed tensors (BARE).
 processes what the dry run says that a process holds against the peak resident memory that ordinary
           runs report after 40 steps: between what the dry run names as the least and the most.
 device    the dry run against the peak of torch's allocator on this machine's GPU: within 10 %.
@@ -20,23 +20,19 @@ Exit code 1 if a limit is exceeded.
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import os
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich import box  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from benchmarks.memory_layouts import (  # noqa: E402
+from benchmarks.memory_layouts import (
     COMMON,
     DEVICE_RUNS,
     PROCESSES,
@@ -46,34 +42,40 @@ from benchmarks.memory_layouts import (  # noqa: E402
     Shape,
     drawn,
 )
-from benchmarks.parity import train  # noqa: E402
-from benchmarks.resident_memory import peak_bytes  # noqa: E402
-from megatron.config import Config  # noqa: E402
-from megatron.metrics_file import read_records  # noqa: E402
-from megatron.planner.dryrun.rank import run_rank  # noqa: E402
-from megatron.planner.dryrun.rehearsal import enough_micro_batches, rehearse  # noqa: E402
-from megatron.planner.memory import (  # noqa: E402
+from benchmarks.shared import ROOT, Table, launch, markdown, parser, print_table, train
+from megatron.config import Config
+from megatron.metrics_file import read_records
+from megatron.planner.dryrun.rank import run_rank
+from megatron.planner.dryrun.rehearsal import enough_micro_batches, rehearse
+from megatron.planner.memory import (
     CATEGORIES,
     PROCESS_SHARES,
     memory_of_ranks,
     process_bytes,
 )
-from megatron.planner.placement import layout_of  # noqa: E402
+from megatron.planner.placement import layout_of
 
 MIB = 2**20
+TITLES = {
+    "formulas": "planner and dry run",
+    "runs": "dry run and peak anonymous memory, as differences",
+    "processes": "dry run and what a process holds",
+    "device": "dry run and the allocator's peak on a GPU",
+}
 TOTAL_LIMIT, CATEGORY_LIMIT = 0.02, 0.03
 _SHARE = 0.05  # of the peak, from which on a category is looked at
-_FLAGS = (
-    "--mock-data",
-    "--lr",
-    "1e-4",
-    "--eval-iters",
-    "0",
-    "--hang-timeout",
-    "0",
-    "--log-interval",
-    "1",
-)
+_FLAGS = "--mock-data --lr 1e-4 --eval-iters 0 --hang-timeout 0 --log-interval 1".split()
+BARE = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(64 << 10),
+    "MALLOC_MMAP_MAX_": str(1 << 20),
+    "THP_MEM_ALLOC_ENABLE": "0",
+}
+"""With these every tensor of 64 KiB and more is a mapping of its own, which goes back to the system
+when it is freed: resident memory is that of the tensors. As a run sets malloc up for speed, it
+keeps freed blocks, and holes between them. One thread: what each further one brings for itself is
+not what is to be compared."""
 
 
 @dataclass(frozen=True)
@@ -133,22 +135,13 @@ def compare_run(run: Run) -> list[Compared]:
     """Compare differences of a model and a smaller one, in dry run and real runs, by rank."""
     large, smaller = ({**COMMON, **sizes, **run.fields} for sizes in (run.large, run.smaller))
     measured = [peak_bytes(_command(fields), run.processes) for fields in (large, smaller)]
-    foreseen = [
-        _foreseen(Config.create(**{**fields, "world_size": run.processes}))
-        for fields in (large, smaller)
-    ]
+    configs = [Config.create(**fields, world_size=run.processes) for fields in (large, smaller)]
+    foreseen = [_foreseen(config) for config in configs]
+    name = f"{run.name}, {run.processes} process(es)"
     rows = []
     for rank in range(run.processes):
-        expected, found = (values[0][rank] - values[1][rank] for values in (foreseen, measured))
-        rows.append(
-            Compared(
-                f"{run.name}, {run.processes} process{'es' * (run.processes > 1)}",
-                rank,
-                expected,
-                found,
-                run.limit,
-            )
-        )
+        expected, held = (values[0][rank] - values[1][rank] for values in (foreseen, measured))
+        rows.append(Compared(name, rank, expected, held, run.limit))
     return rows
 
 
@@ -158,7 +151,7 @@ def compare_process(run: Run, steps: int = 40) -> Compared:
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder, "metrics.jsonl")
         flags = [*_command(fields, steps), "--metrics-file", str(metrics)]
-        peaks = peak_bytes(flags, run.processes, timeout_s=1800.0, malloc={"OMP_NUM_THREADS": "1"})
+        peaks = peak_bytes(flags, run.processes, {"OMP_NUM_THREADS": "1"})
         held = max(record["memory_bytes"] for record in read_records(metrics, "iteration"))
     config = Config.create(**{**fields, "world_size": run.processes})
     tensors = max(_foreseen(config))
@@ -183,6 +176,35 @@ def compare_device(runs: Sequence[Run]) -> list[Compared]:
     ]
 
 
+def peak_bytes(flags: Sequence[str], processes: int, malloc: Mapping[str, str] = BARE) -> list[int]:
+    """Return the peak of each rank of `pretrain_gpt.py FLAGS`, looked at every 5 ms.
+
+    Raises RuntimeError.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"{rank}.log") for rank in range(processes)]
+        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+        env = {**os.environ, **malloc}
+        codes, peaks = launch(command, logs, env, 1800.0, look=held_bytes, every_s=0.005)
+        for log, code in zip(logs, codes, strict=True):
+            if code:
+                raise RuntimeError(f"exit codes {codes}: {log.read_text(errors='replace')[-2000:]}")
+        return peaks
+
+
+def held_bytes(pid: int) -> int:
+    """Return what a process holds in anonymous and shared pages; 0 once it has ended.
+
+    The peak that the system counts (ru_maxrss) has the pages of program files too, some 140 MiB
+    that the page cache gives and takes.
+    """
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s*(\d+) kB$", text, re.M)))
+
+
 def _foreseen(config: Config) -> list[float]:
     """Return the dry-run peak of every rank, before or in a step.
 
@@ -205,32 +227,16 @@ def _command(fields: dict[str, Any], steps: int = 2) -> list[str]:
     return flags
 
 
-def table(title: str, rows: Sequence[Compared], markdown: bool) -> Table:
-    """Summarize the comparisons and errors."""
-    categories = any(row.worst for row in rows)
-    names = ("rehearsed", "planner") if categories else ("measured", "rehearsed")
-    found = Table(title=None if markdown else title, box=box.MARKDOWN if markdown else box.SIMPLE)
-    found.add_column("layout")
-    for name in (
-        "pipeline rank" if categories else "rank",
-        *(f"{name}, MiB" for name in names),
-        "%",
-    ):
-        found.add_column(name, justify="right")
-    if categories:
-        found.add_column("furthest category, %")
+def table(rows: Sequence[Compared]) -> Table:
+    """Tabulate the comparisons and errors."""
+    head = "layout, rank, found MiB, predicted MiB, %, furthest category, %"
+    lines = [head.split(", ")]
     for row in rows:
-        cells = [
-            row.name,
-            str(row.rank),
-            f"{row.found / MIB:.1f}",
-            f"{row.model / MIB:.1f}",
-            f"{100 * row.error:+.2f}",
-        ]
-        found.add_row(
-            *cells, *([f"{row.worst} {100 * row.worst_error:+.2f}"] if categories else [])
-        )
-    return found
+        sizes = [f"{size / MIB:.1f}" for size in (row.found, row.model)]
+        errors = [f"{100 * error:+.2f}" for error in (row.error, row.worst_error)]
+        worst = [row.worst, errors[1]] if row.worst else ["", ""]
+        lines.append([row.name, str(row.rank), *sizes, errors[0], *worst])
+    return lines
 
 
 def holds(rows: Sequence[Compared]) -> bool:
@@ -240,73 +246,52 @@ def holds(rows: Sequence[Compared]) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument(
-        "--part", choices=("formulas", "runs", "processes", "all", "device"), default="all"
-    )
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="layouts whose name contains one of these"
-    )
-    parser.add_argument(
-        "--seeds",
-        nargs=2,
-        type=int,
-        default=(0, 40),
-        metavar=("FIRST", "LAST"),
-        help="seeds of drawn layouts, without LAST (default: 0 40)",
-    )
-    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
-    asked = parser.parse_args(arguments)
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--part", choices=(*TITLES, "all"), default="all")
+    add("--only", nargs="+", metavar="NAME", help="layouts whose name contains one of these")
+    seeds = "seeds of drawn layouts, without LAST (default: 0 70)"
+    metavar = ("FIRST", "LAST")
+    add("--seeds", nargs=2, type=int, default=(0, 70), metavar=metavar, help=seeds)
+    add("--markdown", action="store_true", help="tables as Markdown")
+    options = made.parse_args(arguments)
 
     def wanted(name: str) -> bool:
-        return not asked.only or any(part in name for part in asked.only)
+        return not options.only or any(part in name for part in options.only)
 
-    good, console = True, Console(stderr=True)
-    if asked.part in ("formulas", "all"):
+    def chosen(runs: Sequence[Run]) -> Iterator[Run]:
+        for run in (run for run in runs if wanted(run.name)):
+            print(run.name, file=sys.stderr, flush=True)
+            yield run
+
+    good = True
+    for part, title in TITLES.items():
+        if part != options.part and (options.part != "all" or part == "device"):
+            continue
         rows: list[Compared] = []
-        every = *SHAPES, *map(drawn, range(*asked.seeds))
-        shapes = [shape for shape in every if wanted(f"{shape.name} ({shape.device})")]
-        for shape in shapes:
-            console.print(f"{shape.name} ({shape.device})", style="dim")
-            rows += compare_formula(shape)
-        good = _report(f"{len(shapes)} layouts: planner and rehearsal", rows, asked.markdown)
-    if asked.part == "device":
-        rows = compare_device([run for run in DEVICE_RUNS if wanted(run.name)])
-        good = _report("rehearsal and the allocator's peak on a GPU", rows, asked.markdown)
-    if asked.part in ("runs", "all"):
-        rows = []
-        for run in (run for run in RUNS if wanted(run.name)):
-            console.print(run.name, style="dim")
-            rows += compare_run(run)
-        good = (
-            _report(
-                "rehearsal and peak anonymous memory, as differences",
-                rows,
-                asked.markdown,
-            )
-            and good
-        )
-    if asked.part in ("processes", "all"):
-        rows = []
-        for run in (run for run in PROCESSES if wanted(run.name)):
-            console.print(run.name, style="dim")
-            rows.append(compare_process(run))
-        good = _report("rehearsal and what a process holds", rows, asked.markdown) and good
+        if part == "formulas":
+            for shape in (*SHAPES, *map(drawn, range(*options.seeds))):
+                if wanted(f"{shape.name} ({shape.device})"):
+                    print(f"{shape.name} ({shape.device})", file=sys.stderr, flush=True)
+                    rows += compare_formula(shape)
+        elif part == "runs":
+            for run in chosen(RUNS):
+                rows += compare_run(run)
+        elif part == "processes":
+            rows += map(compare_process, chosen(PROCESSES))
+        else:
+            rows += compare_device([*chosen(DEVICE_RUNS)])
+        if options.markdown:
+            print(*markdown(table(rows)), sep="\n")
+        else:
+            print_table(title, table(rows))
+        for limit in sorted({row.limit for row in rows}):
+            errors = [abs(row.error) for row in rows if row.limit == limit]
+            most = f"largest difference {100 * max(errors):.2f} % of {len(errors)} ranks"
+            print(f"{most} with a limit of {100 * limit:.0f} %")
+        print(f"the limits {'hold' if holds(rows) else 'do not hold'}\n")
+        good = good and holds(rows)
     return 0 if good else 1
-
-
-def _report(title: str, rows: Sequence[Compared], markdown: bool) -> bool:
-    Console(width=None if sys.stdout.isatty() else 150).print(table(title, rows, markdown))
-    good = holds(rows)
-    for limit in sorted({row.limit for row in rows}):
-        errors = [abs(row.error) for row in rows if row.limit == limit]
-        print(
-            f"largest difference {100 * max(errors):.2f} % of {len(errors)} ranks with a limit of "
-            f"{100 * limit:.0f} %"
-        )
-    print(f"the limits {'hold' if good else 'do not hold'}\n")
-    return good
 
 
 if __name__ == "__main__":

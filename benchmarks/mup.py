@@ -1,44 +1,38 @@
-"""Prove muP: sizes of activations at several widths and depths, and the best learning rate of each.
+"""Prove muP: activations move alike at several widths and depths.
 
     python benchmarks/mup.py coordinates [--widths 128 256 ...] [--layers 2 4 ...] [--standard]
-    python benchmarks/mup.py rates [--widths 64 512 ...] [--text FILE] [--standard]
 
-`coordinates` trains a few steps and prints the activations of each part of the model, and how far
-they have moved, as roots of mean squares: the coordinate check of Yang et al., arXiv 2203.03466,
-appendix D.1. With several depths only what all layers together add to the residual stream. Exit
-code 1 if the largest of any part is more than 10 % above the smallest. `rates` trains with each
-learning rate 2^x of --exponents and prints the one of the lowest loss on text that was not trained
-on, by a parabola through the three lowest points; with --standard without muP. All runs are of one
-process on the CPU; the base model has a width of 64.
+trains a few steps and prints the activations of each part of the model, and how far they have
+moved, as roots of mean squares: the coordinate check of Yang et al., arXiv 2203.03466, appendix
+D.1. With several depths only what all layers together add to the residual stream. Exit code 1 if
+the largest of any part is more than 10 % above the smallest; with --standard without muP. All runs
+are of one process on the CPU; the base model has a width of 64.
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from megatron.config import Config  # noqa: E402
-from megatron.data.sampler import MicroBatch  # noqa: E402
-from megatron.engine.buckets import bucket_rule  # noqa: E402
-from megatron.engine.optimizer import (  # noqa: E402
+from benchmarks.shared import parser
+from megatron.config import Config
+from megatron.data.sampler import MicroBatch
+from megatron.engine.buckets import bucket_rule
+from megatron.engine.optimizer import (
     build_optimizer,
     parameter_groups,
     unique_parameters,
 )
-from megatron.model.gpt import GPTChunk, build_chunks  # noqa: E402
-from megatron.parallel.layout import Layout  # noqa: E402
-from megatron.parallel.sharding import sharding_of  # noqa: E402
-from megatron.parallel.topology import Topology  # noqa: E402
+from megatron.model.gpt import GPTChunk, build_chunks
+from megatron.parallel.layout import Layout
+from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Topology
 
 BASE = 64
 HEAD = 16
@@ -179,85 +173,23 @@ def mean_coordinates(
     return found
 
 
-# ---- the best learning rate
-
-
-def loss_of(config: Config, text: torch.Tensor, rate: float, steps: int, samples: int) -> float:
-    """Train on nine tenths of the text and return the loss on the rest.
-
-    A tenth of the steps is a warm-up; then the rate falls to zero in a straight line.
-    """
-    part = len(text) * 9 // 10
-    training, warm_up = Training(config, text[:part], samples), max(1, steps // 10)
-    for i in range(steps):
-        training.step(rate * min((i + 1) / warm_up, (steps - i) / (steps - warm_up)))
-    unseen = batches(text[part:], 1, 16, config.model.seq_length)
-    with torch.no_grad():
-        return sum(float(training.model(next(unseen), None)) for _ in range(4)) / 4
-
-
-def lowest(points: dict[float, float]) -> float:
-    """Return the exponent of the lowest loss by a parabola through the three lowest neighbours."""
-    best = min(points, key=lambda x: points[x])
-    order = sorted(points)
-    i = order.index(best)
-    if not 0 < i < len(order) - 1:
-        return best
-    (x0, x1, x2), (y0, y1, y2) = order[i - 1 : i + 2], (points[x] for x in order[i - 1 : i + 2])
-    bend = (y2 - y1) / (x2 - x1) - (y1 - y0) / (x1 - x0)
-    return (x0 + x1) / 2 - (y1 - y0) / (x1 - x0) * (x2 - x0) / 2 / bend
-
-
-def best_rate(width: int, mup: bool, text: torch.Tensor, a: argparse.Namespace) -> float:
-    """Train with each rate 2^exponent until the loss rises; return the best exponent."""
-    points: dict[float, float] = {}
-    for exponent in a.exponents:
-        start = time.perf_counter()
-        fields = dict(untie_embeddings_and_output_weights=True, **(MUP if mup else {}))
-        loss = loss_of(configured(width, **fields), text, 2.0**exponent, a.steps or 150, a.samples)
-        points[exponent] = loss
-        seconds = time.perf_counter() - start
-        print(f"  width {width} rate 2^{exponent:g}: loss {loss:.4f} ({seconds:.0f} s)", flush=True)
-        if loss > min(points.values()) + 0.1:
-            break
-    return lowest(points)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("coordinates", "rates"))
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
-    parser.add_argument("--layers", type=int, nargs="+", default=[2])
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--samples", type=int, default=4, help="in a batch")
-    parser.add_argument("--standard", action="store_true", help="without muP")
-    parser.add_argument("--kinds", type=int, default=16, help="of tokens in the text made up")
-    parser.add_argument("--text", type=Path, help="a text whose bytes are the tokens, below 128")
-    parser.add_argument(
-        "--exponents", type=float, nargs="+", default=[x / 2 for x in range(-18, -5)]
-    )
-    parser.add_argument("--fields", nargs="*", default=[], metavar="NAME=VALUE", help="settings")
-    a = parser.parse_args(argv)
-    text = synthetic_text(kinds=a.kinds)
-    if a.text:
-        text = torch.frombuffer(bytearray(a.text.read_bytes()), dtype=torch.uint8).long() % 128
-    if a.what == "rates":
-        rates = {width: best_rate(width, not a.standard, text, a) for width in a.widths}
-        moved = 2.0 ** (max(rates.values()) - min(rates.values()))
-        shown = ", ".join(f"{width}: {2.0**x:.2e}" for width, x in rates.items())
-        print(f"{'standard' if a.standard else 'muP'}: best rates {shown}; moved by {moved:.2f}")
-        return 0
-    fields = {o.partition("=")[0]: ast.literal_eval(o.partition("=")[2]) for o in a.fields}
-    usual = dict(lr=1e-3, weight_decay=0.0, untie_embeddings_and_output_weights=True)
-    fields = usual | fields | ({} if a.standard else MUP)
-    if len(a.layers) > 1 and not a.standard:
-        fields["mup_base_num_layers"] = a.layers[0]
-    sizes = [(width, layers) for layers in a.layers for width in a.widths]
-    configs = [configured(width, **{**fields, "num_layers": n}) for width, n in sizes]
-    rows = mean_coordinates(configs, text, a.steps or 5, a.seeds)
+    made = parser(__doc__)
+    made.add_argument("what", choices=["coordinates"])
+    made.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
+    made.add_argument("--layers", type=int, nargs="+", default=[2])
+    made.add_argument("--seeds", type=int, default=4)
+    made.add_argument("--steps", type=int, default=5)
+    made.add_argument("--standard", action="store_true", help="without muP")
+    options = made.parse_args(argv)
+    fields = dict(lr=1e-3, weight_decay=0.0, untie_embeddings_and_output_weights=True)
+    if not options.standard:
+        fields |= MUP
+        if len(options.layers) > 1:
+            fields["mup_base_num_layers"] = options.layers[0]
+    sizes = [(width, layers) for layers in options.layers for width in options.widths]
+    configs = [configured(width, num_layers=n, **fields) for width, n in sizes]
+    rows = mean_coordinates(configs, synthetic_text(), options.steps, options.seeds)
     return show(sizes, rows)
 
 

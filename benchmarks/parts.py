@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from results import DISK_FLOOR, SHORT_FLOOR, figure
-from sides import environment, run
-from workloads import EAGER, OURS, ROOT, Case
+from benchmarks.results import DISK_FLOOR, SHORT_FLOOR, figure
+from benchmarks.shared import ROOT, Record
+from benchmarks.sides import environment, run
+from benchmarks.workloads import EAGER, OURS, Case
 
-Record = dict[str, Any]
 REPEAT = 3
 
 

@@ -18,33 +18,36 @@ times are not used for this.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from predict_layouts import CALIBRATED, GPU_CALIBRATED, GPU_LAYOUTS, LAYOUTS, TINY, Layout  # noqa: E402
-
-from benchmarks.parity import train  # noqa: E402
-from megatron.config.command_line import parse_plan  # noqa: E402
-from megatron.metrics_file import read_records  # noqa: E402
-from megatron.planner.cluster import load_cluster  # noqa: E402
-from megatron.planner.processes import environment, gpus_here  # noqa: E402
-from megatron.planner.timing import estimate  # noqa: E402
+from benchmarks.predict_layouts import (
+    CALIBRATED,
+    GPU_CALIBRATED,
+    GPU_LAYOUTS,
+    LAYOUTS,
+    TINY,
+    Layout,
+)
+from benchmarks.shared import ROOT, Table, markdown, parser, train
+from megatron.config.command_line import parse_plan
+from megatron.metrics_file import read_records
+from megatron.planner.cluster import load_cluster
+from megatron.planner.processes import environment, gpus_here
+from megatron.planner.timing import estimate
 
 WARM_UP, STEPS = 3, 7
 """The first step overlaps nothing and makes memory; the next ones find it."""
-LIMIT_S = 300.0
 SETS = {
     "cpu": (CALIBRATED, LAYOUTS),
     "gpu": (GPU_CALIBRATED, GPU_LAYOUTS),
@@ -75,17 +78,8 @@ class Row:
 
 def calibrate(processes: int, minutes: float, path: Path, model: str = CALIBRATED) -> None:
     """Calibrate this machine with a number of processes, over the shapes of `model`."""
-    command = [
-        sys.executable,
-        str(ROOT / "tools" / "calibrate.py"),
-        "-o",
-        str(path),
-        "--processes",
-        str(processes),
-        "--minutes",
-        str(minutes),
-        *model.split(),
-    ]
+    command = [sys.executable, str(ROOT / "tools" / "calibrate.py"), "-o", str(path)]
+    command += ["--processes", str(processes), "--minutes", str(minutes), *model.split()]
     env = environment(os.environ, 0, 1, 0)
     subprocess.run(command, cwd=ROOT, env=env, check=True)
 
@@ -97,20 +91,9 @@ def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
     return found.seconds, dict(found.parts)
 
 
-def run(layout: Layout, folder: Path) -> None:
-    """Train for some steps, with a metrics file in the folder."""
-    steps = ["--train-iters", str(WARM_UP + STEPS)]
-    train(
-        folder / f"{layout.slug}.jsonl",
-        [*layout.arguments, *steps],
-        layout.processes,
-        limit_s=LIMIT_S,
-    )
-
-
 def steps_of(metrics: Path) -> list[float]:
-    """Seconds of the steady steps in a metrics file."""
-    return [r["step_time_s"] for r in read_records(metrics) if r["event"] == "iteration"][WARM_UP:]
+    """Return the seconds of the steady steps in a metrics file."""
+    return [record["step_time_s"] for record in read_records(metrics, "iteration")][WARM_UP:]
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
@@ -123,20 +106,16 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     return statistics.correlation(ranks(a), ranks(b))
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: one row for each layout."""
-    lines = [
-        "| model | processes | layout | predicted ms | measured ms | error | machine slower | "
-        "error at its speed |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.layout.model} | {row.layout.processes} | {row.layout.name} | "
-        f"{1e3 * row.predicted:.0f} | {1e3 * row.measured:.0f} | {100 * row.error:+.1f} % | "
-        f"{row.slower:.2f} | {100 * row.error_at_speed:+.1f} % |"
-        for row in rows
-    ]
-    return "\n".join(lines)
+def table(rows: Sequence[Row]) -> Table:
+    """Return a table with a row for each layout."""
+    head = "layout, model, processes, predicted ms, measured ms, error, machine slower, error then"
+    lines = [head.split(", ")]
+    for row in rows:
+        milliseconds = [f"{1e3 * seconds:.0f}" for seconds in (row.predicted, row.measured)]
+        errors = [f"{100 * error:+.1f} %" for error in (row.error, row.error_at_speed)]
+        names = [row.layout.name, row.layout.model, str(row.layout.processes)]
+        lines.append([*names, *milliseconds, errors[0], f"{row.slower:.2f}", errors[1]])
+    return lines
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -182,75 +161,51 @@ def probe(seconds: float = 0.6, device: str = "cpu") -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "predict")
-    parser.add_argument(
-        "--minutes", type=float, default=0.5, help="measuring time for each number of processes"
-    )
-    parser.add_argument(
-        "--only", nargs="+", type=int, metavar="I", help="layouts by their index in the list"
-    )
-    parser.add_argument(
-        "--set",
-        choices=SETS,
-        default="cpu",
-        help="set of layouts; gpu: for all GPUs here; tiny: a smoke test",
-    )
-    parser.add_argument(
-        "--keep",
-        nargs="+",
-        choices=("calibration", "runs"),
-        default=[],
-        help="reuse these from an earlier call in the folder",
-    )
-    parser.add_argument(
-        "--fastest", action="store_true", help="compare with the fastest step, for a busy machine"
-    )
-    arguments = parser.parse_args()
-    folder: Path = arguments.folder
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--folder", type=Path, default=ROOT / "runs" / "predict")
+    add("--minutes", type=float, default=0.5, help="measuring time for each number of processes")
+    add("--only", nargs="+", type=int, metavar="I", help="layouts by their index in the list")
+    sets = "set of layouts; gpu: for all GPUs here; tiny: a smoke test"
+    add("--set", choices=SETS, default="cpu", help=sets)
+    keep = "reuse these from an earlier call in the folder"
+    add("--keep", nargs="+", choices=("calibration", "runs"), default=[], help=keep)
+    options = made.parse_args()
+    folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    model, layouts = SETS[arguments.set]
-    device, most = ("cuda", gpus_here()) if arguments.set == "gpu" else ("cpu", 64)
-    layouts = [layouts[i] for i in arguments.only] if arguments.only else layouts
+    model, layouts = SETS[options.set]
+    device, most = ("cuda", gpus_here()) if options.set == "gpu" else ("cpu", 64)
+    layouts = [layouts[i] for i in options.only] if options.only else layouts
     layouts = [layout for layout in layouts if layout.processes <= most]
     if not layouts:
         raise SystemExit(f"{most} GPU(s) here: none of these layouts can run")
+
+    def timed(path: Path, kind: str, action: Callable[[], object]) -> float:
+        """Do what writes a file; return the time of a product before and after."""
+        speed = path.with_suffix(".speed")
+        if kind not in options.keep or not path.exists():
+            before = probe(device=device)
+            action()
+            speed.write_text(repr((before + probe(device=device)) / 2))
+        return float(speed.read_text())
+
     rows = []
+    length = ["--train-iters", str(WARM_UP + STEPS)]
     for processes in sorted({layout.processes for layout in layouts}):
         cluster = folder / f"{device}{processes}.toml"
-        if "calibration" not in arguments.keep or not cluster.exists():
-            before = probe(device=device)
-            calibrate(processes, arguments.minutes, cluster, model)
-            cluster.with_suffix(".speed").write_text(repr((before + probe(device=device)) / 2))
-        then = float(cluster.with_suffix(".speed").read_text())
+        measure = partial(calibrate, processes, options.minutes, cluster, model)
+        then = timed(cluster, "calibration", measure)
         for layout in (layout for layout in layouts if layout.processes == processes):
             seconds, parts = predict(layout, cluster)
             metrics = folder / f"{layout.slug}.jsonl"
-            if "runs" not in arguments.keep or not metrics.exists():
-                before = probe(device=device)
-                run(layout, folder)
-                metrics.with_suffix(".speed").write_text(repr((before + probe(device=device)) / 2))
-            steps, now = steps_of(metrics), float(metrics.with_suffix(".speed").read_text())
-            measured = min(steps) if arguments.fastest else statistics.median(steps)
-            rows.append(Row(layout, seconds, measured, now / then, parts, steps))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
-    print(f"\n{table(rows)}\n\n{summary(rows)}")
-    (folder / "rows.json").write_text(json.dumps([_as_json(row) for row in rows], indent=1))
-
-
-def _as_json(row: Row) -> dict[str, Any]:
-    return {
-        "model": row.layout.model,
-        "layout": row.layout.name,
-        "processes": row.layout.processes,
-        "predicted_s": row.predicted,
-        "measured_s": row.measured,
-        "slower": row.slower,
-        "steps_s": row.steps,
-        "parts_s": row.parts,
-    }
+            run = partial(train, metrics, [*layout.arguments, *length], processes)
+            now = timed(metrics, "runs", run)
+            steps = steps_of(metrics)
+            rows.append(Row(layout, seconds, statistics.median(steps), now / then, parts, steps))
+            print(markdown(table(rows[-1:]))[-1], flush=True)
+    print("", *markdown(table(rows)), "", summary(rows), sep="\n")
+    records = [{**asdict(row), "layout": f"{row.layout.model} {row.layout.name}"} for row in rows]
+    (folder / "rows.json").write_text(json.dumps(records, indent=1))
 
 
 if __name__ == "__main__":

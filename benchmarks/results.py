@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared import Record, Table, markdown
+
 FLOOR = 0.10  # of steps, ratios, memory and rates of matrix products
 START_FLOOR = 0.25  # seconds to the first step: imports from the page cache or from the disk
 SHORT_FLOOR, DISK_FLOOR = 0.75, 0.60
@@ -30,8 +32,6 @@ _COMPARED = (
     ("start_s", "s to the first step", True),
 )
 Figure = dict[str, float]
-Record = dict[str, Any]
-Table = list[list[str]]
 GIB = 2**30
 
 
@@ -305,16 +305,10 @@ def tables(record: Record) -> list[tuple[str, Table]]:
     ]
 
 
-def markdown(record: Record) -> str:
+def report(record: Record) -> str:
     """The run as it goes into docs/measured/training.md."""
     text = [*heading(record), ""]
     for title, table in tables(record):
         if len(table) > 1:
-            text += [f"**{title}**", "", *markdown_table(table), ""]
+            text += [f"**{title}**", "", *markdown(table), ""]
     return "\n".join([*text, *(f"- {note}" for note in notes(record))]) + "\n"
-
-
-def markdown_table(table: Table) -> list[str]:
-    """Return the lines of a table; columns after the second are numbers, aligned right."""
-    rule = ["---" if index < 2 else "---:" for index in range(len(table[0]))]
-    return ["| " + " | ".join(cells) + " |" for cells in [table[0], rule, *table[1:]]]

@@ -1,6 +1,6 @@
 """Cost of start-up, a step and a checkpoint in Python in a job of thousands of ranks.
 
-    python benchmarks/scale.py [--only schedule] [--repeat 3] [--json FILE]
+    python benchmarks/scale.py [--only schedule] [--repeat 3]
 
 One process plays one rank of a large job (or, if the table says so, the rank with the most work).
 Process groups are torch's fake ones, which do nothing: the figures exclude network time, and
@@ -26,7 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.shared import ROOT, parser
+
 TENSOR, PIPELINE, LAYERS, HIDDEN, VOCABULARY, SEQUENCE = 8, 64, 128, 25600, 51200, 2048
 DATA = (6, 147)
 MICRO_BATCHES = 1600
@@ -116,16 +119,7 @@ def executor(data: int, repeat: int) -> list[Row]:
         f"first step of {MICRO_BATCHES} micro-batches", lambda: run.train(micro_batches)
     )
     later, _ = measured("a later step", lambda: run.train(micro_batches), repeat)
-    autograd = measured("of which autograd alone", lambda: _products(weight), repeat)[0]
-    return [first, later, autograd]
-
-
-def _products(weight: Any) -> None:
-    import torch
-
-    for _ in range(MICRO_BATCHES):
-        hidden = torch.empty(4, requires_grad=True)
-        (hidden * weight).backward(torch.ones(4))
+    return [first, later]
 
 
 def engine(data: int, repeat: int) -> list[Row]:
@@ -165,24 +159,6 @@ def engine(data: int, repeat: int) -> list[Row]:
 
     step()
     return [first, measured("a step of the optimizer", step, repeat)[0]]
-
-
-def order(data: int, repeat: int) -> list[Row]:
-    """Which samples this rank reads."""
-    import numpy as np
-
-    from megatron.data.sampler import sample_order
-
-    samples = 100_000_000
-    per_step = data * MICRO_BATCHES
-    mine = np.arange(MICRO_BATCHES, dtype=np.int64) * data + data // 2 + 1000 * per_step
-    rows = []
-    for kind in ("single", "cyclic"):
-        made = sample_order(kind, samples)
-        rows.append(
-            measured(f"one step's samples, {kind}", lambda made=made: made.indices(mine), repeat)[0]
-        )
-    return rows
 
 
 def rendezvous(data: int, repeat: int) -> list[Row]:
@@ -375,23 +351,13 @@ def _finish(folder: Path, received: list[bytes], pieces: bool) -> None:
     write_manifest(folder, [*known, *([] if pieces else [METADATA])], known)
 
 
-ITEMS = {
-    f.__name__: f for f in (topology, schedule, executor, engine, order, rendezvous, checkpoint)
-}
+ITEMS = {f.__name__: f for f in (topology, schedule, executor, engine, rendezvous, checkpoint)}
 
 
 def in_own_process(item: str, data: int, repeat: int) -> list[Row]:
     """Return the rows of an item, or one with the reason why there are none."""
-    command = [
-        sys.executable,
-        __file__,
-        "--item",
-        item,
-        "--data",
-        str(data),
-        "--repeat",
-        str(repeat),
-    ]
+    words = ["--item", item, "--data", str(data), "--repeat", str(repeat)]
+    command = [sys.executable, __file__, *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
@@ -402,38 +368,27 @@ def in_own_process(item: str, data: int, repeat: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", nargs="+", choices=list(ITEMS), default=list(ITEMS), help="items (default: all)"
-    )
-    parser.add_argument(
-        "--repeat",
-        type=int,
-        default=3,
-        help="calls per row, of which the fastest counts (default 3)",
-    )
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--item", choices=list(ITEMS), help=argparse.SUPPRESS)
-    parser.add_argument("--data", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--only", nargs="+", choices=ITEMS, default=[*ITEMS], help="default: all")
+    made.add_argument("--repeat", type=int, default=3, help="calls, of which the fastest counts")
+    sizes = "data-parallel sizes of the jobs"
+    made.add_argument("--sizes", type=int, nargs="+", default=DATA, help=sizes)
+    made.add_argument("--item", choices=ITEMS, help=argparse.SUPPRESS)
+    made.add_argument("--data", type=int, help=argparse.SUPPRESS)
+    args = made.parse_args()
     if args.item:
         print(json.dumps(ITEMS[args.item](args.data, args.repeat)))
         return
-    worlds = [TENSOR * PIPELINE * data for data in DATA]
+    worlds = [TENSOR * PIPELINE * data for data in args.sizes]
     print(f"{'':54}" + "".join(f"{f'{world} ranks':>32}" for world in worlds) + f"{'growth':>9}")
     print(f"{'':54}" + f"{'s':>14}{'MB':>9}{'peak':>9}" * len(worlds) + f"{'of s':>9}")
-    found: dict[str, list[list[Row]]] = {}
     for item in args.only:
-        found[item] = [in_own_process(item, data, args.repeat) for data in DATA]
+        items = [in_own_process(item, data, args.repeat) for data in args.sizes]
         print(item)
-        for rows in zip(*found[item], strict=False):
+        for rows in zip(*items, strict=False):
             cells = "".join(f"{s:14.5f}{kept:9.1f}{peak:9.1f}" for _, s, kept, peak in rows)
             growth = f"{rows[-1][1] / rows[0][1]:9.1f}" if rows[0][1] else ""
             print(f"  {rows[0][0]:52}{cells}{growth}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"ranks": worlds, "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,16 +12,15 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workloads import ROOT, Case, Side
+from benchmarks import shared
+from benchmarks.shared import ROOT
+from benchmarks.workloads import OURS, Case, Side
+from megatron.planner import processes
 
 ALLOCATOR = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:"
@@ -30,16 +29,6 @@ ALLOCATOR = (
 # packages that must not lie beside ours: megatron-core has our package's name
 PEERS = Path(os.environ.get("MEGATRON_CORE_FOLDER", Path(sys.prefix) / "peers"))
 LIMIT_S = 420.0  # of one start: a compiler on a slow machine, and a deadlock is told from it
-LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "TORCHELASTIC_", "FLUX_")
-LAUNCHED = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
-)
 
 
 @dataclass
@@ -77,25 +66,16 @@ def environment(
     code is cached in `cache` for the next run, and our own root is removed from PYTHONPATH, which
     may have packages that cannot be installed.
     """
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHED and not name.startswith(LAUNCHERS)
-    }
+    env = processes.environment(os.environ, 0, 1, 0)
     for name in [name for name in env if name in SETTINGS or name.startswith(KINDS_OF_SETTINGS)]:
         del env[name]
     if not untouched:
         env |= {"GLIBC_TUNABLES": ALLOCATOR, "OMP_NUM_THREADS": str(threads)}
     if peers:
-        others = [
-            path
-            for path in env.get("PYTHONPATH", "").split(os.pathsep)
-            if path and Path(path).resolve() != ROOT
-        ]
-        env |= {
-            "TORCHINDUCTOR_CACHE_DIR": str(cache),
-            "PYTHONPATH": os.pathsep.join([str(PEERS), *others]),
-        }
+        paths = env["PYTHONPATH"].split(os.pathsep)
+        others = [path for path in paths if path and Path(path).resolve() != ROOT]
+        env["PYTHONPATH"] = os.pathsep.join([str(PEERS), *others])
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     return env
 
 
@@ -141,9 +121,6 @@ def our_arguments(case: Case, side: Side, steps: int) -> list[str]:
         "log-interval": 1,
     }
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    if case.experts:
-        words += ["--num-experts", str(case.experts), "--moe-router-topk", "2"]
-        words += ["--moe-ffn-hidden-size", str(2 * case.hidden)]
     return [*words, "--mock-data", *(["--bf16"] if case.dtype == "bf16" else []), *side.flags]
 
 
@@ -166,7 +143,6 @@ def peer_task(case: Case, side: Side, steps: int, output: Path) -> dict[str, obj
         device=case.device,
         compiled=side.compiled,
         defaults=side.defaults,
-        experts=case.experts,
     )
 
 
@@ -185,51 +161,36 @@ def run(
     With `save` a checkpoint is written after the last step (and, by pretrain_gpt.py, the times of a
     step's parts). Files and logs go to `folder`.
     """
-    ours, key = side.program == "pretrain_gpt.py", slug(f"{case.workload} {case.name} {side.name}")
-    reason = absent(side)
-    if reason:
+    if reason := absent(side):
         return Outcome(reason=reason)
+    ours = side.program == OURS.program
+    key = slug(f"{case.workload} {case.name} {side.name}")
     output, log, kept = folder / f"{key}.jsonl", folder / f"{key}.log", folder / "checkpoint"
     for path in (output, log):
         path.unlink(missing_ok=True)
+    count = warm_up + steps
     if ours:
-        more = (
-            [
-                "--save",
-                str(kept),
-                "--save-interval",
-                str(warm_up + steps),
-                "--timing-log-level",
-                "1",
-            ]
-            if save
-            else []
-        )
-        command = [
-            str(side.root / side.program),
-            *our_arguments(case, side, warm_up + steps),
-            *more,
-        ]
+        command = [str(side.root / side.program), *our_arguments(case, side, count)]
         command += ["--metrics-file", str(output)]
+        if save:
+            command += ["--save", str(kept), "--save-interval", str(count)]
+            command += ["--timing-log-level", "1"]
     else:
-        task = peer_task(case, side, warm_up + steps, output) | (
-            {"save": str(kept)} if save else {}
-        )
+        task = peer_task(case, side, count, output) | ({"save": str(kept)} if save else {})
         command = [str(ROOT / "benchmarks" / "peers" / side.program), json.dumps(task)]
-    env = environment(
-        max(1, threads // case.processes),
-        folder.parent / "compiled",
-        untouched=side.untouched,
-        peers=not ours,
-    )
+    threads = max(1, threads // case.processes)
+    compiled = folder.parent / "compiled"
+    env = environment(threads, compiled, untouched=side.untouched, peers=not ours)
     began_at, began = time.time(), time.perf_counter()
     try:
-        codes, memory = launch([sys.executable, *command], env, case.processes, log)
+        logs = [log] * case.processes
+        command = [sys.executable, *command]
+        codes, peaks = shared.launch(command, logs, env, LIMIT_S, look=peak_bytes)
         outcome = read(output, ours, warm_up, began_at)
         if any(codes):
             outcome = Outcome(reason=f"exit codes {codes}: {last_words(log)}")
         elif not outcome.reason and case.device == "cpu":
-            outcome.memory_bytes = memory
+            outcome.memory_bytes = sum(peaks)
         if save and kept.exists():
             outcome.save = (outcome.save or {}) | {"files_bytes": float(size_of(kept))}
     finally:
@@ -238,66 +199,6 @@ def run(
         kept.unlink(missing_ok=True)
     outcome.wall_s = time.perf_counter() - began
     return outcome
-
-
-def launch(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    processes: int,
-    log: Path,
-    limit_s: float = LIMIT_S,
-) -> tuple[list[int], int]:
-    """Run copies as ranks of one job; return exit codes and the sum of peak resident bytes.
-
-    Copies that have not ended after `limit_s` seconds, or 10 seconds after another one failed, are
-    killed (code -9).
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    living: dict[int, int] = {}
-    codes, peaks = [-signal.SIGKILL] * processes, [0] * processes
-    deadline = time.monotonic() + limit_s
-    try:
-        for rank in range(processes):
-            ranks = (
-                {}
-                if processes == 1
-                else {
-                    "RANK": rank,
-                    "LOCAL_RANK": rank,
-                    "WORLD_SIZE": processes,
-                    "LOCAL_WORLD_SIZE": processes,
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                }
-            )
-            with open(log, "ab") as out:
-                child = subprocess.Popen(
-                    list(command),
-                    env={**env, **{name: str(value) for name, value in ranks.items()}},
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    cwd=log.parent,
-                )
-            living[child.pid] = rank
-            child.returncode = 0  # it is waited for below
-        while living and time.monotonic() < deadline:
-            for pid in list(living):
-                peaks[living[pid]] = max(peaks[living[pid]], peak_bytes(pid))
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    rank = living.pop(pid)
-                    codes[rank] = os.waitstatus_to_exitcode(status)
-                    if codes[rank]:
-                        deadline = min(deadline, time.monotonic() + 10)
-            time.sleep(0.05)
-    finally:
-        for pid in living:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return codes, sum(peaks)
 
 
 def peak_bytes(pid: int) -> int:

@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import runpy
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -30,20 +29,19 @@ from types import FrameType
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-
-from host_waits import HostWaits  # noqa: E402
-from parity import LAYOUTS, NO_DROPOUT, ON_CPU, SHARED, train  # noqa: E402
-from sides import our_arguments  # noqa: E402
-from workloads import OURS, cuda_cases  # noqa: E402
-
-from megatron.config import parse_args  # noqa: E402
-from megatron.planner.processes import gpus_here  # noqa: E402
-from megatron.training.run import loop  # noqa: E402
-from tests.helpers.launching import TINY  # noqa: E402
+from benchmarks.host_waits import HostWaits
+from benchmarks.parity import LAYOUTS, NO_DROPOUT, ON_CPU, SHARED
+from benchmarks.shared import ROOT, device_parser, markdown, train
+from benchmarks.sides import our_arguments
+from benchmarks.workloads import OURS, cuda_cases
+from megatron.config import parse_args
+from megatron.planner.processes import gpus_here
+from megatron.training.run import loop
+from tests.helpers.launching import TINY
 
 STEPS = {"cuda": 4, "cpu": 1}  # that are observed, after as many others
 LOOP = str(Path(loop.__file__).resolve())
@@ -187,17 +185,11 @@ def trainings(device: str, devices: int) -> list[Training]:
 def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
     """Run it; return the waits of the rank with the most waits at each line.
 
-    Raises RuntimeError if a rank fails, and subprocess.TimeoutExpired.
+    Raises RuntimeError if a rank fails.
     """
     here, env = ON_CPU if device == "cpu" else ([], None)
-    before = [
-        *SHARED * training.shared,
-        __file__,
-        "--device",
-        device,
-        "--watch",
-        str(folder / "waits"),
-    ]
+    watched = ["--device", device, "--watch", str(folder / "waits")]
+    before = [*SHARED * training.shared, str(Path(__file__).resolve()), *watched]
     arguments = [*training.arguments, "--save", str(folder / "saved"), *here]
     train(folder / "metrics.jsonl", arguments, training.ranks, env, before)
     waits: Counter[Line] = Counter()
@@ -208,43 +200,34 @@ def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="folder for metrics, checkpoints and logs"
-    )
-    parser.add_argument(
-        "--watch", nargs=argparse.REMAINDER, metavar="FILE PROGRAM", help=argparse.SUPPRESS
-    )
-    options = parser.parse_args()
+    made = device_parser(__doc__, "waits")
+    made.add_argument("--watch", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    options = made.parse_args()
     if options.watch:
         watch(f"{options.watch[0]}.{os.environ['RANK']}", options.device, options.watch[1:])
         return 0
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
+    options.output.mkdir(parents=True, exist_ok=True)
     failed, steps = 0, STEPS[options.device]
-    said: list[str] = []
-    print("| training | line | phase | waits a step |\n|---|---|---|---|")
+    totals: list[str] = []
+    head = ["training", "line", "phase", "waits a step"]
+    print(*markdown([head]), sep="\n")
     for training in trainings(options.device, gpus_here()):
-        with tempfile.TemporaryDirectory(dir=options.output) as folder:
+        with tempfile.TemporaryDirectory(dir=options.output.resolve()) as folder:
             try:
                 counts = look_at(training, options.device, Path(folder))
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
+            except RuntimeError as error:
                 print(error, file=sys.stderr)
                 failed += 1
-                said.append(f"{training.name}: FAILED")
+                totals.append(f"{training.name}: FAILED")
                 continue
         for (line, phase), number in counts.most_common():
-            print(f"| {training.name} | {line} | {phase} | {number / steps:g} |", flush=True)
+            row = [training.name, line, phase, f"{number / steps:g}"]
+            print(markdown([head, row])[-1], flush=True)
         reported = sum(n for (_, phase), n in counts.items() if phase.startswith(REPORT))
         waits = (counts.total() - reported) / steps
         failed += not reported or (options.device == "cuda" and waits > training.allowed)
-        said.append(f"{training.name}: {waits:g}" + " and NONE IN A REPORT" * (not reported))
-    print(f"waits a step, beside those of a report: {'; '.join(said)}")
+        totals.append(f"{training.name}: {waits:g}" + " and NONE IN A REPORT" * (not reported))
+    print(f"waits a step, beside those of a report: {'; '.join(totals)}")
     return 1 if failed else 0
 
 

@@ -19,10 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.shared import ROOT
 from megatron.config.model import ModelConfig
 from megatron.model.formulas import model_flops_per_token, total_parameters
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,6 @@ class Case:
     """Model, batch and layout. micro_batches: of one replica in a step; the first side is ours.
 
     steps     measured steps of a start
-    experts   of each layer, two of which a token passes through, each half as wide as the MLP whose
-              place they take: the FLOPs are those of the model without experts
     """
 
     workload: str
@@ -74,7 +71,6 @@ class Case:
     pipeline: int = 1
     data: int = 1
     device: str = "cpu"
-    experts: int = 0
     steps: int = 2
 
     @property
@@ -149,96 +145,54 @@ SMALL = dict(layers=6, hidden=512, heads=8, vocabulary=8192, sequence=512, dtype
 
 
 def cpu_cases() -> list[Case]:
-    """All cases of a run on CPUs. fp32 takes one micro-batch a step: it is four times as slow."""
-    interleaved = Side(
-        "ours, interleaved", flags=("--num-layers-per-virtual-pipeline-stage", "1"), chunks=3
+    """List all cases of a run on CPUs. fp32 takes one micro-batch a step: it is four times as slow."""
+    chunked = ("--num-layers-per-virtual-pipeline-stage", "1")
+    pipelines = (
+        replace(OURS, name="ours, 1F1B"),
+        replace(OURS, name="ours, interleaved", flags=chunked, chunks=3),
+        replace(OURS, name="ours, zero-bubble", flags=("--enable-zbh1-pipeline",)),
+        replace(MEGATRON_CORE, name="megatron-core, 1F1B"),
+        replace(MEGATRON_CORE, name="megatron-core, interleaved", chunks=3),
     )
+    both = (OURS, EAGER, COMPILED)
+    every = (OURS, UNTOUCHED, EAGER, COMPILED, TRANSFORMERS, TRANSFORMERS_DEFAULTS, MEGATRON_CORE)
+    replicas = (OURS, UNTOUCHED, DDP, TRANSFORMERS, MEGATRON_CORE)
+    # dtype, sequence, micro-batch size, micro-batches, sides
+    gpt2 = [
+        ("bf16", 512, 2, 2, every),
+        ("bf16", 1024, 1, 2, (*both, TRANSFORMERS)),
+        ("fp32", 512, 2, 1, both),
+        ("fp32", 1024, 1, 1, both),
+    ]
+    alone = Case(
+        **SMALL, workload="W0", name="one process", micro_batch=2, micro_batches=4, sides=(OURS,)
+    )
+    tensor = (OURS, MEGATRON_CORE)
     return [
-        Case(
-            **GPT2,
-            name="bf16 s=512",
-            sequence=512,
-            micro_batch=2,
-            micro_batches=2,
-            dtype="bf16",
-            sides=(
-                OURS,
-                UNTOUCHED,
-                EAGER,
-                COMPILED,
-                TRANSFORMERS,
-                TRANSFORMERS_DEFAULTS,
-                MEGATRON_CORE,
-            ),
+        *(
+            Case(
+                **GPT2,
+                name=f"{dtype} s={sequence}",
+                sequence=sequence,
+                micro_batch=size,
+                micro_batches=count,
+                dtype=dtype,
+                sides=sides,
+            )
+            for dtype, sequence, size, count, sides in gpt2
         ),
-        Case(
-            **GPT2,
-            name="bf16 s=1024",
-            sequence=1024,
-            micro_batch=1,
-            micro_batches=2,
-            dtype="bf16",
-            sides=(OURS, EAGER, COMPILED, TRANSFORMERS),
-        ),
-        Case(
-            **GPT2,
-            name="fp32 s=512",
-            sequence=512,
-            micro_batch=2,
-            micro_batches=1,
-            dtype="fp32",
-            sides=(OURS, EAGER, COMPILED),
-        ),
-        Case(
-            **GPT2,
-            name="fp32 s=1024",
-            sequence=1024,
-            micro_batch=1,
-            micro_batches=1,
-            dtype="fp32",
-            sides=(OURS, EAGER, COMPILED),
-        ),
-        Case(
-            **SMALL,
-            workload="W0",
-            name="one process",
-            micro_batch=2,
-            micro_batches=4,
-            sides=(OURS,),
-        ),
-        Case(
-            **SMALL,
-            workload="W2",
-            name="TP=2",
-            micro_batch=2,
-            micro_batches=4,
-            tensor=2,
-            sides=(OURS, MEGATRON_CORE),
-        ),
-        Case(
-            **SMALL,
+        alone,
+        replace(alone, workload="W2", name="TP=2", tensor=2, sides=tensor),
+        replace(
+            alone,
             workload="W3",
             name="PP=2",
             micro_batch=1,
             micro_batches=8,
             pipeline=2,
-            sides=(
-                replace(OURS, name="ours, 1F1B"),
-                interleaved,
-                Side("ours, zero-bubble", flags=("--enable-zbh1-pipeline",)),
-                replace(MEGATRON_CORE, name="megatron-core, 1F1B"),
-                replace(MEGATRON_CORE, name="megatron-core, interleaved", chunks=3),
-            ),
+            sides=pipelines,
         ),
-        Case(
-            **SMALL,
-            workload="W4",
-            name="DP=2 ZeRO-1",
-            micro_batch=2,
-            micro_batches=2,
-            data=2,
-            sides=(OURS, UNTOUCHED, DDP, TRANSFORMERS, MEGATRON_CORE),
-        ),
+        replace(alone, workload="W4", name="DP=2 ZeRO-1", micro_batches=2, data=2, sides=replicas),
     ]
 
 
@@ -251,16 +205,10 @@ def quick(case: Case) -> Case:
 
 
 TORCH_KERNELS = (
-    "--norm-implementation",
-    "torch",
-    "--optimizer-implementation",
-    "torch",
-    "--no-bias-gelu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-persist-layer-norm",
-    "--no-cross-entropy-loss-fusion",
-)
-CUDA_SIDES = (OURS, Side("ours, torch's kernels", flags=TORCH_KERNELS), EAGER, COMPILED)
+    "--norm-implementation torch --optimizer-implementation torch --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --no-persist-layer-norm --no-cross-entropy-loss-fusion"
+).split()
+CUDA_SIDES = (OURS, Side("ours, torch's kernels", flags=(*TORCH_KERNELS,)), EAGER, COMPILED)
 CUDA_PEERS = (*CUDA_SIDES, TRANSFORMERS)
 BYTES_PER_PARAMETER = 18  # bf16 weight, fp32 master, gradient and two moments
 ACTIVATIONS_SHARE = 0.35  # of the device's memory that the largest model leaves for everything else
@@ -272,43 +220,24 @@ def cuda_cases(memory_bytes: int) -> list[Case]:
     If 1.3B does not fit it is left out, and the largest is smaller.
     """
     room = (1 - ACTIVATIONS_SHARE) * memory_bytes
-    both = dict(vocabulary=50304, sequence=1024, dtype="bf16", device="cuda")
-    peers, alone = both | dict(sides=CUDA_PEERS), both | dict(sides=CUDA_SIDES)
-    cases = [
-        Case(
-            workload="G1",
-            name="124M",
-            layers=12,
-            hidden=768,
-            heads=12,
-            micro_batch=16,
-            micro_batches=2,
-            **peers,
-        ),
-        Case(
-            workload="G2",
-            name="1.3B",
-            layers=24,
-            hidden=2048,
-            heads=16,
-            micro_batch=4,
-            micro_batches=2,
-            **peers,
-        ),
-    ]
-    largest = [
-        Case(
-            workload="G3",
-            name="largest",
-            layers=n,
-            hidden=2560,
-            heads=20,
-            micro_batch=1,
-            micro_batches=2,
-            **alone,
-        )
-        for n in range(2, 129)
-    ]
+    small = Case(
+        workload="G1",
+        name="124M",
+        layers=12,
+        hidden=768,
+        heads=12,
+        vocabulary=50304,
+        sequence=1024,
+        micro_batch=16,
+        micro_batches=2,
+        dtype="bf16",
+        device="cuda",
+        sides=CUDA_PEERS,
+    )
+    wide = replace(small, layers=24, hidden=2048, heads=16, micro_batch=4)
+    cases = [small, replace(wide, workload="G2", name="1.3B")]
+    deep = replace(small, hidden=2560, heads=20, micro_batch=1, sides=CUDA_SIDES)
+    largest = [replace(deep, workload="G3", name="largest", layers=n) for n in range(2, 129)]
     fitting = [case for case in largest if case.parameters * BYTES_PER_PARAMETER <= room]
     cases = [case for case in cases if case.parameters * BYTES_PER_PARAMETER <= room] + fitting[-1:]
     return [replace(case, name=f"{case.name} ({case.parameters / 1e9:.2f}B)") for case in cases]

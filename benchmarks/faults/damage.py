@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, TINY, run_job, run_well
+from benchmarks.faults.job import CONSTANT, Result, run_job, run_well, training
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SAVES, SAVE_INTERVAL, MORE = 3, 4, 3
@@ -63,16 +63,6 @@ KINDS: dict[str, Callable[[Path, random.Random], str]] = {
 
 
 @dataclass(frozen=True)
-class Damage:
-    """Damaged file: the damage, the checkpoint that the run loaded, and any problem."""
-
-    file: str
-    what: str
-    resumed: int | None
-    faults: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Trained:
     """Undisturbed run, and a folder with its checkpoints up to the point where others resume."""
 
@@ -81,20 +71,7 @@ class Trained:
     ranks: int
 
     def arguments(self, save: Path, iterations: int) -> list[str]:
-        return [
-            *TINY,
-            *MOCK,
-            "--train-iters",
-            str(iterations),
-            "--lr-decay-style",
-            "constant",
-            "--save",
-            str(save),
-            "--load",
-            str(save),
-            "--save-interval",
-            str(SAVE_INTERVAL),
-        ]
+        return training(save, iterations, SAVE_INTERVAL, *CONSTANT)
 
 
 def train(folder: Path, ranks: int = 2) -> Trained:
@@ -116,7 +93,7 @@ def files_of(trained: Trained) -> list[str]:
     ]
 
 
-def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Damage:
+def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Result:
     """Damage a copy, resume from it, look at what the run took and computed."""
     place = trained.folder / f"damage_{number}"
     shutil.copytree(trained.folder / "before", place)
@@ -149,7 +126,8 @@ def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Dama
     if name not in output and not says_the_same:
         faults.append(f"the log does not name {name}")
     shutil.rmtree(place)
-    return Damage(name, what, resumed, tuple(faults))
+    notes = "not resumed" if resumed is None else f"resumed from {resumed}"
+    return Result(f"{name} {what}", notes, tuple(faults))
 
 
 def file_text(output: str) -> str:
@@ -159,7 +137,7 @@ def file_text(output: str) -> str:
 
 def campaign(
     folder: Path, chance: random.Random, flips: int = 1, jobs: int = 2
-) -> Iterator[Damage]:
+) -> Iterator[Result]:
     """Every kind of damage to every file, several flips each."""
     trained = train(folder)
     wanted = [

@@ -15,19 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, TINY, Arms, Job, run_job, run_well
+from benchmarks.faults.job import Arms, Job, Result, run_job, run_well, training
 from tests.helpers.fault_points import on
 
 SAVE_INTERVAL, ITERATIONS = 5, 40
-
-
-@dataclass(frozen=True)
-class Disk:
-    """One fault of the disk, and what was wrong with how the run took it."""
-
-    what: str
-    notes: str
-    faults: tuple[str, ...]
 
 
 def missing() -> str:
@@ -76,24 +67,11 @@ class Closing:
 def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
     """Write metrics elsewhere: they have to be complete even if the disk is full."""
     metrics.mkdir(parents=True, exist_ok=True)
-    return [
-        *TINY,
-        *MOCK,
-        "--train-iters",
-        str(ITERATIONS),
-        "--save-interval",
-        str(SAVE_INTERVAL),
-        "--save",
-        str(save),
-        "--load",
-        str(save),
-        "--metrics-file",
-        str(metrics / "metrics.jsonl"),
-        *more,
-    ]
+    file = str(metrics / "metrics.jsonl")
+    return training(save, ITERATIONS, SAVE_INTERVAL, "--metrics-file", file, *more)
 
 
-def campaign(folder: Path, ranks: int = 2) -> Iterator[Disk]:
+def campaign(folder: Path, ranks: int = 2) -> Iterator[Result]:
     """Each fault, with synchronous and with asynchronous saves."""
     whole = folder / "whole"
     run_well(ranks, arguments(whole, whole), folder / "logs_whole")
@@ -113,7 +91,7 @@ def full(
     reference: dict[int, history.Step],
     flags: tuple[str, ...],
     name: str,
-) -> Disk:
+) -> Result:
     """Room for two checkpoints and a half; then, for a second start, for all."""
     faults: list[str] = []
     metrics = folder / "metrics"
@@ -125,7 +103,7 @@ def full(
             faults.append(f"2 checkpoints fit, there are {kept}")
         remount(disk, f"size={50 * size}")
         faults += resumed(ranks, disk, metrics, flags, 2 * SAVE_INTERVAL, reference, folder)
-    return Disk(f"full disk, {name} saves", f"{', '.join(kept)} stayed", tuple(faults))
+    return Result(f"full disk, {name} saves", f"{', '.join(kept)} stayed", tuple(faults))
 
 
 def read_only(
@@ -135,7 +113,7 @@ def read_only(
     reference: dict[int, history.Step],
     flags: tuple[str, ...],
     name: str,
-) -> Disk:
+) -> Result:
     """The folder cannot be written any more when rank 0 is about to begin the third save."""
     faults: list[str] = []
     metrics = folder / "metrics"
@@ -147,7 +125,7 @@ def read_only(
         last = int(history.newest(disk).name.removeprefix("iter_"))
         subprocess.run(["umount", "--lazy", str(disk)], check=True)  # what covers it
         faults += resumed(ranks, disk, metrics, flags, last, reference, folder)
-    return Disk(f"read-only folder, {name} saves", f"resumed from {last}", tuple(faults))
+    return Result(f"read-only folder, {name} saves", f"resumed from {last}", tuple(faults))
 
 
 def after_failed_saves(job: Job, reason: str, disk: Path, metrics: Path) -> list[str]:

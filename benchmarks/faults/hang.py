@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, TINY, Job, run_job, run_well
+from benchmarks.faults.job import CONSTANT, Job, Result, run_job, run_well, training
 from tests.helpers.fault_points import strike
 
 SAVE_INTERVAL, FIRST_STEPS, TIMEOUT_S = 5, 30, 4.0
@@ -23,40 +22,13 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Hang:
-    """Stopped rank: the report, and any problem."""
-
-    what: str
-    conclusion: str
-    faults: tuple[str, ...]
-
-
-def stop_one(folder: Path, layout: str, victim: int, step: int) -> Hang:
+def stop_one(folder: Path, layout: str, victim: int, step: int) -> Result:
     """Stop a rank after some step, read the report, resume."""
     ranks, flags = LAYOUTS[layout]
     save = folder / "run"
-    arguments = [
-        *TINY,
-        *MOCK,
-        *flags,
-        "--train-iters",
-        "1000000",
-        "--lr-decay-style",
-        "constant",
-        "--save-interval",
-        str(SAVE_INTERVAL),
-        "--save",
-        str(save),
-        "--load",
-        str(save),
-    ]
-    watched = [
-        "--hang-timeout",
-        str(TIMEOUT_S),
-        "--distributed-timeout-minutes",
-        str(OTHERS_LEAVE_S / 60),
-    ]
+    arguments = training(save, 1_000_000, SAVE_INTERVAL, *CONSTANT, *flags)
+    watched = ["--hang-timeout", str(TIMEOUT_S)]
+    watched += ["--distributed-timeout-minutes", str(OTHERS_LEAVE_S / 60)]
     faults: list[str] = []
     stop = {victim: [(strike, "megatron.run.step", step, "stop")]}
     with Job(ranks, [*arguments, *watched], folder / "logs", arms=stop) as job:
@@ -92,12 +64,12 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Hang:
         run_well(ranks, [*undisturbed, "--exit-interval", str(last)], folder / "logs_whole")
         if history.differing(found, dict(history.steps(whole))):
             faults.append("losses are not those of the undisturbed run")
-    return Hang(
+    return Result(
         f"SIGSTOP on rank {victim} of {layout} after step {step}", conclusion.strip(), tuple(faults)
     )
 
 
-def campaign(folder: Path, chance: random.Random) -> Iterator[Hang]:
+def campaign(folder: Path, chance: random.Random) -> Iterator[Result]:
     """Each layout with rank 0, which serves the store, and with another."""
     for number, layout in enumerate(LAYOUTS):
         for victim in (0, LAYOUTS[layout][0] - 1):

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from megatron.planner.processes import reserve_port
 from tests.helpers.launching import ROOT, Script
 from tests.helpers.processes import rank_environment
 
-__all__ = ["MOCK", "ROOT", "TINY", "Arms", "Job", "Overdue", "free_ports", "run_job"]
+__all__ = ["MOCK", "ROOT", "TINY", "Arms", "Job", "Overdue", "Result", "free_ports", "run_job"]
 
 LIMIT_S = 400.0  # reached only by hanging jobs
 Arms = Mapping[int, Sequence[tuple[Any, ...]]]
@@ -35,6 +36,23 @@ TINY = (
 """A GPT whose step takes milliseconds, with every loss in the metrics file. Adam's epsilon is
 larger than the default: where a gradient is nearly zero, Adam divides rounding errors by it."""
 MOCK = ["--mock-data", "--vocab-size", "100"]
+CONSTANT = ["--lr-decay-style", "constant"]
+"""For runs that are compared with others of a different length."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A fault, what came of it, and what was wrong with that."""
+
+    what: str
+    notes: str
+    faults: tuple[str, ...]
+
+
+def training(save: Path, iterations: int, save_interval: int, *more: str) -> list[str]:
+    """Return the arguments of a run on MOCK that resumes itself."""
+    found = [*TINY, *MOCK, "--train-iters", str(iterations), "--save-interval", str(save_interval)]
+    return [*found, "--save", str(save), "--load", str(save), *more]
 
 
 class Overdue(Exception):

@@ -16,13 +16,13 @@ import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import history
-from benchmarks.faults.job import LIMIT_S, MOCK, TINY, Job, run_job, run_well
+from benchmarks.faults.job import LIMIT_S, Job, Result, run_job, run_well, training
 from tests.helpers.fault_points import record, strike, strike_at
 
 SAVE_INTERVAL = 5
@@ -108,6 +108,25 @@ class Outcome:
         return [kill.reached - kill.resumed for kill in self.kills if kill.resumed is not None]
 
 
+def campaign(
+    folder: Path, chance: random.Random, total: int, say: Callable[[str], None]
+) -> Iterator[Result]:
+    """Kill the same number of times on each layout; 0: at every point."""
+    share, rest = divmod(total, len(CHAINS))
+    for number, chain in enumerate(CHAINS):
+        count = share + (number < rest) if total else None
+        if count == 0:
+            continue
+        outcome = run_chain(chain, count, folder / str(number), chance, say)
+        lost = outcome.lost or [0]
+        notes = (
+            f"lost {sum(lost) / len(lost):.1f} steps on average, {max(lost)} at most, a save "
+            f"every {SAVE_INTERVAL}; {outcome.steps_compared} losses compared"
+        )
+        what = f"{len(outcome.kills)} kills at {outcome.moments} moments, {chain.name}"
+        yield Result(what, notes, tuple(outcome.wrong))
+
+
 def run_chain(
     chain: Chain,
     kills: int | None,
@@ -141,22 +160,8 @@ class _Running:
         self.last = SAVE_INTERVAL * 4 * (len(self.moments) + 1)
 
     def arguments(self, save: Path, *more: str) -> list[str]:
-        return [
-            *TINY,
-            *MOCK,
-            *self.chain.flags,
-            "--train-iters",
-            str(self.last),
-            "--save-interval",
-            str(SAVE_INTERVAL),
-            "--save",
-            str(save),
-            "--load",
-            str(save),
-            "--distributed-timeout-minutes",
-            str(OTHERS_LEAVE_S / 60),
-            *more,
-        ]
+        leave = ("--distributed-timeout-minutes", str(OTHERS_LEAVE_S / 60))
+        return training(save, self.last, SAVE_INTERVAL, *self.chain.flags, *leave, *more)
 
     def listed(self) -> list[Moment]:
         """List the kill points of every rank in a run that resumes from a checkpoint."""

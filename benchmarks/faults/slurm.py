@@ -10,23 +10,13 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, ROOT, TINY, run_well
+from benchmarks.faults.job import CONSTANT, ROOT, Result, run_well, training
 from benchmarks.faults.testbed import Testbed
 
 SAVE_INTERVAL = 20
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """One fault under Slurm: what happened, and what was wrong."""
-
-    what: str
-    notes: str
-    faults: tuple[str, ...]
 
 
 def submit(
@@ -57,32 +47,21 @@ def submit(
     )
 
 
-def training(save: Path, iterations: int) -> list[str]:
-    """Run that resumes itself."""
-    return [
-        *TINY,
-        *MOCK,
-        "--train-iters",
-        str(iterations),
-        "--lr-decay-style",
-        "constant",
-        "--save-interval",
-        str(SAVE_INTERVAL),
-        "--save",
-        str(save),
-        "--load",
-        str(save),
-    ]
-
-
-def lose_a_node(testbed: Testbed, folder: Path) -> Scheduled:
+def lose_a_node(testbed: Testbed, folder: Path) -> Result:
     """Lose a node during a long training; Slurm requeues the job, which resumes and ends.
 
     It ends after more steps than it lost.
     """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
     again = f"--exit-interval {5 * SAVE_INTERVAL}"
-    job = submit(testbed, folder, training(save, iterations), "--requeue", "--time=60", again=again)
+    job = submit(
+        testbed,
+        folder,
+        training(save, iterations, SAVE_INTERVAL, *CONSTANT),
+        "--requeue",
+        "--time=60",
+        again=again,
+    )
     testbed.wait_for_log(log, rf"(?m)^ iteration +{3 * SAVE_INTERVAL}/")
     testbed.control("lose-node", "node02")
     testbed.control("add-node", "node02")
@@ -92,7 +71,7 @@ def lose_a_node(testbed: Testbed, folder: Path) -> Scheduled:
     faults = [f"the job ended as {state}: {text[-1500:]}"] if state != "COMPLETED" else []
     if "start 1" not in text:
         faults.append("the job was not started again")
-    return Scheduled("a node lost, requeued by Slurm", *judge(folder, save, iterations, faults))
+    return Result("a node lost, requeued by Slurm", *judge(folder, save, iterations, faults))
 
 
 def judge(
@@ -109,7 +88,11 @@ def judge(
     if max(lost, default=0) > SAVE_INTERVAL:
         faults.append(f"lost {lost} steps with a save every {SAVE_INTERVAL}")
     whole, last = folder / "whole", found[-1][0]
-    run_well(2, [*training(whole, iterations), "--exit-interval", str(last)], folder / "logs_whole")
+    run_well(
+        2,
+        [*training(whole, iterations, SAVE_INTERVAL, *CONSTANT), "--exit-interval", str(last)],
+        folder / "logs_whole",
+    )
     different = history.differing(found, dict(history.steps(whole)))
     if different:
         faults.append(f"losses of steps {different[:8]} are not those of the undisturbed run")
@@ -118,7 +101,7 @@ def judge(
 
 def near_the_limit(
     testbed: Testbed, folder: Path, *flags: str, clock: bool, reason: str, what: str
-) -> Scheduled:
+) -> Result:
     """Run a job with a limit of a minute: it has to save, exit, requeue itself and resume.
 
     clock   whether the program monitors the remaining time
@@ -127,7 +110,7 @@ def near_the_limit(
     """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
     arguments = [
-        *training(save, iterations),
+        *training(save, iterations, SAVE_INTERVAL, *CONSTANT),
         "--requeue",
         *([] if clock else ["--walltime", "none"]),
     ]
@@ -138,7 +121,7 @@ def near_the_limit(
     text = log.read_text(errors="replace")
     if state != "PENDING":
         faults.append(f"the job is {state}, not back in the queue: {text[-1500:]}")
-        return Scheduled(what, "", tuple(faults))
+        return Result(what, "", tuple(faults))
     if not re.search(reason, text):
         faults.append(f"the log does not say {reason!r}")
     reached = max(int(i) for i in re.findall(r"(?m)^ iteration +(\d+)/", text))
@@ -158,10 +141,10 @@ def near_the_limit(
         faults.append(
             f"scancel came at step {reached}, {history.newest(save).name} is the newest checkpoint"
         )
-    return Scheduled(what, *judge(folder, save, iterations, faults))
+    return Result(what, *judge(folder, save, iterations, faults))
 
 
-def usr1(testbed: Testbed, folder: Path) -> Scheduled:
+def usr1(testbed: Testbed, folder: Path) -> Result:
     """Run with sbatch --signal=USR1@45, to every task; 15 to 45 s remain, as Slurm polls at 30 s."""
     what = "USR1 before the time limit, requeued by the program"
     return near_the_limit(
@@ -169,7 +152,7 @@ def usr1(testbed: Testbed, folder: Path) -> Scheduled:
     )
 
 
-def no_signal(testbed: Testbed, folder: Path) -> Scheduled:
+def no_signal(testbed: Testbed, folder: Path) -> Result:
     """The program asks Slurm itself how much time is left."""
     what = "time limit without a signal, requeued by the program"
     return near_the_limit(
@@ -177,7 +160,7 @@ def no_signal(testbed: Testbed, folder: Path) -> Scheduled:
     )
 
 
-def campaign(folder: Path) -> Iterator[Scheduled]:
+def campaign(folder: Path) -> Iterator[Result]:
     """All of them, on one testbed."""
     with Testbed() as testbed:
         for number, fault in enumerate((lose_a_node, usr1, no_signal)):

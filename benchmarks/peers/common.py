@@ -22,7 +22,6 @@ import torch
 class Task:
     """Training of a GPT-2: `steps` steps of `accumulation` micro-batches on each replica.
 
-    experts   see Case
     defaults  use the default settings of the libraries, even if they are slower or do less
     """
 
@@ -43,7 +42,6 @@ class Task:
     compiled: bool = False
     defaults: bool = False
     save: str = ""
-    experts: int = 0
 
     @property
     def bf16(self) -> bool:

@@ -123,24 +123,7 @@ def build(task: Task) -> tuple[list[Any], Any]:
     # Without dropout no random numbers are drawn on a device, so no generator has to be switched.
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     kind = torch.bfloat16 if task.bf16 else torch.float32
-    # Products of experts in one kernel need packages that only run on GPUs.
-    experts: dict[str, Any] = {}
-    if task.experts:
-        from megatron.core.transformer.moe import moe_utils
-
-        # without Transformer Engine its router reads a name that does not exist
-        moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-        experts = dict(
-            num_moe_experts=task.experts,
-            moe_ffn_hidden_size=2 * task.hidden,
-            moe_router_topk=2,
-            moe_router_dtype="fp32",
-            moe_router_load_balancing_type="none",
-            moe_token_dispatcher_type="allgather",  # the others need CUDA streams
-            add_bias_linear=False,
-        )
     config = TransformerConfig(
-        **experts,
         num_layers=task.layers,
         hidden_size=task.hidden,
         num_attention_heads=task.heads,
@@ -166,7 +149,7 @@ def build(task: Task) -> tuple[list[Any], Any]:
         place: dict[str, Any] = {"vp_stage": chunk} if task.chunks > 1 else {"vp_stage": None}
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(task.experts or None),
+            get_gpt_layer_local_spec(),
             task.vocabulary,
             task.sequence,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
