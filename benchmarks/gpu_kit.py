@@ -13,7 +13,6 @@ Python and torch, this one PyPI and compilers. Both need the same commit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import runpy
@@ -25,7 +24,10 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_check import KIT, LABEL, ROOT
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu_check import KIT, LABEL
+from benchmarks.shared import ROOT, parser
 
 HOST_ARCHS = ("x86-64-v3", "x86-64-v4")
 PACKAGES = "deepspeed hjson pydantic pydantic_core annotated-types typing-inspection".split()
@@ -82,35 +84,21 @@ def build(built: Path, python: str, headers: bool, archs: Sequence[str], scratch
         print(f"gpu-kit: {python} has no Python.h: the check builds the extensions there")
     folder = str(built / "megatron" / "kernels" / "lib")
     for arch in archs:  # after the extensions, which remove others
-        run(
-            [
-                sys.executable,
-                "setup.py",
-                "-q",
-                "build_kernels",
-                "--arch",
-                arch,
-                "--output-dir",
-                folder,
-            ]
-        )
+        words = ["build_kernels", "--arch", arch, "--output-dir", folder]
+        run([sys.executable, "setup.py", "-q", *words])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--python", default=sys.executable, help="an interpreter of the version that is there"
-    )
-    parser.add_argument(
-        "--arch", default="sm_90", help="GPUs to build kernels for; several with commas"
-    )
-    parser.add_argument("--output", type=Path, default=KIT, metavar="FOLDER")
-    options = parser.parse_args(arguments)
+    made = parser(__doc__)
+    python = "an interpreter of the version that is there"
+    made.add_argument("--python", default=sys.executable, help=python)
+    gpus = "GPUs to build kernels for; several with commas"
+    made.add_argument("--arch", default="sm_90", help=gpus)
+    made.add_argument("--output", type=Path, default=KIT, metavar="FOLDER")
+    options = made.parse_args(arguments)
     folder: Path = options.output.resolve()
     if folder.exists() and not (folder / LABEL).exists() and any(folder.iterdir()):
-        parser.error(f"--output {folder}: it has other files, which would be removed")
+        made.error(f"--output {folder}: it has other files, which would be removed")
     kernels = runpy.run_path(str(ROOT / "megatron" / "kernels" / "build.py"))
     archs = [*options.arch.split(","), *HOST_ARCHS]
     try:
@@ -120,22 +108,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ).stdout
         version, machine, headers = json.loads(asked)
     except (kernels["BuildError"], OSError, subprocess.CalledProcessError, ValueError) as error:
-        parser.error(f"--python {options.python} --arch {options.arch}: {error}")
+        made.error(f"--python {options.python} --arch {options.arch}: {error}")
     minor = ".".join(version.split(".")[:2])
     if tuple(map(int, minor.split("."))) < (3, 11):
-        parser.error(f"--python {options.python}: Python {version}; 3.11 or newer is needed")
+        made.error(f"--python {options.python}: Python {version}; 3.11 or newer is needed")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as scratch:
         (wheels := Path(scratch, "wheels")).mkdir()
-        made = Path(scratch, "made")
+        packed = Path(scratch, "packed")
         print(f"gpu-kit: fetching {', '.join(PACKAGES)} for Python {minor}", flush=True)
-        fetch(made / "site", version, machine, wheels)
+        fetch(packed / "site", version, machine, wheels)
         print(f"gpu-kit: building extensions, and kernels for {', '.join(archs)}", flush=True)
-        build(made / "built", options.python, headers, archs, Path(scratch, "tools"))
+        build(packed / "built", options.python, headers, archs, Path(scratch, "tools"))
         label = {"python": minor, "machine": machine, "kernels": kernels["source_hash"]()}
-        (made / LABEL).write_text(json.dumps(label) + "\n")
+        (packed / LABEL).write_text(json.dumps(label) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
+        packed.rename(folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"gpu-kit: {size / 2**20:.0f} MiB in {folder}, for Python {minor} and {options.arch}")
     return 0

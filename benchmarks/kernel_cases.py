@@ -1,9 +1,7 @@
 """Cases of benchmarks/kernels.py: fused operators, torch's equivalents, other packages' kernels.
 
-An `Operator` creates its arguments for a shape and has two closed forms of bytes: those that the
-fused kernel moves (each input once, each output once) and those that torch's sequence of operators
-moves (each operator reads its inputs and writes its outputs). Their quotient is the expected ratio
-if memory is the bottleneck.
+An `Operator` creates its arguments for a shape and has a closed form of the bytes that the fused
+kernel moves (each input once, each output once).
 """
 
 from __future__ import annotations
@@ -54,14 +52,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Operator:
-    """moved, eager: (shape, bytes of an element) -> bytes of the forward and of the backward
-    pass.
-    """
+    """moved: (shape, bytes of an element) -> bytes of the forward and of the backward pass."""
 
     fusion: str | None  # the field of megatron.kernels.choose.Fusions; None: it is in none
     prepare: Callable[[Shape, torch.device, torch.dtype], Work]
     moved: Callable[[Shape, int], tuple[float, float]]
-    eager: Callable[[Shape, int], tuple[float, float]]
     host: tuple[Shape, Shape]  # GPT-2 124M's, and a large model's
     gpu: tuple[Shape, ...]
     types: tuple[torch.dtype, ...] | None = None  # None: any
@@ -175,32 +170,13 @@ def _weigh_bytes(shape: Shape, e: int) -> tuple[float, float]:
     return (_seen(shape) + elements(shape)) * e, 0
 
 
-def _weigh_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """fp32 inside: product, mask, four passes of logsumexp, difference and exponential; then the
-    copy, and a cast.
-    """
-    return (8 * 2 + 6 * 4 + 2 * 8 + 4 + e + (0 if e == 4 else 4 + e)) * elements(shape), 0
-
-
 def _differentiate_bytes(shape: Shape, e: int) -> tuple[float, float]:
     return 2 * (_seen(shape) + elements(shape)) * e, 0
-
-
-def _differentiate_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """fp32 inside: product, mask, difference and exponential; difference, two products; two copies,
-    and two casts.
-    """
-    return (4 * 8 + 8 + 12 + 8 + 2 * (4 + e) + (0 if e == 4 else 2 * (4 + e))) * elements(shape), 0
 
 
 def _dots(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     a, b = (_random(shape, device, dtype) for _ in range(2))
     return Work((a, b), attention.row_dots, attention.dots_reference)
-
-
-def _dots_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """fp32 inside: product and sum, and casts where the arguments are of 16 bits."""
-    return (12 + 4 + (0 if e == 4 else 2 * (4 + e))) * elements(shape), 0
 
 
 # ---- norms of [rows, h] --------------------------------------------------------------------------
@@ -256,20 +232,19 @@ def _norm(rms: bool, add: bool = False) -> Callable[[Shape, torch.device, torch.
 # ---- bias and activation; bias, dropout and residual ---------------------------------------------
 
 
-def _torch_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias, approximate="tanh")
-
-
 def _torch_swiglu(x: Tensor, bias: Tensor) -> Tensor:
     gate, value = (x + bias).chunk(2, dim=-1)
     return F.silu(gate) * value
 
 
-def _torch_squared_relu(x: Tensor, bias: Tensor) -> Tensor:
-    return F.relu(x + bias).square()
+_ACTIVATIONS: dict[str, Way] = {
+    "gelu": lambda x, bias: F.gelu(x + bias, approximate="tanh"),
+    "swiglu": _torch_swiglu,
+    "squared_relu": lambda x, bias: F.relu(x + bias).square(),
+}
 
 
-def _activation(kind: str, sequence: Way) -> Callable[[Shape, torch.device, torch.dtype], Work]:
+def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], Work]:
     def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
         width = shape[-1] * (2 if kind == "swiglu" else 1)
         x, bias = _leaf((*shape[:-1], width), device, dtype), _leaf((width,), device, dtype)
@@ -280,13 +255,8 @@ def _activation(kind: str, sequence: Way) -> Callable[[Shape, torch.device, torc
             return lambda x, _: fused(*x.chunk(2, dim=-1))
 
         others = {"liger, no bias": liger} if kind == "swiglu" else {}
-        return Work(
-            (x, bias),
-            lambda x, bias: elementwise.bias_activation(x, bias, kind),
-            sequence,
-            [x, bias],
-            others,
-        )
+        ours = lambda x, bias: elementwise.bias_activation(x, bias, kind)  # noqa: E731
+        return Work((x, bias), ours, _ACTIVATIONS[kind], [x, bias], others)
 
     return prepare
 
@@ -346,14 +316,6 @@ def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     return Work((x, cos, sin), rotary.rotate, sequence, [x], {"flash-attn": flash})
 
 
-def _rotate_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """fp32 inside: four products and two sums of halves, and the halves put together; casts where x
-    is of 16 bits.
-    """
-    n, cast = elements(shape), 0 if e == 4 else 4 + e
-    return (4 * 4 + 3 * 4 + 2 * 4 + cast) * n, (4 * 4 + 3 * 4 + 4 * 4 + cast) * n
-
-
 # ---- cross entropy of [tokens, vocabulary] -------------------------------------------------------
 
 
@@ -404,14 +366,6 @@ def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Wo
     return Work((logits, labels), whole_cross_entropy, sequence, [logits], others)
 
 
-def _cross_entropy_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """log_softmax in fp32; backward: zeros with one entry per row, log_softmax's, and the casts of
-    16-bit logits.
-    """
-    n, cast = elements(shape), 0 if e == 4 else 4 + e
-    return (8 + cast) * n, (4 + 12 + cast) * n
-
-
 # ---- gradient of a table of embeddings, values [tokens, h] ---------------------------------------
 
 
@@ -442,13 +396,6 @@ def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
 def _add_rows_bytes(shape: Shape, e: int) -> tuple[float, float]:
     return (e + 0.35 * 8) * elements(shape), 0
-
-
-def _add_rows_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """A row of the table is read and written for each value, in fp32; a cast of values in 16
-    bits.
-    """
-    return (4 + 8 + (0 if e == 4 else 4 + e)) * elements(shape), 0
 
 
 # ---- tokens to their experts' rows and back, (tokens, choices, h) ---------------------------------
@@ -482,23 +429,6 @@ def _permute_bytes(shape: Shape, e: int) -> tuple[float, float]:
 def _unpermute_bytes(shape: Shape, e: int) -> tuple[float, float]:
     rows = elements(shape) * e
     return (1 + 1 / shape[1]) * rows, (2 + 1 / shape[1]) * rows
-
-
-def _permute_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """A copy with a row of zeros; backward: zeros, to which each row is added, and a copy."""
-    rows, tokens = elements(shape) * e, elements(shape) // shape[1] * e
-    return 2 * rows + 2 * tokens, 3 * rows + 3 * tokens
-
-
-def _unpermute_eager(shape: Shape, e: int) -> tuple[float, float]:
-    """A copy, the rows, their fp32 form, the products and the sum; backward: two products, a sum,
-    the rows' type, zeros to which each row is added, and a copy.
-    """
-    rows, tokens, cast = elements(shape), elements(shape) // shape[1], 0 if e == 4 else 4 + e
-    return (
-        (4 * e + cast + 3 * 4) * rows + (4 + cast + e) * tokens,
-        (2 * 12 + 4 + cast + 6 * e) * rows + cast * tokens,
-    )
 
 
 # ---- optimizer, over (tensors, elements of each) -------------------------------------------------
@@ -566,10 +496,6 @@ def _adamw_bytes(more: int = 0) -> Callable[[Shape, int], tuple[float, float]]:
     return lambda shape, e: ((28 + more + (e if e < 4 else 0)) * elements(shape), 0)
 
 
-def _adamw_eager(more: int = 0) -> Callable[[Shape, int], tuple[float, float]]:
-    return lambda shape, e: ((28 + more + (4 + e if e < 4 else 0)) * elements(shape), 0)
-
-
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Return the sum in fp64: torch's fp32 sum over 50 million elements is off by nearly 1 %."""
     return torch.stack([t.double().square().sum() for t in tensors]).sum()
@@ -611,61 +537,34 @@ _FEWER = {"host": ((16, 840_000), (4, 4_000_000)), "gpu": _MASTERS["gpu"]}
 _BLOCK = {"host": ((12, 128, 1024), (16, 128, 2048)), "gpu": ((96, 128, 2048),)}
 
 OPERATORS: dict[str, Operator] = {
-    "attention_weights": Operator("attention_block", _weigh, _weigh_bytes, _weigh_eager, **_BLOCK),
+    "attention_weights": Operator("attention_block", _weigh, _weigh_bytes, **_BLOCK),
     "attention_gradient": Operator(
-        "attention_block", _differentiate, _differentiate_bytes, _differentiate_eager, **_BLOCK
+        "attention_block", _differentiate, _differentiate_bytes, **_BLOCK
     ),
     "row_dots": Operator(
         "attention_block",
         _dots,
         lambda shape, e: ((2 * e + 4 / shape[-1]) * elements(shape), 0),
-        _dots_eager,
         host=((1024, 12, 64), (2048, 16, 128)),
         gpu=((8192, 32, 128),),
     ),
-    # torch: product, masked_fill, softmax; each reads and writes.
-    "causal_softmax": Operator("masked_softmax", _causal, _causal_bytes, _times(6, 7), **_SOFTMAX),
-    "masked_softmax": Operator("masked_softmax", _masked, _masked_bytes, _times(6, 7), **_SOFTMAX),
-    # torch's LayerNorm is one pass too; its RMSNorm on a CPU is square, mean, product and product.
-    "layer_norm": Operator("layer_norm", _norm(rms=False), _times(2, 3), _times(2, 3), **_NORM),
-    "rms_norm": Operator("rms_norm", _norm(rms=True), _times(2, 3), _times(7, 12), **_NORM),
-    "add_layer_norm": Operator(
-        "layer_norm", _norm(rms=False, add=True), _times(4, 4), _times(5, 6), **_NORM
-    ),
-    "add_rms_norm": Operator(
-        "rms_norm", _norm(rms=True, add=True), _times(4, 4), _times(10, 15), **_NORM
-    ),
-    "bias_gelu": Operator(
-        "bias_activation", _activation("gelu", _torch_gelu), _times(2, 3), _times(4, 4), **_WIDE
-    ),
+    "causal_softmax": Operator("masked_softmax", _causal, _causal_bytes, **_SOFTMAX),
+    "masked_softmax": Operator("masked_softmax", _masked, _masked_bytes, **_SOFTMAX),
+    "layer_norm": Operator("layer_norm", _norm(rms=False), _times(2, 3), **_NORM),
+    "rms_norm": Operator("rms_norm", _norm(rms=True), _times(2, 3), **_NORM),
+    "add_layer_norm": Operator("layer_norm", _norm(rms=False, add=True), _times(4, 4), **_NORM),
+    "add_rms_norm": Operator("rms_norm", _norm(rms=True, add=True), _times(4, 4), **_NORM),
+    "bias_gelu": Operator("bias_activation", _activation("gelu"), _times(2, 3), **_WIDE),
     # In elements of the output: x has two for each.
-    "bias_swiglu": Operator(
-        "bias_activation",
-        _activation("swiglu", _torch_swiglu),
-        _times(3, 5),
-        _times(9, 15),
-        **_WIDE,
-    ),
+    "bias_swiglu": Operator("bias_activation", _activation("swiglu"), _times(3, 5), **_WIDE),
     "bias_squared_relu": Operator(
-        "bias_activation",
-        _activation("squared_relu", _torch_squared_relu),
-        _times(2, 3),
-        _times(6, 8),
-        **_WIDE,
+        "bias_activation", _activation("squared_relu"), _times(2, 3), **_WIDE
     ),
-    # torch: sum, mask (one byte an element), product with the mask, product, sum.
-    "bias_dropout_add": Operator(
-        "bias_dropout",
-        _dropout,
-        _times(3, 2),
-        lambda shape, e: ((9 * e + 2) * elements(shape), (5 * e + 1) * elements(shape)),
-        **_NORM,
-    ),
+    "bias_dropout_add": Operator("bias_dropout", _dropout, _times(3, 2), **_NORM),
     "rotate": Operator(
         "rotary",
         _rotate,
         _times(2, 2),
-        _rotate_eager,
         host=((1024, 1, 12, 64), (2048, 1, 48, 128)),
         gpu=((8192, 1, 32, 128),),
     ),
@@ -673,7 +572,6 @@ OPERATORS: dict[str, Operator] = {
         "cross_entropy",
         _cross_entropy,
         _times(1, 2),
-        _cross_entropy_eager,
         host=((1024, 50304), (512, 131072)),
         gpu=((8192, 50304),),
     ),
@@ -681,34 +579,20 @@ OPERATORS: dict[str, Operator] = {
         None,
         _add_rows,
         _add_rows_bytes,
-        _add_rows_eager,
         host=((1024, 768), (2048, 6144)),
         gpu=((8192, 4096), (4096, 12288)),
     ),
-    "permute": Operator("permute", _permute, _permute_bytes, _permute_eager, **_ROUTED),
-    "unpermute": Operator("permute", _unpermute, _unpermute_bytes, _unpermute_eager, **_ROUTED),
-    "adamw": Operator("optimizer", _adamw, _adamw_bytes(), _adamw_eager(), **_MASTERS),
-    # torch: scaling of gradients (8), and for each moment widening, an update in fp32, and rounding
+    "permute": Operator("permute", _permute, _permute_bytes, **_ROUTED),
+    "unpermute": Operator("permute", _unpermute, _unpermute_bytes, **_ROUTED),
+    "adamw": Operator("optimizer", _adamw, _adamw_bytes(), **_MASTERS),
     "adamw_bf16_moments": Operator(
-        None,
-        functools.partial(_adamw, moments=torch.bfloat16),
-        _adamw_bytes(-8),
-        _adamw_eager(8 + 2 * (6 + 86)),
-        **_FEWER,
+        None, functools.partial(_adamw, moments=torch.bfloat16), _adamw_bytes(-8), **_FEWER
     ),
     "adamw_average": Operator(
-        None,
-        functools.partial(_adamw, share=0.1),
-        _adamw_bytes(8),
-        _adamw_eager(12),
-        **_FEWER,
+        None, functools.partial(_adamw, share=0.1), _adamw_bytes(8), **_FEWER
     ),
-    "gradient_norm": Operator(
-        "optimizer", _norm_of(scales=False), _times(1, 0), _times(1, 0), **_MASTERS
-    ),
-    "scale_and_norm": Operator(
-        "optimizer", _norm_of(scales=True), _times(2, 0), _times(3, 0), **_MASTERS
-    ),
+    "gradient_norm": Operator("optimizer", _norm_of(scales=False), _times(1, 0), **_MASTERS),
+    "scale_and_norm": Operator("optimizer", _norm_of(scales=True), _times(2, 0), **_MASTERS),
 }
 
 

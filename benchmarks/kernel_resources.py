@@ -10,7 +10,6 @@ of csrc/kernels/launch.h describes these declarations. It says which GPU it coul
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import functools
 import os
@@ -25,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.shared import parser
 from megatron.config.option import whole
 from megatron.errors import print_error
 from megatron.kernels.build import (
@@ -418,27 +418,17 @@ def _split(template: str) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 when all kernels keep the rules."""
-    about = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument(
-        "--arch",
-        nargs="+",
-        default=DEFAULT_ARCHS["hip"],
-        help="AMD's names of GPUs (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=(), metavar="FILE", help="names in csrc/kernels/, without .cpp"
-    )
-    parser.add_argument(
-        "--jobs",
-        type=whole(1, 512),
-        default=2,
-        help="parallel compilers (default: %(default)s)",
-    )
-    chosen = parser.parse_args(arguments)
+    made = parser(__doc__)
+    archs = "AMD's names of GPUs (default: %(default)s)"
+    made.add_argument("--arch", nargs="+", default=DEFAULT_ARCHS["hip"], help=archs)
+    files = "names in csrc/kernels/, without .cpp"
+    made.add_argument("--only", nargs="+", default=(), metavar="FILE", help=files)
+    jobs = "parallel compilers (default: %(default)s)"
+    made.add_argument("--jobs", type=whole(1, 512), default=2, help=jobs)
+    chosen = made.parse_args(arguments)
     there = sorted(p.stem for p in SOURCES.glob("*.cpp"))
     if unknown := sorted(set(chosen.only) - set(there)):
-        parser.error(f"--only {' '.join(unknown)}: there are {', '.join(there) or 'no kernels'}")
+        made.error(f"--only {' '.join(unknown)}: there are {', '.join(there) or 'no kernels'}")
     try:
         broken = [_check_arch(arch, chosen.only, chosen.jobs) for arch in chosen.arch]
     except BuildError as error:

@@ -13,8 +13,8 @@ installed. The L2 cache is flushed before each call, and rows are added until a 
 "MI250X" is those bytes divided by 1.25 TB/s, which a copy reaches on one GCD: an estimate, not a
 measurement.
 
-On a CPU the ratio is torch's time divided by ours, above 1 if ours is faster; "expected" is the
-ratio of bytes, which holds if memory is the bottleneck. Caches are as the previous call left them.
+On a CPU the ratio is torch's time divided by ours, above 1 if ours is faster. Caches are as the
+previous call left them.
 
 --output writes kernels.json and kernels.md, tables as in docs/measured/kernels.md.
 """
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.kernel_cases import OPERATORS, Operator, Shape, Way, Work, enlarged
+from benchmarks.kernel_cases import OPERATORS, Shape, Way, Work, enlarged
 from benchmarks.machine import processor
 from benchmarks.shared import Record, Table, markdown, parser, print_table
 from benchmarks.sides import ALLOCATOR
@@ -198,7 +198,6 @@ class Row:
     shape: Shape
     dtype: str
     moved: dict[str, float]
-    expected: dict[str, float]
     seconds: dict[str, dict[str, float]]
     ratios: dict[str, dict[str, float]]
 
@@ -208,14 +207,6 @@ class Row:
             return ""
         copy_s = self.seconds["copy"]["forward"] * self.moved[name] / copied_bytes
         return f"{copy_s / self.seconds[side][name]:.2f}"
-
-
-def bytes_of(operator: Operator, shape: Shape, e: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return (bytes that our kernel moves, torch's bytes over ours), by pass."""
-    ours, eager = operator.moved(shape, e), operator.eager(shape, e)
-    rows = zip(PASSES, (*ours, sum(ours)), (*eager, sum(eager)), strict=True)
-    passes = [row for row in rows if row[1]]
-    return {n: own for n, own, _ in passes}, {n: other / own for n, own, other in passes}
 
 
 def copying(device: torch.device, copied_bytes: int) -> Way:
@@ -238,7 +229,8 @@ def run_operator(
     others, missing = usable(work, clock)
     sides |= others
     measure(sides, copied, work, clock, budget_s)
-    moved, expected = bytes_of(operator, shape, dtype.itemsize)
+    passes = operator.moved(shape, dtype.itemsize)
+    moved = {n: size for n, size in zip(PASSES, (*passes, sum(passes)), strict=True) if size}
     seconds = {
         side: {name: statistics.median(values) for name, values in each.seconds.items()}
         for side, each in (sides | {"copy": copied}).items()
@@ -246,7 +238,7 @@ def run_operator(
     ours = sides.pop("ours")
     ratios = {s: {name: each.ratio(ours, name) for name in moved} for s, each in sides.items()}
     kind = str(dtype).removeprefix("torch.")
-    return Row(name, shape, kind, moved, expected, seconds, ratios), missing
+    return Row(name, shape, kind, moved, seconds, ratios), missing
 
 
 # ---- overhead of a call --------------------------------------------------------------------------
@@ -297,8 +289,8 @@ def shape_text(shape: Shape) -> str:
 
 
 def host_table(rows: list[Row]) -> Table:
-    """Tabulate the times torch / ours, and the ratio that the bytes let expect."""
-    head = "operator, shape, type, ours ms, torch ms, forward, backward, both, expected, beside"
+    """Tabulate the times torch / ours."""
+    head = "operator, shape, type, ours ms, torch ms, forward, backward, both, beside"
     lines = [head.split(", ")]
     for row in rows:
         ratios = row.ratios["torch"]
@@ -310,7 +302,6 @@ def host_table(rows: list[Row]) -> Table:
                 row.dtype,
                 *(f"{row.seconds[side]['both'] * 1e3:.3f}" for side in ("ours", "torch")),
                 *(f"{ratios[p]:.2f}" if p in ratios else "" for p in PASSES),
-                f"{row.expected['both']:.2f}",
                 ", ".join(f"{side} {row.ratios[side]['both']:.2f}" for side in others),
             ]
         )

@@ -18,7 +18,6 @@ Prints a row for each resumption and a line of figures; the exit code is 1 when 
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import sys
@@ -27,13 +26,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.faults import history  # noqa: E402
-from benchmarks.faults.corpus import make_corpus  # noqa: E402
-from benchmarks.faults.job import TINY, run_job, run_well  # noqa: E402
-from tests.helpers.fault_points import strike  # noqa: E402
+from benchmarks.faults import history
+from benchmarks.faults.corpus import make_corpus
+from benchmarks.faults.job import TINY, run_job, run_well
+from benchmarks.shared import markdown, parser
+from tests.helpers.fault_points import strike
 
 # Another layout sums the same terms in another order. fp32: an ulp is 6e-8, and Adam with an
 # epsilon of 1e-3 passes on relative differences without magnifying them, so some dozens of steps
@@ -153,49 +152,32 @@ class Row:
     tensor_difference: float
     faults: tuple[str, ...]
 
-    def cells(self) -> tuple[str, ...]:
-        same = self.resumed in self.case.exact
-        return (
+    def cells(self) -> list[str]:
+        differences = [f"{self.loss_difference:.1e}", f"{self.tensor_difference:.1e}"]
+        if self.resumed in self.case.exact and not self.faults:
+            differences = ["bit-identical"] * 2
+        return [
             self.case.name,
             self.case.killed.name,
             str(self.killed_in),
             self.resumed.name,
             str(self.resumed_from),
-            "bit-identical" if same and not self.faults else f"{self.loss_difference:.1e}",
-            "bit-identical" if same and not self.faults else f"{self.tensor_difference:.1e}",
+            *differences,
             "; ".join(self.faults) or "ok",
-        )
+        ]
 
 
-HEAD = (
-    "run",
-    "killed on",
-    "after step",
-    "resumed on",
-    "from",
-    "losses differ by",
-    "tensors differ by",
-    "result",
+HEAD = "run; killed on; after step; resumed on; from; losses differ; tensors differ; result".split(
+    "; "
 )
 
 
 def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int) -> Iterator[Row]:
     """Train undisturbed, kill after `step`, resume and compare."""
     whole, killed = folder / "whole", folder / "killed"
-    common = [
-        *case.arguments,
-        *data,
-        "--train-iters",
-        str(iterations),
-        "--min-lr",
-        "1e-3",
-        "--save-interval",
-        str(SAVE_INTERVAL),
-        "--eval-interval",
-        str(EVAL_INTERVAL),
-        "--eval-iters",
-        "1",
-    ]
+    common = [*case.arguments, *data, "--train-iters", str(iterations), "--eval-iters", "1"]
+    common += ["--min-lr", "1e-3", "--save-interval", str(SAVE_INTERVAL)]
+    common += ["--eval-interval", str(EVAL_INTERVAL)]
     ranks, there = case.killed.ranks, [*common, *case.killed.flags]
     run_well(ranks, [*there, "--save", str(whole)], folder / "logs_whole")
     arms = {rank: [(strike, "megatron.run.step", step, "kill")] for rank in range(ranks)}
@@ -288,33 +270,15 @@ def validations(folder: Path) -> list[tuple[int, history.Step]]:
     ]
 
 
-def show(rows: list[tuple[str, ...]]) -> str:
-    """Columns of text."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--folder", type=Path, help="folder to keep the runs in (default: a temporary one)"
-    )
-    parser.add_argument("--iterations", type=int, default=24, help="steps of each run")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=None,
-        help="random seed of the killed steps; printed (default: random)",
-    )
-    options = parser.parse_args()
-    if options.iterations < 2 * SAVE_INTERVAL + 3:
-        parser.error(
-            f"--iterations {options.iterations}: at least {2 * SAVE_INTERVAL + 3}, so that a save "
-            "comes first"
-        )
+    made = parser(__doc__)
+    made.add_argument("--folder", type=Path, help="folder to keep the runs in; default: temporary")
+    made.add_argument("--iterations", type=int, default=24, help="steps of each run")
+    made.add_argument("--seed", type=int, help="of the killed steps; printed (default: random)")
+    options = made.parse_args()
+    least = 2 * SAVE_INTERVAL + 3
+    if options.iterations < least:
+        made.error(f"--iterations {options.iterations}: at least {least}, so that a save is first")
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(
         f"seed {seed}; {options.iterations} steps, a checkpoint every {SAVE_INTERVAL}", flush=True
@@ -324,16 +288,14 @@ def main() -> int:
         folder = options.folder or Path(temporary)
         data = make_corpus(folder / "data")
         for number, case in enumerate(CASES):
-            place, step = (
-                folder / f"case_{number}",
-                chance.choice(steps_to_kill(case, options.iterations)),
-            )
+            place = folder / f"case_{number}"
             shutil.rmtree(place, ignore_errors=True)
+            step = chance.choice(steps_to_kill(case, options.iterations))
             for row in prove(case, place, data, options.iterations, step):
                 print("  ".join(row.cells()), flush=True)
                 rows.append(row)
     failed = sum(bool(row.faults) for row in rows)
-    print("\n" + show([HEAD, *(row.cells() for row in rows)]))
+    print("", *markdown([HEAD, *(row.cells() for row in rows)]), sep="\n")
     print(f"{len(rows)} resumptions, {failed} of them wrong, seed {seed}")
     return 1 if failed else 0
 

@@ -1,6 +1,6 @@
 """Compare predictions of the time model with published results: MI250X and DGX H100.
 
-    python benchmarks/published.py [--markdown] [--effects] [--update docs/measured/published.md]
+    python benchmarks/published.py [--effects] [--update docs/measured/published.md]
 
 Nothing is run or measured here: `megatron/planner/timing` predicts this code on the published
 layouts, with the figures of clusters/frontier.toml, lumi.toml and dgx-h100.toml, none of which was
@@ -10,7 +10,6 @@ independent errors. docs/measured/published.md discusses the tables; --update re
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
@@ -18,23 +17,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import published_tables as published
+from benchmarks.shared import parser
 from megatron.planner.cluster import load_cluster
 from megatron.planner.table import Table, print_table
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Predictions of the time model beside published results on MI250X and on DGX "
-        "H100."
-    )
-    parser.add_argument("--markdown", action="store_true", help="tables for a document")
-    parser.add_argument(
-        "--effects", action="store_true", help="for each prediction, show the effects of figures"
-    )
-    parser.add_argument(
-        "--update", metavar="FILE", type=Path, help="write the tables into this document instead"
-    )
-    args = parser.parse_args(argv)
+    made = parser(__doc__)
+    effects = "show the effects of figures on each prediction"
+    made.add_argument("--effects", action="store_true", help=effects)
+    update = "write the tables into this document instead"
+    made.add_argument("--update", metavar="FILE", type=Path, help=update)
+    options = made.parse_args(argv)
     frontier, lumi, h100 = (load_cluster(name) for name in ("frontier", "lumi", "dgx-h100"))
     on_frontier = published.rows(published.frontier_comparisons(), frontier)
     on_xmoe = published.rows(published.xmoe_comparisons(), frontier)
@@ -55,19 +49,12 @@ def main(argv: list[str] | None = None) -> int:
         "dgx-h100": published.comparison_table("DGX H100", on_h100),
         "dgx-h100-effects": published.effect_table(on_h100[0]),
     }
-    if args.update:
-        args.update.write_text(updated(args.update.read_text(), tables))
+    if options.update:
+        options.update.write_text(updated(options.update.read_text(), tables))
         return 0
-    more = (
-        [published.effect_table(row) for row in (*on_frontier, *on_xmoe, *on_lumi, *on_h100)]
-        if args.effects
-        else []
-    )
-    for table in (*tables.values(), *more):
-        if args.markdown:
-            print(f"{table.title}\n\n{table.markdown()}\n")
-        else:
-            print_table(table)
+    every = (*on_frontier, *on_xmoe, *on_lumi, *on_h100) if options.effects else ()
+    for table in (*tables.values(), *map(published.effect_table, every)):
+        print_table(table)
     return 0
 
 

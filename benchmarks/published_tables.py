@@ -160,65 +160,46 @@ def _strong(model: Published, gcds: int, efficiency: float) -> Iterator[Comparis
 
 
 def h100_comparisons() -> list[Comparison]:
-    """Steps of published runs on DGX H100 nodes."""
-    return [
-        Comparison(
-            run.name,
-            _sizes(run, "GPUs"),
-            run.seconds,
-            "s",
-            (tuple(run.argv()),),
-            lambda times: times[0],
-            "bfloat16",
-            run.unlike,
-        )
-        for run in RUNS
-    ]
+    """Return the steps of published runs on DGX H100 nodes."""
+    return [_of_run(run, "GPUs", "s") for run in RUNS]
 
 
 def mi250x_comparisons() -> list[Comparison]:
-    """Throughput of published runs on MI250X nodes."""
-    return [_throughput_of(run) for run in MI250X_RUNS]
+    """Return the throughput of published runs on MI250X nodes."""
+    found = []
+    for run in MI250X_RUNS:
+        config = parse_plan(run.argv())
+        tokens = config.batch.global_batch_size * config.model.seq_length / run.devices
+        found.append(_of_run(run, "GCDs", "tokens/s per GCD", tokens / run.seconds))
+    return found
 
 
 def xmoe_comparisons() -> list[Comparison]:
-    """Throughput of models of experts on Frontier."""
-    return [
-        Comparison(
-            run.name,
-            _sizes(run, "GCDs"),
-            tflops,
-            "TFLOP/s per GCD",
-            (tuple(run.argv()),),
-            lambda times, run=run, tflops=tflops: tflops * run.seconds / times[0],
-            "float16",
-            run.unlike,
-        )
-        for run, tflops in XMOE_RUNS
-    ]
+    """Return the throughput of models of experts on Frontier."""
+    return [_of_run(run, "GCDs", "TFLOP/s per GCD", tflops) for run, tflops in XMOE_RUNS]
 
 
-def _throughput_of(run: Run) -> Comparison:
+def _of_run(run: Run, devices: str, unit: str, rate: float | None = None) -> Comparison:
+    """Compare the seconds of a step, or a rate."""
     config = parse_plan(run.argv())
-    tokens = config.batch.global_batch_size * config.model.seq_length / run.devices
-    return Comparison(
-        run.name,
-        _sizes(run, "GCDs"),
-        tokens / run.seconds,
-        "tokens/s per GCD",
-        (tuple(run.argv()),),
-        lambda times: tokens / times[0],
-        config.precision.dtype_name,
-        run.unlike,
-    )
-
-
-def _sizes(run: Run, devices: str) -> str:
-    parallel = parse_plan(run.argv()).parallel
+    parallel = config.parallel
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     experts = parallel.expert_model_parallel_size
     of_experts = f", EP {experts}" if experts > 1 else ""
-    return f"TP {tensor} x PP {pipeline}{of_experts}, {run.devices:,} {devices}"
+
+    def value(times: Sequence[float]) -> float:
+        return times[0] if rate is None else rate * run.seconds / times[0]
+
+    return Comparison(
+        run.name,
+        f"TP {tensor} x PP {pipeline}{of_experts}, {run.devices:,} {devices}",
+        run.seconds if rate is None else rate,
+        unit,
+        (tuple(run.argv()),),
+        value,
+        config.precision.dtype_name,
+        run.unlike,
+    )
 
 
 # -- what the published results say by arithmetic alone: no model of this code, no assumed figure

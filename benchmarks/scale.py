@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ def engine(data: int, repeat: int) -> list[Row]:
     from megatron.config import Config
     from megatron.engine.engine import Engine
     from megatron.model.gpt import build_chunks
+    from megatron.parallel.sharding import sharding_of
     from megatron.parallel.topology import Topology
 
     fake_groups(data)
@@ -150,6 +152,8 @@ def engine(data: int, repeat: int) -> list[Row]:
         train_iters=1,
     )
     chunks = build_chunks(config, made)
+    for p in chunks.parameters():  # no pass shows how their gradients are to be summed
+        p.sharding = replace(sharding_of(p), partial_gradient=False)  # type: ignore[attr-defined]
     first, of_stage = measured("making the engine", lambda: Engine(config, made, chunks))
 
     def step() -> None:
@@ -197,43 +201,36 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
 def stage_parameters(
     tensor: int, stage: int
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int | None, bool]]:
-    """Yield (name, global shape, local shape, cut dimension, weight decay) of a stage of 1T."""
+    """List (name, global shape, local shape, cut dimension, weight decay) of a stage of 1T."""
     h = HIDDEN
-    layer: list[tuple[str, tuple[int, ...], int | None, bool]] = [
-        ("input_norm.weight", (h,), None, False),
-        ("input_norm.bias", (h,), None, False),
-        ("attention.query_key_value.weight", (3 * h, h), 0, True),
-        ("attention.query_key_value.bias", (3 * h,), 0, False),
-        ("attention.projection.weight", (h, h), 1, True),
-        ("attention.projection.bias", (h,), None, False),
-        ("mlp_norm.weight", (h,), None, False),
-        ("mlp_norm.bias", (h,), None, False),
-        ("mlp.up.weight", (4 * h, h), 0, True),
-        ("mlp.up.bias", (4 * h,), 0, False),
-        ("mlp.down.weight", (h, 4 * h), 1, True),
-        ("mlp.down.bias", (h,), None, False),
+    layer: list[tuple[str, tuple[int, ...], int | None]] = [
+        ("input_norm.weight", (h,), None),
+        ("input_norm.bias", (h,), None),
+        ("attention.query_key_value.weight", (3 * h, h), 0),
+        ("attention.query_key_value.bias", (3 * h,), 0),
+        ("attention.projection.weight", (h, h), 1),
+        ("attention.projection.bias", (h,), None),
+        ("mlp_norm.weight", (h,), None),
+        ("mlp_norm.bias", (h,), None),
+        ("mlp.up.weight", (4 * h, h), 0),
+        ("mlp.up.bias", (4 * h,), 0),
+        ("mlp.down.weight", (h, 4 * h), 1),
+        ("mlp.down.bias", (h,), None),
     ]
     per_stage = LAYERS // PIPELINE
-    found = []
+    found: list[tuple[str, tuple[int, ...], int | None]] = []
     if stage == 0:
-        found += [
-            ("word_embeddings", (VOCABULARY, h), 0, True),
-            ("position_embeddings", (SEQUENCE, h), None, True),
-        ]
+        found.append(("word_embeddings", (VOCABULARY, h), 0))
+        found.append(("position_embeddings", (SEQUENCE, h), None))
     for number in range(stage * per_stage, (stage + 1) * per_stage):
-        found += [(f"layers.{number}.{name}", *rest) for name, *rest in layer]
+        found += [(f"layers.{number}.{name}", shape, dim) for name, shape, dim in layer]
     if stage == PIPELINE - 1:
-        found += [("final_norm.weight", (h,), None, False), ("final_norm.bias", (h,), None, False)]
-    return [
-        (
-            name,
-            shape,
-            tuple(n // TENSOR if d == dim else n for d, n in enumerate(shape)),
-            dim,
-            decay,
-        )
-        for name, shape, dim, decay in found
-    ]
+        found += [("final_norm.weight", (h,), None), ("final_norm.bias", (h,), None)]
+    rows = []
+    for name, shape, dim in found:
+        local = tuple(n // TENSOR if d == dim else n for d, n in enumerate(shape))
+        rows.append((name, shape, local, dim, len(shape) > 1))
+    return rows
 
 
 def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any]:

@@ -123,9 +123,9 @@ def launch(
                 started.append(process)
             end = time.monotonic() + limit_s
             waited = [started[rank] for rank in awaited] or started
-            while any(p.poll() is None for p in waited) and time.monotonic() < end:
+            while None in (codes := [p.poll() for p in waited]) and time.monotonic() < end:
                 peaks = [max(peak, look(p.pid)) for peak, p in zip(peaks, started, strict=True)]
-                if any(p.returncode for p in waited):
+                if any(codes):
                     end = min(end, time.monotonic() + AFTER_FAILURE_S)
                 time.sleep(every_s)
         finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,22 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import bench, results, shared, sides, workloads
 from megatron.config import parse_args
 from tests.helpers.clock import VirtualClock
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `import results` and the like find benchmarks/ and benchmarks/peers/."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(name)
-
 
 # ---- the same work -------------------------------------------------------------------------------
 
@@ -38,7 +27,7 @@ def test_flops_are_six_per_matrix_weight_and_token_and_twelve_per_layer_width_an
 
     Biases, norms and positions are left out.
     """
-    case = module("workloads").cpu_cases()[0]
+    case = workloads.cpu_cases()[0]
     matrices = 12 * 12 * 768**2 + 50304 * 768
     assert case.tokens == 2 * 2 * 512
     assert case.flops == pytest.approx(
@@ -46,44 +35,36 @@ def test_flops_are_six_per_matrix_weight_and_token_and_twelve_per_layer_width_an
     )
 
 
-def test_the_plain_loop_has_the_parameters_of_the_case() -> None:
-    """Our closed form gives the number of weights that torch holds: the model is the same."""
-    workloads, sides, plain = module("workloads"), module("sides"), module("plain")
-    case = workloads.quick(workloads.cpu_cases()[0])
-    task = module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
-    assert sum(p.numel() for p in plain.GPT(task).parameters()) == case.parameters
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the module of the plain loop, which finds its neighbours as a peer does."""
+    monkeypatch.syspath_prepend(str(shared.ROOT / "benchmarks" / "peers"))
+    return importlib.import_module("plain")
 
 
-def test_the_plain_loop_starts_at_the_loss_of_a_uniform_guess() -> None:
-    """The initial loss is ln V, since small initial weights make every token about equally likely.
+def test_the_plain_loop_trains_the_model_of_the_case(plain: Any) -> None:
+    """It has as many weights as our closed form says; a state does not depend on later tokens.
 
-    It is off by the variance of the logits: their standard deviation is about 0.02 sqrt(64) = 0.16,
-    and half its square is 0.013.
+    The initial loss is ln V, since small initial weights make every token about equally likely: it
+    is off by the variance of the logits, whose standard deviation is about 0.02 sqrt(64) = 0.16, and
+    half its square is 0.013.
     """
-    workloads, sides, plain = module("workloads"), module("sides"), module("plain")
     case = replace(workloads.quick(workloads.cpu_cases()[0]), layers=6)
-    task = module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
+    task = plain.Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
     torch.manual_seed(0)
-    loss = plain.GPT(task)(*module("common").micro_batch(task)).item()
+    model = plain.GPT(task)
+    assert sum(p.numel() for p in model.parameters()) == case.parameters
+    loss = model(*plain.micro_batch(task)).item()
     assert loss == pytest.approx(torch.tensor(512.0).log().item(), abs=0.05)
-
-
-def test_attention_of_the_plain_loop_is_causal() -> None:
-    """The hidden state at a position does not depend on later tokens."""
-    workloads, sides, plain = module("workloads"), module("sides"), module("plain")
-    case = replace(workloads.quick(workloads.cpu_cases()[0]), layers=2, sequence=8)
-    layer = plain.Layer(
-        module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
-    )
     x = torch.randn(1, 8, 64)
     changed = torch.cat([x[:, :5], torch.randn(1, 3, 64)], 1)
-    torch.testing.assert_close(layer(x)[:, :5], layer(changed)[:, :5])
-    assert not torch.allclose(layer(x)[:, 5:], layer(changed)[:, 5:])
+    before, after = (model.layers[0](states) for states in (x, changed))
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
 def test_every_side_takes_the_case_s_tokens_a_step() -> None:
     """Every flag of our spaces exists and the layouts divide, as the parser checks."""
-    workloads, sides = module("workloads"), module("sides")
     for case in workloads.cpu_cases():
         for side in case.sides:
             if side.program == "pretrain_gpt.py":
@@ -106,32 +87,31 @@ def test_every_side_takes_the_case_s_tokens_a_step() -> None:
 
 
 def test_a_side_sees_no_launcher_and_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    sides = module("sides")
-    for name in (
-        "RANK",
-        "SLURM_PROCID",
-        "OMPI_COMM_WORLD_RANK",
-        "OMP_NUM_THREADS",
-        "GLIBC_TUNABLES",
-    ):
+    settings = {"OMP_NUM_THREADS", "GLIBC_TUNABLES"}
+    for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", *settings):
         monkeypatch.setenv(name, "7")
-    env = sides.environment(1, Path("cache"))
-    assert not {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"} & set(env)
+    monkeypatch.setenv("PYTHONPATH", str(shared.ROOT))
+    env = sides.environment(1, Path("cache"), peers=True)
+    assert not {"SLURM_PROCID", "OMPI_COMM_WORLD_RANK"} & set(env)
     assert (env["OMP_NUM_THREADS"], env["GLIBC_TUNABLES"]) == ("1", sides.ALLOCATOR)
-    assert not {"OMP_NUM_THREADS", "GLIBC_TUNABLES"} & set(
-        sides.environment(1, Path("cache"), untouched=True)
-    )
+    assert str(shared.ROOT) not in env["PYTHONPATH"].split(os.pathsep)
+    assert not settings & set(sides.environment(1, Path("cache"), untouched=True))
 
 
-@pytest.mark.campaign("benchmarks")
-def test_launch_ends_what_does_not_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    codes, _ = module("sides").launch(command, {}, 2, tmp_path / "log", limit_s=0.5)
-    assert codes == [-9, -9]
+def test_ranks_that_wait_for_a_failed_one_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "AFTER_FAILURE_S", 0.0)
+    code = "import os, signal; os.environ['RANK'] == '1' or signal.pause(); os._exit(3)"
+    logs = [tmp_path / "0", tmp_path / "1"]
+    command = [sys.executable, "-c", code]
+    codes, peaks = shared.launch(command, logs, {}, 60.0, look=sides.peak_bytes)
+    assert codes == [-signal.SIGKILL, 3] and peaks[0] > 0
+    assert shared.launch(command, logs, {}, 60.0, awaited=[1])[0] == codes
 
 
 def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
-    sides, file = module("sides"), tmp_path / "metrics.jsonl"
+    file = tmp_path / "metrics.jsonl"
     records = [
         {
             "event": "iteration",
@@ -153,14 +133,12 @@ def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
 
 
 def outcomes(*rounds: list[float]) -> list[Any]:
-    return [
-        module("sides").Outcome(step_s=steps, memory_bytes=2**30, start_s=3.0) for steps in rounds
-    ]
+    return [sides.Outcome(step_s=steps, memory_bytes=2**30, start_s=3.0) for steps in rounds]
 
 
 def test_ratios_are_taken_within_a_round() -> None:
     """A machine half as fast in the second round changes both sides and therefore no ratio."""
-    results, case = module("results"), module("workloads").cpu_cases()[0]
+    case = workloads.cpu_cases()[0]
     ours, peer = outcomes([1.0, 1.0], [2.0, 2.0]), outcomes([1.5, 1.5], [3.0, 3.0])
     row = results.row_of(case, case.sides[2], peer, ours, 1e12)
     assert row["ratio"] == {
@@ -177,25 +155,24 @@ def test_ratios_are_taken_within_a_round() -> None:
 def test_a_round_after_a_failure_repeats_no_figures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    bench, case = module("bench"), module("workloads").cpu_cases()[4]
-    good, bad = outcomes([1.0])[0], module("sides").Outcome(reason="killed")
+    case = workloads.cpu_cases()[4]
+    good, bad = outcomes([1.0])[0], sides.Outcome(reason="killed")
     answers = iter([good, bad])
     monkeypatch.setattr(bench, "run", lambda *_, **__: next(answers))
     monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {})
     key, options = (case, case.sides[0]), bench.parse(["--rounds", "3"])
-    found, _ = bench.play([key], options, 1, tmp_path, bench.Console(quiet=True))
+    found, _ = bench.play([key], options, 1, tmp_path)
     assert found[key] == [good, bad, bad]
-    row = module("results").row_of(*key, found[key], found[key], None)
+    row = results.row_of(*key, found[key], found[key], None)
     assert row["step_s"]["count"] == 1
-    assert any("killed" in note for note in module("results").notes({"rows": [row]}))
+    assert any("killed" in note for note in results.notes({"rows": [row]}))
 
 
 def test_further_rounds_take_what_fits_and_start_no_variant_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A start of W0 takes 10 s, one of W1 100 s: of 8 minutes, one round takes 310 s."""
-    bench, sides = module("bench"), module("sides")
-    cases, clock = module("workloads").cpu_cases(), VirtualClock()
+    cases, clock = workloads.cpu_cases(), VirtualClock()
     keys = [(cases[0], side) for side in cases[0].sides[:3]] + [(cases[4], cases[4].sides[0])]
     started: list[str] = []
 
@@ -216,13 +193,13 @@ def test_further_rounds_take_what_fits_and_start_no_variant_again(
     ):
         started.clear()
         options = bench.parse(["--minutes", str(minutes)])
-        found, _ = bench.play(keys, options, 1, tmp_path, bench.Console(quiet=True))
+        found, _ = bench.play(keys, options, 1, tmp_path)
         assert started == expected
         assert len({len(rounds) for rounds in found.values()}) == 1
 
 
 def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
-    results, case = module("results"), module("workloads").cpu_cases()[0]
+    case = workloads.cpu_cases()[0]
     row = results.row_of(
         case, case.sides[0], outcomes([step * v for v in values]), outcomes([step]), 1e12
     )
@@ -246,7 +223,6 @@ def test_changes_within_the_larger_spread_are_no_changes() -> None:
         (0.89, [1.0] * 3, "better"),
         (1.11, [0.85, 1.0, 1.15], "within spread"),  # half of its own range is 15 %
     ):
-        results = module("results")
         lines = {
             line[0]: line
             for line in results.compare(run_record(step, values), run_record(1.0, [1.0] * 3))
@@ -256,7 +232,6 @@ def test_changes_within_the_larger_spread_are_no_changes() -> None:
 
 
 def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:
-    results = module("results")
     dates = {"a": "2026-01-01T00:00:00", "b": "2026-01-01T12:00:00", "c": "2026-01-01T23:00:00"}
     for name, date in dates.items():
         results.write(run_record(1.0, [1.0], date=date, quick=name == "b"), tmp_path)
@@ -271,13 +246,11 @@ def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:
 # ---- the program ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)  # for hangs: a busy machine takes several times as long
+@pytest.mark.campaign("benchmarks")
 def test_it_runs_whole_and_no_row_of_ours_fails(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/bench.py", "--quick", "--output", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    subprocess.run(command, cwd=shared.ROOT, check=True)
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     assert {row["workload"] for row in record["rows"]} == {"W0", "W1", "W2", "W3", "W4"}
     assert all("step_s" in row for row in record["rows"] if not row["reason"])
-    assert {part["name"] for part in record["parts"]} >= {"optimizer step", "save"}
     assert all("value" in part for part in record["parts"])

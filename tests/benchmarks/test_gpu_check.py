@@ -14,21 +14,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import parity
+from benchmarks import bench, gpu_check, kernels, parity, results, shared, sides, workloads
 from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import ROOT
 
 TAKES = {"fast": 10.0, "slow": 100.0, "other": 20.0}
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `import gpu_check` and the like find benchmarks/."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(name)
 
 
 class Machine:
@@ -71,7 +61,7 @@ class Machine:
 
         `played` covers this call alone.
         """
-        gpu_check, self.played = module("gpu_check"), []
+        self.played = []
         steps = [
             gpu_check.Step(name, f"the {name} one", s, ((name, "a b"),), **more)
             for name, s in foreseen.items()
@@ -183,7 +173,7 @@ def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here: M
         and "ValueError: 17" in text
         and f"{sys.executable} fast 'a b'" in text
     )
-    assert module("gpu_check").tables_of("\n".join(text))[0][1:3] == [
+    assert shared.tables_of("\n".join(text))[0][1:3] == [
         ["fast", "passed", "10", "4 of 5 are good"],
         ["slow", "FAILED", "100", steps["slow"]["reason"]],
     ]
@@ -199,7 +189,7 @@ def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here: M
 )
 def test_what_only_skips_proves_nothing(here: Machine, said: str, verdict: str) -> None:
     here.says["fast"] = f"$ python -m pytest\n{said}\n"
-    good, verdicts = here.check(1000, foreseen={"fast": 10.0}, proof=module("gpu_check").TESTED)
+    good, verdicts = here.check(1000, foreseen={"fast": 10.0}, proof=gpu_check.TESTED)
     assert good and verdicts == {"fast": verdict}
 
 
@@ -212,13 +202,12 @@ def test_the_share_of_the_peak_is_in_the_figures() -> None:
     The step does in one second the work that an H100 SXM does in half a second by its data sheet,
     989.4 TFLOP/s.
     """
-    bench, workloads, sides = module("bench"), module("workloads"), module("sides")
     case = workloads.cuda_cases(80 * 2**30)[0]
     keys, seconds = [(case, side) for side in case.sides[:2]], case.flops / 989.4e12 * 2
     outcomes = {key: [sides.Outcome(step_s=[seconds])] for key in keys}
     for gpu, said in (("NVIDIA H100 80GB HBM3", "tokens/s (MFU 50.0 %)"), ("another", "tokens/s")):
-        table = module("results").rate_table(bench.rows_of(keys, outcomes, {}, 1, gpu))
-        first, second = module("gpu_check").rates("", [[["a"], ["b"]], table]).split("; ")
+        table = results.rate_table(bench.rows_of(keys, outcomes, {}, 1, gpu))
+        first, second = gpu_check.rates("", [[["a"], ["b"]], table]).split("; ")
         assert first == f"ours {case.tokens / seconds:,.0f} {said}" and second.startswith(
             "ours, torch's kernels"
         )
@@ -229,22 +218,19 @@ def test_shares_of_the_copy_are_medians() -> None:
 
     400 MB, where a copy takes 1 ms for 1 GB, are 0.8 and 0.5 of its rate in 0.5 and 0.8 ms.
     """
-    tables = module("kernel_tables")
     rows = [
-        tables.Row(
+        kernels.Row(
             name,
             (1,),
             "bfloat16",
             {"forward": 4e8},
-            {},
             {"copy": {"forward": 1e-3}, "ours": {"forward": ours}, "torch": {"forward": 2e-3}},
             {},
-            3,
         )
         for name, ours in (("causal_softmax", 5e-4), ("rms_norm", 8e-4))
     ]
-    said = module("gpu_check").shares(
-        "", module("gpu_check").tables_of(tables.markdown(tables.gpu_table(rows, 10**9)))
+    said = gpu_check.shares(
+        "", shared.tables_of("\n".join(shared.markdown(kernels.gpu_table(rows, 10**9))))
     )
     assert "ours 0.65" in said and "torch 0.20" in said
 
@@ -273,20 +259,17 @@ CPU = {
 
 @pytest.mark.parametrize("facts", [GPU, CPU], ids=["gpu", "cpu"])
 def test_every_flag_of_a_step_is_one_of_its_program(facts: dict[str, Any]) -> None:
-    for step in module("gpu_check").steps_of(facts, Path("out")):
+    for step in gpu_check.steps_of(facts, Path("out")):
         for program, *words in step.commands:
             if program.startswith("benchmarks/"):
                 flags = [word for word in words if word.startswith("--")]
-                assert all(f'"{flag}"' in (ROOT / program).read_text() for flag in flags), (
-                    program,
-                    flags,
-                )
+                texts = (ROOT / program).read_text() + (ROOT / "benchmarks/shared.py").read_text()
+                assert all(f'"{flag}"' in texts for flag in flags), (program, flags)
 
 
 def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu_check = module("gpu_check")
     monkeypatch.setattr(gpu_check, "lacks", lambda *names: "")
     found = {
         step.name for step in gpu_check.steps_of(GPU | {"count": 2}, Path("out")) if step.cannot
@@ -308,8 +291,7 @@ def test_correctness_mfu_and_the_peers_come_within_ten_minutes() -> None:
     first = ["extensions", "kernels", "parity", "MFU", "G1", "G2"]
     several = ["ranks", "lost-rank"]
     alone, two = (
-        module("gpu_check").steps_of(GPU | {"count": count, "arch": "sm_1"}, Path("out"))
-        for count in (1, 2)
+        gpu_check.steps_of(GPU | {"count": count, "arch": "sm_1"}, Path("out")) for count in (1, 2)
     )
     assert [step.name for step in alone[:6]] == first
     assert 5 + sum(step.seconds for step in alone[:6]) <= 600
@@ -356,9 +338,9 @@ signal.pause()
 """
 # The time limit expires once the process in its own session has reported its number.
 ENDS = """
-import subprocess, sys; sys.path.insert(0, "benchmarks")
+import subprocess
 from pathlib import Path
-from gpu_check import adopt_orphans, play
+from benchmarks.gpu_check import adopt_orphans, play
 adopt_orphans()
 waits, told = subprocess.Popen.wait, []
 def wait(process, timeout=None):
@@ -385,22 +367,20 @@ def test_a_cut_step_leaves_no_process(tmp_path: Path) -> None:
 
 # The others are tests.
 REHEARSED = (
-    "extensions kernels parity MFU idle host-waits bandwidth W0 memory prediction ranks "
-    "lost-rank"
+    "extensions kernels parity MFU idle host-waits bandwidth W0 memory prediction ranks lost-rank"
 ).split()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)  # for hangs: a busy machine takes several times as long
+@pytest.mark.campaign("benchmarks")
 def test_without_a_gpu_every_step_is_rehearsed(tmp_path: Path) -> None:
     """The rehearsal fails on no machine: what cannot be done here says why."""
-    steps = module("gpu_check").steps_of(CPU, tmp_path)
+    steps = gpu_check.steps_of(CPU, tmp_path)
     assert {step.name for step in steps} == {*REHEARSED, "numerics", "tests"}
     command = [sys.executable, "benchmarks/gpu_check.py", "--budget", "1h"]
     command += ["--output", str(tmp_path), "--only", *REHEARSED]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
     steps = json.loads((tmp_path / "report.json").read_text())["steps"]
-    cannot = {step.name for step in module("gpu_check").steps_of(CPU, tmp_path) if step.cannot}
+    cannot = {step.name for step in gpu_check.steps_of(CPU, tmp_path) if step.cannot}
     verdicts = {step["name"]: step["verdict"] for step in steps}
     assert verdicts == {
         name: "not done" if name in cannot else "passed" for name in ["device", *REHEARSED]
@@ -412,7 +392,7 @@ def test_a_kit_is_put_in_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     Not those for another version of Python.
     """
-    gpu_check, kit, root = module("gpu_check"), tmp_path / "kit", tmp_path / "root"
+    kit, root = tmp_path / "kit", tmp_path / "root"
     root.mkdir()
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "before")

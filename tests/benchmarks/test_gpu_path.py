@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import idle_gaps, step_waits
 from megatron.config import parse_args
 from tests.helpers.launching import ROOT
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `import idle_gaps` and the like find benchmarks/."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(name)
-
 
 # ---- host waits ----------------------------------------------------------------------------------
 
@@ -45,7 +34,7 @@ class Asking(torch.autograd.Function):
 
 def test_what_would_wait_for_a_device_is_counted_at_its_line_also_in_a_backward_pass() -> None:
     x = torch.ones(3, requires_grad=True)
-    with module("step_waits").StepWaits("cpu", (__file__,)) as waits:
+    with step_waits.StepWaits("cpu", (__file__,)) as waits:
         (x * 2).sum().backward()
         x[1:].exp().cumsum(0).detach().to(torch.bfloat16, copy=True).index_select(
             0, torch.zeros(1, dtype=torch.int64)
@@ -65,7 +54,7 @@ def test_what_torch_says_of_a_device_is_counted_each_time(monkeypatch: pytest.Mo
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    waits = module("step_waits").StepWaits("cuda", (__file__,))
+    waits = step_waits.StepWaits("cuda", (__file__,))
     with pytest.warns(UserWarning, match="another") as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         waits.__enter__()
@@ -83,7 +72,7 @@ def test_every_training_looked_at_is_one_that_pretrain_gpt_takes() -> None:
     found = [
         training
         for device, devices in (("cpu", 0), ("cuda", 1), ("cuda", 2))
-        for training in module("step_waits").trainings(device, devices)
+        for training in step_waits.trainings(device, devices)
     ]
     for training in found:
         config = parse_args([*training.arguments, "--save", "saved"], training.ranks)
@@ -125,7 +114,6 @@ def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did() -> No
         event("cpu_op", "aten::add", 390, 5),
         {"ph": "M", "name": "process_name"},
     ]
-    idle_gaps = module("idle_gaps")
     stream = idle_gaps.fold(trace)
     assert (stream.name, stream.busy_ms, stream.span_ms) == (
         "stream 7",
@@ -139,7 +127,7 @@ def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did() -> No
         ("aten::item", "cudaStreamSynchronize"),
     )
     assert longest.ms == pytest.approx(0.18) and short.ms == pytest.approx(0.005) and not short.host
-    whole, sizes, gaps = module("gpu_check").tables_of("\n".join(idle_gaps.tables(stream, 2)))
+    whole, sizes, gaps = idle_gaps.tables(stream, 2)
     assert [row[1:] for row in sizes[1:3]] == [["0.5", "0.00"], ["0.0", "0.00"]] and sizes[3][
         1:
     ] == ["0.5", "0.09"]
@@ -147,7 +135,7 @@ def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did() -> No
 
 
 def test_a_trace_without_a_device_shows_what_python_takes() -> None:
-    stream = module("idle_gaps").fold(
+    stream = idle_gaps.fold(
         [event("cpu_op", "aten::mm", 0, 10), event("cpu_op", "aten::add", 30, 10)]
     )
     assert [gap.ms for gap in stream.gaps] == [pytest.approx(0.02)]

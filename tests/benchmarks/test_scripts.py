@@ -1,0 +1,137 @@
+"""Each benchmark runs to its end at its smallest size, with training processes that are forked."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bench, gpu_kit, scale, shared
+from megatron.planner.cluster import CLUSTERS
+from tests.helpers.launching import Script
+from tests.helpers.processes import free_port, rank_environment
+
+
+def forked(
+    command: Sequence[str],
+    logs: Sequence[Path],
+    env: dict[str, str],
+    limit_s: float,
+    *,
+    awaited: Sequence[int] = (),
+    **_: Any,
+) -> tuple[list[int], list[int]]:
+    """Stand in for benchmarks.shared.launch: the ranks need not import torch."""
+    words = list(command[1:])
+    if words[0] == "-c":
+        program = logs[0].with_suffix(".py")
+        program.write_text(words[1])
+        words[:2] = [str(program)]
+    port, ranks = free_port(), range(len(logs))
+    codes = [-9] * len(logs)
+    with ExitStack() as stack:
+        scripts = [
+            stack.enter_context(
+                Script(
+                    words[0], words[1:], logs[rank], env | rank_environment(rank, len(logs), port)
+                )
+            )
+            for rank in ranks
+        ]
+        for rank in awaited or ranks:
+            codes[rank] = scripts[rank].wait().code
+    return codes, [2**20] * len(logs)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function that runs a benchmark in this process, and returns what it prints."""
+    monkeypatch.setattr(shared, "launch", forked)
+
+    def call(name: str, *arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *arguments])
+        found = importlib.import_module(f"benchmarks.{name}").main()
+        output = capsys.readouterr().out
+        assert (found or 0) == code, output
+        return output
+
+    return call
+
+
+SCRIPTS = {
+    "parity": ("--device cpu --output OUT", "2 of 2 trainings follow"),
+    "lost_rank": ("--device cpu --output OUT", "1 of 1 lost ranks"),
+    "step_waits": ("--device cpu --output OUT", "beside those of a report: tiny"),
+    "idle_gaps": ("--device cpu --output OUT", "ms a step beside"),
+    "memory_model": ("--part formulas --only '1 rank' --markdown", "the limits hold"),
+    "mup": ("coordinates --widths 64 --steps 2 --seeds 1", "largest ratio 1.000"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script(name: str, run: Any, tmp_path: Path) -> None:
+    arguments, figures = SCRIPTS[name]
+    words = shlex.split(arguments.replace("OUT", str(tmp_path)))
+    assert figures in run(name, *words)
+
+
+@pytest.mark.slow
+def test_bench_has_a_row_of_ours_and_all_parts(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {"bf16, 1 x 1 thread(s)": 1.0})
+    words = "--quick --threads 1 --only W0 parts --output".split()
+    run("bench", *words, str(tmp_path))
+    (path,) = tmp_path.glob("*.json")
+    record = json.loads(path.read_text())
+    assert [row["side"] for row in record["rows"]] == ["ours"] and record["rows"][0]["step_s"]
+    parts = {part["name"] for part in record["parts"] if "value" in part}
+    assert len(parts) == 3 and parts > {"optimizer step", "save"}, record["parts"]
+    assert "| W0 one process | ours |" in run("bench", "--markdown", str(path))
+
+
+@pytest.mark.slow
+def test_gpu_check_measures_kernels_and_their_calls(run: Any, tmp_path: Path) -> None:
+    run("gpu_check", "--only", "bandwidth", "--output", str(tmp_path))
+    log = (tmp_path / "bandwidth.log").read_text()
+    assert "a C function through ctypes alone" in log
+    tables = shared.tables_of((tmp_path / "REPORT.md").read_text())
+    assert [row[:2] for row in tables[0][1:]] == [["device", "passed"], ["bandwidth", "passed"]]
+
+
+@pytest.mark.slow
+def test_a_prediction_is_compared_with_a_run(run: Any, tmp_path: Path) -> None:
+    shutil.copy(CLUSTERS / "frontier.toml", tmp_path / "cpu1.toml")
+    (tmp_path / "cpu1.speed").write_text("1.0")
+    words = "--set tiny --keep calibration --folder".split()
+    assert "1 layouts" in run("predict", *words, str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("item", scale.ITEMS)
+def test_an_item_of_a_large_job(item: str, tmp_path: Path) -> None:
+    words = ["--item", item, "--data", "1", "--repeat", "1"]
+    with Script("benchmarks/scale.py", words, tmp_path / "log") as script:
+        outcome = script.wait()
+    assert outcome.code == 0 and json.loads(outcome.output.splitlines()[-1]), outcome.output
+
+
+@pytest.mark.slow
+def test_a_fault_is_found_to_lose_nothing(run: Any, tmp_path: Path) -> None:
+    words = "--only kills --kills 1 --seed 1 --folder".split()
+    assert "1 cases of faults, 0 things wrong" in run("fault_campaign", *words, str(tmp_path))
+
+
+def test_gpu_kit_names_an_interpreter_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_kit.main(["--python", "/nowhere", "--output", "/nowhere"])
+    assert "/nowhere" in capsys.readouterr().err
