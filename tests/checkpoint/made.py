@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.files import write_manifest, write_text
+from megatron.checkpoint.files import digest, write_manifest, write_text
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.shards import check_complete, merged, totals, write_index, write_piece
 from megatron.checkpoint.writer import ShardWriter
@@ -32,6 +32,12 @@ def tensors(seed: int = 0, optimizer: bool = True) -> dict[str, torch.Tensor]:
     return {
         f"{k}.{n}": torch.randn(s, generator=generator) for k in kinds for n, s in shapes.items()
     }
+
+
+def signed(content: Mapping[str, Any]) -> str:
+    """Return a manifest that is valid in itself."""
+    own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"
 
 
 def make(

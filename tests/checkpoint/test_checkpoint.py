@@ -5,30 +5,115 @@ They can be read by torch too.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
+from megatron.checkpoint import save as save_module
 from megatron.checkpoint import shards
 from megatron.checkpoint.files import read_manifest
+from megatron.checkpoint.load import load, load_weights
+from megatron.engine import buckets
+from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
-from tests.checkpoint import cases
+from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Topology
+from tests.checkpoint.saver_cases import loaded, message, save
 from tests.engine import toy
+from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.slow
 
 
+def train_and_save(directory: str, topology: Topology) -> dict[str, Any]:
+    """Take two steps, write a checkpoint, and return the state in it."""
+    config = toy.config()
+    engine = Engine(config, topology, toy.build(topology))
+    for step in range(2):
+        toy.backward(engine, topology, step)
+        engine.step(toy.LR)
+    save(directory, 2, engine, topology, config, {"consumed_samples": 12})
+    return {"state": toy.state_pieces(engine), "scalars": engine.scalars()}
+
+
+def on_four(rank: int, root: str) -> dict[str, Any]:
+    """Write on tensor 2 x data 2 with ZeRO-1, shards in one list and in pieces; load both."""
+    tensor, stages = join(2, 1), join(1, 2)
+    # With the bucket padding that DeepSpeed itself uses, as before this project padded buckets.
+    padded_less = mock.patch.object(buckets, "ALIGNMENT", 2)
+    out = {"saved": train_and_save(f"{root}/whole", tensor)}
+    # As in a job of thousands of ranks.
+    with mock.patch.object(save_module, "WHOLE_UP_TO", 1):
+        train_and_save(f"{root}/pieces", tensor)
+    out["same layout"] = loaded(f"{root}/pieces", tensor)
+    out["pipeline 2"] = loaded(f"{root}/pieces", stages)
+    with padded_less:
+        out["padded less"] = loaded(f"{root}/pieces", tensor)
+        out["saved, padded less"] = train_and_save(f"{root}/less", tensor)
+    out["less, padded now"] = loaded(f"{root}/less", tensor)
+    for dtype in (torch.float32, torch.bfloat16):
+        out[str(dtype)] = weights_only(f"{root}/whole", stages, dtype)
+    return out | {"errors": errors(Path(root, "errors"), Topology.create())}
+
+
+def weights_only(directory: str, topology: Topology, dtype: torch.dtype) -> dict[str, Any]:
+    """Load into parameters that no engine has touched."""
+    chunks = toy.build(topology).to(dtype)
+    for p in chunks.parameters():
+        p.data.fill_(77.0)
+    assert load_weights(directory, chunks, topology).iteration == 2
+    pieces = {}
+    for p in chunks.parameters():
+        s = sharding_of(p)
+        real = tuple(slice(0, n) for n in s.extent)
+        pieces[s.name] = [(s.offset, p.detach()[real].float().numpy().copy())]
+        p.data[real] = 0.0
+        assert not p.any(), "padding keeps what was there before"
+    return {"weights": pieces}
+
+
+def errors(root: Path, topology: Topology) -> dict[str, Any]:
+    """Fail in several ways, one after another; return the messages by case."""
+    config = toy.config()
+    engine = Engine(config, topology, toy.build(topology))
+    out: dict[str, Any] = {}
+
+    out["state no JSON"] = message(
+        lambda: save(root / "a", 1, engine, topology, config, {"x": {1, 2}})
+    )
+    out["nothing saved"] = (root / "a" / "iter_0000001").exists()
+
+    save(root / "a", 1, engine, topology, config, {})
+    # The same iteration replaces itself.
+    save(root / "a", 1, engine, topology, config, {"again": True})
+    out["replaced"] = load(root / "a", engine, topology, config).state
+    bare = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_save_optim=True))
+    save(root / "bare", 4, engine, topology, bare, {})
+    out["no optimizer"] = message(lambda: load(root / "bare", engine, topology, config))
+    no_optim = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_load_optim=True))
+    out["no-load-optim"] = load(root / "bare", engine, topology, no_optim).iteration
+
+    chunks = toy.build(topology)["0"]
+    some, other = chunks.up.sharding, chunks.mixed.sharding
+    chunks.up.sharding = dataclasses.replace(some, name="unknown")
+    chunks.mixed.sharding = dataclasses.replace(other, global_shape=(4, 2, 5))
+    out["other tensors"] = message(lambda: load_weights(root / "a", chunks, topology))
+    return out
+
+
 def assembled(ranks: list[dict[str, Any]], what: str) -> dict[str, np.ndarray]:
-    return toy.assemble([r[what] for r in ranks])
+    return toy.assemble(r[what] for r in ranks)
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -37,12 +122,13 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
-def masters(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {k: v for k, v in state.items() if k.startswith("master.")}
-
-
-def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    return torch.tensor(values).float().to(getattr(torch, dtype)).double().numpy()
+def masters(state: dict[str, np.ndarray], dtype: torch.dtype = torch.float32) -> Any:
+    """Return the rounded weights of a state by name."""
+    return {
+        name.removeprefix("master."): torch.tensor(values).float().to(dtype).double().numpy()
+        for name, values in state.items()
+        if name.startswith("master.")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,103 +137,67 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(root: Path) -> list[dict[str, Any]]:
-    return run_processes(4, cases.on_four, str(root))
+def four(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the results by case, of all ranks."""
+    ranks = run_processes(4, on_four, str(root))
+    return {name: [r[name] for r in ranks] for name in ranks[0]}
 
 
 @pytest.fixture(scope="module")
-def others(root: Path, four: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the results of all loading runs, by case name and in rank order."""
-    out: dict[str, list[dict[str, Any]]] = {}
-    for ranks in (
-        four,
-        run_processes(2, cases.on_two, str(root)),
-        run_processes(1, cases.on_one, str(root)),
-    ):
-        out.update({name: [r[name] for r in ranks] for name in ranks[0]})
-    return out
-
-
-@pytest.fixture(scope="module")
-def saved(four: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def saved(four: dict[str, list[dict[str, Any]]]) -> dict[str, np.ndarray]:
     """Return the whole fp32 state at the time the checkpoint was written."""
-    return assembled([r["saved"] for r in four], "state")
+    return assembled(four["saved"], "state")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["pieces, same layout", "pieces, pipeline 2", "pieces, one process", "pieces, padded less"],
-)
-def test_loads_exactly_on_any_layout(
-    saved: dict[str, np.ndarray], others: Any, four: Any, name: str
-) -> None:
-    ranks = others[name]
-    assert_same(assembled(ranks, "state"), saved)
-    assert_same({f"master.{k}": v for k, v in assembled(ranks, "weights").items()}, masters(saved))
-    for r in ranks:
-        assert (r["iteration"], r["client"], r["optimizer"]) == (2, {"consumed_samples": 12}, True)
-        assert r["scalars"] == four[0]["saved"]["scalars"]
-        assert r["padding"] == 0.0
-
-
-def test_the_padding_of_buckets_is_free_to_change(four: Any) -> None:
-    """A checkpoint with other padding loads exactly. Ranks then own other parts of the buckets."""
-    parts = [
-        [r[name]["held"] for r in four] for name in ("pieces, padded less", "pieces, same layout")
-    ]
+def test_loads_exactly_on_any_layout(saved: dict[str, np.ndarray], four: Any) -> None:
+    """Also with other padding, with which ranks own other parts of the buckets."""
+    for written, case in (
+        ("saved", "same layout"),
+        ("saved", "pipeline 2"),
+        ("saved", "padded less"),
+        ("saved, padded less", "less, padded now"),
+    ):
+        ranks = four[case]
+        assert_same(assembled(ranks, "state"), assembled(four[written], "state"))
+        assert_same(assembled(ranks, "weights"), masters(saved))
+        for r in ranks:
+            assert r["taken"] == (2, {"consumed_samples": 12}, True)
+            assert (r["scalars"], r["padding"]) == (four[written][0]["scalars"], 0.0)
+    parts = [[r["elements"] for r in four[name]] for name in ("padded less", "same layout")]
     assert parts[0] != parts[1]
-    saved, found = ([r[name] for r in four] for name in ("saved, padded less", "less, padded now"))
-    assert_same(assembled(found, "state"), assembled(saved, "state"))
-    assert all(r["scalars"] == saved[0]["scalars"] and r["padding"] == 0.0 for r in found)
 
 
-def test_padding_and_copies_are_not_stored(root: Path, four: Any) -> None:
-    metadata = pickle.loads((root / "whole" / "iter_0000002" / ".metadata").read_bytes())
-    stored = metadata.state_dict_metadata
-    kinds = ("master", "exp_avg", "exp_avg_sq")
-    assert set(stored) == {f"{kind}.{name}" for kind in kinds for name in toy.SHAPES}
-    for key, entry in stored.items():
-        shape = toy.SHAPES[key.split(".", 1)[1]]
-        assert tuple(entry.size) == shape
-        counted = np.zeros(shape, dtype=int)
-        for chunk in entry.chunks:
-            counted[
-                tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            ] += 1
-            assert all(
-                o + n <= d for o, n, d in zip(chunk.offsets, chunk.sizes, shape, strict=True)
-            )
-        assert (counted == 1).all(), key
-
-
-def test_pieces_say_what_the_whole_says(root: Path, four: Any) -> None:
-    """Both lists, in one piece and in many, name the same shards in the same places of the files.
+def test_lists_name_each_element_once_whole_and_in_pieces(root: Path, four: Any) -> None:
+    """Both lists name the same shards in the same places of the files, without padding and copies.
 
     So do the lists of two runs that do the same.
     """
     whole, pieces = root / "whole" / "iter_0000002", root / "pieces" / "iter_0000002"
     assert not (pieces / ".metadata").exists()
     for folder in (whole, pieces):
-        assert sorted(p.name for p in folder.glob("boxes_*")) == [
-            "boxes_00000.json",
-            "boxes_00001.json",
-        ]
+        names = sorted(p.name for p in folder.glob("boxes_*"))
+        assert names == ["boxes_00000.json", "boxes_00001.json"]
     torchs = pickle.loads((whole / ".metadata").read_bytes())
     expected = shards.read_stored(read_manifest(whole))
     assert shards.read_stored(read_manifest(pieces)) == expected
+    kinds = ("master", "exp_avg", "exp_avg_sq")
+    assert set(expected) == {f"{kind}.{name}" for kind in kinds for name in toy.SHAPES}
     assert torchs.state_dict_metadata.keys() == expected.keys()
     for name, stored in expected.items():
-        assert all(len(box[5]) == 32 for box in stored["boxes"])
-        tensor = torchs.state_dict_metadata[name]
-        assert (tuple(tensor.size), str(tensor.properties.dtype)) == (
-            stored["shape"],
-            f"torch.{stored['dtype']}",
-        )
+        tensor, shape = torchs.state_dict_metadata[name], toy.SHAPES[name.split(".", 1)[1]]
+        assert tuple(tensor.size) == stored["shape"] == shape
+        assert str(tensor.properties.dtype) == f"torch.{stored['dtype']}"
+        counted = np.zeros(shape, dtype=int)
         sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks}
+        for offset, size in sizes.items():
+            assert all(o + n <= d for o, n, d in zip(offset, size, shape, strict=True))
+            counted[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
+        assert (counted == 1).all(), name
         files = {tuple(i.offset): f for i, f in torchs.storage_data.items() if i.fqn == name}
         assert len(tensor.chunks) == len(stored["boxes"]) == len(files)
         found = {(o, sizes[o], f.relative_path, f.offset, f.length) for o, f in files.items()}
         assert found == {box[:5] for box in stored["boxes"]}, name
+        assert all(len(box[5]) == 32 for box in stored["boxes"])
 
 
 def test_only_the_pieces_of_the_wanted_tensors_are_read(
@@ -172,13 +222,10 @@ def test_only_the_pieces_of_the_wanted_tensors_are_read(
 
 def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.ndarray]) -> None:
     tensors = {name: torch.zeros(values.shape) for name, values in saved.items()}
+    reader = dcp.FileSystemReader(root / "whole" / "iter_0000002")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(
-            tensors,
-            storage_reader=dcp.FileSystemReader(root / "whole" / "iter_0000002"),
-            no_dist=True,
-        )
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     assert_same({name: tensor.double().numpy() for name, tensor in tensors.items()}, saved)
 
 
@@ -193,19 +240,14 @@ def test_what_is_missing_or_double_is_seen() -> None:
             shards.check_complete([shards.totals(p) for p in wrong])
 
 
-def test_weights_without_engine(saved: Any, others: Any) -> None:
-    for dtype in ("float32", "bfloat16"):
-        ranks = others[f"weights {dtype}"]
-        assert [r["iteration"] for r in ranks] == [2, 2]
-        for name, values in assembled(ranks, "weights").items():
-            np.testing.assert_array_equal(
-                values, rounded(saved[f"master.{name}"], dtype), err_msg=name
-            )
+def test_weights_without_engine(saved: Any, four: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert_same(assembled(four[str(dtype)], "weights"), masters(saved, dtype))
 
 
-def test_errors_reach_every_rank(others: Any) -> None:
-    found, second = others["errors"]
-    assert found == second, "the ranks tell different stories"
+def test_errors_reach_every_rank(four: Any) -> None:
+    found = four["errors"][0]
+    assert four["errors"] == [found] * 4, "the ranks tell different stories"
     assert found["nothing saved"] is False
     assert (found["replaced"], found["no-load-optim"]) == ({"again": True}, 4)
     for name, words in {

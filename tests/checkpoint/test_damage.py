@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.checkpoint.load import load, load_weights
 from megatron.engine.engine import Engine
 from megatron.parallel.topology import Topology
-from tests.checkpoint.saver_cases import message, save
+from tests.checkpoint.saver_cases import message, save, spoil
 from tests.engine import toy
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -73,7 +73,7 @@ def on_two_stages(rank: int, directory: str) -> dict[str, Any]:
         shutil.copytree(newest, kept)
     dist.barrier()
     out: dict[str, Any] = {"files": sorted(os.listdir(newest)), "found": {}}
-    other = engine_of_other_weights(topology)
+    other = spoil(Engine(config, topology, toy.build(topology)))
     for name in out["files"]:
         for how, damage in DAMAGES.items():
             if rank == 0:
@@ -94,14 +94,6 @@ def on_two_stages(rank: int, directory: str) -> dict[str, Any]:
         same_pieces(toy.state_pieces(other), states[2]),
     )
     return out | hopeless(root, topology, config, other)
-
-
-def engine_of_other_weights(topology: Topology) -> Engine:
-    engine = Engine(toy.config(), topology, toy.build(topology))
-    for f in engine.fragments():
-        for flat in (f.master, *f.moments.values()):
-            flat.fill_(77.0)
-    return engine
 
 
 def same_pieces(found: Any, expected: Any) -> bool:
@@ -149,16 +141,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks: Any) -> None:
+    json_files = "boxes boxes_00000 boxes_00001 config manifest state".split()
     assert set(ranks[0]["files"]) - {"passport.json"} == {
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
-        "boxes.json",
-        "boxes_00000.json",
-        "boxes_00001.json",
-        "config.json",
-        "manifest.json",
-        "state.json",
+        *(".metadata", "__0_0.distcp", "__1_0.distcp"),
+        *(f"{name}.json" for name in json_files),
     }
     assert ranks[0]["found"] == ranks[1]["found"], "the ranks tell different stories"
     for (name, how), (iteration, state, same, rejected) in ranks[0]["found"].items():

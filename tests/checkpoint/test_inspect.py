@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,8 @@ def test_norms_are_those_of_numpy(tmp_path: Path) -> None:
         # float64 sums of a few dozen squares: rounding stays far below 1e-12 of the sum.
         assert measured[name].norm == pytest.approx(np.sqrt((exact**2).sum()), rel=1e-12)
         assert measured[name].largest == abs(exact).max() and measured[name].not_finite == 0
-    assert (
-        measured["master.odd"].norm,
-        measured["master.odd"].largest,
-        measured["master.odd"].not_finite,
-    ) == (5, 4, 2)
+    odd = measured["master.odd"]
+    assert (odd.norm, odd.largest, odd.not_finite) == (5, 4, 2)
     assert sum(read) == sum(box[4] for s in found.stored.values() for box in s["boxes"])
 
 
@@ -157,37 +153,45 @@ def test_boxes_that_do_not_make_a_tensor(tmp_path: Path) -> None:
     assert "exp_avg_sq.layers.0.norm.weight" in outside and "(7,)" in outside
 
 
-def shape(entry: dict[str, Any], value: Any) -> None:
-    entry["shape"] = value
+# Path in the list of a tensor's shards => what stands there instead, as JSON, or nothing.
+FORGED = """
+shape =>
+shape => "7"
+shape => [7.0]
+shape => [4611686018427387904]
+dtype => "qint8"
+dtype => []
+boxes => 3
+boxes.0.5 =>
+boxes.0.0 => [5]
+boxes.0.0 => [0, 0]
+boxes.0.0.0 => -1
+boxes.0.2 => "/dev/zero"
+boxes.0.4 => 1125899906842624
+boxes.0.5 => null
+"""
 
 
-FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no shape": lambda entry: entry.pop("shape"),
-    "shape": lambda entry: shape(entry, "7"),
-    "shape of another number": lambda entry: shape(entry, [7.0]),
-    "huge": lambda entry: shape(entry, [1 << 62]),
-    "dtype": lambda entry: entry.update(dtype="qint8"),
-    "dtype of a list": lambda entry: entry.update(dtype=[]),
-    "no boxes": lambda entry: entry.update(boxes=3),
-    "short": lambda entry: entry["boxes"][0].pop(),
-    "outside": lambda entry: entry["boxes"].__setitem__(0, [[5], *entry["boxes"][0][1:]]),
-    "dimensions": lambda entry: entry["boxes"].__setitem__(0, [[0, 0], *entry["boxes"][0][1:]]),
-    "negative": lambda entry: entry["boxes"][0][0].__setitem__(0, -1),
-    "file": lambda entry: entry["boxes"][0].__setitem__(2, "/dev/zero"),
-    "bytes": lambda entry: entry["boxes"][0].__setitem__(4, 1 << 50),
-    "digest": lambda entry: entry["boxes"][0].__setitem__(5, None),
-}
+def forge(entry: Any, line: str) -> None:
+    path, _, value = line.partition(" =>")
+    *keys, last = (int(key) if key.isdigit() else key for key in path.split("."))
+    for key in keys:
+        entry = entry[key]
+    if value:
+        entry[last] = json.loads(value)
+    else:
+        del entry[last]
 
 
-@pytest.mark.parametrize("how", FORGED)
-def test_lists_that_were_forged_are_damage(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("line", FORGED.strip().splitlines())
+def test_lists_that_were_forged_are_damage(tmp_path: Path, line: str) -> None:
     """Forged lists with valid digests count as damage.
 
     Verifying or reading reports them and allocates nothing for them.
     """
     folder, other = make(tmp_path / "a", 1, VALUES), make(tmp_path / "b", 1, VALUES)
     listed = json.loads((folder / "boxes_00000.json").read_text())
-    FORGED[how](listed["master.layers.0.norm.weight"])
+    forge(listed["master.layers.0.norm.weight"], line)
     (folder / "boxes_00000.json").write_text(json.dumps(listed))
     write_manifest(folder, [p.name for p in folder.glob("*.json") if p.name != "manifest.json"])
     assert verify(folder)
@@ -239,18 +243,9 @@ def test_differences_are_measured(tmp_path: Path) -> None:
     del changed["exp_avg.embedding.weight"]
     changed["exp_avg.layers.0.norm.weight"] = torch.zeros(8)
     changed["exp_avg_sq.layers.0.norm.weight"] = VALUES["exp_avg_sq.layers.0.norm.weight"].double()
-    first = contents(
-        make(tmp_path / "a", 1, VALUES, config={"model": {"swiglu": True}, "training": {"seed": 1}})
-    )
-    second = contents(
-        make(
-            tmp_path / "b",
-            2,
-            changed,
-            config={"model": {"swiglu": True}, "training": {"seed": 2}},
-            files=3,
-        )
-    )
+    settings = [{"model": {"swiglu": True}, "training": {"seed": seed}} for seed in (1, 2)]
+    first = contents(make(tmp_path / "a", 1, VALUES, config=settings[0]))
+    second = contents(make(tmp_path / "b", 2, changed, config=settings[1], files=3))
     found = compare(first, second)
     assert not found.same
     assert (found.only_first, found.only_second) == (["exp_avg.embedding.weight"], ["master.new"])
@@ -274,16 +269,13 @@ def test_bits_are_compared() -> None:
     nan, inf = math.nan, math.inf
     a = torch.tensor([0.0, 1.0, nan, inf, 5.0])
     assert tensor_difference(a, a.clone()) is None
-    assert tensor_difference(a, torch.tensor([-0.0, 1.0, nan, inf, 5.0])) == TensorDifference(
-        1, 5, 0.0, inf
-    )
-    assert tensor_difference(a, torch.tensor([0.0, 1.0, 2.0, inf, 5.0])) == TensorDifference(
-        1, 5, inf, inf
-    )
-    b = torch.tensor([3.0, 4.0], dtype=torch.bfloat16)
-    assert tensor_difference(b, torch.tensor([3.0, 4.5], dtype=torch.bfloat16)) == TensorDifference(
-        1, 2, 0.5, 0.1
-    )
+    for values, expected in (
+        ([-0.0, 1.0, nan, inf, 5.0], (1, 5, 0.0, inf)),
+        ([0.0, 1.0, 2.0, inf, 5.0], (1, 5, inf, inf)),
+    ):
+        assert tensor_difference(a, torch.tensor(values)) == TensorDifference(*expected)
+    b, c = (torch.tensor([3.0, last], dtype=torch.bfloat16) for last in (4.0, 4.5))
+    assert tensor_difference(b, c) == TensorDifference(1, 2, 0.5, 0.1)
 
 
 def test_damage_ends_a_comparison(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.checkpoint.find import Found, find, find_folder, open_checkpoint, 
 from megatron.checkpoint.settings import check_architecture, plain
 from megatron.config import Config
 from megatron.errors import CheckpointError
+from tests.checkpoint.made import signed
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = {"format": 3, "iteration": 1, "optimizer": True, "state": {}, "engine": {}}
@@ -40,6 +42,13 @@ def track(root: Path, text: str) -> None:
     (root / TRACKER).write_text(text)
 
 
+NO_FILES: dict[str, Callable[[Path], None]] = {
+    "fifo": os.mkfifo,
+    "no end": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+}
+
+
 def test_the_tracker_names_it(tmp_path: Path) -> None:
     checkpoint(tmp_path, 100)
     expected = checkpoint(tmp_path, 200)
@@ -51,28 +60,14 @@ def test_the_tracker_names_it(tmp_path: Path) -> None:
 def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path: Path) -> None:
     checkpoint(tmp_path, 100)
     expected = checkpoint(tmp_path, 200)
-    for text in (
-        None,
-        "",
-        "  \n",
-        "two hundred",
-        "-1",
-        "²",
-        "1" * 5000,
-        "release",
-        "a fifo",
-        "no end",
-        "a folder",
+    texts = ("", "  \n", "two hundred", "-1", "²", "1" * 5000, "release")
+    for put in (
+        lambda path: None,
+        *(lambda path, text=text: path.write_text(text) for text in texts),
+        *NO_FILES.values(),
     ):
         (tmp_path / TRACKER).unlink(missing_ok=True)
-        if text == "a folder":
-            (tmp_path / TRACKER).mkdir()
-        elif text == "a fifo":
-            os.mkfifo(tmp_path / TRACKER)
-        elif text == "no end":
-            (tmp_path / TRACKER).symlink_to("/dev/zero")
-        elif text is not None:
-            track(tmp_path, text)
+        put(tmp_path / TRACKER)
         found = find(tmp_path)
         assert found.folder == expected and not found.rejected
         (note,) = found.notes
@@ -130,15 +125,9 @@ def test_broken_ones_are_named_and_passed_over(tmp_path: Path) -> None:
     (tmp_path / "iter_0000200" / "manifest.json").write_text("{}")
     found = find(tmp_path)
     assert found.folder == expected
-    assert [r.folder.name for r in found.rejected] == [
-        "iter_0000400",
-        "iter_0000300",
-        "iter_0000200",
-    ]
-    for rejected, name in zip(
-        found.rejected, ("state.json", "config.json", "manifest.json"), strict=True
-    ):
-        assert name in rejected.reason
+    broken = {400: "state.json", 300: "config.json", 200: "manifest.json"}
+    for rejected, (iteration, name) in zip(found.rejected, broken.items(), strict=True):
+        assert rejected.folder.name == f"iter_0000{iteration}" and name in rejected.reason
     assert find(tmp_path, before=100) == Found(tmp_path / "iter_0000050")
 
 
@@ -187,25 +176,20 @@ def test_broken_ones_alone_are_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "named"),
     [
-        (("latest", "global_step100"), "convert_checkpoint"),
-        (("release", TRACKER), "convert_checkpoint"),
-        (("state.json", "config.json", "manifest.json"), "--load-tag"),
+        ("latest global_step100", "convert_checkpoint"),
+        (f"release {TRACKER}", "convert_checkpoint"),
+        ("iter_0000100/mp_rank_00/x", "convert_checkpoint"),
+        ("iter_0000100/metadata.json", "convert_checkpoint"),
+        ("state.json config.json manifest.json", "--load-tag"),
     ],
 )
 def test_what_others_wrote_is_no_reason_to_start_anew(
-    tmp_path: Path, names: tuple[str, ...], named: str
+    tmp_path: Path, names: str, named: str
 ) -> None:
-    for name in names:
+    for name in names.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("release")
     with pytest.raises(CheckpointError, match=named):
-        find(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["mp_rank_00", "metadata.json"])
-def test_megatrons_own_checkpoint_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / "iter_0000100" / name).mkdir(parents=True)
-    track(tmp_path, "100")
-    with pytest.raises(CheckpointError, match="convert_checkpoint"):
         find_folder(tmp_path)
 
 
@@ -227,9 +211,8 @@ DEEP = "[" * 3000 + "]" * 3000
 
 def manifest(**changed: Any) -> str:
     """Write a manifest that is valid in itself."""
-    content = {"format": 3, "generation": 1, "files": {"state.json": [2, digest(b"{}")]}, **changed}
-    own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    return json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"
+    files = {"state.json": [2, digest(b"{}")]}
+    return signed({"format": 3, "generation": 1, "files": files, **changed})
 
 
 SMALL = {
@@ -283,12 +266,12 @@ def test_what_was_forged_is_passed_over(tmp_path: Path, name: str, how: str) -> 
 
 
 @pytest.mark.parametrize("name", ["manifest", "state", "config", "boxes"])
-@pytest.mark.parametrize("how", ["fifo", "/dev/zero", "folder"])
+@pytest.mark.parametrize("how", NO_FILES)
 def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str, how: str) -> None:
     expected, newest = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     path = newest / f"{name}.json"
     path.unlink()
-    {"fifo": os.mkfifo, "folder": Path.mkdir}.get(how, lambda p: p.symlink_to(how))(path)
+    NO_FILES[how](path)
     found = find(tmp_path)
     assert found.folder == expected and [r.folder for r in found.rejected] == [newest]
 
@@ -323,38 +306,36 @@ def test_those_from_before_saves_were_counted_are_the_oldest(tmp_path: Path) -> 
     for folder in list(made.values())[:3]:
         content = json.loads((folder / "manifest.json").read_text())
         del content["generation"], content["digest"]
-        own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-        (folder / "manifest.json").write_text(
-            json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"
-        )
+        (folder / "manifest.json").write_text(signed(content))
     (made[8] / "config.json").write_text("")
     assert find(tmp_path).folder == made[6]
     expected = checkpoint(tmp_path, 3, generation=2)
     assert find(tmp_path).folder == expected
 
 
+SIZES = dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=8)
+
+
 def test_a_setting_that_is_newer_than_the_checkpoint():
     """A checkpoint from before a setting existed was written with its default."""
-    sizes = dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=8)
-    config = Config.create(**sizes)
+    config = Config.create(**SIZES)
     stored = plain(config)
     for name in ("qk_layernorm", "parallel_residual", "norm_position"):
         del stored["model"][name]
     check_architecture(stored, config, "iter_0000001")
     changed = dict(qk_layernorm=True, parallel_residual="one_norm")
     with pytest.raises(CheckpointError) as raised:
-        check_architecture(stored, Config.create(**sizes, **changed), "iter_0000001")
+        check_architecture(stored, Config.create(**SIZES, **changed), "iter_0000001")
     text = str(raised.value)
     assert "--qk-layernorm" in text and "--parallel-residual" in text and "one_norm" in text
     assert "--norm-position" not in text
 
 
 def test_mup_belongs_to_a_checkpoint():
-    sizes = dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=8)
-    mup = Config.create(**sizes, use_mup=True, mup_base_hidden_size=8)
+    mup = Config.create(**SIZES, use_mup=True, mup_base_hidden_size=8)
     check_architecture(plain(mup), mup, "iter_0000001")
     for other in (dict(), dict(use_mup=True, mup_base_hidden_size=8, mup_output_mult=1.0)):
         with pytest.raises(CheckpointError) as raised:
-            check_architecture(plain(mup), Config.create(**sizes, **other), "iter_0000001")
+            check_architecture(plain(mup), Config.create(**SIZES, **other), "iter_0000001")
         assert "--mup-output-mult" in str(raised.value)
         assert ("--use-mup" in str(raised.value)) != bool(other)

@@ -20,6 +20,7 @@ from megatron.checkpoint.files import (
     write_manifest,
 )
 from megatron.errors import CheckpointError
+from tests.checkpoint.made import signed
 
 STATE = {"format": 3, "iteration": 4}
 
@@ -99,10 +100,6 @@ def test_what_could_not_be_read_is_not_written() -> None:
 
 
 def test_a_later_format_is_called_so(tmp_path: Path) -> None:
-    rest = {"format": 4, "files": {}}
-    own = digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
-    (tmp_path / MANIFEST).write_text(
-        json.dumps(rest | {"digest": own}, indent=1, sort_keys=True) + "\n"
-    )
+    (tmp_path / MANIFEST).write_text(signed({"format": 4, "files": {}}))
     with pytest.raises(CheckpointError, match=r"\b4\b"):
         read_manifest(tmp_path)

@@ -1,13 +1,16 @@
-"""Synchronous saves: contents of the folder, failures without a trace, and memory."""
+"""Saves: contents of the folder, failures without a trace, background saves, and memory."""
 
 from __future__ import annotations
 
 import errno
 import io
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -18,6 +21,7 @@ from megatron.checkpoint.files import file_digest
 from megatron.checkpoint.folder import commit_folder
 from megatron.checkpoint.writer import ShardWriter
 from tests.checkpoint import saver_cases
+from tests.engine import toy
 from tests.helpers.processes import run_processes
 
 
@@ -28,12 +32,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(root: Path) -> list[dict[str, Any]]:
-    return run_processes(
-        2,
-        saver_cases.on_two,
-        str(root),
-        ["synchronous", "fails", "keeps", "goes_back", "wrong_clock", "another_branch"],
-    )
+    cases = "synchronous consistent waits two_runs keeps goes_back wrong_clock another_branch"
+    names = [*cases.split(), "fails", "fails_in_the_background"]
+    return run_processes(2, saver_cases.on_two, str(root), names)
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +42,13 @@ def folder(root: Path, two: Any) -> Path:
     return root / "synchronous" / "iter_0000007"
 
 
+def names(*iterations: int) -> list[str]:
+    return [*(f"iter_{iteration:07d}" for iteration in iterations), saver_cases.TRACKER]
+
+
 @pytest.mark.slow
 def test_contents(folder: Path, two: Any) -> None:
-    small = {
-        "state.json",
-        "config.json",
-        "passport.json",
-        "boxes.json",
-        "boxes_00000.json",
-        ".metadata",
-    }
+    small = {*"state.json config.json passport.json boxes.json boxes_00000.json .metadata".split()}
     data = {"__0_0.distcp", "__1_0.distcp"}
     assert {p.name for p in folder.iterdir()} == {"manifest.json", *small, *data}
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -79,51 +77,36 @@ def test_every_byte_of_the_data_files_has_a_digest(folder: Path) -> None:
     assert ends == {name: (folder / name).stat().st_size for name in ends} and all(ends.values())
 
 
-BEFORE = ["iter_0000001", "latest_checkpointed_iteration.txt"]
-
-
 @pytest.mark.slow
 def test_a_failure_anywhere_leaves_no_trace(two: Any) -> None:
-    first, second = (r["fails"] for r in two)
-    assert first == second
+    found, second = (r["fails"] for r in two)
+    assert found == second
+    assert found.pop("in the end") == (names(2), "2\n")
     reasons = {
         "full": "rank 1: OSError: [Errno 28]",
         "tensors": "rank 1: MemoryError",
-        "parts": "iter_0000002",
+        "a part": "iter_0000002",
     }
-    for name in ("full", "piece", "index", "manifest", "commit", "tensors", "parts"):
-        assert "iter_0000002" in first[name] and reasons.get(name, "[Errno 122]") in first[name]
-        assert first[f"{name}: there"] == BEFORE and first[f"{name}: tracker"] == "1\n"
-    assert first["in the end"] == ["iter_0000002", BEFORE[1]] and first["at last"] == "2\n"
+    for name, (text, *rest) in found.items():
+        assert "iter_0000002" in text and reasons.get(name, "[Errno 122]") in text
+        assert rest == [names(1), "1\n"]
 
 
 @pytest.mark.slow
 def test_retention(two: Any) -> None:
-    first, second = (r["keeps"] for r in two)
-    assert first == second
-    kept = [
-        [int(name[5:]) for name in names if name.startswith("iter")] for names in first["found"]
-    ]
-    # 10 is named by --load-tag; two are kept, and the multiples of 40.
-    assert kept == [[10], [10, 20], [10, 20, 30], [10, 30, 40], [10, 40, 50]]
-    assert first["in the end"] == [
-        "iter_0000010",
-        "iter_0000040",
-        "iter_0000050",
-        "iter_0000060",
-        BEFORE[1],
-    ]
-
-
-@pytest.mark.slow
-def test_retention_keeps_what_the_run_goes_on_from(two: Any) -> None:
-    assert two[0]["goes_back"]["there"] == ["iter_0000015", "iter_0000030", BEFORE[1]]
+    """10 is named by --load-tag; two are kept, and the multiples of 40."""
+    kept = [(10,), (10, 20), (10, 20, 30), (10, 30, 40), (10, 40, 50), (10, 40, 50, 60)]
+    for rank in two:
+        found, *later = rank["keeps"]
+        assert [name for name in found if not name.endswith(".tmp")] == names(10)
+        assert later == [names(*iterations) for iterations in kept[1:]]
+        assert rank["goes_back"] == names(15, 30), "what the run goes on from stays"
 
 
 @pytest.mark.slow
 def test_no_clock_is_believed(two: Any) -> None:
     for found in (r["wrong_clock"] for r in two):
-        assert found["there"] == ["iter_0000012", "iter_0000014", "iter_0000016", BEFORE[1]]
+        assert found["there"] == names(12, 14, 16)
         assert found["instead"] == found["without tracker"] == "iter_0000014"
 
 
@@ -135,8 +118,72 @@ def test_a_run_that_goes_on_from_an_older_checkpoint(two: Any) -> None:
     """
     for found in (r["another_branch"] for r in two):
         assert (found["of 5"], found["of 9"]) == ("iter_0000005", "iter_0000009")
-        assert found["there"] == ["else", "iter_0000004", "iter_0000007", "iter_0000009", BEFORE[1]]
+        assert found["there"] == ["else", *names(4, 7, 9)]
         assert found["generation"] == 8
+
+
+# -- in the background -----------------------------------------------------------------------------
+
+
+def assert_same(found: Iterable[Any], expected: Iterable[Any]) -> None:
+    a, b = toy.assemble(found), toy.assemble(expected)
+    assert a.keys() == b.keys()
+    for name in b:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.mark.slow
+def test_the_copy_is_of_the_moment_it_was_asked_for(two: Any) -> None:
+    """A checkpoint of that moment appears with its commit, while training goes on."""
+    found = [r["consistent"] for r in two]
+    expected = [f["before"]["state"] for f in found]
+    assert_same([f["loaded"]["state"] for f in found], expected)
+    with pytest.raises(AssertionError):  # training went on meanwhile
+        assert_same([f["after"] for f in found], expected)
+    for f in found:
+        assert f["loaded"]["scalars"] == f["before"]["scalars"]
+        assert f["loaded"]["taken"][1] == {"n": 1}
+        assert f["same"], "the file is that of a synchronous save, to the byte"
+        state, (there,) = f["early"]
+        assert state == (None, True, False)
+        assert re.fullmatch(r"iter_0000005\.[0-9a-f]{8}\.tmp", there)
+        assert (f["then"], f["saved"]) == ((False, names(5)), (5, True, True))
+
+
+@pytest.mark.slow
+def test_one_at_a_time(two: Any) -> None:
+    found = [r["waits"] for r in two]
+    for f in found:
+        assert "iter_0000001" in f["after second"] and "iter_0000002" not in f["after second"]
+        assert (f["last"], f["there"]) == (2, names(1, 2))
+        assert f["in the end"] == (names(1, 2, 3, 4), "4\n")
+    assert_same([f["loaded"] for f in found], [f["expected"] for f in found])
+
+
+@pytest.mark.slow
+def test_a_thread_that_fails(two: Any) -> None:
+    first, second = (r["fails_in_the_background"] for r in two)
+    assert first == second
+    for text in first["messages"]:
+        assert "rank 1: OSError: [Errno 28]" in text and "iter_0000002" in text
+    assert first["state"] == (names(1), "1\n", False, False)
+    assert first["in the end"] == (names(3), "3\n")
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder(two: Any) -> None:
+    """A job and its requeued copy save in one folder.
+
+    One of them fails, and only the other's files appear.
+    """
+    found = [r["two_runs"] for r in two]
+    for f in found:
+        assert "iter_0000003." in f["error"] and ".tmp" in f["error"]
+        assert f["there"] == names(3) and f["loaded"]["taken"][1] == {"run": "second"}
+    assert_same([f["loaded"]["state"] for f in found], [f["expected"] for f in found])
+
+
+# -- a commit, a file, memory ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -182,9 +229,7 @@ def test_a_commit_that_fails_is_undone(
     assert sorted(p.name for p in tmp_path.iterdir()) == [final.name, tracker.name]
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64"]
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "complex64"])
 def test_any_tensor(tmp_path: Path, dtype: str) -> None:
     whole = (torch.arange(24) % 5).to(getattr(torch, dtype)).view(4, 6)
     views = {
@@ -202,11 +247,7 @@ def test_any_tensor(tmp_path: Path, dtype: str) -> None:
     for name, view in views.items():
         ((offset, sizes, _, start, length, _),) = stored[name]["boxes"]
         found = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
-        assert (
-            found.dtype == view.dtype
-            and torch.equal(found, view)
-            and found.shape == view.shape == sizes
-        )
+        assert found.dtype == view.dtype and torch.equal(found, view) and view.shape == sizes
         assert offset == (1,) * view.dim() and stored[name]["dtype"] == dtype
 
 

@@ -45,48 +45,45 @@ def logits(config: Config, chunks: Any) -> np.ndarray:
     return found[found.isfinite()].numpy()  # without the padding of the vocabulary
 
 
-def upcycled(rank: int, tensor: int, folders: dict[str, str]) -> dict[str, Any]:
-    topology, out = join(tensor), dict[str, Any]()
-    for case, folder in folders.items():
-        dense, experts = CASES[case]
-        config, chunks, engine = built(dense, topology)
-        with torch.no_grad():  # values that are not initial ones, biases included
-            for f in engine.fragments():
-                f.master.add_(
-                    0.05 * torch.sin(torch.arange(f.numel, dtype=torch.float32) + f.start)
-                )
-        engine.update_working_weights()
-        engine.wait_for_weights()
-        expected = logits(config, chunks)
-        save(folder, 7, engine, topology, config, {"consumed_samples": 56})
-        taken = dense | experts | dict(load=folder, moe_use_upcycling=True)
-        config, chunks, engine = built(taken, topology)
-        loaded = load(folder, engine, topology, config)
-        engine.wait_for_weights()
-        found = logits(config, chunks)
-        plain = built(dense | experts, topology)
-        with pytest.raises(CheckpointError, match="num-experts"):
-            load(folder, plain[2], topology, plain[0])
-        # a checkpoint that has experts is loaded as usual
-        save(folder, 8, engine, topology, config, {"consumed_samples": 64})
-        again = load(folder, engine, topology, config)
-        out[case] = {
-            "expected": expected,
-            "found": found,
-            "first": (loaded.iteration, loaded.state, loaded.optimizer),
-            "again": (again.iteration, again.state, again.optimizer),
-        }
-    return out
+def upcycled(rank: int, tensor: int, folder: str, case: str) -> dict[str, Any]:
+    topology, (dense, experts) = join(tensor), CASES[case]
+    config, chunks, engine = built(dense, topology)
+    with torch.no_grad():  # values that are not initial ones, biases included
+        for f in engine.fragments():
+            f.master.add_(0.05 * torch.sin(torch.arange(f.numel, dtype=torch.float32) + f.start))
+    engine.update_working_weights()
+    engine.wait_for_weights()
+    expected = logits(config, chunks)
+    save(folder, 7, engine, topology, config, {"consumed_samples": 56})
+    config, chunks, engine = built(
+        dense | experts | dict(load=folder, moe_use_upcycling=True), topology
+    )
+    first = load(folder, engine, topology, config)
+    engine.wait_for_weights()
+    found = logits(config, chunks)
+    plain, _, without = built(dense | experts, topology)
+    with pytest.raises(CheckpointError, match="num-experts"):
+        load(folder, without, topology, plain)
+    # a checkpoint that has experts is loaded as usual
+    save(folder, 8, engine, topology, config, {"consumed_samples": 64})
+    again = load(folder, engine, topology, config)
+    taken = [(one.iteration, one.state, one.optimizer) for one in (first, again)]
+    return {"expected": expected, "found": found, "taken": taken}
+
+
+def all_cases(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+    return {
+        f"{case}, tensor {tensor}": upcycled(rank, tensor, f"{folder}/{case}-{tensor}", case)
+        for case in CASES
+        for tensor in (1, 2)
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2], ids=["data 2", "tensor 2"])
-def test_the_first_logits_are_those_of_the_dense_model(tmp_path: Path, tensor: int) -> None:
-    folders = {case: str(tmp_path / str(i)) for i, case in enumerate(CASES)}
-    for rank in run_processes(2, upcycled, tensor, folders):
+def test_the_first_logits_are_those_of_the_dense_model(tmp_path: Path) -> None:
+    for rank in run_processes(2, all_cases, str(tmp_path)):
         for case, result in rank.items():
             expected, found = result["expected"], result["found"]
             assert expected.std() > 0.05
             assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), case
-            assert result["first"] == (0, {}, False)
-            assert result["again"] == (8, {"consumed_samples": 64}, True)
+            assert result["taken"] == [(0, {}, False), (8, {"consumed_samples": 64}, True)]

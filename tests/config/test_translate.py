@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,83 +32,61 @@ def problem(line: str | list[str], *more: str, world_size: int = 1) -> str:
     return str(raised.value).partition("1 problem: ")[2]
 
 
-# ---- stages: layers, pipeline ranks, flags, and the layers of each stage
+# ---- stages: layers, pipeline ranks, flags => layers of each stage
 
-STAGES = [
-    # BLOOM: 70 layers, an embedding and its tied copy make 72, 6 for each of 12 stages.
-    (70, 12, "--pp-partition-method type:transformer|embedding", "5,6,6,6,6,6,6,6,6,6,6,5"),
-    # 42 over 8 stages: 5 each, and the remaining two come just before the last.
-    (40, 8, "--pp-partition-method type:embedding|transformer", "4,5,5,5,5,6,6,4"),
-    # An untied output layer is no embedding: 71 + 1 = 72.
-    (
-        71,
-        12,
-        "--pp-partition-method TYPE:transformer|embedding --untie-embeddings-and-output-weights",
-        "5,6,6,6,6,6,6,6,6,6,6,6",
-    ),
-    (
-        30,
-        4,
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
-        "7,8,8,7",
-    ),
-    (31, 4, "--account-for-embedding-in-pipeline-split", "7,8,8,8"),
-    (
-        31,
-        4,
-        "--account-for-loss-in-pipeline-split true --account-for-embedding-in-pipeline-split false",
-        "8,8,8,7",
-    ),
-    # 32 over two chunks on each of 4 ranks.
-    (
-        30,
-        4,
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-        "--num-virtual-stages-per-pipeline-rank 2",
-        "3,4,4,4,4,4,4,3",
-    ),
-    (
-        30,
-        4,
-        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
-        "--num-layers-per-virtual-pipeline-stage 4",
-        "3,4,4,4,4,4,4,3",
-    ),
-    (
-        30,
-        4,
-        "--decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 8",
-        "6,8,8,8",
-    ),
-    (30, 4, "--decoder-first-pipeline-num-layers 6", "6,8,8,8"),
-    (30, 4, "--decoder-last-pipeline-num-layers=6", "8,8,8,6"),
-    (7, 2, "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4", "3,4"),
-    # Each rank's layers are divided over its chunks.
-    (
-        30,
-        4,
-        "--decoder-first-pipeline-num-layers 6 --num-virtual-stages-per-pipeline-rank 2",
-        "3,4,4,4,3,4,4,4",
-    ),
-    (6, 4, "--pipeline-model-parallel-layout Et|tt|tt|tL", "1,2,2,1"),
-    (14, 4, "--pipeline-model-parallel-layout E,t*3|(t*4|)*2,t*3,L", "3,4,4,3"),
-    (14, 4, "--pipeline-model-parallel-layout Ettt|(tttt|)*2tttL", "3,4,4,3"),
-    (6, 2, "--pipeline-model-parallel-layout Et|tt|tt|tL", "1,2,2,1"),
-    # The layout may be repeated in our words.
-    (30, 4, "--decoder-first-pipeline-num-layers 6 --pipeline-layout 6,8,8,8", "6,8,8,8"),
-]
+STAGES = """
+# BLOOM: 70 layers, an embedding and its tied copy make 72, 6 for each of 12 stages.
+70 12 --pp-partition-method type:transformer|embedding => 5,6,6,6,6,6,6,6,6,6,6,5
+# 42 over 8 stages: 5 each, and the remaining two come just before the last.
+40 8 --pp-partition-method type:embedding|transformer => 4,5,5,5,5,6,6,4
+# An untied output layer is no embedding: 71 + 1 = 72.
+71 12 --pp-partition-method TYPE:transformer|embedding --untie-embeddings-and-output-weights \
+    => 5,6,6,6,6,6,6,6,6,6,6,6
+30 4 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split => 7,8,8,7
+31 4 --account-for-embedding-in-pipeline-split => 7,8,8,8
+31 4 --account-for-loss-in-pipeline-split true --account-for-embedding-in-pipeline-split false => 8,8,8,7
+# 32 over two chunks on each of 4 ranks.
+30 4 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split \
+    --num-virtual-stages-per-pipeline-rank 2 => 3,4,4,4,4,4,4,3
+30 4 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split \
+    --num-layers-per-virtual-pipeline-stage 4 => 3,4,4,4,4,4,4,3
+30 4 --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 8 => 6,8,8,8
+30 4 --decoder-first-pipeline-num-layers 6 => 6,8,8,8
+30 4 --decoder-last-pipeline-num-layers=6 => 8,8,8,6
+7 2 --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 4 => 3,4
+# Each rank's layers are divided over its chunks.
+30 4 --decoder-first-pipeline-num-layers 6 --num-virtual-stages-per-pipeline-rank 2 => 3,4,4,4,3,4,4,4
+6 4 --pipeline-model-parallel-layout Et|tt|tt|tL => 1,2,2,1
+14 4 --pipeline-model-parallel-layout E,t*3|(t*4|)*2,t*3,L => 3,4,4,3
+14 4 --pipeline-model-parallel-layout Ettt|(tttt|)*2tttL => 3,4,4,3
+6 2 --pipeline-model-parallel-layout Et|tt|tt|tL => 1,2,2,1
+# The layout may be repeated in our words.
+30 4 --decoder-first-pipeline-num-layers 6 --pipeline-layout 6,8,8,8 => 6,8,8,8
+"""
+
+
+def rows(text: str) -> Iterator[tuple[int, int, str, str]]:
+    """Yield layers, pipeline ranks, flags, and what is behind the arrow."""
+    for line in text.strip().splitlines():
+        if not line.startswith("#"):
+            given, _, result = line.partition("=>")
+            layers, ranks, flags = given.split(maxsplit=2)
+            yield int(layers), int(ranks), flags.strip(), result.strip()
+
+
+def staged(layers: int, ranks: int, flags: str) -> tuple[Config, list[str]]:
+    sizes = f"--num-layers {layers} --pipeline-model-parallel-size {ranks} --mock-data"
+    return resolve(f"{sizes} {flags}", world_size=ranks)
 
 
 def test_stages():
-    for layers, ranks, flags, layout in STAGES:
-        sizes = f"--num-layers {layers} --pipeline-model-parallel-size {ranks} --mock-data"
-        config, notices = resolve(f"{sizes} {flags}", world_size=ranks)
+    for layers, ranks, flags, layout in rows(STAGES):
+        config, notices = staged(layers, ranks, flags)
         counts = [int(count) for count in layout.split(",")]
         assert sum(counts) == layers and config.parallel.pipeline_layout == layout, flags
         assert config.parallel.num_chunks == len(counts) // ranks
-        assert any(
-            layout in notice and flags.split()[0].partition("=")[0] in notice for notice in notices
-        ), notices
+        first = flags.split()[0].partition("=")[0]
+        assert any(layout in notice and first in notice for notice in notices), notices
 
 
 def test_the_tensor_parallel_ranks_of_axonn():
@@ -151,90 +129,58 @@ def test_chunks():
         assert all(word in text for word in (f"{flag} 3", "8 layers", "--pipeline-layout"))
 
 
-WITHOUT_EFFECT = [
-    (1, "--pp-partition-method type:transformer|embedding"),
-    (1, "--decoder-first-pipeline-num-layers 2"),
-    (1, "--account-for-loss-in-pipeline-split"),
-    (1, "--pipeline-model-parallel-layout E|t|L"),
-    (2, "--pp-partition-method type:transformer"),
-    (2, "--decoder-last-pipeline-num-layers none"),
-    (2, "--account-for-loss-in-pipeline-split false"),
-    (2, "--num-layers-per-virtual-pipeline-stage 4"),  # one chunk, as in Megatron-LM
-    (1, "--num-layers-per-virtual-pipeline-stage 8"),
-    (1, "--ckpt-step 0"),
-]
+WITHOUT_EFFECT = """
+8 1 --pp-partition-method type:transformer|embedding
+8 1 --decoder-first-pipeline-num-layers 2
+8 1 --account-for-loss-in-pipeline-split
+8 1 --pipeline-model-parallel-layout E|t|L
+8 2 --pp-partition-method type:transformer
+8 2 --decoder-last-pipeline-num-layers none
+8 2 --account-for-loss-in-pipeline-split false
+# one chunk, as in Megatron-LM
+8 2 --num-layers-per-virtual-pipeline-stage 4
+8 1 --num-layers-per-virtual-pipeline-stage 8
+8 1 --ckpt-step 0
+"""
 
 
 def test_stages_that_stay_as_they_are():
-    for ranks, flags in WITHOUT_EFFECT:
-        sizes = f"--num-layers 8 --pipeline-model-parallel-size {ranks} --mock-data"
-        assert (
-            resolve(f"{sizes} {flags}", world_size=ranks)[0] == resolve(sizes, world_size=ranks)[0]
-        ), flags
+    for layers, ranks, flags, _ in rows(WITHOUT_EFFECT):
+        assert staged(layers, ranks, flags)[0] == staged(layers, ranks, "")[0], flags
 
 
-IMPOSSIBLE = [
-    # and 70 < 72
-    (70, 72, "--pp-partition-method type:transformer|embedding", ["72", "without layers"], 2),
-    (8, 2, "--pp-partition-method parameters", ["parameters", "--pipeline-layout"], 1),
-    (8, 2, "--pp-partition-method uniform", ["uniform", "--pipeline-layout"], 1),
-    (8, 2, "--account-for-loss-in-pipeline-split", ["8 layers and 1", "--pipeline-layout"], 1),
-    (1, 2, "--account-for-loss-in-pipeline-split", ["without layers"], 2),
-    (30, 4, "--decoder-first-pipeline-num-layers 7", ["7", "23 of 30", "--pipeline-layout"], 1),
-    (30, 4, "--decoder-first-pipeline-num-layers 31", ["31", "--pipeline-layout"], 1),
-    (
-        30,
-        4,
-        "--decoder-first-pipeline-num-layers x",
-        ["--decoder-first-pipeline-num-layers", "'x'"],
-        1,
-    ),
-    (
-        30,
-        4,
-        "--decoder-first-pipeline-num-layers 6 --pp-partition-method type:transformer|embedding",
-        ["--decoder-first-pipeline-num-layers 6", "--pp-partition-method"],
-        1,
-    ),
-    (
-        30,
-        4,
-        "--decoder-first-pipeline-num-layers 6 --pipeline-layout 8,8,8,6",
-        ["6,8,8,8", "8,8,8,6"],
-        1,
-    ),
-    (
-        30,
-        4,
-        "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 3",
-        ["--num-virtual-stages-per-pipeline-rank 2", "--num-layers-per-virtual-pipeline-stage 3"],
-        2,
-    ),
-    (4, 2, "--pipeline-model-parallel-layout E|tt|tt|L", ["E|tt|tt|L", "--pipeline-layout"], 1),
-    (4, 2, "--pipeline-model-parallel-layout Ett|ttm|L", ["Ett|ttm|L"], 1),
-    (4, 3, "--pipeline-model-parallel-layout Ett|ttL", ["multiple of 3"], 1),
-    (4, 2, "--pipeline-model-parallel-layout Ett|t*999999|L", ["letters"], 1),
-    (4, 2, "--pipeline-model-parallel-layout Ett|t*99999999999|L", ["t*9999999"], 1),
-    (5, 2, "--pipeline-model-parallel-layout Ett|ttL", ["2,2", "4 layers", "--num-layers is 5"], 1),
-    (
-        8,
-        2,
-        "--no-pipeline-parallel",
-        ["--no-pipeline-parallel", "--pipeline-model-parallel-size 2"],
-        1,
-    ),
-]
+# The number of problems, and words of the message.
+IMPOSSIBLE = """
+70 72 --pp-partition-method type:transformer|embedding => 2 without layers | 70 | 72
+8 2 --pp-partition-method parameters => 1 parameters | --pipeline-layout
+8 2 --pp-partition-method uniform => 1 uniform | --pipeline-layout
+8 2 --account-for-loss-in-pipeline-split => 1 8 layers and 1 | --pipeline-layout
+1 2 --account-for-loss-in-pipeline-split => 2 without layers
+30 4 --decoder-first-pipeline-num-layers 7 => 1 7 | 23 of 30 | --pipeline-layout
+30 4 --decoder-first-pipeline-num-layers 31 => 1 31 | --pipeline-layout
+30 4 --decoder-first-pipeline-num-layers x => 1 --decoder-first-pipeline-num-layers | 'x'
+30 4 --decoder-first-pipeline-num-layers 6 --pp-partition-method type:transformer|embedding \
+    => 1 --decoder-first-pipeline-num-layers 6 | --pp-partition-method
+30 4 --decoder-first-pipeline-num-layers 6 --pipeline-layout 8,8,8,6 => 1 6,8,8,8 | 8,8,8,6
+30 4 --num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 3 \
+    => 2 --num-virtual-stages-per-pipeline-rank 2 | --num-layers-per-virtual-pipeline-stage 3
+4 2 --pipeline-model-parallel-layout E|tt|tt|L => 1 E|tt|tt|L | --pipeline-layout
+4 2 --pipeline-model-parallel-layout Ett|ttm|L => 1 Ett|ttm|L
+4 3 --pipeline-model-parallel-layout Ett|ttL => 1 multiple of 3
+4 2 --pipeline-model-parallel-layout Ett|t*999999|L => 1 letters
+4 2 --pipeline-model-parallel-layout Ett|t*99999999999|L => 1 t*9999999
+5 2 --pipeline-model-parallel-layout Ett|ttL => 1 2,2 | 4 layers | --num-layers is 5
+8 2 --no-pipeline-parallel => 1 --no-pipeline-parallel | --pipeline-model-parallel-size 2
+"""
 
 
 def test_stages_that_cannot_be_had():
-    for layers, ranks, flags, words, number in IMPOSSIBLE:
-        with pytest.raises(ConfigError) as raised:
-            sizes = f"--num-layers {layers} --pipeline-model-parallel-size {ranks} --mock-data"
-            resolve(f"{sizes} {flags}", world_size=ranks)
+    for layers, ranks, flags, result in rows(IMPOSSIBLE):
+        number, words = result.split(maxsplit=1)
+        with pytest.raises(ConfigError, match=f"has {number} problem") as raised:
+            staged(layers, ranks, flags)
         text = str(raised.value)
-        assert text.count("\n") + (number == 1) == number and all(word in text for word in words), (
-            text
-        )
+        assert all(word in text for word in words.split(" | ")), text
 
 
 def test_a_layout_takes_the_place_of_a_presets():
@@ -306,17 +252,14 @@ def test_weighted_paths_that_cannot_be_had(tmp_path):
 
 def test_files_that_list_data(tmp_path):
     words, splits = tmp_path / "words.txt", tmp_path / "splits.json"
+    blend = ("0.3", "a", "0.7", "b")
     words.write_text("0.3 a\n0.7 b\n")
-    splits.write_text(json.dumps({"train": ["0.3", "a", "0.7", "b"], "valid": ["c"], "test": None}))
-    assert resolve(["--num-layers", "2", "--data-args-path", str(words)])[0].data.data_path == (
-        "0.3",
-        "a",
-        "0.7",
-        "b",
-    )
+    splits.write_text(json.dumps({"train": blend, "valid": ["c"], "test": None}))
+    config, _ = resolve(["--num-layers", "2", "--data-args-path", str(words)])
+    assert config.data.data_path == blend
     data = resolve(["--num-layers", "2", "--per-split-data-args-path", str(splits)])[0].data
     assert (data.train_data_path, data.valid_data_path, data.test_data_path) == (
-        ("0.3", "a", "0.7", "b"),
+        blend,
         ("c",),
         None,
     )
@@ -330,80 +273,50 @@ def test_files_that_list_data(tmp_path):
 # ---- others
 
 
+# Flags => a setting and its value, or words of the message.
+SINGLE = """
+4 1 --attention-head-type multiquery => num_key_value_heads 1
+4 1 --attention-head-type multihead => num_key_value_heads 4
+4 1 --glu-activation swiglu => swiglu True
+4 1 --glu-activation geglu => exact_gelu True
+4 1 --rotary-seq-len-interpolation-factor 4 --position-embedding-type rope => rope_scaling_factor 4.0
+# The second step, counted from 0; before the fourth.
+4 1 --profile_steps 2,3 => profile_step_start 1
+4 1 --profile-steps 2,3 => profile_step_end 3
+4 1 --data-parallel-sharding-strategy optim_grads => zero_stage 2
+4 1 --distributed-timeout 1800 => distributed_timeout_minutes 30.0
+4 1 --eval-iters -1 => eval_iters 0
+4 1 --activations-checkpoint-method uniform => recompute_granularity full
+4 1 --activations-checkpoint-method block --checkpoint-activations => recompute_method block
+4 1 --checkpoint-activations --activations-checkpoint-num-layers 2 => recompute_num_layers 2
+"""
+REFUSED = """
+4 1 --attention-head-type multiquery --num-query-groups 2 => multiquery | --num-query-groups 2
+4 1 --glu-activation liglu => liglu | swiglu
+4 1 --profile_steps 2 => FIRST,LAST
+4 1 --activations-checkpoint-method uniform --recompute-granularity selective => uniform | selective
+4 1 --eval-iters -2 => -2
+4 1 --distributed-timeout soon => soon
+"""
+
+
 def test_single_values():
-    run: dict[str, tuple[str, Any]] = {
-        "--attention-head-type multiquery": ("num_key_value_heads", 1),
-        "--attention-head-type multihead": ("num_key_value_heads", 4),
-        "--glu-activation swiglu": ("swiglu", True),
-        "--glu-activation geglu": ("exact_gelu", True),
-        "--rotary-seq-len-interpolation-factor 4 --position-embedding-type rope": (
-            "rope_scaling_factor",
-            4.0,
-        ),
-        "--profile_steps 2,3": ("profile_step_start", 1),  # the second step, counted from 0
-        "--profile-steps 2,3": ("profile_step_end", 3),  # before the fourth
-        "--data-parallel-sharding-strategy optim_grads": ("zero_stage", 2),
-        "--distributed-timeout 1800": ("distributed_timeout_minutes", 30.0),
-        "--eval-iters -1": ("eval_iters", 0),
-        "--activations-checkpoint-method uniform": ("recompute_granularity", "full"),
-        "--activations-checkpoint-method block --checkpoint-activations": (
-            "recompute_method",
-            "block",
-        ),
-        "--checkpoint-activations --activations-checkpoint-num-layers 2": (
-            "recompute_num_layers",
-            2,
-        ),
-    }
-    for flags, (name, value) in run.items():
-        config, notices = resolve(f"--num-layers 4 --mock-data {flags}")
-        assert config.get(name) == value, flags
+    for layers, ranks, flags, result in rows(SINGLE):
+        name, value = result.split()
+        config, notices = staged(layers, ranks, flags)
+        assert str(config.get(name)) == value, flags
         # Values that are read differently here get a notice.
-        assert any(flags.split()[0] in notice for notice in notices) == (
-            "checkpoint" not in flags
-        ), notices
-    for flags, words in (
-        (
-            "--attention-head-type multiquery --num-query-groups 2",
-            ["multiquery", "--num-query-groups 2"],
-        ),
-        ("--glu-activation liglu", ["liglu", "swiglu"]),
-        ("--profile_steps 2", ["FIRST,LAST"]),
-        (
-            "--activations-checkpoint-method uniform --recompute-granularity selective",
-            ["uniform", "selective"],
-        ),
-        ("--eval-iters -2", ["-2"]),
-        ("--distributed-timeout soon", ["soon"]),
-    ):
+        noticed = any(flags.split()[0] in notice for notice in notices)
+        assert noticed == ("checkpoint" not in flags), notices
+    for _, _, flags, result in rows(REFUSED):
         text = problem(f"--num-layers 4 --mock-data {flags}")
-        assert all(word in text for word in words), text
+        assert all(word in text for word in result.split(" | ")), text
 
 
 HOSTILE = [
-    "",
-    " ",
-    "0",
-    "-1",
-    "1e308",
-    "nan",
-    "9" * 5000,
-    "true",
-    "/dev/zero",
-    "/proc/self/mem",
-    "\0",
-    "a: 1 0:1e9 b",
-    "a:" * 9999,
-    "a: 1 0:1 b," * 999,
-    "(" * 9999,
-    "E" + "(t|)*999999" * 99 + "L",
-    "Et*999999" * 99,
-    "((t*9)*9)*9",
-    "t*0|L",
-    "\u00b2,\u00b2",
-    "1,2,3",
-    "type:",
-    "type:" + "|" * 9999,
+    *"0 -1 1e308 nan true /dev/zero /proc/self/mem ((t*9)*9)*9 t*0|L \u00b2,\u00b2 1,2,3 type:".split(),
+    *("", " ", "9" * 5000, "\0", "a: 1 0:1e9 b", "a:" * 9999, "a: 1 0:1 b," * 999, "(" * 9999),
+    *("E" + "(t|)*999999" * 99 + "L", "Et*999999" * 99, "type:" + "|" * 9999),
 ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -359,20 +359,22 @@ def weight_pieces(engine: Engine) -> Pieces:
     for p in engine.chunks.parameters():
         s = sharding_of(p)
         real = p.detach()[tuple(slice(0, n) for n in s.extent)]
-        out[s.name] = [(s.offset, real.float().cpu().numpy().copy())]
+        out.setdefault(s.name, []).append((s.offset, real.float().cpu().numpy().copy()))
     return out
 
 
-def assemble(ranks: list[Pieces]) -> dict[str, np.ndarray]:
-    """Assemble whole tensors from all ranks' pieces.
+def assemble(
+    ranks: Iterable[Pieces], shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> dict[str, np.ndarray]:
+    """Assemble whole tensors of these shapes from all ranks' pieces.
 
     Every element must be present, and equal in all copies.
     """
     whole: dict[str, np.ndarray] = {}
     for pieces in ranks:
         for key, found in pieces.items():
-            name = key.split(".", 1)[1] if key not in SHAPES else key
-            out = whole.setdefault(key, np.full(SHAPES[name], np.nan))
+            name = key.split(".", 1)[1] if key not in shapes else key
+            out = whole.setdefault(key, np.full(shapes[name], np.nan))
             for offset, values in found:
                 place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
                 known = out[place]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.config.pieces import load_pieces
 from megatron.data.sampler import MicroBatch, make_micro_batch
 from megatron.parallel.layout import DEFAULT_ORDER
 from megatron.parallel.sharding import kind_of, sharding_of
+from megatron.parallel.topology import Topology
 from tests.helpers.groups import join
 from tests.helpers.plain_optimizers import PLAIN, clip_plainly
 
@@ -216,6 +218,58 @@ def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict
     return whole
 
 
+@functools.cache
+def _joined(tensor: int, pipeline: int, order: str, **sizes: int) -> Topology:
+    """Join groups once for all jobs of a layout: a process cannot create dozens of them."""
+    return join(tensor, pipeline, order=order, **sizes)
+
+
+class Job:
+    """Model, engine and executor of this rank of run_processes, as a run builds them."""
+
+    def __init__(self, config: Config, topology: Topology | None = None, **options: Any) -> None:
+        from megatron.engine.engine import Engine, build_executor
+        from megatron.model.gpt import build_chunks, layer_context
+
+        parallel = config.parallel
+        self.config = config
+        self.topology = topology or _joined(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.rank_order or DEFAULT_ORDER,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            zero_shard_size=config.engine.zero_shard_size,
+            zero_state_shard_size=config.engine.zero_state_shard_size,
+            expert_ranks_per_node=parallel.expert_ranks_per_node or 1,
+        )
+        late = config.engine.zero_stage == 3
+        self.context = layer_context(config, self.topology, late=late, **options)
+        self.chunks = build_chunks(config, self.topology, self.context)
+        self.chunks.train()
+        self.engine = Engine(config, self.topology, self.chunks)
+        self.executor = build_executor(config, self.topology, self.chunks, self.engine)
+
+    def train(self, step: int, packed: bool = False) -> float:
+        """Do the passes of a step; return the mean loss of all ranks."""
+        micro_batches = batches(self.config, step, self.topology.replica, packed)
+        losses = self.executor.train(micro_batches, loss_scale=self.engine.loss_scale)
+        total = torch.zeros(1, dtype=torch.float64)
+        if losses:
+            total += torch.stack(losses).double().mean() / self.topology.data.size
+        if self.topology.world.size > 1:
+            # Only last stages contribute; all tensor ranks of one have the same loss.
+            dist.all_reduce(total)
+        return total.item() / self.topology.tensor.size
+
+    def step(self) -> Any:
+        return self.engine.step(self.config.optimizer.lr)
+
+    def parameters(self) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
+        self.engine.wait_for_weights()
+        return pieces(self.chunks.parameters())
+
+
 def train_in_process(
     rank: int,
     fields: dict[str, Any],
@@ -228,62 +282,32 @@ def train_in_process(
     poison = (step, rank): there one element of one gradient becomes infinite before the optimizer
     step. Processes may do several runs, one after another.
     """
-    from megatron.engine.engine import Engine, build_executor
-    from megatron.model.gpt import build_chunks, layer_context
-
     # A gradient is changed after the backward passes: it must not be in flight by then.
-    config = configured(
-        fields | ({"overlap_grad_reduce": False} if poison else {}), dist_world_size()
+    job = Job(
+        configured(fields | ({"overlap_grad_reduce": False} if poison else {}), dist_world_size())
     )
-    parallel = config.parallel
-    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    topology = join(
-        *sizes,
-        order=parallel.rank_order or DEFAULT_ORDER,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        zero_shard_size=config.engine.zero_shard_size,
-        zero_state_shard_size=config.engine.zero_state_shard_size,
-        expert_ranks_per_node=parallel.expert_ranks_per_node or 1,
-    )
-    context = layer_context(config, topology, late=config.engine.zero_stage == 3)
-    chunks = build_chunks(config, topology, context)
-    chunks.train()
-    engine = Engine(config, topology, chunks)
-    executor = build_executor(config, topology, chunks, engine)
+    engine = job.engine
     history = []
     for step in range(steps):
-        losses = executor.train(
-            batches(config, step, topology.replica, packed), loss_scale=engine.loss_scale
-        )
-        total = torch.zeros(1, dtype=torch.float64)
-        if losses:
-            total += torch.stack(losses).double().mean() / topology.data.size
-        # Only last stages contribute; all tensor ranks of one have the same loss.
-        dist.all_reduce(total)
-        engine.wait_for_weights()
-        before = pieces(chunks.parameters()) if poison else None
+        loss = job.train(step, packed)
+        before = job.parameters() if poison else None
         if poison and poison[0] == step:
-            gradient = engine.gradient(next(chunks.parameters()))
+            gradient = engine.gradient(next(job.chunks.parameters()))
             if poison[1] == rank:
                 gradient.view(-1)[3] = float("inf")
         scale = engine.loss_scale
-        result = engine.step(config.optimizer.lr)
+        result = job.step()
         if before is not None and result.skipped:
-            engine.wait_for_weights()
-            after = pieces(chunks.parameters())
+            after = job.parameters()
             assert all(np.array_equal(before[n][1], after[n][1]) for n in before), (
                 "a skipped step moved a weight"
             )
         if step == 0:
             engine.check_copies()
-        history.append(
-            (total.item() / topology.tensor.size, result.grad_norm, result.skipped, scale)
-        )
-    engine.wait_for_weights()
+        history.append((loss, result.grad_norm, result.skipped, scale))
     return {
         "history": history,
-        "parameters": pieces(chunks.parameters()),
+        "parameters": job.parameters(),
         "skipped": engine.skipped_steps,
     }
 
