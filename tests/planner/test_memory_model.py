@@ -8,13 +8,27 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import memory_model
-from benchmarks.memory_layouts import LARGE, Run, drawn
+from benchmarks.memory_layouts import LARGE, SMALL, Run, Shape, drawn
+
+OVER_NODES = dict(
+    SMALL,
+    num_layers=2,
+    seq_length=256,
+    global_batch_size=16,
+    world_size=8,
+    num_experts=8,
+    moe_layer_freq=(0, 1),
+    expert_model_parallel_size=4,
+    expert_ranks_per_node=2,
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1003, 1019, 1021, 1023])
-def test_the_planners_memory_is_what_the_code_allocates(seed: int) -> None:
-    rows = memory_model.compare_formula(drawn(seed))
+@pytest.mark.parametrize(
+    "shape", [drawn(7), drawn(8), Shape("experts over nodes", "gpu", OVER_NODES)]
+)
+def test_the_planners_memory_is_what_the_code_allocates(shape: Shape) -> None:
+    rows = memory_model.compare_formula(shape)
     assert memory_model.holds(rows), rows
 
 

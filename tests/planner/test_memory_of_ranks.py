@@ -36,10 +36,10 @@ def small(tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, **more: object) -> 
     return Config.create(**{**SMALL, **sizes, "global_batch_size": dp * m, **more})
 
 
+@pytest.mark.parametrize("m", [1, 3, 10, 40])
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
 )
-@pytest.mark.parametrize("m", [1, 3, 10, 40])
 def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
     """The number of micro-batches held equals the schedule's own count.
 
@@ -158,11 +158,10 @@ def test_parameters_are_those_of_the_built_model():
     from megatron.parallel.layout import Layout
     from megatron.parallel.topology import Topology
 
-    config = small(pp=4, num_layers_per_virtual_pipeline_stage=2)
+    config, device = small(pp=4, num_layers_per_virtual_pipeline_stage=2), torch.device("cpu")
     for rank in range(4):
-        chunks = build_chunks(
-            config, Topology.from_layout(Layout(pipeline=4), rank, device=torch.device("cpu"))
-        )
+        topology = Topology.from_layout(Layout(pipeline=4), rank, device=device)
+        chunks = build_chunks(config, topology)
         assert sum(p.numel() for p in chunks.parameters()) == parameters_of_rank(config, rank)
 
 
@@ -176,64 +175,42 @@ RUN = dict(
     global_batch_size=8,
     zero_reduce_bucket_size=0,
 )
+HELD = (dict(zero_stage=1, ema_decay=0.9), dict(zero_stage=2), dict(zero_stage=3))
+MORE = tuple(dict(pipeline_model_parallel_size=2, zero_stage=stage) for stage in (0, 1, 2))
 
 
-def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
-    """Return the bytes of all tensors alive on a rank after an optimizer step.
+def held_after_a_step(rank: int, cases: tuple[dict[str, object], ...]) -> list[int]:
+    """Return the bytes of all tensors alive on a rank after an optimizer step, by case.
 
-    Shared memory counts once.
+    Shared memory counts once, and what the cases before left does not.
     """
     import gc
 
     import torch
 
-    from megatron.engine.engine import Engine
-    from megatron.model.gpt import (
-        build_chunks,
-        hidden_state,
-        layer_context,
-        stages_of,
-    )
-    from megatron.pipeline.executor import Executor
-    from tests.helpers.groups import join
-    from tests.helpers.training import BASE, batches, dist_world_size
+    from tests.helpers.training import Job, configured, dist_world_size
 
-    config = Config.create(**{**BASE, **fields, "world_size": dist_world_size()})
-    parallel = config.parallel
-    topology = join(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
-    context = layer_context(config, topology, late=config.engine.zero_stage == 3)
-    chunks = build_chunks(config, topology, context)
-    engine = Engine(config, topology, chunks)
-    executor = Executor(
-        topology,
-        stages_of(chunks),
-        parallel.schedule,
-        hidden_state(config),
-        context.weight_gradients,
-        before_training=engine.begin,
-        after_backward=engine.pass_ends,
-    )
-    executor.train(batches(config, 0, topology.data.rank), loss_scale=engine.loss_scale)
-    engine.step(config.optimizer.lr)
-    gc.collect()
-    storages: dict[int, int] = {}
-    for each in gc.get_objects():
-        if isinstance(each, torch.Tensor):
-            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
-    return sum(storages.values())
+    def alive() -> dict[int, int]:
+        gc.collect()
+        storages = (x.untyped_storage() for x in gc.get_objects() if isinstance(x, torch.Tensor))
+        return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+    held = []
+    for fields in cases:
+        before = alive()
+        job = Job(configured({**RUN, **fields}, dist_world_size()))
+        job.train(0)
+        job.step()
+        held.append(sum(size for start, size in alive().items() if start not in before))
+        del job
+    return held
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pp", "zero", "ema"),
-    [
-        (1, 1, 0.9),
-        (1, 2, None),
-        (1, 3, None),
-        *(pytest.param(2, zero, None, marks=pytest.mark.campaign("memory")) for zero in (0, 1, 2)),
-    ],
+    ("ranks", "cases"), [(2, HELD), pytest.param(4, MORE, marks=pytest.mark.campaign("memory"))]
 )
-def test_states_are_what_a_rank_holds_after_a_step(pp, zero, ema):
+def test_states_are_what_a_rank_holds_after_a_step(ranks, cases):
     """States are those on a rank after a step: weights, gradients, masters, moments, average.
 
     Other live tensors (masks, partial sums) are a percent of them.
@@ -241,10 +218,9 @@ def test_states_are_what_a_rank_holds_after_a_step(pp, zero, ema):
     from tests.helpers.processes import run_processes
     from tests.helpers.training import BASE
 
-    fields = {**RUN, "pipeline_model_parallel_size": pp, "zero_stage": zero, "ema_decay": ema}
-    config = Config.create(**{**BASE, **fields, "world_size": 2 * pp})
-    found = run_processes(2 * pp, held_after_a_step, fields)
-    for rank, held in enumerate(found):
-        # the data-parallel rank varies fastest
-        elements = elements_of_rank(config, trace(config, "cpu"), rank // 2)
-        assert held == pytest.approx(sum(state_bytes(config, elements).values()), rel=0.02)
+    for rank, held in enumerate(run_processes(ranks, held_after_a_step, cases)):
+        for fields, n_bytes in zip(cases, held, strict=True):
+            config = Config.create(**{**BASE, **RUN, **fields, "world_size": ranks})
+            # the data-parallel rank varies fastest
+            elements = elements_of_rank(config, trace(config, "cpu"), rank // 2)
+            assert n_bytes == pytest.approx(sum(state_bytes(config, elements).values()), rel=0.02)

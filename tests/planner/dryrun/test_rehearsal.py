@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megatron.config import Config
+from megatron.config.command_line import parse_plan
 from megatron.data.sampler import MicroBatch
-from megatron.engine.engine import Engine, build_executor
-from megatron.model.gpt import build_chunks, global_shapes, layer_context
-from megatron.parallel.layout import DEFAULT_ORDER
+from megatron.engine.engine import build_executor
+from megatron.model.gpt import global_shapes
 from megatron.parallel.topology import Topology
-from megatron.pipeline.executor import SENDS_IN_FLIGHT, Exchange
+from megatron.pipeline.executor import Exchange
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun.rank import run_rank
 from megatron.planner.dryrun.rehearsal import (
@@ -30,30 +30,23 @@ from megatron.planner.dryrun.rehearsal import (
 from megatron.planner.events import Give, Take
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, HEADROOM, changes, find_peak
 from megatron.planner.tensors import Follower
-from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
+from tests.helpers.training import Job
 
 pytestmark = pytest.mark.slow
 
-BASE: dict[str, Any] = dict(
-    num_layers=2,
-    hidden_size=64,
-    num_attention_heads=4,
-    seq_length=64,
-    vocab_size=250,
-    micro_batch_size=2,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 250 "
+    "--micro-batch-size 2 --hidden-dropout 0 --attention-dropout 0"
 )
-PP2: dict[str, Any] = dict(
-    pipeline_model_parallel_size=2, world_size=2, global_batch_size=6, bf16=True
-)
-PP4: dict[str, Any] = dict(pipeline_model_parallel_size=4, world_size=4, num_layers=4, bf16=True)
+CUT = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 6 --bf16"
+PP4 = "--pipeline-model-parallel-size 4 --num-layers 4 --bf16"
 MESSAGE_BYTES = 64 * 2 * 64 * 2  # [s, b, h] in bf16
 
 
-def make(**fields: Any) -> Config:
-    return Config.create(**{**BASE, **fields})
+def make(flags: str) -> Config:
+    return parse_plan(f"{BASE} {flags}".split())
 
 
 # -- against real steps ----------------------------------------------------------------------------
@@ -79,27 +72,12 @@ class _Follow(Follower):
         self.steps.append(step)
 
 
-def real_peak(rank: int, fields: dict[str, Any]) -> float:
+def real_peak(rank: int, flags: str) -> float:
     """Return the peak bytes in two real steps of a rank."""
-    config = make(**fields)
-    parallel, follower = config.parallel, _Follow()
-    topology = join(
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        order=DEFAULT_ORDER,
-    )
+    config, follower = make(flags), _Follow()
+    b, s, count = config.batch.micro_batch_size, config.model.seq_length, config.num_micro_batches()
     with follower:
-        chunks = build_chunks(
-            config, topology, layer_context(config, topology, perform_initialization=False)
-        )
-        engine = Engine(config, topology, chunks)
-        chunks.train()
-        executor = build_executor(config, topology, chunks, engine)
-        b, s, count = (
-            config.batch.micro_batch_size,
-            config.model.seq_length,
-            config.num_micro_batches(),
-        )
+        job = Job(config, perform_initialization=False)
         tokens, labels, positions = (torch.zeros(count, b, s, dtype=torch.int64) for _ in range(3))
         mask = torch.ones(count, b, s)
         batches = [
@@ -107,9 +85,9 @@ def real_peak(rank: int, fields: dict[str, Any]) -> float:
         ]
         before = len(follower.steps)
         for _ in range(2):
-            executor.train(batches, loss_scale=engine.loss_scale)
-            engine.step(1e-3)
-        engine.wait_for_weights()
+            job.executor.train(batches, loss_scale=job.engine.loss_scale)
+            job.step()
+        job.engine.wait_for_weights()
     made: dict[int, Take] = {}
     held = changes(follower.steps[:before], CPU_BLOCK, made).sum()
     return float(held + find_peak(changes(follower.steps[before:], CPU_BLOCK, made))[0].sum())
@@ -119,40 +97,23 @@ MORE = pytest.mark.campaign("memory")
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "flags",
     [
-        dict(
-            world_size=1,
-            global_batch_size=4,
-            bf16=True,
-            recompute_granularity="full",
-            recompute_method="block",
-        ),
-        dict(
-            world_size=2,
-            global_batch_size=4,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            bf16=True,
-            main_grads_dtype="bf16",
-        ),
-        pytest.param(dict(world_size=1, global_batch_size=6), marks=MORE),
-        pytest.param(
-            dict(world_size=2, global_batch_size=12, pipeline_model_parallel_size=2, bf16=True),
-            marks=MORE,
-        ),
-        pytest.param(dict(world_size=2, global_batch_size=12, bf16=True), marks=MORE),
+        "--global-batch-size 4 --bf16 --recompute-granularity full --recompute-method block",
+        f"--global-batch-size 4 {CUT} --bf16 --main-grads-dtype bf16",
+        pytest.param("--global-batch-size 6", marks=MORE),
+        pytest.param(f"{PP2} --global-batch-size 12", marks=MORE),
+        pytest.param("--world-size 2 --global-batch-size 12 --bf16", marks=MORE),
     ],
-    ids=lambda fields: "-".join(fields),
 )
-def test_a_rank_allocates_what_a_real_one_does(fields: dict[str, Any]) -> None:
+def test_a_rank_allocates_what_a_real_one_does(flags: str) -> None:
     """A rehearsed rank allocates as much as a real one, except for a number or two on one process.
 
     Between several, a message may copy its argument, unseen, and free it. A rehearsed one holds it
     until it is awaited.
     """
-    real = run_processes(fields["world_size"], real_peak, fields)
-    config = make(**fields)
+    config = make(flags)
+    real = run_processes(config.parallel.world_size, real_peak, flags)
     for rank, peak in enumerate(real):
         found = run_rank(config, rank, "cpu", config.num_micro_batches()).peak.total
         allowed = 2 * CPU_BLOCK if len(real) == 1 else max(MESSAGE_BYTES, 0.01 * peak)
@@ -160,9 +121,8 @@ def test_a_rank_allocates_what_a_real_one_does(fields: dict[str, Any]) -> None:
 
 
 def test_at_most_two_layers_are_gathered_with_stage_3() -> None:
-    few_tokens = dict(seq_length=8, micro_batch_size=1, global_batch_size=4)
-    config = make(num_layers=24, zero_stage=3, world_size=2, **few_tokens)
-    (rank,) = rehearse(config, None, "cpu").ranks
+    few = "--num-layers 12 --seq-length 8 --micro-batch-size 1 --global-batch-size 4"
+    (rank,) = rehearse(make(f"{few} --zero-stage 3 --world-size 2"), None, "cpu").ranks
     whole, layer = 4 * rank.parameters, 4 * 12 * 64**2
     assert rank.peak.weights < 1.1 * (whole / 2 + 2 * layer)
 
@@ -172,56 +132,47 @@ def test_the_copy_of_a_save_in_the_background_is_counted() -> None:
 
     Each copy begins on 64 bytes.
     """
-    fields = dict(world_size=1, global_batch_size=2, bf16=True)
-    config = make(**fields, save="/nowhere", async_save=True)
-    run = run_rank(config, 0, "meta", 1)
+    plain = make("--global-batch-size 2 --bf16")
+    config = plain.replace(save="/nowhere", async_save=True)
+    found = rehearse(config, device="gpu")
     sizes = [4 * math.prod(shape) for shape in global_shapes(config).values()]
+    (run,) = found.ranks
     assert run.copy_bytes == 3 * sum(-(-size // 64) * 64 for size in sizes) > 0
-    assert "async-save" in render(rehearse(config, device="gpu"))
-    assert run_rank(make(**fields), 0, "meta", 1).copy_bytes == 0
+    assert "async-save" in render(found)
+    assert run_rank(plain, 0, "meta", 1).copy_bytes == 0
 
 
 # -- kinds of ranks and micro-batches --------------------------------------------------------------
 
-CHUNKS: dict[str, Any] = dict(num_layers_per_virtual_pipeline_stage=1)
+CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
+ZERO_BUBBLE = "--enable-zbh1-pipeline"
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "flags",
     [
-        {**PP4, "global_batch_size": 22},
-        {**PP2, **CHUNKS, "num_layers": 4, "global_batch_size": 16},
-        pytest.param({**PP4, "global_batch_size": 48, "enable_zbh1_pipeline": True}, marks=MORE),
-        pytest.param({**PP4, **CHUNKS, "global_batch_size": 48, "num_layers": 8}, marks=MORE),
+        f"{PP4} --global-batch-size 22",
+        pytest.param(f"{PP2} {CHUNKS} --num-layers 4 --global-batch-size 16", marks=MORE),
+        pytest.param(f"{PP4} --global-batch-size 48 {ZERO_BUBBLE}", marks=MORE),
+        pytest.param(f"{PP4} {CHUNKS} --global-batch-size 48 --num-layers 8", marks=MORE),
         pytest.param(
-            {**PP4, "global_batch_size": 48, "num_layers": 7, "pipeline_layout": "1,2,2,2"},
-            marks=MORE,
+            f"{PP4} --global-batch-size 48 --num-layers 7 --pipeline-layout 1,2,2,2", marks=MORE
         ),
         # 24 over 5 ranks pass in groups of 6. 19, with the same remainder, would begin with a group
         # of 7.
         pytest.param(
-            dict(
-                num_layers=10,
-                **CHUNKS,
-                pipeline_model_parallel_size=5,
-                world_size=5,
-                global_batch_size=48,
-                bf16=True,
-            ),
+            f"{PP4} {CHUNKS} --pipeline-model-parallel-size 5 --num-layers 10 --global-batch-size 48",
             marks=MORE,
         ),
     ],
-    ids=lambda fields: "-".join(fields),
 )
-def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(
-    fields: dict[str, Any],
-) -> None:
+def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags: str) -> None:
     """The tested ranks and micro-batches represent all.
 
     No rank needs more than its representative. All micro-batches add nothing except, on the last
     stage, their losses: a number each, in a block of the allocator.
     """
-    config = make(**fields)
+    config = make(flags)
     enough, count = enough_micro_batches(config), config.num_micro_batches()
     size = config.parallel.pipeline_model_parallel_size
     assert count > enough, "else the test shows nothing"
@@ -238,10 +189,7 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(
 
 
 def test_a_job_that_runs() -> None:
-    fields = dict(
-        tensor_model_parallel_size=2, sequence_parallel=True, world_size=8, global_batch_size=8
-    )
-    config = make(**{**PP2, **fields})
+    config = make(f"{PP2} {CUT} --world-size 8 --global-batch-size 8")
     found = rehearse(config, load_cluster("frontier"))
     assert found.findings == () and found.device == "gpu"
     assert sum(rank.stands_for for rank in found.ranks) == 8
@@ -278,21 +226,6 @@ def test_a_limit_of_the_job_is_the_memory(tmp_path: Path, line: str, limit: int 
     assert memory_limit_bytes(membership, tmp_path) == (limit or everything)
 
 
-def test_messages_are_buffers_until_they_are_used() -> None:
-    """Messages are buffers until they are used.
-
-    A middle rank has at most two receives posted (schedule.peak_receives) and SENDS_IN_FLIGHT sent
-    tensors.
-    """
-    config = make(**PP4, global_batch_size=16)
-    found = run_rank(config, 1, "meta", enough_micro_batches(config))
-    assert (
-        SENDS_IN_FLIGHT * MESSAGE_BYTES
-        <= found.peak.buffers
-        <= (2 + SENDS_IN_FLIGHT) * MESSAGE_BYTES
-    )
-
-
 def broken(config: Config, **more: Any) -> Rehearsal:
     found = rehearse(config, load_cluster("frontier"), **more)
     assert found.findings
@@ -323,7 +256,7 @@ def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Exchange, "receive", fewer)
     monkeypatch.setattr(Exchange, "take", anything)
-    (finding,) = broken(make(**PP2)).findings
+    (finding,) = broken(make(PP2)).findings
     assert finding.kind == "messages" and finding.rank == 1 and "micro-batch 1" in finding.text
 
 
@@ -352,7 +285,7 @@ def test_an_executor_that_differs_from_the_others(
         return executor
 
     monkeypatch.setattr("megatron.planner.dryrun.rank.build_executor", build)
-    found = broken(make(**PP2))
+    found = broken(make(PP2))
     finding = found.findings[0]
     assert finding.kind == kind and all(word in finding.text for word in words)
     if kind == "error":
@@ -373,78 +306,51 @@ def test_collectives_that_differ_between_tensor_ranks(monkeypatch: pytest.Monkey
         return gather(x, group)
 
     monkeypatch.setattr(collectives, "gather_first_async", twice)
-    config = make(
-        world_size=2,
-        global_batch_size=4,
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-        bf16=True,
-    )
-    (finding,) = broken(config).findings
+    (finding,) = broken(make(f"--global-batch-size 4 {CUT} --bf16")).findings
     assert finding.kind == "messages" and "ranks 0, 1" in finding.text
 
 
-WIDE: dict[str, Any] = dict(
-    vocab_size=100000, cross_entropy_chunk_tokens=0, num_layers=1, micro_batch_size=16
-)
+WIDE = "--vocab-size 100000 --cross-entropy-chunk-tokens 0 --num-layers 1 --micro-batch-size 16"
 
 
 @pytest.mark.parametrize(
-    ("fields", "gib", "advice"),
+    ("flags", "gib", "advice"),
     [
         (PP2, 0.001, "--pipeline-model-parallel-size"),
         (WIDE, 0.01, "--cross-entropy-chunk-tokens"),
-        (dict(attention_backend="unfused", seq_length=2048), 0.01, "--attention-backend auto"),
+        ("--attention-backend unfused --seq-length 2048", 0.01, "--attention-backend auto"),
     ],
     ids=["model", "logits", "scores"],
 )
-def test_what_does_not_fit_is_named_with_what_to_do(
-    fields: dict[str, Any], gib: float, advice: str
-) -> None:
+def test_what_does_not_fit_is_named_with_what_to_do(flags: str, gib: float, advice: str) -> None:
     cluster = dataclasses.replace(load_cluster("frontier"), memory_gib=gib / (1 - HEADROOM))
-    found = rehearse(make(**{"bf16": True, "world_size": 1, **fields}), cluster)
+    found = rehearse(make(f"--bf16 {flags}"), cluster)
     finding = found.findings[0]
     assert finding.kind == "memory" and finding.rank == 0 and advice in finding.text
 
 
 @pytest.mark.parametrize(
-    ("device", "fields"),
+    ("device", "flags"),
     [
         (
             "gpu",
-            dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
+            "--bf16 --recompute-granularity selective --recompute-modules core_attn mlp_act "
+            "--num-key-value-heads 1 --tensor-model-parallel-size 2 --world-size 4",
         ),
         (
             "gpu",
-            dict(recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act")),
+            "--fp16 --hidden-dropout 0.1 --attention-dropout 0.1 --position-embedding-type alibi "
+            "--untie-embeddings-and-output-weights --optimizer sgd",
         ),
-        ("gpu", dict(bf16=False, fp16=True, hidden_dropout=0.1, attention_dropout=0.1)),
-        (
-            "gpu",
-            dict(
-                position_embedding_type="alibi",
-                untie_embeddings_and_output_weights=True,
-                optimizer="sgd",
-            ),
-        ),
-        ("gpu", dict(attention_backend="unfused", fp32_residual_connection=True, zero_stage=0)),
-        ("gpu", dict(num_key_value_heads=1, tensor_model_parallel_size=2, world_size=4)),
-        ("gpu", dict(window_size=(20, 0), window_attn_skip_freq=(2,), attention_dropout=0.0)),
+        ("gpu", "--bf16 --attention-backend unfused --fp32-residual-connection --zero-stage 0"),
+        ("gpu", "--bf16 --window-size 20 0 --window-attn-skip-freq 2 --recompute-granularity full"),
         (
             "cpu",
-            dict(
-                attention_backend="blocked",
-                num_key_value_heads=2,
-                gradient_accumulation_fusion=False,
-                swiglu=True,
-                position_embedding_type="rope",
-                normalization="rmsnorm",
-                bf16=False,
-                global_batch_size=2,
-            ),
+            "--attention-backend blocked --num-key-value-heads 2 --swiglu --normalization rmsnorm "
+            "--no-gradient-accumulation-fusion --position-embedding-type rope",
         ),
     ],
-    ids=lambda each: each if isinstance(each, str) else next(iter(each)),
 )
-def test_every_kind_of_model_runs(device: str, fields: dict[str, Any]) -> None:
-    assert rehearse(make(**{**PP2, "global_batch_size": 4, **fields}), None, device).findings == ()
+def test_every_kind_of_model_runs(device: str, flags: str) -> None:
+    size = "--pipeline-model-parallel-size 2 --global-batch-size 4"
+    assert rehearse(make(f"{size} {flags}"), None, device).findings == ()

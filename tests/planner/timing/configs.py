@@ -49,46 +49,32 @@ RECOMPUTE: tuple[dict[str, Any], ...] = (
 
 
 @st.composite
-def settings_of_runs(draw: Any) -> dict[str, Any]:
-    """Draw flat settings of a run on up to 64 devices."""
+def configs(draw: Any) -> Config:
+    """Draw a run on up to 64 devices."""
     t, p = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
-    d, m, b = (
-        draw(st.sampled_from([1, 2, 4])),
-        draw(st.integers(1, 9)),
-        draw(st.sampled_from([1, 2, 3])),
-    )
-    schedule: dict[str, Any] = {}
+    d, b = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
+    m = draw(st.integers(1, 9))
+    schedules: list[dict[str, Any]] = [{}]
     if p > 1:
-        schedule = draw(
-            st.sampled_from(
-                [
-                    {},
-                    dict(num_layers_per_virtual_pipeline_stage=8 // (2 * p)),
-                    dict(enable_zbh1_pipeline=True),
-                    dict(pipeline_layout={2: "5,3", 4: "1,3,3,1"}[p]),
-                ]
-            )
-        )
+        schedules += [
+            dict(num_layers_per_virtual_pipeline_stage=8 // (2 * p)),
+            dict(enable_zbh1_pipeline=True),
+            dict(pipeline_layout={2: "5,3", 4: "1,3,3,1"}[p]),
+        ]
+    schedule = draw(st.sampled_from(schedules))
     tensor: dict[str, Any] = {}
     if t > 1:
         tensor = dict(sequence_parallel=draw(st.booleans()), tp_comm_overlap=draw(st.booleans()))
-    return {
-        **SIZES,
-        **draw(_KINDS),
-        **draw(st.sampled_from(RECOMPUTE)),
-        **schedule,
-        **tensor,
-        draw(st.sampled_from(["fp16", "bf16"])): True,
-        "tensor_model_parallel_size": t,
-        "pipeline_model_parallel_size": p,
-        "world_size": t * p * d,
-        "micro_batch_size": b,
-        "global_batch_size": b * d * m,
-    }
-
-
-def configs() -> st.SearchStrategy[Config]:
-    return settings_of_runs().map(lambda settings: Config.create(**settings))
+    sizes = dict(
+        tensor_model_parallel_size=t,
+        pipeline_model_parallel_size=p,
+        world_size=t * p * d,
+        micro_batch_size=b,
+        global_batch_size=b * d * m,
+    )
+    precision = {draw(st.sampled_from(["fp16", "bf16"])): True}
+    kind = draw(_KINDS) | draw(st.sampled_from(RECOMPUTE))
+    return Config.create(**SIZES | kind | schedule | tensor | precision | sizes)
 
 
 def run(**more: Any) -> Config:

@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import event, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.planner.channels import Channels
@@ -18,7 +17,8 @@ from megatron.planner.compute import Figure
 from megatron.planner.timing import PARTS, estimate, explain, folded_seconds
 from megatron.planner.timing.estimate import busiest_rank
 from megatron.planner.timing.passes import rates_of
-from tests.planner.timing.configs import configs, run, settings_of_runs
+from tests.helpers.examples import examples
+from tests.planner.timing.configs import configs, run
 
 FRONTIER = load_cluster("frontier")
 # The same node as if its devices were processes that share four cores.
@@ -33,55 +33,61 @@ def with_figures(cluster: Cluster, **values: float) -> Cluster:
 
 
 MACHINES["busy host"] = with_figures(FRONTIER, layer_overhead_s=1e-4)
-FREE = with_figures(
-    FRONTIER,
-    kernel_s=0.0,
-    collective_start_s=0.0,
-    hop_within_s=0.0,
-    hop_between_s=0.0,
-    message_within_s=0.0,
-    message_between_s=0.0,
-    step_overhead_s=0.0,
-)
 
 
 # -- of any configuration --------------------------------------------------------------------------
 
-
-@pytest.mark.timeout(300)  # it records the traces of 25 models
-@given(machine=st.sampled_from([*MACHINES]), config=configs())
-def test_parts_add_up(machine, config):
-    found = estimate(config, MACHINES[machine])
-    assert tuple(found.parts) == PARTS
-    assert all(seconds >= 0 for seconds in found.parts.values())
-    after = sum(found.parts[name] for name in ("data-parallel", "optimizer"))
-    rates = rates_of(MACHINES[machine], config.precision.dtype_name)
-    if machine == "busy host":
-        rank = busiest_rank(found.run)
-        own = found.stage_seconds[rank :: config.parallel.pipeline_model_parallel_size]
-        of_passes = config.num_micro_batches() * sum(sum(stage.overhead) for stage in own)
-        assert (
-            found.parts["host"] == pytest.approx(of_passes + rates.step_overhead_s)
-            and of_passes > 0
-        )
-    assert found.run.makespan + after + rates.step_overhead_s == pytest.approx(found.seconds)
-    assert 0 < found.mfu <= found.hfu < 1
-    tokens = config.batch.global_batch_size * config.model.seq_length
-    assert found.tokens_per_s == pytest.approx(tokens / found.seconds)
+SECONDS = {
+    *("kernel_s", "hop_within_s", "hop_between_s", "message_within_s", "message_between_s"),
+    *("collective_start_s", "step_overhead_s", "layer_overhead_s"),
+}
 
 
-@given(machine=st.sampled_from([*MACHINES]), config=configs())
-def test_the_folded_cost_is_near_the_estimate(machine, config):
-    """The folded cost is near the estimate in small steps with few micro-batches.
+def slowed(factor: float) -> Cluster:
+    """Return Frontier with all rates divided, and all latencies multiplied."""
+    rates = {
+        name: {key: rate / factor for key, rate in getattr(FRONTIER, name).items()}
+        for name in ("links", "collective_gb_per_s", "peak_tflops")
+    }
+    compute = {
+        name: figure.scaled(factor if name in SECONDS else 1 / factor)
+        for name, figure in FRONTIER.compute.items()
+    }
+    nic = FRONTIER.nic_gb_per_s / factor
+    return dataclasses.replace(FRONTIER, compute=compute, nic_gb_per_s=nic, **rates)
 
-    The terms that it leaves out weigh most there.
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # it records the traces of as many models as it has examples
+@examples(10)
+@given(config=configs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
+def test_parts_add_up(config, factor):
+    """Parts add up on every machine, near the folded cost, and to n times on one n times as slow.
+
+    The terms that the folded cost leaves out weigh most in small steps with few micro-batches.
+    Nothing is left that is not a time of the machine.
     """
-    found = estimate(config, MACHINES[machine])
-    folded = folded_seconds(
-        config, MACHINES[machine], Channels(config, MACHINES[machine], found.placement)
-    )
-    event(f"{folded / found.seconds:.1f}")
-    assert 0.6 < folded / found.seconds < 1.5
+    for name, machine in MACHINES.items():
+        found = estimate(config, machine)
+        assert tuple(found.parts) == PARTS
+        assert all(seconds >= 0 for seconds in found.parts.values())
+        after = sum(found.parts[part] for part in ("data-parallel", "optimizer"))
+        overhead_s = rates_of(machine, config.precision.dtype_name).step_overhead_s
+        if name == "busy host":
+            rank = busiest_rank(found.run)
+            own = found.stage_seconds[rank :: config.parallel.pipeline_model_parallel_size]
+            of_passes = config.num_micro_batches() * sum(sum(stage.overhead) for stage in own)
+            assert found.parts["host"] == pytest.approx(of_passes + overhead_s) and of_passes > 0
+        assert found.run.makespan + after + overhead_s == pytest.approx(found.seconds)
+        assert 0 < found.mfu <= found.hfu < 1
+        tokens = config.batch.global_batch_size * config.model.seq_length
+        assert found.tokens_per_s == pytest.approx(tokens / found.seconds)
+        folded = folded_seconds(config, machine, Channels(config, machine, found.placement))
+        assert 0.6 < folded / found.seconds < 1.5
+    fast, slower = estimate(config, FRONTIER), slowed(factor)
+    slow = estimate(config, slower, dataclasses.replace(fast.placement, cluster=slower))
+    assert slow.seconds == pytest.approx(factor * fast.seconds, rel=1e-6)
+    assert slow.mfu == pytest.approx(fast.mfu, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -109,46 +115,6 @@ def test_layouts_are_ranked_by_about_their_time(flags, off):
     ) == pytest.approx(found.seconds, rel=off)
 
 
-@pytest.mark.slow
-@given(flat=settings_of_runs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
-def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(flat, factor):
-    """A machine n times as slow takes n times as long.
-
-    Every figure changes at once: rates are divided, latencies multiplied. Nothing is left that is
-    not a time of the machine.
-    """
-    config = Config.create(**flat)
-    seconds = (
-        "kernel_s",
-        "hop_within_s",
-        "hop_between_s",
-        "message_within_s",
-        "message_between_s",
-        "collective_start_s",
-        "step_overhead_s",
-        "layer_overhead_s",
-    )
-    figures = FRONTIER.compute
-    compute = {
-        name: figure.scaled(factor if name in seconds else 1 / factor)
-        for name, figure in figures.items()
-    }
-    slower = dataclasses.replace(
-        FRONTIER,
-        compute=compute,
-        nic_gb_per_s=FRONTIER.nic_gb_per_s / factor,
-        links={pair: rate / factor for pair, rate in FRONTIER.links.items()},
-        collective_gb_per_s={
-            key: rate / factor for key, rate in FRONTIER.collective_gb_per_s.items()
-        },
-        peak_tflops={dtype: peak / factor for dtype, peak in FRONTIER.peak_tflops.items()},
-    )
-    fast = estimate(config, FRONTIER)
-    slow = estimate(config, slower, dataclasses.replace(fast.placement, cluster=slower))
-    assert slow.seconds == pytest.approx(factor * fast.seconds, rel=1e-6)
-    assert slow.mfu == pytest.approx(fast.mfu, rel=1e-6)
-
-
 # -- one by one ------------------------------------------------------------------------------------
 
 
@@ -171,8 +137,9 @@ def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
         hidden_dropout=0.0,
         **chunks,
     )
-    links = dict.fromkeys(FREE.links, 1e9)
-    fast = dataclasses.replace(FREE, links=links, collective_gb_per_s={}, nic_gb_per_s=1e9)
+    free = with_figures(FRONTIER, **dict.fromkeys(SECONDS - {"layer_overhead_s"}, 0.0))
+    links = dict.fromkeys(free.links, 1e9)
+    fast = dataclasses.replace(free, links=links, collective_gb_per_s={}, nic_gb_per_s=1e9)
     found = estimate(config, fast)
     busy = found.run.busy[busiest_rank(found.run)]
     assert found.parts["bubble"] + found.parts["pipeline messages"] == pytest.approx(
@@ -294,18 +261,13 @@ def test_the_use_of_the_peak():
     [
         dict(global_batch_size=8, recompute_granularity="full", recompute_num_layers=2),
         dict(
+            recompute_granularity="selective",
+            recompute_modules=("mlp_act", "layernorm"),
+            tensor_model_parallel_size=2,
             pipeline_model_parallel_size=4,
             enable_zbh1_pipeline=True,
             world_size=16,
             global_batch_size=32,
-        ),
-        dict(
-            recompute_granularity="selective",
-            recompute_modules=("mlp_act", "layernorm"),
-            tensor_model_parallel_size=2,
-            num_layers_per_virtual_pipeline_stage=2,
-            pipeline_model_parallel_size=2,
-            global_batch_size=8,
         ),
     ],
 )

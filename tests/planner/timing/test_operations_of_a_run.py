@@ -16,14 +16,12 @@ from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.work import Attention, Product
-from megatron.model.gpt import build_chunks, hidden_state, layer_context, stages_of
-from megatron.parallel import collectives, gradient_accumulator
-from megatron.pipeline.executor import Executor
+from megatron.parallel import collectives
 from megatron.planner import stage as stages
 from megatron.planner.events import Post, Wait
 from megatron.planner.trace import trace
-from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
+from tests.helpers.training import Job
 
 SIZES = dict(
     num_layers=4,
@@ -90,26 +88,11 @@ class Products(TorchDispatchMode):
 
 def ran(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
     """Return this rank's products and messages in a step of two micro-batches, for each case."""
-    topology = join(
-        cases[0]["tensor_model_parallel_size"], cases[0]["pipeline_model_parallel_size"]
-    )
-    return [_ran(topology, Config.create(**case)) for case in cases]
+    return [_ran(Job(Config.create(**case))) for case in cases]
 
 
-def _ran(topology: Any, config: Config) -> Any:
-    context = layer_context(config, topology)
-    chunks = build_chunks(config, topology, context).to(getattr(torch, config.precision.dtype_name))
-    for p in {id(p): p for p in chunks.parameters()}.values():
-        p.gradient_sink = gradient_accumulator.GradientSink(
-            p, torch.zeros(p.shape), direct=config.kernels.gradient_accumulation_fusion
-        )
-    executor = Executor(
-        topology,
-        stages_of(chunks),
-        config.parallel.schedule,
-        hidden_state(config),
-        context.weight_gradients,
-    )
+def _ran(job: Job) -> Any:
+    config = job.config
     s, b = config.model.seq_length, config.batch.micro_batch_size
     tokens = torch.randint(
         0, config.model.vocab_size, (b, s + 1), generator=torch.Generator().manual_seed(1)
@@ -118,8 +101,8 @@ def _ran(topology: Any, config: Config) -> Any:
         tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), torch.arange(s).expand(b, s), None, 0
     )
     seen = Products(batched=backend(config) == "unfused")
-    with messages_of(topology.tensor, seen.order), seen:
-        executor.train([batch, batch])
+    with messages_of(job.topology.tensor, seen.order), seen:
+        job.executor.train([batch, batch])
     sent = Counter(event[1:3] for event in seen.order if event[0] == "post")
     return dict(seen.found), dict(sent), dict(seen.attention), seen.order
 
@@ -208,78 +191,61 @@ SELECTIVE = dict(recompute_granularity="selective")
 CHUNKS = dict(num_layers_per_virtual_pipeline_stage=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tp", "pp", "cases"),
-    [
-        (
-            1,
-            1,
-            [
-                LLAMA,
-                dict(attention_backend="unfused", **SELECTIVE),
-                dict(**FULL, recompute_num_layers=3, attention_backend="fused"),
-                dict(
-                    **SELECTIVE,
-                    recompute_modules=("mlp_act", "layernorm"),
-                    gradient_accumulation_fusion=False,
-                ),
-            ],
-        ),
-        (
-            2,
-            1,
-            [
-                {},
-                dict(sequence_parallel=True),
-                dict(sequence_parallel=True, **LLAMA),
-                dict(sequence_parallel=True, **FULL),
-                dict(sequence_parallel=True, tp_comm_overlap=True, tp_comm_overlap_chunks=3),
-                dict(
-                    tp_comm_overlap=True,
-                    micro_batch_size=2,
-                    bf16=True,
-                    async_tensor_model_parallel_allreduce=False,
-                ),
-            ],
-        ),
-        (
-            1,
-            2,
-            [
-                dict(pipeline_layout="3,1"),
-                {**LLAMA, **CHUNKS},
-                dict(**CHUNKS, **FULL),
-                dict(enable_zbh1_pipeline=True, **FULL),
-                dict(pipeline_layout="1,3", **FULL, recompute_num_layers=2),
-            ],
-        ),
-        (
-            2,
-            2,
-            [
-                dict(enable_zbh1_pipeline=True, sequence_parallel=True),
-                dict(enable_zbh1_pipeline=True, tp_comm_overlap=True),
-            ],
+TP2: dict[str, Any] = dict(tensor_model_parallel_size=2)
+PP2: dict[str, Any] = dict(pipeline_model_parallel_size=2)
+SP = dict(TP2, sequence_parallel=True)
+OVERLAP = dict(tp_comm_overlap=True)
+# By processes.
+CASES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        LLAMA,
+        dict(attention_backend="unfused", **SELECTIVE),
+        dict(**FULL, recompute_num_layers=3, attention_backend="fused"),
+        dict(
+            **SELECTIVE,
+            recompute_modules=("mlp_act", "layernorm"),
+            gradient_accumulation_fusion=False,
         ),
     ],
-    ids=["one process", "TP 2", "PP 2", "TP 2, PP 2"],
-)
-def test_a_step_multiplies_and_sends_what_the_trace_says(
-    tp: int, pp: int, cases: list[dict[str, Any]]
-) -> None:
-    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp)
+    2: [
+        TP2,
+        dict(**SP, **LLAMA),
+        dict(**SP, **FULL),
+        dict(**SP, **OVERLAP, tp_comm_overlap_chunks=3),
+        dict(
+            **TP2,
+            **OVERLAP,
+            micro_batch_size=2,
+            bf16=True,
+            async_tensor_model_parallel_allreduce=False,
+        ),
+        {**PP2, **LLAMA, **CHUNKS},
+        dict(**PP2, **CHUNKS, **FULL),
+        dict(**PP2, enable_zbh1_pipeline=True, **FULL),
+        dict(**PP2, pipeline_layout="1,3", **FULL, recompute_num_layers=2),
+    ],
+    4: [dict(**PP2, **SP, enable_zbh1_pipeline=True)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", CASES)
+def test_a_step_multiplies_and_sends_what_the_trace_says(processes: int) -> None:
     whole = [
-        {**SIZES, **sizes, "global_batch_size": 2 * case.get("micro_batch_size", 1), **case}
-        for case in cases
+        {**SIZES, "global_batch_size": 2 * case.get("micro_batch_size", 1), **case}
+        | dict(world_size=processes)
+        for case in CASES[processes]
     ]
-    found = run_processes(tp * pp, ran, whole)
+    ranks = run_processes(processes, ran, whole)
     for i, case in enumerate(whole):
         config = Config.create(**case)
-        for rank in range(tp * pp):
-            *counts, order = found[rank][i]
-            for got, wanted in zip(counts, listed(config, rank // tp), strict=True):
-                assert got == wanted, f"rank {rank} of {cases[i]}"
-            explicit = backend(config) == "unfused"  # autograd orders its products
-            if pp == 1 and not config.recompute.recompute_granularity and not explicit:
-                assert order == listed_in_order(config), f"rank {rank} of {cases[i]}"
+        pipeline = config.parallel.pipeline_model_parallel_size
+        explicit = backend(config) == "unfused"  # autograd orders its products
+        for rank, of_cases in enumerate(ranks):
+            *counts, order = of_cases[i]
+            for got, wanted in zip(
+                counts, listed(config, rank * pipeline // processes), strict=True
+            ):
+                assert got == wanted, f"rank {rank} of {case}"
+            if pipeline == 1 and not config.recompute.recompute_granularity and not explicit:
+                assert order == listed_in_order(config), f"rank {rank} of {case}"
