@@ -31,16 +31,40 @@ def weight_decay(step: int) -> float:
     return toy.DECAY * (step + 1)
 
 
-def train(topology: Topology, precision: str, zero_stage: int) -> dict[str, Any]:
+def build(
+    topology: Topology, precision: str, zero_stage: int = 1, fused: bool = False, **fields: Any
+) -> Engine:
+    """Build an engine with torch's optimizer, or with FusedAdamW.
+
+    That uses torch's operators where no kernels are loaded.
+    """
+    config = toy.config(precision, zero_stage, **fields)
+    if not fused:
+        return Engine(config, topology, toy.build(topology))
+    config = dataclasses.replace(config, kernels=KernelConfig())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_module, "choose_fusions", lambda *_: Fusions(optimizer=True))
+        engine = Engine(config, topology, toy.build(topology))
+    assert isinstance(engine._basic, FusedAdamW)
+    return engine
+
+
+def step(engine: Engine, topology: Topology, s: int) -> StepResult:
+    toy.backward(engine, topology, s)
+    return engine.step(lr(s), weight_decay=weight_decay(s))
+
+
+def train(
+    topology: Topology, precision: str, zero_stage: int, fused: bool = False
+) -> dict[str, Any]:
     """Return masters before the first step, each step's result, and everything after the last."""
-    engine = Engine(toy.config(precision, zero_stage), topology, toy.build(topology))
+    engine = build(topology, precision, zero_stage, fused)
     out: dict[str, Any] = {"start": toy.state_pieces(engine), "results": []}
     for s in range(STEPS):
         if s == 1:  # gradients that are thrown away leave no trace
             toy.backward(engine, topology, 99)
             engine.clear_gradients()
-        toy.backward(engine, topology, s)
-        out["results"].append(engine.step(lr(s), weight_decay=weight_decay(s)))
+        out["results"].append(step(engine, topology, s))
     return out | {"state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)}
 
 
@@ -48,7 +72,7 @@ def bad_gradient(
     topology: Topology, precision: str, zero_stage: int, name: str, **fields: Any
 ) -> dict[str, Any]:
     """Give the last rank that holds `name` an infinite gradient in the second of three steps."""
-    engine = Engine(toy.config(precision, zero_stage, **fields), topology, toy.build(topology))
+    engine = build(topology, precision, zero_stage, **fields)
     results: list[StepResult] = []
     before: Any = None
     for s in range(STEPS):
@@ -86,16 +110,8 @@ def bad_gradient_on_host(topology: Topology, precision: str) -> dict[str, Any]:
 
 def scale_grows(topology: Topology) -> dict[str, Any]:
     """Run fp16 with plain SGD; the loss scale doubles after every step."""
-    config = toy.config(
-        "fp16",
-        optimizer="sgd",
-        sgd_momentum=0.0,
-        weight_decay=0.0,
-        clip_grad=0.0,
-        loss_scale_window=1,
-        initial_loss_scale=64.0,
-    )
-    engine = Engine(config, topology, toy.build(topology))
+    sgd = dict(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+    engine = build(topology, "fp16", **sgd, loss_scale_window=1, initial_loss_scale=64.0)
     scales = []
     for s in range(2):
         toy.backward(engine, topology, s)
@@ -165,7 +181,7 @@ def overlapped(
                                  different point on each rank, and is repeated
     """
     fields = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    engine = Engine(toy.config(precision, stage, **fields), topology, toy.build(topology))
+    engine = build(topology, precision, stage, **fields)
     last, sent = topology.rank == topology.world.size - 1, []
     results: list[StepResult] = []
     for s in range(4):
@@ -195,9 +211,18 @@ def overlapped(
 
 
 def refused(topology: Topology) -> list[str]:
-    """Refuse a gradient after the last one, and a second begin; nothing hangs afterwards."""
-    engine = Engine(toy.config(), topology, toy.build(topology))
+    """Refuse betas for SGD, a gradient after the last one, and a second begin.
+
+    Nothing hangs afterwards.
+    """
     messages = []
+    sgd = build(topology, "fp32", optimizer="sgd")
+    toy.backward(sgd, topology, 0)
+    try:
+        sgd.step(0.1, betas=(0.9, 0.95))
+    except ConfigError as error:
+        messages.append(str(error))
+    engine = build(topology, "fp32")
 
     def passes(count: int) -> None:
         for m in range(count):
@@ -222,65 +247,16 @@ def refused(topology: Topology) -> list[str]:
 
 GPT = dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, bf16=True)
 
-# -- FusedAdamW ------------------------------------------------------------------------------------
-
-
-def fused_engine(
-    topology: Topology, precision: str, zero_stage: int, fused: bool = True, **fields: Any
-) -> Engine:
-    """Build an engine with FusedAdamW, which uses torch's operators where no kernels are loaded.
-
-    `fused`: False builds the same engine without it.
-    """
-    whole = toy.config(precision, zero_stage, **fields)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_module, "choose_fusions", lambda *_: Fusions(optimizer=fused))
-        engine = Engine(
-            dataclasses.replace(whole, kernels=KernelConfig()), topology, toy.build(topology)
-        )
-    assert isinstance(engine._basic, FusedAdamW) == fused
-    return engine
-
-
-def step(engine: Engine, topology: Topology, s: int) -> StepResult:
-    toy.backward(engine, topology, s)
-    return engine.step(lr(s), weight_decay=weight_decay(s))
-
-
-def updated(
-    topology: Topology,
-    precision: str,
-    zero_stage: int,
-    fused: bool,
-    bad: bool = False,
-    **fields: Any,
-) -> dict[str, Any]:
-    """Return results and everything after the last step.
-
-    With `bad`, the last rank gets an infinite gradient in the second step.
-    """
-    engine, results = fused_engine(topology, precision, zero_stage, fused, **fields), []
-    for s in range(STEPS):
-        toy.backward(engine, topology, s)
-        if bad and s == 1 and topology.rank == topology.world.size - 1:
-            engine.gradient(next(engine.chunks.parameters())).view(-1)[0] = float("inf")
-        results.append(engine.step(lr(s), weight_decay=weight_decay(s)))
-    return {
-        "results": results,
-        "state": toy.state_pieces(engine),
-        "weights": toy.weight_pieces(engine),
-        "scalars": engine.scalars(),
-    }
+# -- resumption ------------------------------------------------------------------------------------
 
 
 def resumed(topology: Topology, precision: str, from_fused: bool) -> list[dict[str, Any]]:
-    """Continue training on one engine, and on a fused one with its state.
+    """Continue training, without clipping, on one engine, and on a fused one with its state.
 
     The state is loaded by fragments and scalars.
     """
     first, second = (
-        fused_engine(topology, precision, 1, from_fused),
-        fused_engine(topology, precision, 1),
+        build(topology, precision, fused=fused, clip_grad=0.0) for fused in (from_fused, True)
     )
     for s in range(2):
         step(first, topology, s)
@@ -290,96 +266,107 @@ def resumed(topology: Topology, precision: str, from_fused: bool) -> list[dict[s
             b.moments[name].copy_(a.moments[name])
     second.load_scalars(first.scalars())
     second.update_working_weights()
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(first.chunks.parameters(), second.chunks.parameters(), strict=True)
-    )
-    results = [(step(first, topology, 2), step(second, topology, 2))]
+    weights = zip(first.chunks.parameters(), second.chunks.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in weights)
     return [
         {
-            "result": result,
+            "result": step(e, topology, 2),
             "state": toy.state_pieces(e),
             "weights": toy.weight_pieces(e),
             "scalars": e.scalars(),
         }
-        for e, result in zip((first, second), results[0], strict=True)
+        for e in (first, second)
     ]
 
 
 # -- all of it -------------------------------------------------------------------------------------
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-ALL = tuple((precision, stage) for precision in PRECISIONS for stage in (0, 1))
 BOTH = (True, False)
+# Tensor x pipeline x data; precision; ZeRO stage; FusedAdamW in place of torch's.
+TRAINED = """
+    1x1x1 fp32 1, 1x1x1 bf16 1, 1x1x1 fp16 1,
+    1x1x2 fp32 0, 1x1x2 fp32 1, 1x1x2 bf16 0, 1x1x2 bf16 1, 1x1x2 fp16 0, 1x1x2 fp16 1,
+    1x1x2 bf16sums 0, 1x1x2 bf16sums 1, 1x1x2 fp32 0 fused, 1x1x2 bf16 1 fused, 1x1x2 fp16 1 fused,
+    1x1x3 fp32 1, 1x1x3 bf16 1, 1x1x3 fp16 1,
+    2x2x1 fp32 1, 2x2x1 bf16 1, 2x2x1 fp16 1, 2x2x1 bf16sums 1 fused, 2x2x1 fp32 1 fused,
+    2x1x2 fp32 1, 2x1x2 bf16 1, 2x1x2 bf16sums 1, 2x1x2 fp16 0,
+    1x2x2 fp32 0, 1x2x2 bf16 0, 1x2x2 fp16 1
+"""
+OVERLAPPED = """
+    1x1x2 fp32 0, 1x1x2 bf16 1, 1x1x2 fp16 1, 2x1x2 bf16 1, 1x2x2 fp32 1, 1x2x2 fp16 0
+"""
+BAD = """
+    2x2x1 fp32 1, 2x2x1 bf16 1, 2x2x1 fp16 1, 2x2x1 bf16 1 fused, 2x2x1 fp16 1 fused,
+    1x2x2 fp32 1, 1x2x2 bf16 1, 1x2x2 fp16 0
+"""
+TROUBLES = ("missing fp32", "infinite bf16", "broken bf16")
+RESUMED = (("fp32", True), ("bf16", True), ("bf16", False), ("fp16", False))
+
+
+def names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def parse(name: str) -> tuple[tuple[int, int, int], str, int, bool]:
+    layout, precision, stage, *fused = name.split()
+    tensor, pipeline, data = map(int, layout.split("x"))
+    return (tensor, pipeline, data), precision, int(stage), bool(fused)
+
+
+def on_layouts(size: int) -> dict[str, Any]:
+    """Run the cases of a world of this size."""
+    join()
+    topologies: dict[tuple[int, int], Topology] = {}
+    out: dict[str, Any] = {}
+    for kind, text in (("", TRAINED), ("overlap ", OVERLAPPED), ("bad ", BAD)):
+        for name in names(text):
+            (tensor, pipeline, data), precision, stage, fused = parse(name)
+            if tensor * pipeline * data != size:
+                continue
+            sizes = tensor, pipeline
+            if sizes not in topologies:
+                topologies[sizes] = Topology.create(*sizes)
+            topology = topologies[sizes]
+            if not kind:
+                out[name] = train(topology, precision, stage, fused)
+            elif kind == "bad ":
+                victim = "mixed" if tensor > 1 else "down"
+                out[kind + name] = bad_gradient(topology, precision, stage, victim, fused=fused)
+            else:
+                for on in BOTH:
+                    out[f"{kind}{name} {on}"] = overlapped(topology, precision, stage, on)
+    return out
 
 
 def on_one(rank: int) -> dict[str, Any]:
-    topology = Topology.create()
-    out: dict[str, Any] = {f"1x1x1 {p} {z}": train(topology, p, z) for p, z in ALL if z == 1}
-    momentum = dict(optimizer="sgd", sgd_momentum=0.9)
-    out |= {f"bad sgd {p}": bad_gradient(topology, p, 1, "mixed", **momentum) for p in PRECISIONS}
-    out |= {
-        f"bad lion {p}": bad_gradient(topology, p, 1, "mixed", optimizer="lion") for p in PRECISIONS
-    }
-    out |= {f"bad host {p}": bad_gradient_on_host(topology, p) for p in PRECISIONS}
+    out, topology = on_layouts(1), Topology.create()
+    optimizers = dict(sgd=dict(optimizer="sgd", sgd_momentum=0.9), lion=dict(optimizer="lion"))
+    for p in PRECISIONS:
+        for name, fields in optimizers.items():
+            out[f"bad {name} {p}"] = bad_gradient(topology, p, 1, "mixed", **fields)
+        out[f"bad host {p}"] = bad_gradient_on_host(topology, p)
     return out | {"scale grows": scale_grows(topology)}
 
 
 def on_two(rank: int) -> dict[str, Any]:
-    topology = join()
-    out: dict[str, Any] = {
-        f"1x1x2 {p} {z}": train(topology, p, z) for p, z in (*ALL, ("bf16sums", 0), ("bf16sums", 1))
-    }
-    out |= {
-        f"overlap 1x1x2 {p} {z} {o}": overlapped(topology, p, z, o) for p, z in ALL for o in BOTH
-    }
-    for t in ("missing", "infinite", "broken"):
-        out |= {
-            f"overlap {t} {p} {o}": overlapped(topology, p, 1, o, t)
-            for p in ("fp32", "bf16")
-            for o in BOTH
-        }
+    out, topology = on_layouts(2), Topology.create()
+    for trouble in TROUBLES:
+        kind, p = trouble.split()
+        out |= {f"overlap {trouble} {on}": overlapped(topology, p, 1, on, kind) for on in BOTH}
     out["refused"] = refused(topology)
-    out |= {f"fused 1x1x2 {p} {z} {f}": updated(topology, p, z, f) for p, z in ALL for f in BOTH}
-    out |= {f"fused no clipping {f}": updated(topology, "bf16", 1, f, clip_grad=0.0) for f in BOTH}
-    return out | {f"resumed {p} {f}": resumed(topology, p, f) for p in PRECISIONS for f in BOTH}
+    return out | {f"resumed {p} {fused}": resumed(topology, p, fused) for p, fused in RESUMED}
 
 
 def on_three(rank: int) -> dict[str, Any]:
-    topology = join()
-    return {f"1x1x3 {p} 1": train(topology, p, 1) for p in PRECISIONS}
+    return on_layouts(3)
 
 
 def on_four(rank: int) -> dict[str, Any]:
-    tensor_data, both, pipe_data = join(2, 1), Topology.create(2, 2), Topology.create(1, 2)
-    torch.set_num_threads(1)
-    out: dict[str, Any] = {
-        f"2x2x1 {p} {z}": train(both, p, z) for p, z in (*ALL, ("bf16sums", 1)) if z == 1
-    }
-    some = (("fp32", 1), ("bf16", 1), ("bf16sums", 1), ("fp16", 0))
-    out |= {f"2x1x2 {p} {z}": train(tensor_data, p, z) for p, z in some}
-    out |= {
-        f"1x2x2 {p} {z}": train(pipe_data, p, z) for p, z in (("fp32", 0), ("bf16", 0), ("fp16", 1))
-    }
-    out |= {f"bad 2x2x1 {p}": bad_gradient(both, p, 1, "mixed") for p in PRECISIONS}
-    out |= {
-        f"bad 1x2x2 {p}": bad_gradient(pipe_data, p, z, "down")
-        for p, z in (("fp32", 1), ("bf16", 1), ("fp16", 0))
-    }
+    out, both = on_layouts(4), Topology.create(2, 2)
     out["no parameters"] = no_parameters(both)
     out |= {f"unequal groups {p}": unequal_groups(both, p) for p in PRECISIONS}
-    for o in BOTH:
-        out |= {
-            f"overlap 2x1x2 {p} {z} {o}": overlapped(tensor_data, p, z, o)
-            for p, z in (("fp32", 1), ("bf16", 1))
-        }
-        chosen = (("fp32", 1), ("bf16", 1), ("fp16", 0))
-        out |= {f"overlap 1x2x2 {p} {z} {o}": overlapped(pipe_data, p, z, o) for p, z in chosen}
-        out[f"gpt {o}"] = train_in_process(
-            rank, {**GPT, "overlap_grad_reduce": o, "overlap_param_gather": o}, 3
-        )
-    out |= {f"fused 2x2x1 {p} 1 {f}": updated(both, p, 1, f) for p in PRECISIONS for f in BOTH}
-    out |= {f"fused sums {f}": updated(both, "bf16sums", 1, f) for f in BOTH}
-    return out | {
-        f"fused bad {p} {f}": updated(both, p, 1, f, True) for p in ("bf16", "fp16") for f in BOTH
-    }
+    for on in BOTH:
+        fields = {**GPT, "overlap_grad_reduce": on, "overlap_param_gather": on}
+        out[f"gpt {on}"] = train_in_process(rank, fields, 3)
+    return out

@@ -16,7 +16,6 @@ import torch
 from megatron.config.training import KernelConfig
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer_state import AVERAGE, StepValues
-from megatron.errors import ConfigError
 from megatron.kernels.ops.optimizer import FusedAdamW
 from tests.engine import cases, toy
 from tests.engine.test_engine import rounding
@@ -79,8 +78,8 @@ def train(rank: int, sizes: tuple[int, int], runs: list[str]) -> dict[str, Any]:
 
 
 RUNS = {
-    (1, 1, 1): ["fp32 1", "bf16 1", "fp16 1", "fp32 1 bf16", "fp16 1 bf16"],
-    (2, 2, 2): ["fp32 1", "bf16 1", "bf16sums 0", "bf16sums 1 bf16", "fp32 2", "bf16 3"],
+    (1, 1, 1): ["fp32 1", "fp16 1 bf16"],
+    (2, 2, 2): ["fp32 1", "bf16sums 0", "bf16sums 1 bf16", "bf16 3"],
     (1, 1, 2): ["fp32 3", "fp16 3", "bf16sums 2 bf16"],
 }
 """Precision, ZeRO stage, and where the average is updated in AdamW's pass, type of its first moment."""
@@ -163,19 +162,3 @@ def test_kinds_are_clipped_before_all_are(
         np.testing.assert_allclose(
             state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=4e-6, err_msg=key
         )
-
-
-def without_betas(rank: int) -> str:
-    topology = join()
-    engine = Engine(toy.config(optimizer="sgd"), topology, toy.build(topology))
-    toy.backward(engine, topology, 0)
-    try:
-        engine.step(0.1, betas=(0.9, 0.95))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_betas_of_an_optimizer_without_any_are_refused() -> None:
-    messages = run_processes(2, without_betas)
-    assert "SGD" in messages[0] and len(set(messages)) == 1

@@ -23,6 +23,7 @@ from megatron.engine.deepspeed_engine import deepspeed_json, import_deepspeed
 from megatron.engine.engine import Engine
 from megatron.errors import ConfigError
 from megatron.kernels.ops.optimizer import FusedAdamW
+from megatron.metrics_file import read_records
 from megatron.parallel.topology import Topology
 from tests.engine import toy
 from tests.helpers.launching import ROOT, TINY, launch
@@ -202,11 +203,6 @@ def test_packages_that_do_not_suit_deepspeed_are_named(tmp_path: Path) -> None:
         assert f"pydantic {version('pydantic')}" in message
 
 
-def test_a_missing_name_is_refused_with_the_version() -> None:
-    (message,) = run_processes(1, without_its_name)
-    assert "build_shm_op" in message and version("deepspeed") in message
-
-
 def what_deepspeed_has(rank: int) -> dict[str, Any]:
     """Return what a user of DeepSpeed reads of the engine after two steps."""
     topology = Topology.create()
@@ -227,10 +223,18 @@ def what_deepspeed_has(rank: int) -> dict[str, Any]:
     }
 
 
+def used(rank: int) -> tuple[dict[str, Any], str]:
+    return what_deepspeed_has(rank), without_its_name(rank)
+
+
 def test_what_users_of_deepspeed_have_of_its_engine() -> None:
-    """Its steps, learning rate, module and optimizer are those of the run."""
-    (found,) = run_processes(1, what_deepspeed_has)
+    """Its steps, learning rate, module and optimizer are those of the run.
+
+    A version that lacks a name which the engine needs is refused.
+    """
+    ((found, message),) = run_processes(1, used)
     assert found == {"moved": True, "steps": 2, "module": True, "rate": 0.1, "optimizer": True}
+    assert "build_shm_op" in message and version("deepspeed") in message
 
 
 def read_csv(file: Path) -> list[tuple[int, float]]:
@@ -240,7 +244,7 @@ def read_csv(file: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.slow
 def test_deepspeed_reports_what_its_json_asks_for(tmp_path: Path) -> None:
-    """Its reports, over a resume, are those of a run without them, written once for all ranks."""
+    """Its reports, over a resume, are those of the run, written once for all ranks."""
     asked = {
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"},
         "comms_logger": {"enabled": True, "prof_all": True},
@@ -249,13 +253,16 @@ def test_deepspeed_reports_what_its_json_asks_for(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(asked))
     words = [*TINY, "--pipeline-model-parallel-size", "2"]
     reports = ["--deepspeed_config", f"{tmp_path}/ds.json", "--save", f"{tmp_path}/saved"]
-    plain = launch(2, [*words, "--metrics-file", f"{tmp_path}/plain"])
-    first = launch(2, [*words, *reports, "--exit-interval", "2"])
-    second = launch(2, [*words, *reports, "--load", f"{tmp_path}/saved"])
-    outcomes = [outcome for some in (plain, first, second) for outcome in some]
-    assert all(outcome is not None and outcome.code == 0 for outcome in outcomes), outcomes
-    records = [json.loads(line) for line in (tmp_path / "plain").read_text().splitlines()]
-    steps = [record for record in records if record["event"] == "iteration"]
+    steps = list[Any]()
+    for name, more in (
+        ("first", ["--exit-interval", "2"]),
+        ("second", ["--load", f"{tmp_path}/saved"]),
+    ):
+        file = tmp_path / f"{name}.jsonl"
+        outcomes = launch(2, [*words, *reports, *more, "--metrics-file", str(file)])
+        assert all(outcome is not None and outcome.code == 0 for outcome in outcomes), outcomes
+        steps += read_records(file, "iteration")
+    assert len(steps) == 4
     for name, key in (("train_loss", "lm_loss"), ("lr", "learning_rate")):
         written = read_csv(tmp_path / f"csv/Train_Samples_{name}.csv")
         assert written == [(s["consumed_samples"], s[key]) for s in steps]
@@ -264,5 +271,5 @@ def test_deepspeed_reports_what_its_json_asks_for(tmp_path: Path) -> None:
     (macs,) = re.findall(r"fwd MACs per GPU: +([\d.]+) MMACs", (tmp_path / "flops").read_text())
     assert float(macs) * 1e6 == pytest.approx(expected, abs=5e3)
     # each of two steps sums a loss over all ranks: three numbers of fp64
-    (rows,) = (o.output for o in second if o is not None and "Comm. Op" in o.output)
+    (rows,) = (o.output for o in outcomes if o is not None and "Comm. Op" in o.output)
     assert re.search(r"^ +24\.0 B +2 ", rows, re.M), rows

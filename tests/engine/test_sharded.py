@@ -61,11 +61,26 @@ def train(rank: int, stage: int, again: bool) -> dict[str, Any]:
     return {"before": before, "left": left, **{name: max(some) for name, some in seen.items()}}
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_few_layers_have_memory_at_a_time(stage: int, again: bool) -> None:
+RUNS = [(stage, again) for stage in (2, 3) for again in (False, True)]
+
+
+def on_two(rank: int) -> tuple[list[Any], list[Any]]:
+    return [train(rank, *run) for run in RUNS], [of_users(rank, stage) for stage in (1, 3)]
+
+
+def on_four(rank: int) -> list[Any]:
+    return [outward(rank, *run) for run in ((2, False), (3, False), (3, True))]
+
+
+@pytest.fixture(scope="module")
+def runs() -> tuple[Any, Any]:
+    return run_processes(2, on_two), run_processes(4, on_four)
+
+
+@pytest.mark.parametrize(("stage", "again"), RUNS)
+def test_a_few_layers_have_memory_at_a_time(runs: Any, stage: int, again: bool) -> None:
     """Weights: of this layer and the next. Gradients: of this layer, and two under way."""
-    for found in run_processes(2, train, stage, again):
+    for found in (rank[RUNS.index((stage, again))] for rank, _ in runs[0]):
         assert found["weights"] == (2 if stage == 3 else LAYERS)
         assert found["gradients"] <= 4
         assert found["left"] == 0
@@ -91,31 +106,32 @@ def outward(rank: int, stage: int, twice: bool) -> Any:
         begun.extend([bucket] * (op is Op.REDUCE_BEYOND))
         return transfer(bucket, op)
 
-    gradients.transfer = note
-    for step in range(2):
-        executor.train(batches(config, step, topology.replica))
-        if twice and step:
-            try:
-                executor.train(batches(config, step, topology.replica))
-            except ConfigError as error:
-                return str(error)
-        in_passes = len(begun)
-        engine.step(1e-3)
-        found.append((in_passes, len(begun), len(set(begun))))
-        begun.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "transfer", note)
+        for step in range(2):
+            executor.train(batches(config, step, topology.replica))
+            if twice and step:
+                try:
+                    executor.train(batches(config, step, topology.replica))
+                except ConfigError as error:
+                    return str(error)
+            in_passes = len(begun)
+            engine.step(1e-3)
+            found.append((in_passes, len(begun), len(set(begun))))
+            begun.clear()
     return found
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_sums_over_other_ranks_begin_in_the_last_backward_pass(stage: int) -> None:
+def test_sums_over_other_ranks_begin_in_the_last_backward_pass(runs: Any, stage: int) -> None:
     """Not in the first step, in which contributions are counted."""
-    for first, second in run_processes(4, outward, stage, False):
+    for first, second in (rank[stage - 2] for rank in runs[1]):
         assert first[0] == 0 and second[0] == second[1] - IN_FLIGHT
         assert first[1] == first[2] == second[1] == second[2] > 2
 
 
-def test_a_second_batch_after_the_sums_were_sent_is_refused() -> None:
-    messages = run_processes(4, outward, 3, True)
+def test_a_second_batch_after_the_sums_were_sent_is_refused(runs: Any) -> None:
+    messages = [rank[-1] for rank in runs[1]]
     assert len(set(messages)) == 1 and "--no-overlap-grad-reduce" in messages[0]
 
 
@@ -164,9 +180,9 @@ def of_users(rank: int, stage: int) -> list[tuple[list[float], int]]:
     return found
 
 
-def test_models_of_users_train_alike_with_stage_3() -> None:
+def test_models_of_users_train_alike_with_stage_3(runs: Any) -> None:
     """They recompute by themselves, call a layer twice, or train their last layer."""
-    for whole, gathered in zip(*(run_processes(2, of_users, n) for n in (1, 3)), strict=True):
+    for _, (whole, gathered) in runs[0]:
         for (losses, _), (found, warned) in zip(whole, gathered, strict=True):
             assert found == pytest.approx(losses, rel=1e-5) and len(set(losses)) == 6
             assert not warned

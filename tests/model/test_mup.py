@@ -182,19 +182,18 @@ def test_activations_are_alike_at_any_width() -> None:
     assert spread([(BASE, 2), (4 * BASE, 2)]) > 2.0
 
 
-@pytest.mark.slow
-def test_activations_of_experts_are_alike_at_any_width() -> None:
-    fields: dict[str, Any] = dict(num_experts=4, moe_router_topk=2, add_bias_linear=False)
-    assert spread([(2 * BASE, 2), (8 * BASE, 2)], **MUP, **fields) < LIMIT
+WIDTHS, DEPTHS = [(2 * BASE, 2), (8 * BASE, 2)], [(BASE, 4), (BASE, 16)]
 
 
-@pytest.mark.slow
-def test_activations_are_alike_at_any_depth() -> None:
-    assert spread([(BASE, 4), (BASE, 16)], **MUP, mup_base_num_layers=4) < LIMIT
-    assert spread([(BASE, 4), (BASE, 16)]) > 2.0
-
-
-@pytest.mark.slow
-def test_activations_of_a_stream_through_norms_are_alike_at_any_depth() -> None:
-    fields: dict[str, Any] = dict(apply_residual_connection_post_layernorm=True)
-    assert spread([(BASE, 4), (BASE, 16)], **MUP, mup_base_num_layers=4, **fields) < LIMIT
+@pytest.mark.campaign("mup")
+@pytest.mark.parametrize(
+    ("sizes", "fields"),
+    [
+        (WIDTHS, dict(num_experts=4, moe_router_topk=2, add_bias_linear=False)),
+        (DEPTHS, dict(mup_base_num_layers=4)),
+        (DEPTHS, dict(mup_base_num_layers=4, apply_residual_connection_post_layernorm=True)),
+    ],
+    ids=["experts", "depth", "norms"],
+)
+def test_activations_of_other_models_are_alike(sizes: Any, fields: dict[str, Any]) -> None:
+    assert spread(sizes, **MUP, **fields) < LIMIT

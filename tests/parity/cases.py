@@ -97,61 +97,27 @@ def train(rank: int, runs: list[dict[str, Any]], steps: int = STEPS) -> list[dic
     return out
 
 
+# Every shape by each of its schedules, with sequence parallelism, ZeRO stages and recomputation in
+# turn.
+SHAPES = [
+    *[(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (2, 2, 1), (2, 1, 2)],
+    *[(1, 2, 2), (1, 4, 1), (2, 2, 2), (4, 2, 1), (4, 1, 2), (2, 4, 1), (1, 4, 2)],
+]
+RECOMPUTED = [FULL, FULL2, BLOCK, SELECTIVE, CHEAP]
 GRID = [
-    # one process
-    layout(zero=0),
-    layout(zero=1),
-    layout(recompute=FULL),
-    layout(recompute=FULL2),
-    layout(recompute=BLOCK),
-    layout(recompute=SELECTIVE),
-    layout(recompute=CHEAP),
-    # two
-    layout(tp=2),
-    layout(tp=2, sp=True),
-    layout(tp=2, sp=True, recompute=FULL),
-    layout(tp=2, recompute=SELECTIVE, zero=0),
-    layout(pp=2),
-    layout(pp=2, schedule="interleaved"),
-    layout(pp=2, schedule="zb-h1"),
-    layout(pp=2, schedule="zb-h1", recompute=FULL),
-    layout(pp=2, schedule="interleaved", recompute=BLOCK, zero=0),
-    layout(dp=2, zero=0),
-    layout(dp=2, zero=1),
-    # four
-    layout(tp=4),
-    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP),
-    layout(tp=4, sp=True, recompute=SELECTIVE),
-    layout(tp=2, pp=2),
-    layout(tp=2, pp=2, schedule="interleaved"),
-    layout(tp=2, pp=2, schedule="zb-h1"),
-    layout(tp=2, pp=2, sp=True),
-    layout(tp=2, pp=2, sp=True, schedule="interleaved", recompute=FULL),
-    layout(tp=2, pp=2, sp=True, schedule="zb-h1"),
+    layout(tp, pp, dp, schedule, tp > 1 and (number + again) % 2 == 0, number // 2 % 2, recompute)
+    for number, ((tp, pp, dp), schedule) in enumerate(
+        (shape, schedule)
+        for shape in SHAPES
+        for schedule in (("1f1b", "interleaved", "zb-h1") if shape[1] > 1 else ("1f1b",))
+    )
+    for again, recompute in enumerate((NONE, RECOMPUTED[number % len(RECOMPUTED)]))
+]
+GRID += [
     layout(tp=2, pp=2, sp=True, clip_grad_by_kind=("embedding=0.05", "vector=0.02")),
-    layout(tp=2, dp=2, zero=0),
-    layout(tp=2, dp=2, sp=True, zero=1),
-    layout(pp=2, dp=2, zero=0),
-    layout(pp=2, dp=2, schedule="interleaved", zero=1),
-    layout(pp=2, dp=2, schedule="zb-h1", zero=1, recompute=SELECTIVE),
-    layout(pp=4),
-    layout(pp=4, schedule="interleaved"),
-    layout(pp=4, schedule="zb-h1"),
     layout(tp=2, dp=2, zero=3, **FROZEN),
     layout(dp=4, zero=2, recompute=SELECTIVE, bf16=True, **FROZEN),
     layout(pp=2, dp=2, schedule="interleaved", zero=0, **FROZEN),
-    # eight
-    layout(tp=2, pp=2, dp=2),
-    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=FULL),
-    layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1"),
-    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", zero=0),
-    layout(tp=4, pp=2, sp=True, schedule="interleaved"),
-    layout(tp=4, pp=2, schedule="zb-h1", recompute=FULL),
-    layout(tp=4, dp=2, sp=True),
-    layout(tp=2, pp=4, sp=True, schedule="interleaved", recompute=SELECTIVE),
-    layout(tp=2, pp=4, schedule="zb-h1"),
-    layout(pp=4, dp=2, schedule="interleaved"),
-    layout(pp=4, dp=2, schedule="zb-h1", zero=0),
     # The components of gpt-1t-frontier.
     layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP),
 ]
@@ -300,16 +266,13 @@ def experts(ep: int, **more: Any) -> Case:
     return layout(expert_model_parallel_size=ep, **more)
 
 
-# Every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few
+# A case of every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few
 # processes as possible: those of one world size share theirs.
 TOGETHER = [
     layout(recompute=BLOCK, micro_batch_size=2),
-    layout(tp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **LLAMA),
     layout(tp=2, recompute=FULL2, gradient_accumulation_fusion=False, **CHUNKS),
     layout(tp=2, sp=True, recompute=FULL, micro_batch_size=2, reset_attention_mask=True, **DROPOUT),
     layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True),
-    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=FULL, **FROZEN),
-    layout(pp=2, num_layers=7),  # the stated rule distributes 7 layers over 2 stages
     layout(dp=2, **BF16),
     layout(
         tp=2,
@@ -322,8 +285,6 @@ TOGETHER = [
         **DOCUMENTS,
         **{**LLAMA, **MULTI_QUERY},
     ),
-    layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL, **UNFUSED, **WINDOW, **CAP, **MULTI_QUERY),
-    layout(tp=4, sp=True, fused=True, **BLOCKED, **CAP, **DROPOUT, num_key_value_heads=2),
     layout(
         tp=2,
         pp=2,
@@ -334,6 +295,30 @@ TOGETHER = [
         **LLAMA,
         **DOCUMENTS,
     ),
+    layout(tp=2, pp=2, sp=True, **FP16),
+    layout(tp=2, pp=2, **FP16, poison=(1, 3)),
+    layout(tp=2, sp=True, recompute=CHEAP, fused=True, **FAMILIES["olmo2"]),
+    layout(dp=2, recompute=FULL, fused=True, **FAMILIES["gemma2"]),
+    layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False),
+    experts(2, dp=2, recompute=MOE, **EXPERTS, **MUON),
+    layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
+    experts(4, dp=4, recompute=MOE_ACT, **TWO_NODES, **BIASED),
+    layout(tp=4, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
+    layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
+    layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
+    layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True),
+    # The components of gpt-1t-frontier, with another order of the ranks.
+    layout(
+        tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
+    ),
+]
+# Together they meet in other pairs.
+MIXED = [
+    layout(tp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **LLAMA),
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=FULL, **FROZEN),
+    layout(pp=2, num_layers=7),
+    layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL, **UNFUSED, **WINDOW, **CAP, **MULTI_QUERY),
+    layout(tp=4, sp=True, fused=True, **BLOCKED, **CAP, **DROPOUT, num_key_value_heads=2),
     layout(
         tp=2, pp=2, sp=True, schedule="zb-h1", recompute=SELECTIVE, fused=True, **UNFUSED, **LLAMA
     ),
@@ -347,37 +332,20 @@ TOGETHER = [
         squared_relu=True,
     ),
     layout(pp=2, dp=2, schedule="interleaved", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
-    layout(tp=2, pp=2, sp=True, **FP16),
-    layout(tp=2, pp=2, **FP16, poison=(1, 3)),
-    layout(tp=2, sp=True, recompute=CHEAP, fused=True, **FAMILIES["olmo2"]),
     layout(tp=2, sp=True, recompute=CHEAP, **FAMILIES["gptj"]),
-    layout(dp=2, recompute=FULL, fused=True, **FAMILIES["gemma2"]),
     layout(tp=2, pp=2, fused=True, **FAMILIES["neox"]),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["qwen3"]),
     layout(dp=2, **LION),
-    layout(dp=2, zero=3, recompute=FULL2, gradient_accumulation_fusion=False),
-    experts(2, dp=2, recompute=MOE, **EXPERTS, **MUON),
     experts(2, tp=2, dp=2, sp=True, recompute=MOE_ACT, packed=True, **DOCUMENTS, **BIASED),
     experts(2, pp=2, dp=2, schedule="zb-h1", packed=True, **DOCUMENTS, **DROPS),
-    layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
     layout(tp=2, dp=2, sp=True, zero=3, fused=True, recompute=CHEAP, **FAMILIES["gemma2"]),
     experts(2, dp=4, zero=3, zero_shard_size=2, recompute=MOE, **BIASED),
-    experts(4, dp=4, recompute=MOE_ACT, **TWO_NODES, **BIASED),
-    layout(tp=4, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
-    # Uneven, with fewer micro-batches than stages.
-    layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
     layout(tp=2, pp=2, dp=2, sp=True, recompute=CHEAP, **MUP, **FAMILIES["gemma2"]),
     experts(2, tp=2, pp=2, dp=2, sp=True, schedule="interleaved", **BIASED),
     layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", **NESTEROV, **QK_CLIP, **LLAMA),
-    layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
     layout(tp=2, cp=2, sp=True, recompute=CHEAP, fused=True, **WINDOW, **CAP, **LLAMA),
-    layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True),
     layout(cp=2, pp=2, schedule="zb-h1", recompute=FULL, hidden_dropout=0.2, **BF16),
     layout(tp=2, pp=2, cp=2, sp=True, schedule="interleaved", **ULYSSES, **DROPOUT),
-    # The components of gpt-1t-frontier, with another order of the ranks.
-    layout(
-        tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
-    ),
 ]
 
 ALL = DOCUMENTS | dict(
@@ -477,6 +445,7 @@ SHARDED = [
 ]
 CAMPAIGN = [
     *GRID,
+    *MIXED,
     *SHARDED,
     *CONTEXT,
     *[

@@ -88,7 +88,6 @@ CAMPAIGNS = {
     "mup": Campaign(
         "activations of muP move alike at widths of 64 to 1024 and at depths of 4 to 32",
         4,
-        workers=None,
         programs=(
             "benchmarks/mup.py coordinates --seeds 16",
             "benchmarks/mup.py coordinates --widths 64 --layers 4 8 16 32 --seeds 8",
