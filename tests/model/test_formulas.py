@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import RecomputeConfig
 from megatron.model import formulas
@@ -20,6 +22,10 @@ from megatron.model.formulas import (
     recompute_flops_per_token,
     total_parameters,
 )
+from megatron.model.gpt import build_chunks
+from megatron.parallel.layout import Layout
+from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Topology
 
 FULL = RecomputeConfig("full")
 SELECTIVE = RecomputeConfig("selective", ("core_attn",))
@@ -147,45 +153,23 @@ def test_totals_of_the_papers_models(layers: int, hidden: int, heads: int, named
     assert total - 2 * hidden == pytest.approx(closed, rel=1e-12)
 
 
-def torch_layer(model: ModelConfig) -> torch.nn.ModuleList:
-    """Return the modules of one layer, on no device, for their sizes alone."""
-    h, f, b = model.hidden_size, model.ffn_hidden_size, model.add_bias_linear
-    n, g, d = model.num_attention_heads, model.num_key_value_heads, model.kv_channels
-    norm = torch.nn.LayerNorm if model.normalization == "layernorm" else torch.nn.RMSNorm
-    with torch.device("meta"):
-        modules: list[torch.nn.Module] = [
-            torch.nn.Linear(h, n * d, b),
-            torch.nn.Linear(h, g * d, b),
-        ]
-        modules += [torch.nn.Linear(h, g * d, b), torch.nn.Linear(n * d, h, b)]
-        modules += [torch.nn.Linear(h, f, b) for _ in range(2 if model.swiglu else 1)]
-        modules += [torch.nn.Linear(f, h, b), norm(h), norm(h)]
-    return torch.nn.ModuleList(modules)
-
-
-@pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_layer_parameters_are_those_of_torch_modules(
-    swiglu: bool, bias: bool, groups: int, norm: str
-) -> None:
-    model = gpt(
-        1,
-        48,
-        6,
-        16,
-        96,
-        ffn_hidden_size=100,
-        kv_channels=10,
-        num_key_value_heads=groups,
-        swiglu=swiglu,
-        add_bias_linear=bias,
-        normalization=norm,
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(swiglu=True, num_key_value_heads=1),
+        dict(normalization="rmsnorm", add_bias_linear=False, num_key_value_heads=2),
+        dict(swiglu=True, add_bias_linear=False),
+    ],
+)
+def test_parameters_of_a_model_that_is_built(changes: dict[str, Any]) -> None:
+    fields = dict(hidden_size=48, num_attention_heads=6, seq_length=16, vocab_size=96)
+    fields |= dict(num_layers=2, ffn_hidden_size=100, kv_channels=10, **changes)
+    config = Config.create(**fields)
+    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    built = build_chunks(config, topology).parameters()
+    assert total_parameters(config.model) == sum(
+        math.prod(sharding_of(p).global_shape) for p in built
     )
-    two = dataclasses.replace(model, num_layers=2)
-    expected = sum(p.numel() for p in torch_layer(model).parameters())
-    assert total_parameters(two) - total_parameters(model) == expected
 
 
 def plain_gpt_flops(model: ModelConfig, batch: int) -> int:

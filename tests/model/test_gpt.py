@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron.config import Config
-from megatron.data.sampler import MicroBatch, Separation, make_micro_batch
+from megatron.data.sampler import Separation, make_micro_batch
 from megatron.model.gpt import build_chunks, hidden_state
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
@@ -39,15 +39,8 @@ def build(**fields):
 
 
 def micro_batch(tokens, mask=None, first_sample=0):
-    b, s = tokens.shape[0], tokens.shape[1] - 1
-    return MicroBatch(
-        tokens=tokens[:, :-1],
-        labels=tokens[:, 1:],
-        loss_mask=torch.ones(b, s) if mask is None else mask,
-        position_ids=torch.arange(s).expand(b, s),
-        cu_seqlens=None,
-        first_sample=first_sample,
-    )
+    batch = make_micro_batch(tokens.numpy(), first_sample=first_sample)
+    return batch if mask is None else dataclasses.replace(batch, loss_mask=mask)
 
 
 def tokens(seed=0, s=S, b=B):

@@ -16,7 +16,7 @@ from megatron.model.gpt import build_chunks
 from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
-from tests.model.test_huggingface import COMMON, FAMILIES, micro_batch
+from tests.helpers.hugging_face import COMMON, FAMILIES, micro_batch
 
 FACTORS = dict(
     use_mup=True,

@@ -25,8 +25,8 @@ from megatron.errors import DataError
 from megatron_inference import tokens
 from tests.checkpoint.made import make
 from tests.helpers import fault_points
+from tests.helpers.hugging_face import GPT2, S, V, from_gpt2, hugging_face
 from tests.helpers.launching import Outcome, launch
-from tests.model.test_huggingface import GPT2, S, V, hugging_face
 from tools import evaluate
 
 DOCUMENTS = [np.random.RandomState(n).randint(0, V - 1, n).tolist() for n in (3, 41, 1, 22)]
@@ -36,8 +36,8 @@ TEXTS = [" ".join(map(str, document)) for document in DOCUMENTS]
 @functools.cache
 def gpt2() -> tuple[Any, dict[str, torch.Tensor]]:
     """Return Hugging Face's model, float64, and its weights under our names."""
-    model, convert = hugging_face("gpt2")
-    values = convert({name: p.detach().clone() for name, p in model.named_parameters()})
+    model = hugging_face("gpt2")
+    values = from_gpt2({name: p.detach().clone() for name, p in model.named_parameters()})
     return model.double().eval(), values
 
 

@@ -14,8 +14,8 @@ import torch
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.tasks import Task, read_tasks, tokens_of
+from tests.helpers.hugging_face import S, V
 from tests.helpers.launching import launch
-from tests.model.test_huggingface import S, V
 from tests.tools.test_evaluate import byte_pairs, folder, gpt2  # noqa: F401 (a fixture)
 
 RANDOM = np.random.RandomState(5)

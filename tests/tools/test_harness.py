@@ -14,8 +14,8 @@ import torch
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from tests.checkpoint.made import make
+from tests.helpers.hugging_face import GPT2, from_gpt2
 from tests.helpers.launching import launch
-from tests.model.test_huggingface import GPT2, from_gpt2
 from tests.tools.test_evaluate import LINES, byte_pairs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each process imports the harness

@@ -19,8 +19,8 @@ from megatron.model.gpt import build_chunks
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from megatron.training.run.generate import Limits, Model, Sampling, choose, generate
+from tests.helpers.hugging_face import FAMILIES, hugging_face
 from tests.helpers.text import ByteTokenizer, TextModel, one_process
-from tests.model.test_huggingface import FAMILIES, hugging_face
 
 FIELDS: dict[str, Any] = dict(
     num_layers=4,
@@ -54,7 +54,7 @@ def test_greedy_text_is_that_of_transformers(style: str, tmp_path: Path) -> None
     of the layers, and a last norm that turns signs, make a text more than the repetition of a token
     (the gains of Gemma are those of the norm minus one).
     """
-    theirs, _ = hugging_face(style, positions=80)  # type: ignore[no-untyped-call]
+    theirs = hugging_face(style, positions=80)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if p.ndim > 1 and (".h." in name or ".layers." in name):
@@ -154,7 +154,7 @@ def test_a_text_ends_with_the_end_token() -> None:
 @pytest.mark.slow
 def test_a_text_ends_with_each_end_token_of_a_folder(tmp_path: Path) -> None:
     """generation_config.json may list several; it comes before config.json, as in transformers."""
-    theirs, _ = hugging_face("llama", positions=80)  # type: ignore[no-untyped-call]
+    theirs = hugging_face("llama", positions=80)  # type: ignore[no-untyped-call]
     theirs.eval().save_pretrained(tmp_path)
     (path := tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
     (whole,) = ids(megatron.load_model(f"hf:{tmp_path}"), [[1, 2, 3]])
