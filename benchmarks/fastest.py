@@ -1,4 +1,4 @@
-"""Times of the implementations from which runs on a CPU choose (megatron/kernels/measured.py).
+"""Times of the implementations from which runs on a CPU choose (megatron/kernels/measured_times.py).
 
 For each case the implementations take turns, and the shortest of their rounds counts: a disturbance
 only adds time. Shapes are GPT-2 124M's.
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_cases import OPERATORS, Shape
-from megatron.kernels import choose, library, measured
-from megatron.kernels.measured import Measured
+from megatron.kernels import choose, library, measured_times
+from megatron.kernels.measured_times import MeasuredTimes
 from megatron.layers.attention_blocked import blocked_attention
 from megatron.layers.attention_fused import torch_attention
 from megatron.layers.attention_unfused import PLAIN, Scoring
@@ -134,7 +134,7 @@ def chosen(case: str, way: str, run: Run) -> Run:
     """Return `run`, which chooses `way` in a case."""
 
     def call() -> object:
-        measured.agree(Measured({case: {way: 1.0}}))
+        measured_times.agree(MeasuredTimes({case: {way: 1.0}}))
         return run()
 
     return call
@@ -162,7 +162,7 @@ def times(ways: dict[str, Run], now: Callable[[], float]) -> dict[str, float]:
     return best
 
 
-def measure(now: Callable[[], float] = time.perf_counter) -> Measured:
+def measure(now: Callable[[], float] = time.perf_counter) -> MeasuredTimes:
     """Return the times of all cases on this machine; without a library of kernels, KernelError."""
     tune_allocator()
     torch.manual_seed(0)
@@ -171,11 +171,11 @@ def measure(now: Callable[[], float] = time.perf_counter) -> Measured:
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
             for cases in (operators(dtype), attention(dtype)):
                 for case, ways in cases:
-                    measured.agree(Measured())
+                    measured_times.agree(MeasuredTimes())
                     seconds[case] = times(ways, now)
     finally:
-        measured.forget()
-    return Measured(
+        measured_times.forget()
+    return MeasuredTimes(
         seconds,
         torch.get_num_threads(),
         datetime.date.today().isoformat(),

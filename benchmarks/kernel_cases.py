@@ -128,13 +128,13 @@ def _masked_bytes(shape: Shape, e: int) -> tuple[float, float]:
 
 def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     """Scores become weights in their place; what is there the next time are small scores."""
-    place = (None, 0, shape[2] - shape[1], None, attention.Law(1, SCALE))
+    place = (None, 0, shape[2] - shape[1], None, attention.AttentionParameters(1, SCALE))
 
     def way(operator: Way) -> Way:
         scores, logarithms = drawn.clone(), torch.empty(shape[0], shape[2], device=device)
 
         def call() -> tuple[Tensor, Tensor]:
-            operator(attention.Block(scores, logarithms, *place))
+            operator(attention.AttentionBlock(scores, logarithms, *place))
             return scores, logarithms[:, -shape[1] :]
 
         return call
@@ -145,7 +145,7 @@ def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
 def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     """Overwrite scores and gradients in place, without letting either vanish over time."""
-    place = (None, 0, shape[2] - shape[1], 0, attention.Law(1, SCALE))
+    place = (None, 0, shape[2] - shape[1], 0, attention.AttentionParameters(1, SCALE))
     ones = torch.ones(shape[0], shape[2], device=device)  # logarithms and dots
 
     def way(operator: Way) -> Way:
@@ -455,7 +455,7 @@ def _adamw(
     copies = [] if dtype == torch.float32 else [p.to(dtype) for p in parameters]
 
     def update(*_: Any, kernel: bool = True) -> None:
-        adamw = optimizer.AdamW(
+        adamw = optimizer.AdamWInputs(
             parameters,
             gradients,
             first,

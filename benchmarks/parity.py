@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shared import Record, device_parser, markdown, train
-from megatron.planner.processes import gpus_here
+from megatron.planner.subprocesses import gpus_here
 from tests.helpers.launching import TINY
 
 PRECISION = {
@@ -49,8 +49,8 @@ LAYOUTS = {
 GLOO = """
 import runpy, sys
 import torch.distributed as dist
-from megatron.parallel import participants
-participants.device_identity = lambda device: ""
+from megatron.parallel import process_descriptions
+process_descriptions.device_identity = lambda device: ""
 start = dist.init_process_group
 dist.init_process_group = lambda backend, **more: start("gloo", **more)
 sys.argv = sys.argv[1:]

@@ -43,7 +43,7 @@ from benchmarks.shared import ROOT, Table, markdown, parser, train
 from megatron.config.command_line import parse_plan
 from megatron.metrics_file import read_records
 from megatron.planner.cluster import load_cluster
-from megatron.planner.processes import environment, gpus_here
+from megatron.planner.subprocesses import environment, gpus_here
 from megatron.planner.timing import estimate
 
 WARM_UP, STEPS = 3, 7

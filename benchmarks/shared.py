@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.metrics_file import read_records
 from megatron.parallel.launch import Launch
-from megatron.planner.processes import environment, reserve_port
+from megatron.planner.subprocesses import environment, reserve_port
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 400.0  # the first import of torch on a cold file system takes minutes

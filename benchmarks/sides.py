@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import shared
 from benchmarks.shared import ROOT
 from benchmarks.workloads import OURS, Case, Side
-from megatron.planner import processes
+from megatron.planner import subprocesses
 
 ALLOCATOR = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:"
@@ -66,7 +66,7 @@ def environment(
     code is cached in `cache` for the next run, and our own root is removed from PYTHONPATH, which
     may have packages that cannot be installed.
     """
-    env = processes.environment(os.environ, 0, 1, 0)
+    env = subprocesses.environment(os.environ, 0, 1, 0)
     for name in [name for name in env if name in SETTINGS or name.startswith(KINDS_OF_SETTINGS)]:
         del env[name]
     if not untouched:

@@ -39,7 +39,7 @@ from benchmarks.shared import ROOT, device_parser, markdown, train
 from benchmarks.sides import our_arguments
 from benchmarks.workloads import OURS, cuda_cases
 from megatron.config import parse_args
-from megatron.planner.processes import gpus_here
+from megatron.planner.subprocesses import gpus_here
 from megatron.training.run import loop
 from tests.helpers.launching import TINY
 

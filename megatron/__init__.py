@@ -32,7 +32,7 @@ _PLACES = {
     "megatron.pipeline.schedule": "build_schedule",
     "megatron.pipeline.executor": "Executor",
     "megatron.engine.engine": "Engine build_executor",
-    "megatron.training.run.trained": "Trained load_model",
+    "megatron.training.run.load_model": "Trained load_model",
     "megatron.training.run.generate": "Continuation Limits Sampling generate",
     "megatron.training.run.schedules": "Schedules",
     "megatron.program": "main pretrain",

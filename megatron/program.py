@@ -39,7 +39,7 @@ def pretrain(
 
     launch       which process this is; by default read from the environment
     renumbered   called with this process's rank once that is known: it may differ from the
-                 launcher's, see megatron.parallel.placing
+                 launcher's, see megatron.parallel.rank_mapping
     pieces       the user's layer, model, datasets, optimizer, schedule or callbacks, instead of
                  the project's (megatron.config.pieces.Pieces)
 

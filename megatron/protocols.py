@@ -58,7 +58,7 @@ class Stage(Protocol):
 class Dataset(Protocol):
     """Samples by number: seq_length + 1 token ids, the same on every rank and at each call.
 
-    Optional attributes are in megatron.data.gpt_dataset.OwnDataset.
+    Optional attributes are in megatron.data.gpt_dataset.UserDataset.
     """
 
     def __len__(self) -> int: ...
@@ -87,7 +87,7 @@ class Optimizer(Protocol):
 
     An optimizer that needs parameters in their global shape, as Muon does for matrices, also has a
     function whole(name, global_shape) -> bool. Parameters for which it is true are in separate
-    groups, whose key "whole" is one megatron.engine.whole.WholeParameters for all of them when
+    groups, whose key "whole" is one megatron.engine.full_matrices.FullMatrices for all of them when
     steps are taken; it is None in other groups.
     """
 

@@ -21,7 +21,7 @@ from benchmarks import parity
 from benchmarks.parity import CAPTURED, LOSS, NO_DROPOUT, NORM, ON_CPU, PRECISION
 from megatron.config import Config
 from megatron.data.sampler import Separation, make_micro_batch
-from megatron.kernels.ops.attention import REFERENCES, Law
+from megatron.kernels.ops.attention import REFERENCES, AttentionParameters
 from megatron.layers import ring
 from megatron.layers.attention_blocked import Weigher
 from megatron.layers.attention_fused import flash_attention, torch_attention
@@ -361,7 +361,7 @@ def test_a_ring_of_one_place(monkeypatch, backend, heads, groups, documents) -> 
     monkeypatch.setattr(ring.Ring, "rotate", lambda self, x: nothing)
 
     def attend(q, k, v, scoring):
-        law = Law(heads // groups, q.shape[-1] ** -0.5)
+        law = AttentionParameters(heads // groups, q.shape[-1] ** -0.5)
         flash = Flash(backend, law.share, law.scale) if backend else None
         weigher = Weigher(REFERENCES, None, law)
         of = ring.Ring(Group((0,), 0), 1, 1, weigher, scoring.documents, flash)

@@ -48,7 +48,7 @@ for name in {helps!r}:
 # These need only Python itself.
 LIGHT = (
     "megatron megatron.errors megatron.drawing megatron.config megatron.parallel.launch "
-    "megatron.parallel.topology megatron.parallel.placing megatron.model.formulas "
+    "megatron.parallel.topology megatron.parallel.rank_mapping megatron.model.formulas "
     "megatron.model.stages megatron.kernels.choose megatron.training megatron.planner.cluster "
     "megatron.planner.placement megatron.planner.rates megatron.planner.channels "
     "megatron.jobs.scaling megatron.jobs.runner megatron.jobs.space"

@@ -84,7 +84,7 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     """Measure and write the file. Raises MegatronError."""
     from megatron.config.command_line import parse_plan
     from megatron.parallel.launch import detect_launch
-    from megatron.planner.processes import gpus_here
+    from megatron.planner.subprocesses import gpus_here
 
     flags = flags or DEFAULT_MODEL
     config, launch = parse_plan(flags, checkpoint=settings_to_take), detect_launch()
@@ -126,8 +126,8 @@ def start(count: int, argv: Sequence[str]) -> None:
 
     Raises LaunchError if one fails.
     """
-    from megatron.jobs.processes import logs_of, start_here
     from megatron.jobs.result import ending
+    from megatron.jobs.run_processes import logs_of, start_here
 
     with tempfile.TemporaryDirectory(prefix="megatron-calibration-") as name:
         folder = Path(name)

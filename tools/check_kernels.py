@@ -28,10 +28,10 @@ from benchmarks import fastest
 from benchmarks.kernel_cases import OPERATORS, Operator
 from megatron.config.option import Parser
 from megatron.errors import KernelError
-from megatron.kernels import choose, library, measured
+from megatron.kernels import choose, library, measured_times
 from megatron.kernels.build import LIBRARIES, SOURCES, TARGETS, compiler, no_compiler, source_hash
 from megatron.kernels.ops.elementwise import bias_dropout_add
-from megatron.kernels.ops.optimizer import AdamW, adamw_
+from megatron.kernels.ops.optimizer import AdamWInputs, adamw_
 from megatron.training.run.process import as_tool
 
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -107,7 +107,9 @@ def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch
         for kernel, lists in zip((True, False), sides, strict=True):
             values, first, second, rounded, averages = lists
             adamw_(
-                AdamW(values, gradients, first, second, rounded, averages, **settings, **more),
+                AdamWInputs(
+                    values, gradients, first, second, rounded, averages, **settings, **more
+                ),
                 kernel,
             )
     for found, expected in zip(*sides, strict=True):
@@ -193,8 +195,8 @@ def inventory(device_types: Sequence[str]) -> Iterator[str]:
         yield from (
             f"  {target:<5} {compiler(target) or no_compiler(target)}" for target in TARGETS
         )
-    yield measured.find().line
-    yield from table(measured.find())
+    yield measured_times.find().line
+    yield from table(measured_times.find())
     yield "optional packages"
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     yield f"  {choose.flash_attention(kind, 'bfloat16').line}"
@@ -202,7 +204,7 @@ def inventory(device_types: Sequence[str]) -> Iterator[str]:
     yield f"  {choose.fused_adam(kind).line}"
 
 
-def table(one: measured.Measured) -> Iterator[str]:
+def table(one: measured_times.MeasuredTimes) -> Iterator[str]:
     """List the times of a measurement, each case's fastest first."""
     for case, seconds in one.seconds.items():
         ways = sorted(seconds, key=seconds.__getitem__)
@@ -211,13 +213,13 @@ def table(one: measured.Measured) -> Iterator[str]:
 
 def measure() -> None:
     """Measure this machine, and keep and print the times. Raises KernelError."""
-    file, found = measured.path(), library.find("cpu")
+    file, found = measured_times.path(), library.find("cpu")
     if file is None or found.handle is None:
-        why = f"{measured.OVERRIDE} is none" if file is None else found.line
+        why = f"{measured_times.OVERRIDE} is none" if file is None else found.line
         raise KernelError(f"nothing to measure: {why}")
     one = fastest.measure()
-    measured.write(file, one)
-    print(f"{measured.cpu()}\n{one.line}, in {file}", *table(one), sep="\n")
+    measured_times.write(file, one)
+    print(f"{measured_times.cpu()}\n{one.line}, in {file}", *table(one), sep="\n")
 
 
 def compare(device_type: str) -> bool:

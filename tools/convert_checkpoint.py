@@ -246,7 +246,7 @@ def from_huggingface(
     args: argparse.Namespace, settings: dict[str, Any], topology: Topology
 ) -> None:
     """Convert a folder of Hugging Face to a checkpoint. Raises MegatronError."""
-    from megatron.checkpoint.together import decided_by_first
+    from megatron.checkpoint.shared_errors import decided_by_first
     from megatron_conversion.huggingface import read_folder, to_checkpoint
 
     incoming = decided_by_first(topology, lambda: read_folder(Path(args.source), settings))
@@ -264,8 +264,8 @@ def from_huggingface(
 def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology: Topology) -> None:
     """Convert a checkpoint to a folder of Hugging Face. Raises MegatronError."""
     from megatron.checkpoint.huggingface_save import companions_of, config_fields
+    from megatron.checkpoint.shared_errors import decided_by_first, together
     from megatron.checkpoint.tensors import MASTER
-    from megatron.checkpoint.together import decided_by_first, together
     from megatron_conversion.huggingface import (
         foreign_folder,
         read_checkpoint,

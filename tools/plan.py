@@ -30,10 +30,16 @@ from megatron.errors import ConfigError
 from megatron.planner.cluster import GIB, Cluster, known_clusters, load_cluster
 from megatron.planner.layout import Wanted, narrowed, parse_layout, write_value
 from megatron.planner.memory import HEADROOM
-from megatron.planner.search import tables
-from megatron.planner.search.find import Found, Progress, Search, check_device_orders, search
-from megatron.planner.search.space import Space, make_config, usable_bytes
-from megatron.planner.search.tables import Chosen, chosen_layout
+from megatron.planner.search import output
+from megatron.planner.search.find import (
+    LayoutSearch,
+    Progress,
+    SearchResult,
+    check_device_orders,
+    search,
+)
+from megatron.planner.search.output import ChosenLayout, chosen_layout
+from megatron.planner.search.space import LayoutSpace, make_config, usable_bytes
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
 from megatron.planner.timing.passes import rates_of
@@ -182,14 +188,14 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
                 "--output cannot be combined with --explain or with several --layout: run once for "
                 "each"
             )
-        tables.make_folder(args.output)
+        output.make_folder(args.output)
     print(_headline(given), flush=True)
     with _progress() as progress:
         results = [search(form, args.top, args.processes, progress) for form in forms or [given]]
     most = 1 if forms else max(args.top, args.explain or 0)
     best = [one.layout for found in results for one in found.best[:most]]
     rejected = [
-        tables.rejection_table(found.rejections, f"{text}: rejected")
+        output.rejection_table(found.rejections, f"{text}: rejected")
         for text, found in zip(args.layout or ["all layouts"], results, strict=True)
         if not found.estimated
     ]
@@ -211,7 +217,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
             print("\nNot tried: --fix offload=off,on, the optimizer's state in host memory.")
         return EXIT_NOTHING_FITS
     if args.output is not None:
-        for path in tables.write_files(
+        for path in output.write_files(
             args.output, given, results[0], chosen, args.preset, args.tokens
         ):
             print(f"wrote {path}")
@@ -236,7 +242,7 @@ def _progress() -> Iterator[Progress]:
 # -- what is asked for -----------------------------------------------------------------------------
 
 
-def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
+def make_search(args: argparse.Namespace, flags: Sequence[str]) -> LayoutSearch:
     """Build the requested search. Raises ConfigError."""
     cluster = load_cluster(args.cluster)
     worlds = _worlds(args, cluster)
@@ -262,11 +268,11 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
     base = make_config(args.preset, flags, max(batches))
     rates_of(cluster, base.precision.dtype_name)  # raises before the search if rates are unknown
     name = args.preset or f"{base.model.num_layers} layers of width {base.model.hidden_size}"
-    space = Space(base, name, cluster, worlds, {**wanted, "gbs": tuple(batches)}, more)
-    return Search(space, usable_bytes(args.headroom, cluster))
+    space = LayoutSpace(base, name, cluster, worlds, {**wanted, "gbs": tuple(batches)}, more)
+    return LayoutSearch(space, usable_bytes(args.headroom, cluster))
 
 
-def _form(given: Search, text: str) -> Search:
+def _form(given: LayoutSearch, text: str) -> LayoutSearch:
     """Restrict a search to the layouts of --layout, within --fix. Raises ConfigError."""
     wanted, space = parse_layout(text, "--layout"), given.space
     if "recompute" in wanted:  # "full" has the meaning of --recompute-granularity full
@@ -285,7 +291,7 @@ def _form(given: Search, text: str) -> Search:
     worlds = space.worlds
     if "nodes" in wanted:
         worlds = _whole_nodes(cast("tuple[int, ...]", wanted["nodes"]), space.cluster)
-    return Search(dataclasses.replace(space, wanted=both, worlds=worlds), given.capacity)
+    return LayoutSearch(dataclasses.replace(space, wanted=both, worlds=worlds), given.capacity)
 
 
 def _check_host(*wanted: Wanted, cluster: Cluster) -> None:
@@ -349,7 +355,7 @@ def _show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
         )
 
 
-def _headline(given: Search) -> str:
+def _headline(given: LayoutSearch) -> str:
     space, cluster = given.space, given.space.cluster
     nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
     batches = ", ".join(f"{batch:,}" for batch in space.wanted["gbs"])
@@ -360,21 +366,21 @@ def _headline(given: Search) -> str:
     )
 
 
-def _tables(chosen: Sequence[Chosen], args: argparse.Namespace) -> list[Table]:
-    bounds = [tables.bounds_table(chosen)] if args.bounds else []
+def _tables(chosen: Sequence[ChosenLayout], args: argparse.Namespace) -> list[Table]:
+    bounds = [output.bounds_table(chosen)] if args.bounds else []
     return [
-        tables.layout_table(chosen, args.tokens, papers=args.paper_flops),
-        tables.parts_table(chosen),
+        output.layout_table(chosen, args.tokens, papers=args.paper_flops),
+        output.parts_table(chosen),
         *bounds,
     ]
 
 
-def _tables_of_search(given: Search, found: Found) -> list[Table]:
-    of_values = [tables.values_table(given, found, name) for name in ("gbs", "nodes")]
+def _tables_of_search(given: LayoutSearch, found: SearchResult) -> list[Table]:
+    of_values = [output.values_table(given, found, name) for name in ("gbs", "nodes")]
     return [
         *(table for table in of_values if len(table.rows) > 1),
-        tables.losses_table(tables.losses(given, found)),
-        tables.rejection_table(
+        output.losses_table(output.losses(given, found)),
+        output.rejection_table(
             found.rejections,
             f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} layouts "
             "estimated; rejected",
@@ -382,7 +388,7 @@ def _tables_of_search(given: Search, found: Found) -> list[Table]:
     ]
 
 
-def _show_winner(given: Search, first: Chosen) -> None:
+def _show_winner(given: LayoutSearch, first: ChosenLayout) -> None:
     cluster, confidence = given.space.cluster, first.found.confidence
     print(f"\nNumber 1: {given.space.write(first.layout)}")
     print(

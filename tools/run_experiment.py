@@ -30,9 +30,17 @@ from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.jobs import experiment
-from megatron.jobs.experiment import KINDS, Experiment, Point, Request, plan, priced, state_of
+from megatron.jobs.experiment import (
+    KINDS,
+    Experiment,
+    ExperimentRequest,
+    Point,
+    plan,
+    priced,
+    state_of,
+)
 from megatron.jobs.result import DONE, FAILED
-from megatron.jobs.runner import Place, Runner, slurm_time_left_s, time_left
+from megatron.jobs.runner import LaunchTarget, Runner, slurm_time_left_s, time_left
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.table import print_table
 from megatron.training.run.process import as_tool
@@ -173,10 +181,12 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(_COUNT(part) for part in parts)
 
 
-def requested(args: argparse.Namespace, flags: Sequence[str], cluster: Cluster | None) -> Request:
+def requested(
+    args: argparse.Namespace, flags: Sequence[str], cluster: Cluster | None
+) -> ExperimentRequest:
     """Return the request of the command line; `flags` are those of pretrain_gpt.py."""
     tasks = args.tasks_per_node or (cluster.devices_per_node if cluster is not None else 8)
-    return Request(
+    return ExperimentRequest(
         args.kind,
         args.preset,
         args.recipe,
@@ -243,7 +253,7 @@ def run(args: argparse.Namespace, points: list[Point], root: Path) -> int:
             )
         hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
     found = Experiment(root, points, args.limit, args.retry_failed, _say)
-    place = Place(args.launcher, hosts, 1 if args.one_at_a_time else len(hosts))
+    place = LaunchTarget(args.launcher, hosts, 1 if args.one_at_a_time else len(hosts))
     found.run(Runner(place, _say, left_s=time_left(None, slurm_time_left_s)))
     summary(found, root)
     if found.out_of_time:

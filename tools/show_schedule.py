@@ -18,7 +18,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 from megatron.config.option import Parser, real, whole
 from megatron.config.parallel import SCHEDULES
 from megatron.errors import DataError
-from megatron.pipeline.clock import Span, Timeline, simulate
+from megatron.pipeline.clock import ScheduleTimeline, Span, simulate
 from megatron.pipeline.orders import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from megatron.pipeline.schedule import NOMINAL_DURATIONS, Schedule, build_schedule
 from megatron.planner.timeline_plot import draw_timeline
@@ -133,7 +133,7 @@ def label(instruction: Instruction, schedule: Schedule) -> str:
     return f"{instruction.op.letters}{instruction.micro_batch}{chunk}"
 
 
-def text_lanes(schedule: Schedule, timeline: Timeline) -> str:
+def text_lanes(schedule: Schedule, timeline: ScheduleTimeline) -> str:
     """One line per rank; time runs to the right in steps of the shortest computation, and dots are
     waiting.
     """
@@ -154,7 +154,7 @@ def text_lanes(schedule: Schedule, timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def report(schedule: Schedule, timeline: Timeline) -> str:
+def report(schedule: Schedule, timeline: ScheduleTimeline) -> str:
     def row(what: str, values: tuple[int, ...]) -> str:
         return f"{what:<28}" + " ".join(f"{value:>4}" for value in values)
 
@@ -170,7 +170,7 @@ def report(schedule: Schedule, timeline: Timeline) -> str:
     )
 
 
-def recorded(path: Path) -> tuple[Timeline, int]:
+def recorded(path: Path) -> tuple[ScheduleTimeline, int]:
     """Return the passes of the first pipeline in a run's timeline, and the iteration.
 
     Raises DataError where the file is not such a timeline.
@@ -204,7 +204,7 @@ def recorded(path: Path) -> tuple[Timeline, int]:
             f"{path}: it is no timeline of a run ({error!r}): give the timeline.json beside its "
             "metrics file"
         ) from None
-    return Timeline(tuple(lanes)), iteration
+    return ScheduleTimeline(tuple(lanes)), iteration
 
 
 def draw_recorded(path: Path, picture: Path) -> None:

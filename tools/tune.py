@@ -24,8 +24,8 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 from megatron.config.command_line import add_preset, split_at_dashes, with_preset
 from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.jobs import tune
-from megatron.jobs.measured import OBJECTIVES
 from megatron.jobs.search import SEARCHES
+from megatron.jobs.trial_statistics import OBJECTIVES
 from megatron.planner.memory import HEADROOM
 from megatron.training.run.process import as_tool
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron.planner.processes import reserve_port
+from megatron.planner.subprocesses import reserve_port
 from tests.helpers.launching import ROOT, Script
 from tests.helpers.processes import rank_environment
 

@@ -163,42 +163,42 @@ Tensor floats(const Tensor &like, at::IntArrayRef sizes) { return at::empty(size
 struct Output {
     Tensor out;
     bool adds = false;
-    Reference sink;
+    Reference accumulator;
 
     Output() = default;
     explicit Output(const Tensor &parameter) {
         Gil gil;
-        sink = find(parameter);
-        if (sink && is_true(sink.object, IN_FP32)) {
+        accumulator = find(parameter);
+        if (accumulator && is_true(accumulator.object, IN_FP32)) {
             // The property waits until the memory is there; mostly it is.
-            const bool waits = attribute(sink.object, BEFORE_USE).object != Py_None;
-            out = THPVariable_Unpack(attribute(sink.object, waits ? TOTAL : PRIVATE_TOTAL).object);
-            adds = !is_true(sink.object, FRESH);
+            const bool waits = attribute(accumulator.object, BEFORE_USE).object != Py_None;
+            out = THPVariable_Unpack(attribute(accumulator.object, waits ? TOTAL : PRIVATE_TOTAL).object);
+            adds = !is_true(accumulator.object, FRESH);
         } else {
             const bool wide = parameter.scalar_type() == at::kDouble;
             out = at::empty(parameter.sizes(), parameter.options().dtype(wide ? at::kDouble : at::kFloat));
         }
     }
 
-    // The sink to which a layer adds.
+    // The accumulator to which a layer adds.
     static Reference find(const Tensor &parameter) {
         const Reference object(THPVariable_Wrap(parameter));
-        Reference sink(PyObject_GetAttr(object.object, GRADIENT_SINK));
-        if (!sink) {
+        Reference accumulator(PyObject_GetAttr(object.object, GRADIENT_SINK));
+        if (!accumulator) {
             PyErr_Clear();
-            return sink;
+            return accumulator;
         }
-        if (!parameter.requires_grad() || !is_true(sink.object, DIRECT)) return Reference();
-        return sink;
+        if (!parameter.requires_grad() || !is_true(accumulator.object, DIRECT)) return Reference();
+        return accumulator;
     }
 
     // Returns what is left to autograd.
     Tensor written() {
-        if (!sink) return out;
+        if (!accumulator) return out;
         Gil gil;
-        if (!is_true(sink.object, IN_FP32)) {
+        if (!is_true(accumulator.object, IN_FP32)) {
             const Reference gradient(THPVariable_Wrap(out));
-            checked(PyObject_CallMethodOneArg(sink.object, ADD, gradient.object));
+            checked(PyObject_CallMethodOneArg(accumulator.object, ADD, gradient.object));
             return Tensor();
         }
         complete();
@@ -210,19 +210,19 @@ struct Output {
         Output of;
         {
             Gil gil;
-            of.sink = find(weight);
-            if (of.sink) {
-                const bool ready = attribute(of.sink.object, BEFORE_USE).object == Py_None;
-                if (ready) of.out = THPVariable_Unpack(attribute(of.sink.object, PRIVATE_TOTAL).object);
-                if (!ready || !(of.out.scalar_type() == dy.scalar_type() || is_true(of.sink.object, WIDENS))) {
+            of.accumulator = find(weight);
+            if (of.accumulator) {
+                const bool ready = attribute(of.accumulator.object, BEFORE_USE).object == Py_None;
+                if (ready) of.out = THPVariable_Unpack(attribute(of.accumulator.object, PRIVATE_TOTAL).object);
+                if (!ready || !(of.out.scalar_type() == dy.scalar_type() || is_true(of.accumulator.object, WIDENS))) {
                     const Reference a(THPVariable_Wrap(dy)), b(THPVariable_Wrap(x));
-                    checked(PyObject_CallMethodObjArgs(of.sink.object, ADD_PRODUCT, a.object, b.object, nullptr));
+                    checked(PyObject_CallMethodObjArgs(of.accumulator.object, ADD_PRODUCT, a.object, b.object, nullptr));
                     return Tensor();
                 }
-                of.adds = !is_true(of.sink.object, FRESH);
+                of.adds = !is_true(of.accumulator.object, FRESH);
             }
         }
-        if (!of.sink) return at::mm(dy.t(), x).view(weight.sizes());
+        if (!of.accumulator) return at::mm(dy.t(), x).view(weight.sizes());
         const Tensor sum = of.out.view({dy.size(-1), x.size(-1)});
         of.sum_product(sum, dy.t(), x);
         Gil gil;
@@ -239,10 +239,10 @@ struct Output {
     }
 
     void complete() const {
-        if (PyObject_SetAttr(sink.object, FRESH, Py_False)) throw python_error();
-        const Reference added = attribute(sink.object, ADDED);
+        if (PyObject_SetAttr(accumulator.object, FRESH, Py_False)) throw python_error();
+        const Reference added = attribute(accumulator.object, ADDED);
         if (added.object == Py_None) return;
-        const Reference parameter = checked(PyObject_GetAttrString(sink.object, "parameter"));
+        const Reference parameter = checked(PyObject_GetAttrString(accumulator.object, "parameter"));
         checked(PyObject_CallOneArg(added.object, parameter.object));
     }
 };
@@ -423,7 +423,7 @@ Tensor summed_product(const Region &region, const Tensor &x, const Tensor &matri
 struct FusedNode : torch::autograd::Node {
     std::vector<SavedVariable> saved;
     // Parameters of which the gradients depend, with their versions. They are not saved, since hooks on saved tensors
-    // may copy them, and a copy has no sink.
+    // may copy them, and a copy has no accumulator.
     std::vector<std::pair<Tensor, uint32_t>> used;
 
     void uses(const Tensor &parameter) {
@@ -468,7 +468,7 @@ struct NormNode : FusedNode {
     bool added, rms;
     float plus;
     int64_t parts;
-    Tensor weight, bias, shift;  // themselves: saved ones may be copies, without sinks
+    Tensor weight, bias, shift;  // themselves: saved ones may be copies, without accumulators
 
     std::string name() const override { return "megatron::norm"; }
     variable_list differentiate(variable_list &&gradients) override {
@@ -1014,7 +1014,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_nodes", nullptr, -1, methods,
 
 PyMODINIT_FUNC PyInit__nodes() {
     const std::pair<PyObject **, const char *> names[] = {
-        {&GRADIENT_SINK, "gradient_sink"}, {&DIRECT, "direct"}, {&IN_FP32, "in_fp32"}, {&FRESH, "fresh"},
+        {&GRADIENT_SINK, "gradient_accumulator"}, {&DIRECT, "direct"}, {&IN_FP32, "in_fp32"}, {&FRESH, "fresh"},
         {&TOTAL, "total"}, {&PRIVATE_TOTAL, "_total"}, {&BEFORE_USE, "before_use"}, {&ADDED, "added"}, {&ADD, "add"},
         {&ADD_PRODUCT, "add_product"}, {&DEFERRING, "deferring"}, {&WIDENS, "widens"}, {&ENTER, "enter"},
         {&LEAVE, "leave"}};

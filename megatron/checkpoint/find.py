@@ -39,7 +39,7 @@ _CONVERT = "tools/convert_checkpoint.py converts those of Megatron and DeepSpeed
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedCheckpoint:
     """A checkpoint that was passed over, and why."""
 
     folder: Path
@@ -50,7 +50,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointChoice:
     """Result of a search.
 
     folder     the newest good checkpoint; None where there is none
@@ -59,7 +59,7 @@ class Found:
     """
 
     folder: Path | None = None
-    rejected: tuple[Rejected, ...] = ()
+    rejected: tuple[RejectedCheckpoint, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -218,7 +218,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest, manifest.read_json(STATE), manifest.read_json(CONFIG))
 
 
-def find(directory: StrPath, tag: str | int | None = None, before: int | None = None) -> Found:
+def find(
+    directory: StrPath, tag: str | int | None = None, before: int | None = None
+) -> CheckpointChoice:
     """Find the newest good checkpoint of a directory, or the one that `tag` names.
 
     tag      an iteration or a folder
@@ -239,15 +241,15 @@ def find(directory: StrPath, tag: str | int | None = None, before: int | None = 
             raise CheckpointError(
                 f"checkpoint {folder}, which --load-tag names, is broken: {error}"
             ) from error
-        return Found(folder)
+        return CheckpointChoice(folder)
     there = folders(root)
     tracker = read_tracker(root)
     newest = tracker.iteration
     skipped = _skipped(there, tracker)
-    rejected: list[Rejected] = []
+    rejected: list[RejectedCheckpoint] = []
     if before is None and newest is not None and newest not in map(number_of, there):
         reason = f"the folder is missing, though {tracker.path} names it"
-        rejected.append(Rejected(root / folder_name(newest), reason))
+        rejected.append(RejectedCheckpoint(root / folder_name(newest), reason))
     good = None
     for folder in there:
         if folder in skipped or (before is not None and number_of(folder) >= before):
@@ -257,9 +259,9 @@ def find(directory: StrPath, tag: str | int | None = None, before: int | None = 
             good = folder
             break
         except CheckpointError as error:
-            rejected.append(Rejected(folder, str(error)))
+            rejected.append(RejectedCheckpoint(folder, str(error)))
     if before is not None:
-        return Found(good, tuple(rejected))
+        return CheckpointChoice(good, tuple(rejected))
     if not there and not rejected:
         names = _names(root)
         if MANIFEST in names:
@@ -274,11 +276,11 @@ def find(directory: StrPath, tag: str | int | None = None, before: int | None = 
                 f"look foreign: {_CONVERT}; name an empty folder to start from scratch"
             )
         if tracker.problem is not None:  # there has been a checkpoint
-            rejected.append(Rejected(tracker.path, tracker.problem))
-    return Found(good, tuple(rejected), tuple(_notes(tracker, good, skipped)))
+            rejected.append(RejectedCheckpoint(tracker.path, tracker.problem))
+    return CheckpointChoice(good, tuple(rejected), tuple(_notes(tracker, good, skipped)))
 
 
-def required(directory: StrPath, found: Found) -> Path:
+def required(directory: StrPath, found: CheckpointChoice) -> Path:
     """Return the folder that was found.
 
     Raises CheckpointError, naming the broken checkpoints, where there is none.

@@ -21,8 +21,8 @@ from megatron.checkpoint.families import FAMILIES, Family
 from megatron.checkpoint.huggingface_config import CONFIG, read_model
 from megatron.checkpoint.settings import check_architecture, plain
 from megatron.checkpoint.shards import named
-from megatron.checkpoint.tensors import KEPT, MASTER, Shards, clear_padding, tensors_to_load
-from megatron.checkpoint.together import decided_by_first, together
+from megatron.checkpoint.shared_errors import decided_by_first, together
+from megatron.checkpoint.tensors import KEPT, MASTER, LocalShards, clear_padding, tensors_to_load
 from megatron.checkpoint.upcycle import dense, from_dense, scale_outputs
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
@@ -191,7 +191,7 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> Places:
             f"{folder} does not have the tensors that its {CONFIG} describes: {'; '.join(wrong[:8])}"
         )
     if tied and head in places:
-        read = Reader(folder, places)
+        read = SafetensorsReader(folder, places)
         stored = [read(name) for name in (head, embedding)]
         if stored[0].dtype != stored[1].dtype or not torch.equal(*stored):
             raise CheckpointError(
@@ -230,7 +230,7 @@ def _files(folder: Path) -> list[str]:
     raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
 
 
-class Reader:
+class SafetensorsReader:
     """Tensors of a folder by their names in transformers, as views of the file that is mapped."""
 
     def __init__(self, folder: Path, places: Places) -> None:
@@ -303,7 +303,7 @@ def check_finite(values: torch.Tensor, what: str) -> None:
 
 def fill_shards(
     folder: Path,
-    tensors: Iterable[tuple[str, Shards]],
+    tensors: Iterable[tuple[str, LocalShards]],
     topology: Topology,
     config: Config,
     alive: Alive = nothing,
@@ -321,7 +321,7 @@ def fill_shards(
 
     kind, places = decided_by_first(topology, describe)
     with together(topology, f"reading {folder}"):
-        read = Reader(folder, places)
+        read = SafetensorsReader(folder, places)
         for key, shards in tensors:
             if key.startswith(f"{KEPT}."):
                 continue

@@ -46,10 +46,10 @@ from megatron.checkpoint.huggingface_load import (
     check_finite,
     matrix_of,
 )
-from megatron.checkpoint.together import decided_by_first, together
+from megatron.checkpoint.shared_errors import decided_by_first, together
 from megatron.checkpoint.writer import Alive, SyncedFile, nothing
 from megatron.config import Config
-from megatron.config.files import TokenizerConfig
+from megatron.config.io import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.data.tokenizer import build_tokenizer
@@ -272,7 +272,7 @@ class Parameters:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _OutputFile:
     """A file: the parameters in it (ours), its header, and the bytes of its tensors."""
 
     parameters: Mapping[str, Matrix]
@@ -280,7 +280,9 @@ class _Part:
     tensors: Mapping[str, int]
 
 
-def _parts(family: Family, model: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> list[_Part]:
+def _parts(
+    family: Family, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
+) -> list[_OutputFile]:
     """Distribute parameters over files, in order.
 
     The format of their headers is described at https://github.com/huggingface/safetensors.
@@ -310,12 +312,12 @@ def _parts(family: Family, model: ModelConfig, shapes: Shapes, dtype: torch.dtyp
                 at += sizes[name]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        parts.append(_Part(group, len(text).to_bytes(8, "little") + text, sizes))
+        parts.append(_OutputFile(group, len(text).to_bytes(8, "little") + text, sizes))
     return parts
 
 
 def _write_part(
-    path: Path | None, part: _Part, values: Iterator[torch.Tensor | None], dtype: torch.dtype
+    path: Path | None, part: _OutputFile, values: Iterator[torch.Tensor | None], dtype: torch.dtype
 ) -> Exception | None:
     """Write a file, or take part in it where `path` is None; return what went wrong.
 
@@ -366,7 +368,7 @@ def write_model(
         beside = companions_of(config) if companions is None else companions
         return beside, config_fields(config, beside, dtype)
 
-    def values(part: _Part) -> Iterator[torch.Tensor | None]:
+    def values(part: _OutputFile) -> Iterator[torch.Tensor | None]:
         for name in part.parameters:
             tensor = parameters.whole(name)
             if tensor is not None and config.model.use_mup:
@@ -413,7 +415,11 @@ def _file_name(number: int, total: int) -> str:
 
 
 def _finish(
-    temporary: Path, folder: Path, parts: list[_Part], fields: Values, files: Mapping[str, bytes]
+    temporary: Path,
+    folder: Path,
+    parts: list[_OutputFile],
+    fields: Values,
+    files: Mapping[str, bytes],
 ) -> int:
     """Write the small files and give the folder its name; return the bytes of all tensors."""
     size = sum(sum(part.tensors.values()) for part in parts)

@@ -25,8 +25,8 @@ import torch
 from megatron.checkpoint.files import STATE, StrPath, digest, read_manifest
 from megatron.checkpoint.find import (
     Checkpoint,
-    Found,
-    Rejected,
+    CheckpointChoice,
+    RejectedCheckpoint,
     find,
     iteration_of,
     open_checkpoint,
@@ -42,15 +42,15 @@ from megatron.checkpoint.shards import (
     read_index,
     read_stored,
 )
+from megatron.checkpoint.shared_errors import decided_by_first, describe, together
 from megatron.checkpoint.tensors import (
     KEPT,
     MASTER,
-    Shards,
+    LocalShards,
     clear_padding,
     tensors_to_load,
     weights_to_load,
 )
-from megatron.checkpoint.together import decided_by_first, describe, together
 from megatron.checkpoint.upcycle import dense, dense_name, from_dense, scale_outputs
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.config import Config
@@ -83,7 +83,7 @@ class LoadedState:
     state: dict[str, Any]
     optimizer: bool
     folder: Path
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[RejectedCheckpoint, ...]
     notes: tuple[str, ...]
     dense: bool = False
 
@@ -236,13 +236,13 @@ def _newest_that_loads(
     All ranks call it and get the same result. Raises CheckpointError where none is left, and for
     the first damaged one where `tag` names it or not `allow_older`.
     """
-    found = Found(folder)
+    found = CheckpointChoice(folder)
     if folder is None:
         found = decided_by_first(topology, partial(find, directory, tag))
     rejected = found.rejected
     notes = found.notes
     while True:
-        at = required(directory, Found(found.folder, rejected))
+        at = required(directory, CheckpointChoice(found.folder, rejected))
         if rejected and not allow_older:
             raise CheckpointError(
                 f"the newest checkpoint is broken: {rejected[0]}. Restore it, or load the one "
@@ -270,12 +270,12 @@ def _newest_that_loads(
                 f"checkpoint {at} is broken: {reason}. Name another one with --load-tag"
             )
         found = decided_by_first(topology, partial(find, directory, before=number))
-        rejected = (*rejected, Rejected(at, reason), *found.rejected)
+        rejected = (*rejected, RejectedCheckpoint(at, reason), *found.rejected)
 
 
 def _read(
     checkpoint: Checkpoint,
-    tensors: Sequence[tuple[str, Shards]],
+    tensors: Sequence[tuple[str, LocalShards]],
     chunks: torch.nn.Module,
     topology: Topology,
     alive: Alive,
@@ -333,7 +333,7 @@ def _read(
 
 
 def _fill(
-    tensors: Iterable[tuple[str, Shards]],
+    tensors: Iterable[tuple[str, LocalShards]],
     folder: Path,
     stored: Entries,
     alive: Alive,

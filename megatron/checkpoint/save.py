@@ -54,8 +54,8 @@ from megatron.checkpoint.shards import (
     write_piece,
     write_whole,
 )
+from megatron.checkpoint.shared_errors import decided_by_first, describe, together
 from megatron.checkpoint.tensors import Snapshot, Tensors, tensors_to_save
-from megatron.checkpoint.together import decided_by_first, describe, together
 from megatron.checkpoint.writer import Alive, nothing, write_tensors
 from megatron.config import Config
 from megatron.engine.engine import Engine

@@ -16,7 +16,7 @@ from megatron.checkpoint import huggingface_config
 from megatron.checkpoint.files import CONFIG, read_manifest
 from megatron.checkpoint.find import find_folder, read_tracker
 from megatron.checkpoint.folder import tagged_name
-from megatron.config.files import TokenizerConfig, hugging_face_folder
+from megatron.config.io import TokenizerConfig, hugging_face_folder
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.config.pieces import Pieces
@@ -48,7 +48,7 @@ _TAKEN = ("seq_length", "max_position_embeddings", "attention_dropout", "hidden_
 
 
 def settings_to_take(
-    given: Mapping[str, Any],
+    explicit: Mapping[str, Any],
 ) -> tuple[str, dict[str, object], dict[str, object]]:
     """Return what --use-checkpoint-args takes from the checkpoint of --load and --load-tag.
 
@@ -59,9 +59,9 @@ def settings_to_take(
     tracker names a good checkpoint. Loading compares the architecture of the checkpoint that rank 0
     chooses later. Raises CheckpointError.
     """
-    source = hugging_face_folder(given["load"])
+    source = hugging_face_folder(explicit["load"])
     if source is None:
-        place, stored = _stored(given["load"], given.get("load_tag"))
+        place, stored = _stored(explicit["load"], explicit.get("load_tag"))
         model = stored.get("model")
         tokenizer = stored.get("tokenizer", {})
     else:
@@ -71,13 +71,13 @@ def settings_to_take(
     if not (isinstance(model, dict) and isinstance(tokenizer, dict)):
         raise CheckpointError(f"{place} does not hold the settings of a run")
     fixed = {name: model[name] for name in ARCHITECTURE if name in model}
-    if given.get("moe_use_upcycling") and fixed.get("num_experts") is None:
+    if explicit.get("moe_use_upcycling") and fixed.get("num_experts") is None:
         fixed = {name: value for name, value in fixed.items() if name not in EXPERTS}
     others = {name: model[name] for name in _TAKEN if name in model}
     if model.get("position_embedding_type") == "learned_absolute":
         fixed["max_position_embeddings"] = others.pop("max_position_embeddings", None)
-    files = "vocab_file" in given and "merge_file" in given
-    kind = given.get("tokenizer_type", "GPT2BPETokenizer" if files else None)
+    files = "vocab_file" in explicit and "merge_file" in explicit
+    kind = explicit.get("tokenizer_type", "GPT2BPETokenizer" if files else None)
     if kind in (None, tokenizer.get("tokenizer_type")):
         kind = tokenizer.get("tokenizer_type")
         others |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}

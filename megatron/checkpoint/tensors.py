@@ -36,14 +36,14 @@ _ALIGNED = 64
 
 
 @dataclass(frozen=True)
-class Shards:
+class LocalShards:
     """A tensor of `shape`, of which this rank holds `pieces`: {global offset: view}."""
 
     shape: tuple[int, ...]
     pieces: Mapping[Index, torch.Tensor]
 
 
-Tensors = dict[str, Shards]
+Tensors = dict[str, LocalShards]
 """Tensors of a checkpoint, by name."""
 
 
@@ -77,7 +77,8 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> Tens
 
 def _kept(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {
-        f"{KEPT}.{name}": Shards(tuple(t.shape), {(0,) * t.dim(): t}) for name, t in tensors.items()
+        f"{KEPT}.{name}": LocalShards(tuple(t.shape), {(0,) * t.dim(): t})
+        for name, t in tensors.items()
     }
 
 
@@ -90,7 +91,7 @@ def _add(
     """Add pieces to a tensor's: a rank may hold several parameters of one."""
     name = f"{kind}.{sharding.name}"
     known = out[name].pieces if name in out else {}
-    out[name] = Shards(sharding.global_shape, {**known, **dict(pieces)})
+    out[name] = LocalShards(sharding.global_shape, {**known, **dict(pieces)})
 
 
 def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> Tensors:
@@ -201,7 +202,7 @@ class Snapshot:
                 part = self._memory[at : at + view.nbytes].view(view.dtype).view(view.shape)
                 pieces[offset] = part.copy_(view.detach(), non_blocking=True)
                 at += _aligned(view)
-            copies[name] = Shards(shards.shape, pieces)
+            copies[name] = LocalShards(shards.shape, pieces)
         if any(view.is_cuda for view in _views(tensors)):
             torch.cuda.current_stream().synchronize()
         return copies

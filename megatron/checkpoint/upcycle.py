@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.checkpoint.settings import EXPERTS
-from megatron.checkpoint.tensors import Shards, Tensors
+from megatron.checkpoint.tensors import LocalShards, Tensors
 from megatron.config import Config
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 
-Pairs = list[tuple[str, Shards]]
+Pairs = list[tuple[str, LocalShards]]
 """Names in a checkpoint, and what is filled from them; a name may occur several times."""
 
 
@@ -57,7 +57,7 @@ def from_dense(tensors: Tensors, model: ModelConfig) -> Pairs:
             for expert, values in enumerate(view, first):
                 offset = list(rest)
                 offset[cut] += expert % parts * width
-                pairs.append((source, Shards(tuple(shape), {tuple(offset): values})))
+                pairs.append((source, LocalShards(tuple(shape), {tuple(offset): values})))
     return pairs
 
 

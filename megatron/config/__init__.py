@@ -9,8 +9,8 @@ They are made from a command line, from keyword arguments or from a saved dictio
 
 from megatron.config.command_line import command_line_of, parse_args
 from megatron.config.config import Config
-from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig, TokenizerConfig
 from megatron.config.help_text import render_config, render_help
+from megatron.config.io import CheckpointConfig, DataConfig, LoggingConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
 from megatron.config.presets import PRESETS

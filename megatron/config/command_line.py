@@ -16,9 +16,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.config.config import Config, Export, default_of, finish
-from megatron.config.files import hugging_face_folder
 from megatron.config.flags_of_others import Foreign, foreign_flags
 from megatron.config.help_text import render_config, render_help
+from megatron.config.io import hugging_face_folder
 from megatron.config.option import Option, Values, shown
 from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset, yielding
@@ -56,7 +56,7 @@ class Flag:
     read: Callable[[list[str]], Values] | None = None
 
 
-class Chosen(NamedTuple):
+class ChosenValue(NamedTuple):
     """A chosen value, the flag as written, and where that is."""
 
     written: str
@@ -195,11 +195,11 @@ def parse_args(
     if (cluster := os.environ.get("MEGATRON_CLUSTER", "").strip()) not in ("", "none"):
         settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
     _give_flags(settings, scanned.flags, checkpoint)
-    given = settings.given.get("world_size")
-    if world_size is not None and not (printing and given is not None):
-        if given not in (None, world_size):
+    explicit = settings.explicit.get("world_size")
+    if world_size is not None and not (printing and explicit is not None):
+        if explicit not in (None, world_size):
             settings.problems.append(
-                f"--world-size {given} ({settings.origins['world_size']}) contradicts the launcher, "
+                f"--world-size {explicit} ({settings.origins['world_size']}) contradicts the launcher, "
                 f"which started {world_size} processes: remove it; it is for --print-config"
             )
         settings.give("world_size", world_size, "launcher")
@@ -287,10 +287,10 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
     for name, one in chosen.items():
         if one.origin not in defaults or one.value != default_of(name):
             settings.give(name, one.value, one.origin)
-    from_there = hugging_face_folder(settings.given.get("load")) is not None
-    if checkpoint is not None and (from_there or settings.given.get("use_checkpoint_args")):
+    from_there = hugging_face_folder(settings.explicit.get("load")) is not None
+    if checkpoint is not None and (from_there or settings.explicit.get("use_checkpoint_args")):
         _give_checkpoint(settings, checkpoint)
-    if settings.given.get("deepspeed") or "--no-deepspeed" in flags:
+    if settings.explicit.get("deepspeed") or "--no-deepspeed" in flags:
         settings.notices.append("--deepspeed has no effect: the engine is always DeepSpeed")
     translate_late(settings, flags)
     for spelling, words in flags.items():
@@ -305,14 +305,14 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
     fixed: Mapping[str, object] = {}
     others: Mapping[str, object] = {}
     try:
-        if "load" in settings.given:
-            place, fixed, others = read(settings.given)
+        if "load" in settings.explicit:
+            place, fixed, others = read(settings.explicit)
     except CheckpointError as error:
-        settings.problems.append(f"--load {settings.given['load']}: {error}")
+        settings.problems.append(f"--load {settings.explicit['load']}: {error}")
     if not place:  # their absence is no further problem
         settings.bad.update((*REQUIRED, "vocab_size"))
     for name, value in {**others, **fixed}.items():
-        chosen = settings.given.get(name)
+        chosen = settings.explicit.get(name)
         if value is None or name in settings.bad:
             continue
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
@@ -326,7 +326,7 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
 
 
 def _flags_of_file(
-    settings: Settings, given: Flags, chosen: Mapping[str, Any]
+    settings: Settings, explicit: Flags, chosen: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, str], set[str]]:
     """Return the flags of the file that --config names, with their words, their origins, and the
     origins of values that were a run's defaults: while they still are, nobody chose them.
@@ -338,7 +338,7 @@ def _flags_of_file(
     """
     from megatron.config.settings_file import read_settings_file, words_of
 
-    words = given["--config"]
+    words = explicit["--config"]
     flags = dict[str, list[str]]()
     origins = dict[str, str]()
     defaults = set[str]()
@@ -370,7 +370,7 @@ def _flags_of_file(
             problems = [f"{spelling} is given twice: remove one"]
         elif spelling in OWN_FLAGS - {"--preset", "--pieces"}:
             problems = [f"{spelling} is for the command line only: remove it"]
-        elif names_code and given.keys().isdisjoint(("--trust-config", spelling)):
+        elif names_code and explicit.keys().isdisjoint(("--trust-config", spelling)):
             problems = [
                 f"{' '.join([spelling, *values])} names code, which a file may not: give it on the "
                 "command line, or --trust-config if you trust whoever wrote the file"
@@ -388,20 +388,20 @@ def _flags_of_file(
     return flags, origins, defaults
 
 
-def _values_of(chosen: Mapping[str, Chosen]) -> Values:
+def _values_of(chosen: Mapping[str, ChosenValue]) -> Values:
     return {name: one.value for name, one in chosen.items()}
 
 
 def _chosen_values(
     settings: Settings, flags: Flags, origins: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, Chosen]:
+) -> dict[str, ChosenValue]:
     """Return what is chosen by setting.
 
     `origins` are those of flags that are not on the command line. Two flags with different values
     for a setting are a problem.
     """
-    chosen: dict[str, Chosen] = {}
-    weak: dict[str, Chosen] = {}
+    chosen: dict[str, ChosenValue] = {}
+    weak: dict[str, ChosenValue] = {}
     for spelling, words in flags.items():
         flag = flag_table()[spelling]
         written = " ".join([spelling, *words])
@@ -409,7 +409,7 @@ def _chosen_values(
         if spelling in OWN_SWITCHES and words:
             settings.problems.append(f"{written}: {spelling} takes no value")
         for name, value in _values(settings, spelling, flag, words, origin).items():
-            choice = Chosen(written, value, origin)
+            choice = ChosenValue(written, value, origin)
             if flag.weak:
                 weak[name] = choice
             elif name not in chosen or chosen[name].value == value:
@@ -424,7 +424,7 @@ def _chosen_values(
         if flag.option is not None:
             for key in (spelling, *(word.lower() for word in words)):
                 for name, value in flag.option.implies.get(key, {}).items():
-                    weak[name] = Chosen(written, value, origin)
+                    weak[name] = ChosenValue(written, value, origin)
     # Of --mock-data and files of data the last ones count, but a file has no order.
     sources = [n for n, one in chosen.items() if n in (*DATA, "mock_data") and one.value]
     for name in sources if "mock_data" in sources and not origins else ():
@@ -441,7 +441,7 @@ _DECIDES = {
 }
 
 
-def _winner(one: Chosen, other: Chosen) -> Chosen | None:
+def _winner(one: ChosenValue, other: ChosenValue) -> ChosenValue | None:
     """Return which of two values of a setting counts; None: they contradict each other."""
     for first, second in ((one, other), (other, one)):
         flags = first.written.split()[0], second.written.split()[0]
@@ -489,9 +489,9 @@ def command_line_of(config: Config) -> list[str]:
     """
     argv: list[str] = []
     for name, option in all_options().items():
-        if name not in config.given or not option.flags or option.inert:
+        if name not in config.explicit or not option.flags or option.inert:
             continue
-        value = config.given[name]
+        value = config.explicit[name]
         if option.kind is bool:
             if value == option.default:
                 continue

@@ -42,7 +42,7 @@ class Config(Sections):
     `pieces` are the user's own pieces (with_pieces). replace(...) keeps them; to_dict omits them.
     """
 
-    given: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
+    explicit: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
     origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
     notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
     # Notices that cannot be derived from the settings: about flags that are not settings, and about
@@ -71,8 +71,8 @@ class Config(Sections):
         None resets a setting.
         """
         settings = Settings(
-            given=dict(self.given),
-            origins={n: self.origins[n] for n in self.given},
+            explicit=dict(self.explicit),
+            origins={n: self.origins[n] for n in self.explicit},
             notices=list(self.standing_notices),
             pieces=self.pieces,
         )
@@ -183,7 +183,7 @@ def finish(
         run_requirements(settings)
     standing = tuple(dict.fromkeys(settings.notices))
     resolve(settings)
-    for name, value in settings.given.items():
+    for name, value in settings.explicit.items():
         option = all_options()[name]
         preset = settings.origins[name].startswith("preset ")
         if option.inert and value != option.default and not preset:
@@ -204,7 +204,7 @@ def finish(
     raise_problems([_located(settings, problem) for problem in settings.problems])
     return Config(
         **vars(settings.sections()),
-        given=settings.given,
+        explicit=settings.explicit,
         origins=settings.origins,
         notices=tuple(dict.fromkeys(settings.notices)),
         standing_notices=standing,
@@ -217,7 +217,7 @@ def _located(settings: Settings, problem: str) -> str:
     flags = {*re.findall(r"--[\w-]+", problem)}
     places = [
         settings.origins[name]
-        for name in settings.given
+        for name in settings.explicit
         if flags.intersection((*all_options()[name].flags, *all_options()[name].off_flags))
         and re.search(r":\d+: ", settings.origins[name])
         and settings.origins[name] not in problem
@@ -257,7 +257,7 @@ def resolve(s: Settings) -> None:
     v = s.values
     options = all_options()
     defaults = {name: copy.copy(option.default) for name, option in options.items()}
-    v.update(defaults | s.given)
+    v.update(defaults | s.explicit)
     s.origins = dict.fromkeys(options, "default") | s.origins
     # Megatron-LM's examples quote it twice
     v["split"] = v["split"].strip("'\"")
@@ -290,9 +290,9 @@ def resolve(s: Settings) -> None:
         )
     elif v["data_packing"] == "best-fit":
         for name in ("reset_position_ids", "reset_attention_mask"):
-            if name not in s.given:
+            if name not in s.explicit:
                 s.derive(name, True, "derived from data-packing best-fit")
-    if v["loss_mask"] in ("required", "optional") and "calculate_per_token_loss" not in s.given:
+    if v["loss_mask"] in ("required", "optional") and "calculate_per_token_loss" not in s.explicit:
         s.derive("calculate_per_token_loss", True, "derived from loss-mask")
     _context(s)
 
@@ -302,7 +302,7 @@ def _context(s: Settings) -> None:
     v = s.values
     name = "cp_comm_type"
     size = s.values["context_parallel_size"]
-    if name in s.given or not s.usable(name, *SIZES, "num_attention_heads") or size == 1:
+    if name in s.explicit or not s.usable(name, *SIZES, "num_attention_heads") or size == 1:
         return
     limits = [limit for limit, _ in ring_limits(s.sections(), size)]
     if limits and v["num_attention_heads"] % (v["tensor_model_parallel_size"] * size) == 0:
@@ -318,7 +318,7 @@ def _tokenizer(s: Settings) -> None:
     # A preset has the vocabulary size of the model's own tokenizer; another tokenizer has its own.
     kind = v["tokenizer_type"]
     if kind not in (None, "NullTokenizer") and s.origins["vocab_size"].startswith("preset "):
-        s.given.pop("vocab_size", None)
+        s.explicit.pop("vocab_size", None)
         s.derive("vocab_size", None, "default")
 
 
@@ -473,7 +473,7 @@ def _steps(s: Settings) -> None:
         s.derive(f"train_{unit}", length, _STAND_IN_ORIGIN)
     style = all_options()["lr_decay_style"]
     if v["lr_schedule"] is not None:
-        if style.name in s.given and v[style.name] != style.default:
+        if style.name in s.explicit and v[style.name] != style.default:
             both = f"--lr-schedule and {style.written(v[style.name])}"
             s.problems.append(f"{both} contradict each other: choose one")
     elif s.is_unset("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):

@@ -36,7 +36,7 @@ def merge_deepspeed_json(settings: Settings) -> None:
 
     Problems and notices are added to `settings`.
     """
-    path = settings.given.get("deepspeed_config")
+    path = settings.explicit.get("deepspeed_config")
     if path is None:
         return
     try:
@@ -71,7 +71,7 @@ class _Merge:
             self._set(key, names, self._pop(key))
         for key, name in tables["fp16_settings"].items():
             value = self._pop(key)
-            if self.settings.given.get("fp16"):
+            if self.settings.explicit.get("fp16"):
                 self._set(key, name, value)
         self._accumulation(self._pop(_STEPS))
         for key, (harmless, remedy) in tables["refused"].items():
@@ -161,12 +161,12 @@ class _Merge:
         except ValueError as error:
             settings.mark_bad(name, f"{key} {error}", self._at(key))
             return
-        if name not in settings.given:
+        if name not in settings.explicit:
             # false for a precision is the default, not a choice
             if value != option.default or name not in ("fp16", "bf16"):
                 settings.give(name, value, origin)
             return
-        chosen = settings.given[name]
+        chosen = settings.explicit[name]
         where = settings.origins[name]
         if name == "loss_scale" and value == 0 and chosen:
             # DeepSpeed reads the scale from its file only: scripts that set both have trained
@@ -199,14 +199,14 @@ class _Merge:
             written = json.dumps(steps)
             self._problem(_STEPS, f"{_STEPS} must be a whole number of at least 1, got {written}")
             return
-        given = self.settings.given
+        explicit = self.settings.explicit
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-        replica = math.prod(given.get(name, 1) for name in sizes)
-        replicas, rest = divmod(given.get("world_size", replica), replica)
+        replica = math.prod(explicit.get(name, 1) for name in sizes)
+        replicas, rest = divmod(explicit.get("world_size", replica), replica)
         if rest:
             return  # reported by the check of the world size
-        micro: int | None = given.get("micro_batch_size")
-        total: int | None = given.get("global_batch_size")
+        micro: int | None = explicit.get("micro_batch_size")
+        total: int | None = explicit.get("global_batch_size")
         if micro is not None:
             total = micro * steps * replicas
             self._set_one(_STEPS, "global_batch_size", total, written=steps)

@@ -57,10 +57,10 @@ class Foreign:
         for value in self.harmless:
             if value.startswith("@"):  # the value of this setting
                 name = value[1:]
-                value = str(settings.given.get(name, all_options()[name].default))
+                value = str(settings.explicit.get(name, all_options()[name].default))
             allowed.append(value)
-        given = words or (["true"] if self.values == "?" else [])
-        return all(any(_equal(word, value) for value in allowed) for word in given)
+        explicit = words or (["true"] if self.values == "?" else [])
+        return all(any(_equal(word, value) for value in allowed) for word in explicit)
 
 
 def changes_model(name: str, value: object, arguments: Mapping[str, object]) -> bool:

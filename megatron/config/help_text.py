@@ -170,7 +170,7 @@ def differences(config: Config) -> dict[str, object]:
     return {
         name: value
         for name, value in config.to_dict().items()
-        if name in config.given
+        if name in config.explicit
         and config.get(name) != default_of(name)
         and config.origin(name) != "launcher"
     }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
-from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig, TokenizerConfig
+from megatron.config.io import CheckpointConfig, DataConfig, LoggingConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.option import Option, options_of
 from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
@@ -93,11 +93,11 @@ def raise_problems(problems: list[str]) -> None:
 class Settings:
     """Values by setting name.
 
-    `given` holds chosen values; `values` adds defaults and derived values. Settings in `bad` had an
+    `explicit` holds chosen values; `values` adds defaults and derived values. Settings in `bad` had an
     invalid value: checks that need them are skipped.
     """
 
-    given: dict[str, Any] = field(default_factory=dict)
+    explicit: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     bad: set[str] = field(default_factory=set)
@@ -115,11 +115,11 @@ class Settings:
             self.problems.append(f"{name} is computed from other settings and cannot be set")
             return
         if value is None:
-            self.given.pop(name, None)
+            self.explicit.pop(name, None)
             self.origins.pop(name, None)
             return
         try:
-            self.given[name] = option.accept(value)
+            self.explicit[name] = option.accept(value)
             self.origins[name] = origin
         except ValueError as error:
             self.mark_bad(name, f"{option.flag} {error}", origin)

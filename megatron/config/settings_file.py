@@ -86,11 +86,11 @@ def render_settings(config: Config) -> str:
             name = option.name
             origin = config.origin(option.name)
             used = getattr(getattr(config, attribute), name)
-            value = config.given.get(name, used)
+            value = config.explicit.get(name, used)
             if value != used:
                 origin += f": {written(used)}"
             line = f"{name} = {written(value)}  # {origin}"
-            chosen = name in config.given or origin == "default"
+            chosen = name in config.explicit or origin == "default"
             again = value in (None, ()) or not option.flags or option.one_start or not chosen
             if option.one_start and value != option.default and chosen and origin != "launcher":
                 start.append(line)

@@ -246,8 +246,8 @@ class _Late:
     def __init__(self, settings: Settings, flags: Flags) -> None:
         self.settings = settings
         self.flags = flags
-        self.pipeline: int = settings.given.get("pipeline_model_parallel_size", 1)
-        self.layers: int | None = settings.given.get("num_layers")
+        self.pipeline: int = settings.explicit.get("pipeline_model_parallel_size", 1)
+        self.layers: int | None = settings.explicit.get("num_layers")
         self.embedding = self._is_on(EMBEDDING)
         self.loss = self._is_on(LOSS)
 
@@ -286,7 +286,7 @@ class _Late:
         interval = self._read(EXPERT_INTERVAL, _COUNT)
         if interval is not None and self.layers:
             said = self._written((EXPERT_INTERVAL,))
-            if self.settings.given.get("num_experts") in (None, 0, 1):
+            if self.settings.explicit.get("num_experts") in (None, 0, 1):
                 self.settings.notices.append(f"{said} has no effect: there are no experts")
             else:
                 freq = [int(layer % interval == 0) for layer in range(1, self.layers + 1)]
@@ -330,7 +330,7 @@ class _Late:
             return []
         if method not in ("type:transformer|embedding", "type:embedding|transformer"):
             raise ValueError(f"{PARTITION} {method} is not supported: use --pipeline-layout")
-        tied = not self.settings.given.get("untie_embeddings_and_output_weights", False)
+        tied = not self.settings.explicit.get("untie_embeddings_and_output_weights", False)
         # A tied output layer counts as an embedding, too.
         counts = even_counts(layers + 1 + tied, self.pipeline)
         return _without(counts, 1, int(tied))
@@ -383,7 +383,7 @@ class _Late:
 
     def _chunks(self) -> int:
         """Return the chunks of each rank: as given, or from the layers of a chunk; else 1."""
-        per_chunk: int | None = self.settings.given.get(_PER_CHUNK)
+        per_chunk: int | None = self.settings.explicit.get(_PER_CHUNK)
         numbers: dict[str, int] = {
             f"{flag} {number}": number for flag in CHUNKS if (number := self._read(flag, _COUNT))
         }
@@ -418,7 +418,7 @@ class _Late:
 
     def _say(self, said: str, values: Values) -> None:
         for name, value in values.items():
-            chosen = self.settings.given.get(name, value)
+            chosen = self.settings.explicit.get(name, value)
             written = all_options()[name].written
             if chosen != value and not self._is_preset(name):
                 raise ValueError(

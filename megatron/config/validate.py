@@ -5,7 +5,7 @@ All problems are collected; no check needs a process group or a file.
 
 from __future__ import annotations
 
-from megatron.config import files_checks, model_checks, parallel_checks, training_checks
+from megatron.config import io_checks, model_checks, parallel_checks, training_checks
 from megatron.config.settings import Check, Settings, all_options
 from megatron.config.training_checks import own_passes
 
@@ -78,7 +78,7 @@ NEEDED = """
 
 CHECKS = [
     each
-    for module in (model_checks, parallel_checks, training_checks, files_checks)
+    for module in (model_checks, parallel_checks, training_checks, io_checks)
     for each in vars(module).values()
     if isinstance(each, Check)
 ]
@@ -138,10 +138,10 @@ def validate(settings: Settings) -> None:
 
 def run_requirements(settings: Settings) -> None:
     """Add problems for missing settings that a training run needs, before defaults replace them."""
-    given = settings.given
-    known = {*given, *settings.bad}
+    explicit = settings.explicit
+    known = {*explicit, *settings.bad}
     add = settings.problems.append
-    skips_training = given.get("skip_train")
+    skips_training = explicit.get("skip_train")
     if not known & {"train_iters", "train_samples", "train_tokens"} and not skips_training:
         add(
             "the length of the run is missing: give --train-iters, --train-samples or "
@@ -152,19 +152,21 @@ def run_requirements(settings: Settings) -> None:
     if "micro_batch_size" not in known:
         add("--micro-batch-size is missing: give the samples of one forward pass")
     own = settings.pieces.datasets is not None
-    if not own and known.isdisjoint(DATA) and not given.get("mock_data"):
+    if not own and known.isdisjoint(DATA) and not explicit.get("mock_data"):
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")
     # A requeued job has the same command, with which it must not lose what it saved.
-    if given.get("requeue") and "save" in given:
+    if explicit.get("requeue") and "save" in explicit:
         names = ("finetune", "reset_iteration", "load_tag", "no_load_optim")
-        others = [all_options()[name].written(given[name]) for name in names if given.get(name)]
-        if given.get("load") != given["save"]:
-            others.insert(0, f"--load {given['load']}" if "load" in given else "no --load")
+        others = [
+            all_options()[name].written(explicit[name]) for name in names if explicit.get(name)
+        ]
+        if explicit.get("load") != explicit["save"]:
+            others.insert(0, f"--load {explicit['load']}" if "load" in explicit else "no --load")
         if others:
             add(
                 f"--requeue starts the same command again, which with {', '.join(others)} does not "
-                f"continue from --save {given['save']}: start once without --requeue (REQUEUE=0 in "
-                f"the job scripts), then with it, with --load {given['save']} and without the others"
+                f"continue from --save {explicit['save']}: start once without --requeue (REQUEUE=0 in "
+                f"the job scripts), then with it, with --load {explicit['save']} and without the others"
             )

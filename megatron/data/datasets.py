@@ -10,15 +10,15 @@ from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from megatron.config.files import named_corpus
+from megatron.config.io import named_corpus
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     GPTDataset,
     IndexRequest,
     MockDataset,
-    OwnDataset,
-    Source,
+    SourceDataset,
     TokenDataset,
+    UserDataset,
 )
 from megatron.data.indexed_dataset import IndexedDataset, data_files
 from megatron.data.packed_dataset import PackedDataset
@@ -28,7 +28,7 @@ from megatron.untrusted import read_text
 
 if TYPE_CHECKING:
     from megatron.config import Config
-    from megatron.config.files import DataConfig
+    from megatron.config.io import DataConfig
     from megatron.data.tokenizer_adapters import Tokenizer
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -351,7 +351,7 @@ def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
             f"your function made {len(made)} data sets: make {len(SPLIT_NAMES)}, None for one "
             "without data"
         )
-    found: list[OwnDataset | None] = []
+    found: list[UserDataset | None] = []
     for name, count, own in zip(SPLIT_NAMES, counts, made, strict=True):
         size = 0 if own is None else len(own)
         needed = count if config.data.dataloader_type == "single" else min(count, 1)
@@ -361,7 +361,7 @@ def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
                 "many, or give --dataloader-type cyclic"
             )
         used = own is not None and count
-        found.append(OwnDataset(own, name, config.model.seq_length) if used else None)
+        found.append(UserDataset(own, name, config.model.seq_length) if used else None)
     return Datasets(*found)
 
 
@@ -399,7 +399,7 @@ def _build_split(
     wanted = [
         num_samples if alone else samples_of_part(num_samples, weight / total) for weight in weights
     ]
-    make: Callable[..., Source] = partial(
+    make: Callable[..., SourceDataset] = partial(
         PackedDataset if data.data_packing == "best-fit" else GPTDataset,
         pad_id=reading.pad_id,
         data_cache_path=data.data_cache_path,

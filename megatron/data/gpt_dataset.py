@@ -25,7 +25,7 @@ from megatron.data.index_cache import Arrays, load_or_build
 from megatron.data.indexed_dataset import (
     INT32_MAX,
     IndexedDataset,
-    Pieces,
+    SequenceSlices,
     bin_path,
     build_blend_index,
     build_sample_index,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # Place of the first token and number of tokens: the place of token n of sequence s is s * 2^32 + n.
 Spans = tuple[Int64Array, Int64Array]
-BySource = Iterator[tuple["Source", Int64Array]]
+BySource = Iterator[tuple["SourceDataset", Int64Array]]
 MOCK = "mock data"
 PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
 _UINT32_LIMIT = 2**32 - 2
@@ -51,7 +51,7 @@ class TokenDataset(ABC):
 
     @property
     @abstractmethod
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[SourceDataset, ...]:
         """Return the data sets of a blend, or the data set itself."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class TokenDataset(ABC):
         """Return file, document and byte of a token of sample `index`, for messages."""
 
 
-class Source(TokenDataset):
+class SourceDataset(TokenDataset):
     """A data set whose samples come from one pair of files.
 
     It is a part of a blend, and the unit whose consumption is counted. `name` is the prefix of the
@@ -104,7 +104,7 @@ class Source(TokenDataset):
     tokens_per_epoch: int
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[SourceDataset, ...]:
         return (self,)
 
     def by_source(self, indices: Int64Array) -> BySource:
@@ -237,7 +237,7 @@ def build_index(request: IndexRequest) -> Arrays:
     return {"doc_idx": documents, "sample_idx": rows, "shuffle_idx": order}
 
 
-class FileDataset(Source):
+class FileDataset(SourceDataset):
     """Samples concatenated from pieces of the sequences that `request` names.
 
     `description` names the index in the cache. It is looked up in `index-cache` beside the data,
@@ -303,7 +303,7 @@ class FileDataset(Source):
         """Get the index from the cache, or build it."""
 
     @abstractmethod
-    def _find(self, index: int) -> Pieces | None:
+    def _find(self, index: int) -> SequenceSlices | None:
         """Return the pieces of a sample; None if the index is damaged."""
 
     def __getitem__(self, index: int, /) -> Int64Array:
@@ -334,7 +334,7 @@ class FileDataset(Source):
             return f"{bin_path(self._indexed.location)}, padding of sample {index}"
         return self._indexed.where(pieces, token)
 
-    def _pieces(self, index: int) -> Pieces:
+    def _pieces(self, index: int) -> SequenceSlices:
         found = self._find(index)
         if found is None:
             self._check_sizes()  # reports the data instead if they are damaged
@@ -386,7 +386,7 @@ class GPTDataset(FileDataset):
         ends[np.cumsum(count) - 1] = end
         return (sequences << 32) + begins, ends - begins
 
-    def _find(self, index: int) -> Pieces | None:
+    def _find(self, index: int) -> SequenceSlices | None:
         row = int(self._shuffle[index])
         rows = self._rows[row : row + 2]
         if len(rows) != 2:
@@ -403,7 +403,7 @@ class GPTDataset(FileDataset):
         lengths[-1] = last_offset + 1
         lengths -= offsets
         fits = inside and lengths.sum() == request.sample_tokens
-        return Pieces(sequences, offsets, lengths) if fits else None
+        return SequenceSlices(sequences, offsets, lengths) if fits else None
 
 
 def within(counts: Int64Array) -> Int64Array:
@@ -427,7 +427,7 @@ class BlendedDataset(TokenDataset):
 
     def __init__(
         self,
-        datasets: Sequence[Source],
+        datasets: Sequence[SourceDataset],
         weights: Sequence[float],
         size: int,
         *,
@@ -480,7 +480,7 @@ class BlendedDataset(TokenDataset):
         return dataset.where(sample, token)
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def sources(self) -> tuple[SourceDataset, ...]:
         return self._sources
 
     def by_source(self, indices: Int64Array) -> BySource:
@@ -490,11 +490,11 @@ class BlendedDataset(TokenDataset):
         for number in np.unique(which).tolist():
             yield self._sources[number], samples[which == number]
 
-    def _find(self, index: int) -> tuple[Source, int]:
+    def _find(self, index: int) -> tuple[SourceDataset, int]:
         return self._sources[int(self._which[index])], int(self._sample[index])
 
 
-class OwnDataset(Source):
+class UserDataset(SourceDataset):
     """A user's data set, completed by the other members of Source.
 
     It has a length and samples by number. Members of Source that it defines are used; without them
@@ -529,7 +529,7 @@ class OwnDataset(Source):
         return f"token {token} of sample {index} of {self.name}"
 
 
-class MockDataset(Source):
+class MockDataset(SourceDataset):
     """Generated samples for runs without data: the same for the same arguments, and learnable.
 
     A sample is a row of short documents. Each is a run of ids with a fixed step, ended by the id

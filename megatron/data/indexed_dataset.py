@@ -99,7 +99,7 @@ def token_dtype(vocab_size: int) -> DType:
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
-class Pieces(NamedTuple):
+class SequenceSlices(NamedTuple):
     """Pieces of sequences: piece i is lengths[i] tokens of sequence sequences[i] from offsets[i] on."""
 
     sequences: IntArray
@@ -250,13 +250,13 @@ class IndexedDataset:
         """
         if length is None:
             length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
-        (start,), _ = self._byte_starts(Pieces(*np.array([[sequence], [offset], [length]])))
+        (start,), _ = self._byte_starts(SequenceSlices(*np.array([[sequence], [offset], [length]])))
         return self._tokens_at(int(start), length)
 
     def __getitem__(self, sequence: int) -> IntArray:
         return self.read(sequence)
 
-    def gather(self, pieces: Pieces, out: Int64Array) -> None:
+    def gather(self, pieces: SequenceSlices, out: Int64Array) -> None:
         """Read many pieces, concatenated in this order, into `out`, which has exactly their length.
 
         Raises as `read` does, and DataError for tokens that are not integers.
@@ -277,7 +277,7 @@ class IndexedDataset:
             out[at : at + count] = self._tokens_at(start, count)
             at += count
 
-    def gather_mask(self, pieces: Pieces, out: Int64Array) -> None:
+    def gather_mask(self, pieces: SequenceSlices, out: Int64Array) -> None:
         """Read the mask of pieces as `gather` does; raises also for values other than 0 and 1."""
         assert self.mask is not None, "open_mask has opened it"
         self.mask.gather(pieces, out)
@@ -297,7 +297,7 @@ class IndexedDataset:
             last = min(first + _BLOCK, stop)
             self._entries(np.arange(first, last))
 
-    def where(self, pieces: Pieces, token: int) -> str:
+    def where(self, pieces: SequenceSlices, token: int) -> str:
         """Return file, document and byte of a token in the pieces of `gather`, for messages."""
         sequences, offsets, lengths = pieces
         ends = np.cumsum(lengths)
@@ -308,7 +308,7 @@ class IndexedDataset:
         byte = int(self.pointers[sequence]) + offset * self.dtype.itemsize
         return f"{self._bin_path}, document {document}, byte {byte}"
 
-    def _byte_starts(self, pieces: Pieces) -> tuple[Int64Array, Int64Array]:
+    def _byte_starts(self, pieces: SequenceSlices) -> tuple[Int64Array, Int64Array]:
         """Return where pieces start in .bin and their lengths; each lies within its sequence."""
         wanted, first, count = (np.ascontiguousarray(part, np.int64) for part in pieces)
         if not len(wanted):

@@ -25,7 +25,7 @@ import numpy as np
 from megatron.data.arrays import Int32Array, Int64Array, IntArray
 from megatron.data.gpt_dataset import BLOCK, FileDataset, IndexRequest, Spans, spread, within
 from megatron.data.index_cache import Arrays
-from megatron.data.indexed_dataset import Pieces, best_fit_pack, group_by_bin, shuffle
+from megatron.data.indexed_dataset import SequenceSlices, best_fit_pack, group_by_bin, shuffle
 from megatron.errors import DataError
 
 BIN_PARTS = ("pieces", "bin_starts", "counts")
@@ -173,10 +173,10 @@ class PackedDataset(FileDataset):
         lengths = self._request.piece_lengths(sequences, offsets.astype(np.int64))
         return (sequences.astype(np.int64) << 32) + offsets, lengths - 1
 
-    def _find(self, index: int) -> Pieces | None:
+    def _find(self, index: int) -> SequenceSlices | None:
         return self._bin(int(self._order[index]))
 
-    def _bin(self, number: int) -> Pieces | None:
+    def _bin(self, number: int) -> SequenceSlices | None:
         """Return the pieces of a bin; None if it has none or they are not within split and bin."""
         if not 0 <= number < self.num_bins:
             return None
@@ -189,4 +189,4 @@ class PackedDataset(FileDataset):
             return None
         lengths = request.piece_lengths(sequences, offsets.astype(np.int64))
         fits = lengths.min() >= 2 and lengths.sum() <= request.sample_tokens
-        return Pieces(sequences, offsets, lengths) if fits else None
+        return SequenceSlices(sequences, offsets, lengths) if fits else None

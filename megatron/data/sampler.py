@@ -25,7 +25,7 @@ from megatron.data.permutation import permute
 from megatron.errors import DataError
 
 if TYPE_CHECKING:
-    from megatron.config.files import DataConfig
+    from megatron.config.io import DataConfig
     from megatron.data.tokenizer_adapters import Tokenizer
 
 Range = tuple[int, int]

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.files import TokenizerConfig
+from megatron.config.io import TokenizerConfig
 from megatron.data.tokenizer_adapters import (
     MOST_BYTES,
     PATTERNS,

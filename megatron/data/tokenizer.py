@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.config.files import TokenizerConfig
-from megatron.config.files_checks import TOKENIZER_NEEDS
+from megatron.config.io import TokenizerConfig
+from megatron.config.io_checks import TOKENIZER_NEEDS
 from megatron.config.settings import Settings, all_options, raise_problems
 from megatron.data.added_tokens import files_beside
 from megatron.data.arrays import Int64Array
@@ -60,12 +60,12 @@ def settings_of(tokenizer_type: str, **flags: object) -> TokenizerConfig:
     for name, value in {"tokenizer_type": tokenizer_type, **flags}.items():
         chosen.give(name, str(value) if isinstance(value, Path) else value, "argument")
     raise_problems(chosen.problems)
-    kind = chosen.given["tokenizer_type"]
+    kind = chosen.explicit["tokenizer_type"]
     for name in TOKENIZER_NEEDS[kind]:
-        if name not in chosen.given:
+        if name not in chosen.explicit:
             raise ConfigError(f"--tokenizer-type {kind} needs {all_options()[name].flag}")
-    chosen.given.pop("vocab_size", None)
-    return TokenizerConfig(**chosen.given)
+    chosen.explicit.pop("vocab_size", None)
+    return TokenizerConfig(**chosen.explicit)
 
 
 def build_tokenizer(

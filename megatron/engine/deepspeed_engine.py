@@ -44,7 +44,7 @@ _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
-class Model(torch.nn.Module):
+class ChunksModule(torch.nn.Module):
     """Module of DeepSpeed's engine: this rank's `chunks`, by global stage number.
 
     To DeepSpeed it has no parameters, which it would move, cast and broadcast.

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from megatron.engine.buckets import ALIGNMENT, bucket_rule
 from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_engine import (
-    Model,
+    ChunksModule,
     ModelParallelUnit,
     deepspeed_json,
     ensure_process_group,
     import_deepspeed,
     start_engine,
 )
+from megatron.engine.full_matrices import FullMatrices
 from megatron.engine.gradients import Bucket, Gradients, Terms, WeightGather, calls_of, divide
 from megatron.engine.optimizer import (
     Fragment,
@@ -47,9 +48,8 @@ from megatron.engine.optimizer_state import (
     StepValues,
     optimizer_state,
 )
-from megatron.engine.qk_clip import Part, QKClip
+from megatron.engine.qk_clip import ParameterSlice, QKClip
 from megatron.engine.update import Update, moves
-from megatron.engine.whole import WholeParameters
 from megatron.engine.zero_plan import ZeroPlan, zero_of, zero_plan
 from megatron.errors import ConfigError
 from megatron.kernels.host_copy import HostCopy
@@ -57,9 +57,9 @@ from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.model.gpt import hidden_state, stages_of
 from megatron.model.stages import recomputed_groups
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.processes import release_free_memory
+from megatron.parallel.host_processes import release_free_memory
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Shards, Topology
+from megatron.parallel.topology import ShardGroups, Topology
 from megatron.pipeline.captured import Captures, Pool
 from megatron.pipeline.executor import Executor
 
@@ -198,7 +198,7 @@ class Engine:
             import_deepspeed(topology.device),
             topology,
             from_file=bool(config.engine.extra),
-            model=Model(chunks),
+            model=ChunksModule(chunks),
             optimizer=self._basic,
             config=deepspeed_json(config),
             mpu=ModelParallelUnit(topology),
@@ -278,7 +278,7 @@ class Engine:
         groups = self._basic.param_groups
         wanted = [bool(group.get("whole")) for group in groups]
         buckets = [b for b, whole in zip(self._update.buckets, wanted, strict=True) if whole]
-        wholes = WholeParameters(buckets, self.topology) if buckets else None
+        wholes = FullMatrices(buckets, self.topology) if buckets else None
         for group, whole in zip(groups, wanted, strict=True):
             group["whole"] = wholes if whole else None
 
@@ -313,7 +313,7 @@ class Engine:
                 "a layer of your own"
             )
         parts = [
-            Part(p, first, tensors[MASTER][place], bucket.own_weights[place])
+            ParameterSlice(p, first, tensors[MASTER][place], bucket.own_weights[place])
             for p, first, place, bucket, tensors in owned
         ]
         self._qk_clip = QKClip(config.optimizer, self.topology, self.chunks, parts)
@@ -667,11 +667,11 @@ class Engine:
         self._weights.start(frozen=True)
 
 
-def _shards_of(config: Config, topology: Topology) -> tuple[Shards, Shards]:
+def _shards_of(config: Config, topology: Topology) -> tuple[ShardGroups, ShardGroups]:
     """Return the ranks that divide parameters, and those that divide experts."""
     if config.engine.zero_stage > 0:
         return topology.shards, topology.expert_shards
-    return Shards.undivided(topology.data), Shards.undivided(topology.expert_data)
+    return ShardGroups.undivided(topology.data), ShardGroups.undivided(topology.expert_data)
 
 
 def _plan_of(

@@ -2,7 +2,7 @@
 
 They are summed in flat buckets and reduced over ranks.
 
-Every parameter carries a sink into its bucket (megatron.parallel.gradient_accumulator). A bucket that is
+Every parameter carries a accumulator into its bucket (megatron.parallel.gradient_accumulator). A bucket that is
 complete is sent to its owners while the backward pass continues. Several ranks of a model-parallel
 group may hold terms of one sum; those are added up after the data-parallel reduction, on the owners
 alone, each of which has 1/(data-parallel size) of the elements.
@@ -23,12 +23,12 @@ from megatron.engine.buckets import BucketPlan
 from megatron.engine.copies import FirstGradients, digest
 from megatron.engine.zero_plan import (
     REDUCED_ALREADY,
-    Call,
+    BucketInstruction,
+    BucketOp,
     Hop,
-    Instruction,
-    Op,
+    ModuleCall,
     Reductions,
-    Sizes,
+    ShardSizes,
     Zero,
     ZeroPlan,
 )
@@ -39,9 +39,9 @@ from megatron.parallel.collectives import (
     reduce_scatter_into_async,
     start,
 )
-from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.gradient_accumulator import GradientAccumulator
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Group, Shards, Topology
+from megatron.parallel.topology import Group, ShardGroups, Topology
 
 
 class Gradients:
@@ -79,25 +79,25 @@ class Gradients:
         self._looked: FirstGradients | None = None
         self._topology, self._terms = topology, terms
         self._counting = plan.zero.divides_gradients or (plan.zero.early and topology.data.size > 1)
-        self._sinks: dict[torch.nn.Parameter, GradientSink] = {}
+        self._accumulators: dict[torch.nn.Parameter, GradientAccumulator] = {}
         self._bucket_of: dict[torch.nn.Parameter, int] = {}
         added = self._added if self._counting else None
         for number in plan.order:
             bucket = numbered[number]
             for p in bucket.parameters:
-                sink = GradientSink(p, bucket.gradient(p), added, direct)
-                p.gradient_sink = sink  # type: ignore[attr-defined]
+                accumulator = GradientAccumulator(p, bucket.gradient(p), added, direct)
+                p.gradient_accumulator = accumulator  # type: ignore[attr-defined]
                 p.register_post_accumulate_grad_hook(to_sink)
-                self._sinks[p], self._bucket_of[p] = sink, number
+                self._accumulators[p], self._bucket_of[p] = accumulator, number
         # owned parts of gradients that are terms; the first step shows which they are
         self._partial: list[torch.Tensor] = []
         # the same of parameters that some neighbouring tensor ranks hold, by how many
         shared: dict[int, list[torch.nn.Parameter]] = {}
-        for p in self._sinks:
+        for p in self._accumulators:
             if (copies := sharding_of(p).copies) > 1:
                 shared.setdefault(copies, []).append(p)
         self._shared = {n: owned_gradients(self.buckets, some) for n, some in shared.items()}
-        tied = [p for p in self._sinks if sharding_of(p).tied]
+        tied = [p for p in self._accumulators if sharding_of(p).tied]
         self._tied = owned_gradients(self.buckets, tied)
         self._sums = Reductions(plan)
         # messages of each bucket's REDUCE, and the transfers of REDUCE_BEYOND that have begun
@@ -106,7 +106,7 @@ class Gradients:
         self._micro_batches = 0  # of the current step; 0: not announced
         # contributions; empty until the first step is over
         self._per_micro_batch: dict[torch.nn.Parameter, int] = {}
-        self._seen = dict.fromkeys(self._sinks, 0)
+        self._seen = dict.fromkeys(self._accumulators, 0)
         # number of incomplete parameters of each bucket; empty: nothing is sent early
         self._missing: dict[int, int] = {}
 
@@ -132,7 +132,7 @@ class Gradients:
 
     def collect(self) -> None:
         """Collect gradients that were put into `.grad` without autograd, so that no hook ran."""
-        for p in self._sinks:
+        for p in self._accumulators:
             if p.grad is not None:
                 to_sink(p)
 
@@ -152,27 +152,27 @@ class Gradients:
                 self._run(self._sums.complete(number, final=True))
 
     @torch.no_grad()
-    def _run(self, instructions: Iterable[Instruction]) -> None:
+    def _run(self, instructions: Iterable[BucketInstruction]) -> None:
         """Carry out instructions of the plan."""
         for op, number, _ in instructions:
-            if op is Op.REDUCE:
+            if op is BucketOp.REDUCE:
                 self._reduce(number)
-            elif op is Op.REDUCE_BEYOND:
+            elif op is BucketOp.REDUCE_BEYOND:
                 self._reduce_beyond(number)
 
     def _reduce(self, number: int) -> None:
         """Begin to sum a bucket over the inner ranks."""
         bucket = self._numbered[number]
         for p in bucket.parameters:
-            self._sinks[p].complete()  # a parameter without any gradient counts as zero
-        self._works[number] = next(transfer(bucket, Op.REDUCE), [])
+            self._accumulators[p].complete()  # a parameter without any gradient counts as zero
+        self._works[number] = next(transfer(bucket, BucketOp.REDUCE), [])
 
     def _reduce_beyond(self, number: int) -> None:
         """Begin to sum a bucket over the other ranks, if there are any."""
         bucket = self._numbered[number]
-        if bucket.hops(Op.REDUCE_BEYOND):
+        if bucket.hops(BucketOp.REDUCE_BEYOND):
             self._arrive(number)
-            messages = transfer(bucket, Op.REDUCE_BEYOND)
+            messages = transfer(bucket, BucketOp.REDUCE_BEYOND)
             self._beyond.append((messages, next(messages)))
 
     def _arrive(self, number: int) -> None:
@@ -197,7 +197,7 @@ class Gradients:
 
         It is zero without contributions, and undefined once it was sent.
         """
-        return self._sinks[p].complete()
+        return self._accumulators[p].complete()
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -240,7 +240,7 @@ class Gradients:
             return
         partial = {
             p: self._terms.partial(p, self._was_used(p))
-            for p in self._sinks
+            for p in self._accumulators
             if sharding_of(p).dim is None
         }
         terms = [p for p, is_term in partial.items() if is_term]
@@ -249,7 +249,7 @@ class Gradients:
             self._looked = FirstGradients(partial, self._digests(partial))
 
     def _was_used(self, p: torch.nn.Parameter) -> bool:
-        return not self._sinks[p].fresh
+        return not self._accumulators[p].fresh
 
     def _digests(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
         return torch.stack([digest(self.of(p)) * self.of(p).any() for p in parameters])
@@ -268,9 +268,9 @@ class Gradients:
             self._send_all()  # the other ranks may have sent more or fewer, or wait for this one
         self._drain()
         self._sums, self._micro_batches, self._missing = Reductions(self._plan), 0, {}
-        for p, sink in self._sinks.items():
+        for p, accumulator in self._accumulators.items():
             p.grad = None
-            sink.renew()
+            accumulator.renew()
             self._seen[p] = 0
 
 
@@ -316,12 +316,12 @@ def _for_each(contributions: int, micro_batches: int) -> int:
 
 
 def to_sink(p: torch.Tensor) -> None:
-    """Move the gradient of autograd to the sink; a hook of its backward pass, which records nothing.
+    """Move the gradient of autograd to the accumulator; a hook of its backward pass, which records nothing.
 
     There is none where a layer added its own.
     """
     if p.grad is not None:
-        p.gradient_sink.add(p.grad)  # type: ignore[attr-defined]
+        p.gradient_accumulator.add(p.grad)  # type: ignore[attr-defined]
         p.grad = None
 
 
@@ -403,7 +403,7 @@ class Terms:
 # A bucket is a parameter group of the optimizer: its parameters, one after another, of which each
 # data-parallel rank owns an equal part, so that messages load all ranks alike, and neither the sum
 # of a bucket nor its new weights wait for another bucket. DeepSpeed gets each rank's part as a
-# parameter. With Shards of two levels there are as many parts as inner ranks, each of which is cut
+# parameter. With ShardGroups of two levels there are as many parts as inner ranks, each of which is cut
 # again into as many as outer ranks.
 
 Messages = Iterator[list[Any]]
@@ -430,7 +430,7 @@ class Bucket:
     parameters: Sequence[torch.nn.Parameter]
     gradients: torch.Tensor
     weights: torch.Tensor
-    shards: Shards
+    shards: ShardGroups
     sums: torch.Tensor | None = None
     held: torch.Tensor | None = None
     frozen: bool = False
@@ -469,10 +469,10 @@ class Bucket:
         """Return the number of ranks that own parts."""
         return self.shards.states.size
 
-    def hops(self, op: Op) -> tuple[Hop, ...]:
+    def hops(self, op: BucketOp) -> tuple[Hop, ...]:
         """Return the collectives of an instruction on this bucket."""
         shards = self.shards
-        sizes = Sizes(shards.inner.size, self.ranks, self.ranks * shards.copies.size)
+        sizes = ShardSizes(shards.inner.size, self.ranks, self.ranks * shards.copies.size)
         return sizes.hops(op, self.held is not None)
 
     def inner_part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -502,7 +502,7 @@ def divide(
     parameters: Sequence[torch.nn.Parameter],
     plan: BucketPlan,
     zero: Zero,
-    shards: Shards,
+    shards: ShardGroups,
     dtype: torch.dtype,
     sums: torch.dtype,
     device: torch.device,
@@ -580,12 +580,12 @@ def owned_gradients(
     return found
 
 
-def transfer(bucket: Bucket, op: Op) -> Messages:
+def transfer(bucket: Bucket, op: BucketOp) -> Messages:
     """Carry out an instruction's collectives, one hop after another.
 
     Summed gradients are on their owners alone; the rest of the tensor is undefined afterwards.
     """
-    of_weights = op in (Op.GATHER, Op.RETURN)
+    of_weights = op in (BucketOp.GATHER, BucketOp.RETURN)
     flat, kept, own = bucket.gradients, bucket.sums, bucket.own_gradients
     if of_weights:
         flat, kept, own = bucket.weights, bucket.held, bucket.own_weights
@@ -650,7 +650,7 @@ def weight_users(chunk: torch.nn.Module) -> list[User]:
     return list(users()) if users else [(chunk, list(chunk.parameters()))]
 
 
-def calls_of(chunk: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) -> list[Call]:
+def calls_of(chunk: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) -> list[ModuleCall]:
     """Describe a chunk's calls to the plan of ZeRO; `numbers` are those of the parameters."""
     layers = getattr(chunk, "layers", None)
     layers = set(layers) if isinstance(layers, torch.nn.ModuleList) else set()
@@ -660,7 +660,7 @@ def calls_of(chunk: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) 
         outlives = any(p not in inside for p in parameters)
         table = bool(inside) and all(sharding_of(p).kind == "embedding" for p in inside)
         used = tuple(numbers[p] for p in parameters)
-        calls.append(Call(used, outlives, module in layers, table))
+        calls.append(ModuleCall(used, outlives, module in layers, table))
     return calls
 
 
@@ -708,9 +708,11 @@ class WeightGather:
         for bucket in self._buckets:
             if bucket.frozen and not frozen:
                 continue
-            self._continue(bucket, transfer(bucket, Op.RETURN))
+            self._continue(bucket, transfer(bucket, BucketOp.RETURN))
         for bucket, (messages, works) in list(self._begun.items()):
-            if len(bucket.hops(Op.RETURN)) > 1:  # the last hop arrives while forward passes run
+            if (
+                len(bucket.hops(BucketOp.RETURN)) > 1
+            ):  # the last hop arrives while forward passes run
                 for work in works:
                     work.wait()
                 self._continue(bucket, messages)

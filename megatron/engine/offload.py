@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.engine.optimizer import tensors_of
 from megatron.engine.optimizer_state import MASTER
-from megatron.engine.zero_plan import Instruction, Op, Use, streamed
+from megatron.engine.zero_plan import BucketInstruction, BucketOp, Use, streamed
 from megatron.errors import ConfigError
 
 Group = dict[str, Any]
@@ -89,7 +89,7 @@ class HostState:
         # uses as they are expected, those of this step, and what is to be done for them
         self._expected = [self._use(number, names) for number, names in uses]
         self._uses = list[Use]()
-        self._instructions: Iterator[Instruction] = iter(())
+        self._instructions: Iterator[BucketInstruction] = iter(())
         self._fetched: deque[Use] = deque()
         self._arrived: dict[int, Any] = {}
         optimizer.step = self._by_group  # type: ignore[assignment, method-assign]
@@ -158,9 +158,9 @@ class HostState:
     def _fetch(self) -> None:
         """Carry out the plan's instructions up to the next update."""
         for op, number, names in self._instructions:
-            if op is Op.FETCH:
+            if op is BucketOp.FETCH:
                 self._copy_in((number, names), len(self._uses) + len(self._fetched))
-            elif op is Op.UPDATE:
+            elif op is BucketOp.UPDATE:
                 return
 
     def _copy_in(self, use: Use, place: int) -> None:

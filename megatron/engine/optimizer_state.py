@@ -224,5 +224,5 @@ def _kept_by(optimizer: torch.optim.Optimizer) -> OptimizerState:
 
 
 ROUND = 1 << 22
-"""Elements of an owner's whole parameters at which a round of messages is closed (whole.py): 8 MiB in
+"""Elements of an owner's whole parameters at which a round of messages is closed (full_matrices.py): 8 MiB in
 bf16, worth their latency, and at most one matrix more in memory."""

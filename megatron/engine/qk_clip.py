@@ -22,7 +22,7 @@ from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
 
-class Part(NamedTuple):
+class ParameterSlice(NamedTuple):
     """Elements of a parameter from `first` on that this rank's optimizer holds.
 
     weights  those of forward and backward
@@ -45,12 +45,12 @@ class QKClip:
         settings: OptimizerConfig,
         topology: Topology,
         chunks: nn.Module,
-        parts: Iterable[Part],
+        parts: Iterable[ParameterSlice],
     ) -> None:
         self._settings, self._topology = settings, topology
         layers = [m for m in chunks.modules() if isinstance(m, SelfAttention)]
         self._layers = [(m, x) for m in layers if (x := m.core.largest) is not None]
-        self._parts: dict[nn.Parameter, list[Part]] = {}
+        self._parts: dict[nn.Parameter, list[ParameterSlice]] = {}
         for part in parts:
             self._parts.setdefault(part.parameter, []).append(part)
 

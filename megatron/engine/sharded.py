@@ -25,13 +25,13 @@ from megatron.engine.gradients import (
     weight_users,
 )
 from megatron.engine.zero_plan import (
-    AGAIN,
     BACKWARD,
     FORWARD,
-    Instruction,
-    Op,
+    RECOMPUTE,
+    BucketInstruction,
+    BucketOp,
+    ModulePass,
     Reductions,
-    Step,
     ZeroPlan,
 )
 from megatron.parallel.gradient_accumulator import within_backward
@@ -58,14 +58,14 @@ class ShardedGradients(Gradients):
     ) -> None:
         super().__init__(plan, buckets, topology, terms, direct)
         # contributions of the current pass, and of each: empty until a first pass is over
-        self._new = dict.fromkeys(self._sinks, 0)
+        self._new = dict.fromkeys(self._accumulators, 0)
         self._per_pass: dict[torch.nn.Parameter, int] = {}
         self._missing = self._parameters_of_buckets()
         self._ended = dict.fromkeys(plan.calls, 0)  # backward passes of each stage in this step
         self._empty = set(plan.order)  # without sums
         self._used = set[torch.nn.Parameter]()
-        for p, sink in self._sinks.items():
-            sink.before_use = partial(self._use, self._bucket_of[p])
+        for p, accumulator in self._accumulators.items():
+            accumulator.before_use = partial(self._use, self._bucket_of[p])
 
     def begin(self, micro_batches: int) -> None:
         """Announce backward passes. A gradient after the last of them raises ConfigError."""
@@ -101,7 +101,7 @@ class ShardedGradients(Gradients):
         self._run(self._sums.pass_ends(stage, self._is_last(stage)))
         if not self._per_pass.keys() >= counts.keys():
             for number in order:  # sent before a second contribution
-                if any(not self._sinks[p].fresh for p in self._numbered[number].parameters):
+                if any(not self._accumulators[p].fresh for p in self._numbered[number].parameters):
                     self._run(self._sums.send(number, final=False))
             self._per_pass |= {p: n or -1 for p, n in counts.items()}
         for number in order:
@@ -111,23 +111,23 @@ class ShardedGradients(Gradients):
         self._ended[stage] += 1
 
     @torch.no_grad()
-    def _run(self, instructions: Iterable[Instruction]) -> None:
+    def _run(self, instructions: Iterable[BucketInstruction]) -> None:
         for op, number, _ in instructions:
             bucket = self._numbered[number]
-            if op is Op.ALLOCATE:
+            if op is BucketOp.ALLOCATE:
                 take(bucket.gradients)
-            elif op is Op.ACCUMULATE:
+            elif op is BucketOp.ACCUMULATE:
                 self._accumulate(number, bucket)
             else:
-                super()._run([Instruction(op, number)])
+                super()._run([BucketInstruction(op, number)])
 
     def _reduce(self, number: int) -> None:
         for p in self._numbered[number].parameters:
-            if not self._sinks[p].fresh:
+            if not self._accumulators[p].fresh:
                 self._used.add(p)
         super()._reduce(number)
         for p in self._numbered[number].parameters:
-            self._sinks[p].renew()
+            self._accumulators[p].renew()
 
     def _accumulate(self, number: int, bucket: Bucket) -> None:
         self._arrive(number)
@@ -150,7 +150,7 @@ class ShardedGradients(Gradients):
         All data-parallel ranks call it.
         """
         self._new[p] += 1
-        return self._sinks[p].complete()
+        return self._accumulators[p].complete()
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -183,9 +183,9 @@ class ShardedGradients(Gradients):
         self._missing = self._parameters_of_buckets()
         for bucket in self.buckets:
             free(bucket.gradients)
-        for p, sink in self._sinks.items():
+        for p, accumulator in self._accumulators.items():
             p.grad = None
-            sink.renew()
+            accumulator.renew()
             self._new[p] = 0
         self._used.clear()
 
@@ -213,7 +213,7 @@ class ShardedWeights(WeightGather):
         self._names = [name_of(chunk, module) for module, _ in weight_users(chunk)]
         self._works: dict[int, Any] = {}
         self._here = set[int]()
-        self._steps: tuple[Step, ...] = ()
+        self._steps: tuple[ModulePass, ...] = ()
         self._at, self._backward = 0, False  # the step that runs, and its pass
         self._keeps = False  # all weights stay gathered
         self._passes = 0  # backward passes that follow in this step
@@ -230,16 +230,16 @@ class ShardedWeights(WeightGather):
         for module, numbers in calls.items():
             self._watch(module, numbers)
 
-    def _indices(self, steps: Sequence[Step]) -> dict[tuple[str, int], int]:
+    def _indices(self, steps: Sequence[ModulePass]) -> dict[tuple[str, int], int]:
         """Return the step that an event begins: a call, or the arrival of its output's gradient.
 
         Of the last layer of a recomputed group the gradient arrives first, and then it is called.
         """
         indices = {(step.kind, step.call): n for n, step in enumerate(steps)}
         for last in self._plan.groups[self._stage]:
-            if (AGAIN, last) in indices:
-                first, second = indices[AGAIN, last], indices[BACKWARD, last]
-                indices[BACKWARD, last], indices[AGAIN, last] = first, second
+            if (RECOMPUTE, last) in indices:
+                first, second = indices[RECOMPUTE, last], indices[BACKWARD, last]
+                indices[BACKWARD, last], indices[RECOMPUTE, last] = first, second
         return indices
 
     def _watch(self, module: torch.nn.Module, numbers: Sequence[int]) -> None:
@@ -252,7 +252,7 @@ class ShardedWeights(WeightGather):
 
         def before(_: Any, args: Any) -> None:
             nonlocal now
-            kind = AGAIN if within_backward() else FORWARD
+            kind = RECOMPUTE if within_backward() else FORWARD
             now = self._next(kind, numbers)
             self._enter(kind, now)
             if kind == FORWARD:
@@ -299,7 +299,7 @@ class ShardedWeights(WeightGather):
             else:
                 self._steps = self._plan.forward(self._stage, torch.is_grad_enabled())
         self._leave(index)
-        step = self._steps[index] if index < len(self._steps) else Step(kind, call)
+        step = self._steps[index] if index < len(self._steps) else ModulePass(kind, call)
         needed = [instruction.bucket for instruction in step.before]
         if not (kind == BACKWARD and self._looks_up[call]):
             needed += self._plan.gathered(self._stage, call)
@@ -340,7 +340,7 @@ class ShardedWeights(WeightGather):
                 continue
             self._wait([bucket])  # for the new weights that this rank holds
             take(bucket.weights)
-            self._works[number] = next(transfer(bucket, Op.GATHER))
+            self._works[number] = next(transfer(bucket, BucketOp.GATHER))
 
     def _arrive_at(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -13,12 +13,12 @@ from megatron.config.phases import norm_limits
 from megatron.engine.gradients import Bucket, owned_gradients, sum_of_squares
 from megatron.engine.optimizer import is_copy, tensors_of
 from megatron.engine.optimizer_state import MASTER
-from megatron.engine.zero_plan import Instruction, Op
+from megatron.engine.zero_plan import BucketInstruction, BucketOp
 from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import FusedAdamW, scale_and_norm_
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Group, Shards, Topology
+from megatron.parallel.topology import Group, ShardGroups, Topology
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -51,7 +51,7 @@ class Update:
         config: Config,
         buckets: Sequence[Bucket],
         exact: Sequence[Tensor],
-        shards: Shards,
+        shards: ShardGroups,
     ) -> None:
         self._engine = engine
         self._inner = inner
@@ -125,7 +125,7 @@ class Update:
             ends = [math.inf, *limits.values()]
             self._limits = torch.tensor(ends, device=topology.device).double()
 
-    def offload(self, updates: Iterable[Instruction]) -> HostState:
+    def offload(self, updates: Iterable[BucketInstruction]) -> HostState:
         """Keep the optimizer's state, which is in host memory now, there from now on.
 
         updates  of the plan of ZeRO
@@ -135,7 +135,7 @@ class Update:
         in_fp32 = self._values[0] is self.buckets[0].own_weights
         if not in_fp32:
             self._values.clear()  # so that memory that is copied can be given up
-        uses = [(number, names) for op, number, names in updates if op is Op.UPDATE]
+        uses = [(number, names) for op, number, names in updates if op is BucketOp.UPDATE]
         self._host = HostState(self._inner, self._topology.device, not in_fp32, self._round, uses)
         self._values = self._values or [self._host.kept[m][MASTER] for m in self.masters]
         return self._host

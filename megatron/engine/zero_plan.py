@@ -35,7 +35,7 @@ REDUCED_ALREADY = (
 # -- what is divided, and its messages -------------------------------------------------------------
 
 
-class Op(Enum):
+class BucketOp(Enum):
     """Instruction on a bucket. Messages run beside what follows, until their result is needed.
 
     GATHER         allocate the weights and gather them from the inner ranks (stage 3)
@@ -62,14 +62,14 @@ class Op(Enum):
     RETURN = "return"
 
 
-class Instruction(NamedTuple):
+class BucketInstruction(NamedTuple):
     """Operation on a bucket.
 
     bucket  number among the plan's
     names   tensors of the state that a FETCH, UPDATE or STORE is about; (): all
     """
 
-    op: Op
+    op: BucketOp
     bucket: int
     names: tuple[str, ...] = ()
 
@@ -78,7 +78,7 @@ class Hop(NamedTuple):
     """Collective of an instruction; an instruction's hops follow one another.
 
     kind     "reduce_scatter", "all_reduce" or "all_gather"
-    ranks    which of Shards: "inner", "outer" or "copies"
+    ranks    which of ShardGroups: "inner", "outer" or "copies"
     divided  by how much the collective's whole tensor is smaller than the bucket
     """
 
@@ -87,7 +87,7 @@ class Hop(NamedTuple):
     divided: int
 
 
-class Sizes(NamedTuple):
+class ShardSizes(NamedTuple):
     """Ranks that share a parameter.
 
     inner   over which gradients of stages 2 and 3, and weights of stage 3, are divided
@@ -100,7 +100,7 @@ class Sizes(NamedTuple):
     line: int
 
     @functools.lru_cache(maxsize=1 << 12)  # noqa: B019 (sizes are values)
-    def hops(self, op: Op, divided_weights: bool = False) -> tuple[Hop, ...]:
+    def hops(self, op: BucketOp, divided_weights: bool = False) -> tuple[Hop, ...]:
         """Return the collectives of an instruction.
 
         divided_weights  whether the weights are gathered by passes, so that new ones go no further
@@ -111,11 +111,11 @@ class Sizes(NamedTuple):
         summed = Hop("all_reduce", "copies", states), line > states
         from_outer = Hop("all_gather", "outer", inner), states > inner
         from_inner = Hop("all_gather", "inner", 1), inner > 1
-        of_op: dict[Op, list[tuple[Hop, bool]]] = {
-            Op.GATHER: [from_inner],
-            Op.REDUCE: [(Hop("reduce_scatter", "inner", 1), inner > 1)],
-            Op.REDUCE_BEYOND: [outward, summed],
-            Op.RETURN: [from_outer] if divided_weights else [from_outer, from_inner],
+        of_op: dict[BucketOp, list[tuple[Hop, bool]]] = {
+            BucketOp.GATHER: [from_inner],
+            BucketOp.REDUCE: [(Hop("reduce_scatter", "inner", 1), inner > 1)],
+            BucketOp.REDUCE_BEYOND: [outward, summed],
+            BucketOp.RETURN: [from_outer] if divided_weights else [from_outer, from_inner],
         }
         return tuple(hop for hop, needed in of_op.get(op, ()) if needed)
 
@@ -132,7 +132,7 @@ class Zero(NamedTuple):
     """
 
     stage: int
-    sizes: Sizes
+    sizes: ShardSizes
     experts: int
     ahead: bool
     early: bool
@@ -144,11 +144,11 @@ class Zero(NamedTuple):
     def line(self) -> int:
         return self.sizes.line
 
-    def sizes_of(self, experts: bool) -> Sizes:
+    def sizes_of(self, experts: bool) -> ShardSizes:
         """Return the sizes of experts, or of other parameters."""
         if not experts or self.experts == 1:
             return self.sizes
-        return Sizes(*(max(1, n // self.experts) for n in self.sizes))
+        return ShardSizes(*(max(1, n // self.experts) for n in self.sizes))
 
     def divides_weights(self, bucket: BucketPlan) -> bool:
         """Return whether a bucket's weights are divided outside of the passes that use them.
@@ -163,7 +163,7 @@ class Zero(NamedTuple):
         """Return whether gradients have memory only from a pass's first one until they are sent."""
         return self.stage > 1
 
-    def hops(self, op: Op, bucket: BucketPlan) -> tuple[Hop, ...]:
+    def hops(self, op: BucketOp, bucket: BucketPlan) -> tuple[Hop, ...]:
         """Return the collectives of an instruction on a bucket."""
         return self.sizes_of(bucket.kind.experts).hops(op, self.divides_weights(bucket))
 
@@ -205,7 +205,7 @@ def zero_of(config: Config, layout: Layout | None = None) -> Zero:
     stage = stage_in_effect(engine.zero_stage, inner)
     return Zero(
         stage,
-        Sizes(inner, states, line) if stage else Sizes(1, 1, line),
+        ShardSizes(inner, states, line) if stage else ShardSizes(1, 1, line),
         experts,
         engine.overlap_param_gather,
         engine.overlap_grad_reduce,
@@ -227,7 +227,7 @@ def stage_in_effect(stage: int, ranks: int) -> int:
 # -- passes ----------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """Call of a module in a forward pass.
 
     parameters  numbers of the parameters that it uses
@@ -242,15 +242,15 @@ class Call(NamedTuple):
     table: bool = False
 
 
-FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
-"""Kinds of steps; AGAIN is the forward pass that a backward pass repeats. That of the last layer of
+FORWARD, RECOMPUTE, BACKWARD = "forward", "again", "backward"
+"""Kinds of steps; RECOMPUTE is the forward pass that a backward pass repeats. That of the last layer of
 a group comes first, since autograd reaches it first, and computes nothing: its backward pass does."""
 
 
-class Step(NamedTuple):
+class ModulePass(NamedTuple):
     """A module's part of a pass, with the instructions around it.
 
-    kind    FORWARD, AGAIN or BACKWARD
+    kind    FORWARD, RECOMPUTE or BACKWARD
     call    number among the calls of the stage
     before  has to be complete when it begins
     beside  begins with it, and runs beside it
@@ -259,9 +259,9 @@ class Step(NamedTuple):
 
     kind: str
     call: int
-    before: tuple[Instruction, ...] = ()
-    beside: tuple[Instruction, ...] = ()
-    after: tuple[Instruction, ...] = ()
+    before: tuple[BucketInstruction, ...] = ()
+    beside: tuple[BucketInstruction, ...] = ()
+    after: tuple[BucketInstruction, ...] = ()
 
 
 class Reductions:
@@ -295,13 +295,13 @@ class Reductions:
         made._complete, made._final = self._complete.copy(), self._final.copy()
         return made
 
-    def use(self, bucket: int) -> Iterator[Instruction]:
+    def use(self, bucket: int) -> Iterator[BucketInstruction]:
         """Prepare the memory of a bucket, to whose gradients something is about to be added."""
         while bucket in self.flying:
             yield from self._arrive()
-        yield Instruction(Op.ALLOCATE, bucket)
+        yield BucketInstruction(BucketOp.ALLOCATE, bucket)
 
-    def complete(self, bucket: int, final: bool) -> Iterator[Instruction]:
+    def complete(self, bucket: int, final: bool) -> Iterator[BucketInstruction]:
         """Note that a bucket has all gradients of a pass; `final`: of the last one of a step."""
         self._complete.add(bucket)
         if not self._plan.zero.early:
@@ -315,7 +315,7 @@ class Reductions:
         stage = self._plan.stage_of(bucket)
         return bucket in self._plan.order_of(stage)[: self._sent.get(stage, 0)]
 
-    def pass_ends(self, stage: int, final: bool = False) -> Iterator[Instruction]:
+    def pass_ends(self, stage: int, final: bool = False) -> Iterator[BucketInstruction]:
         """Send what a backward pass has left."""
         while (following := self._following(stage)) is not None:
             if self._plan.zero.divides_gradients:
@@ -325,11 +325,11 @@ class Reductions:
             self._sent.pop(stage, None)
             self._complete.difference_update(self._plan.order_of(stage))
 
-    def _send_next(self, stage: int, bucket: int, final: bool) -> Iterator[Instruction]:
+    def _send_next(self, stage: int, bucket: int, final: bool) -> Iterator[BucketInstruction]:
         self._sent[stage] = self._sent.get(stage, 0) + 1
         yield from self.send(bucket, final)
 
-    def send(self, bucket: int, final: bool) -> Iterator[Instruction]:
+    def send(self, bucket: int, final: bool) -> Iterator[BucketInstruction]:
         """Send a bucket; `final`: the sum over the other ranks follows when it has arrived.
 
         Raises ConfigError for one whose sum over the other ranks has begun.
@@ -340,33 +340,33 @@ class Reductions:
             yield from self._arrive()
         if final:
             self._final.add(bucket)
-        yield Instruction(Op.REDUCE, bucket)
-        if self._plan.zero.hops(Op.REDUCE, self._plan.buckets[bucket]):
+        yield BucketInstruction(BucketOp.REDUCE, bucket)
+        if self._plan.zero.hops(BucketOp.REDUCE, self._plan.buckets[bucket]):
             self.flying.append(bucket)
         else:
             yield from self._arrived(bucket)
 
-    def step_ends(self) -> Iterator[Instruction]:
+    def step_ends(self) -> Iterator[BucketInstruction]:
         """Let all sums reach their owners."""
         while self.flying:
             yield from self._arrive()
         for bucket in self._plan.order:
             if bucket not in self._final:
-                yield Instruction(Op.REDUCE_BEYOND, bucket)
+                yield BucketInstruction(BucketOp.REDUCE_BEYOND, bucket)
 
     def _following(self, stage: int) -> int | None:
         order = self._plan.order_of(stage)
         sent = self._sent.get(stage, 0)
         return order[sent] if sent < len(order) else None
 
-    def _arrive(self) -> Iterator[Instruction]:
+    def _arrive(self) -> Iterator[BucketInstruction]:
         yield from self._arrived(self.flying.popleft())
 
-    def _arrived(self, bucket: int) -> Iterator[Instruction]:
+    def _arrived(self, bucket: int) -> Iterator[BucketInstruction]:
         if self._plan.zero.divides_gradients:
-            yield Instruction(Op.ACCUMULATE, bucket)
+            yield BucketInstruction(BucketOp.ACCUMULATE, bucket)
         if bucket in self._final:
-            yield Instruction(Op.REDUCE_BEYOND, bucket)
+            yield BucketInstruction(BucketOp.REDUCE_BEYOND, bucket)
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,7 +385,7 @@ class ZeroPlan:
     zero: Zero
     buckets: tuple[BucketPlan, ...]
     places: tuple[tuple[int, int], ...]
-    calls: Mapping[int, tuple[Call, ...]]
+    calls: Mapping[int, tuple[ModuleCall, ...]]
     recomputed: Mapping[int, tuple[int, ...]]
     sweeps: tuple[tuple[str, ...], ...] = ((),)
 
@@ -433,7 +433,7 @@ class ZeroPlan:
         """
         if self.zero.divides_gradients:
             return IN_FLIGHT
-        return 1 if self.zero.hops(Op.REDUCE_BEYOND, self.buckets[bucket]) else math.inf
+        return 1 if self.zero.hops(BucketOp.REDUCE_BEYOND, self.buckets[bucket]) else math.inf
 
     @functools.cached_property
     def _divided(self) -> frozenset[int]:
@@ -451,18 +451,18 @@ class ZeroPlan:
 
     # -- passes ------------------------------------------------------------------------------------
 
-    def forward(self, stage: int, training: bool = True) -> tuple[Step, ...]:
+    def forward(self, stage: int, training: bool = True) -> tuple[ModulePass, ...]:
         """Return the steps of a forward pass; `training`: a backward pass follows."""
         return self._passes[stage][0 if training else 1]
 
-    def backward(self, stage: int, final: bool = False) -> tuple[Step, ...]:
+    def backward(self, stage: int, final: bool = False) -> tuple[ModulePass, ...]:
         """Return the steps of a backward pass; `final`: no forward pass follows in this step.
 
         Without what sums gradients: see `reducing`.
         """
         return self._passes[stage][3 if final else 2]
 
-    def reducing(self, stage: int, final: bool, sums: Reductions) -> tuple[Step, ...]:
+    def reducing(self, stage: int, final: bool, sums: Reductions) -> tuple[ModulePass, ...]:
         """Return the steps of a backward pass with what sums gradients.
 
         sums  of the passes before in this step
@@ -478,11 +478,11 @@ class ZeroPlan:
                     after += sums.complete(bucket, final)
             if self.zero.divides_gradients and n == len(steps) - 1:
                 ends = sums.pass_ends(stage, final)
-                after += (one for one in ends if one.op != Op.ALLOCATE)
+                after += (one for one in ends if one.op != BucketOp.ALLOCATE)
             steps[n] = step._replace(after=tuple(after))
         return tuple(steps)
 
-    def end(self, sums: Reductions) -> Iterator[Instruction]:
+    def end(self, sums: Reductions) -> Iterator[BucketInstruction]:
         """Yield what follows the passes of a step."""
         if not self.zero.divides_gradients:
             yield from sums.pass_ends(0, final=True)
@@ -490,9 +490,9 @@ class ZeroPlan:
         yield from self.updates()
         for bucket in self.return_order:
             if not self.buckets[bucket].kind.frozen:
-                yield Instruction(Op.RETURN, bucket)
+                yield BucketInstruction(BucketOp.RETURN, bucket)
 
-    def updates(self) -> Iterator[Instruction]:
+    def updates(self) -> Iterator[BucketInstruction]:
         """Yield the optimizer's update, bucket by bucket."""
         trained = [n for n, bucket in enumerate(self.buckets) if not bucket.kind.frozen]
         whole = [n for n in trained if self.buckets[n].kind.whole]
@@ -500,10 +500,10 @@ class ZeroPlan:
         uses += [(n, names) for names in self.sweeps for n in whole]
         if self.zero.offload:
             return streamed(uses)
-        return (Instruction(Op.UPDATE, *use) for use in uses)
+        return (BucketInstruction(BucketOp.UPDATE, *use) for use in uses)
 
     @functools.cached_property
-    def _passes(self) -> Mapping[int, tuple[tuple[Step, ...], ...]]:
+    def _passes(self) -> Mapping[int, tuple[tuple[ModulePass, ...], ...]]:
         """Passes of each stage: forward before a backward pass, forward alone, backward, the last."""
         passes = {}
         for stage, calls in self.calls.items():
@@ -542,35 +542,35 @@ class ZeroPlan:
         first = next(trained, len(calls)) if self.zero.stage == 3 else 0
         for call in reversed(range(first, len(calls))):
             group = self.groups[stage].get(call, ())
-            yield from ((AGAIN, member) for member in (*group[-1:], *group[:-1]))
+            yield from ((RECOMPUTE, member) for member in (*group[-1:], *group[:-1]))
             yield BACKWARD, call
 
-    def _with_weights(self, stage: int, runs: Sequence[tuple[str, int]]) -> tuple[Step, ...]:
+    def _with_weights(self, stage: int, runs: Sequence[tuple[str, int]]) -> tuple[ModulePass, ...]:
         """Return the steps of passes that follow one another, with what gathers and frees weights.
 
         A call's weights are gathered for its forward pass and again for its backward pass, which
         begins before those of a recomputed group are there: they stay. With overlap, those of the
         next call that has to gather some are gathered beside a call that has.
         """
-        here, steps, gathers = set[int](), list[Step](), list[int]()
+        here, steps, gathers = set[int](), list[ModulePass](), list[int]()
         for n, (kind, number) in enumerate(runs):
             call, needed = self.calls[stage][number], self.gathered(stage, number)
             if kind == BACKWARD and call.table:
                 needed = ()
             missing = [bucket for bucket in needed if bucket not in here]
             here.update(needed)
-            stays = kind == AGAIN or (kind == FORWARD and call.outlives)
+            stays = kind == RECOMPUTE or (kind == FORWARD and call.outlives)
             freed = () if stays else needed
             here.difference_update(freed)
             before, after = (
-                tuple(Instruction(op, bucket) for bucket in buckets)
-                for op, buckets in ((Op.GATHER, missing), (Op.FREE, freed))
+                tuple(BucketInstruction(op, bucket) for bucket in buckets)
+                for op, buckets in ((BucketOp.GATHER, missing), (BucketOp.FREE, freed))
             )
             if missing and gathers and self.zero.ahead:
                 steps[gathers[-1]] = steps[gathers[-1]]._replace(beside=before)
             if missing:
                 gathers.append(n)
-            steps.append(Step(kind, number, before, (), after))
+            steps.append(ModulePass(kind, number, before, (), after))
         return tuple(steps)
 
     @functools.cached_property
@@ -591,7 +591,7 @@ Use = tuple[int, tuple[str, ...]]
 """Bucket that an update uses, and names of the state; (): all."""
 
 
-def streamed(uses: Sequence[Use]) -> Iterator[Instruction]:
+def streamed(uses: Sequence[Use]) -> Iterator[BucketInstruction]:
     """Yield the updates of offloaded state.
 
     The state of the next use arrives, and that of the last one leaves, beside an UPDATE: two sets of
@@ -606,17 +606,17 @@ def streamed(uses: Sequence[Use]) -> Iterator[Instruction]:
             ((other, others),) = following
             shares = not names or not others or not set(names).isdisjoint(others)
             if ahead == now or other != bucket or not shares:
-                yield Instruction(Op.FETCH, other, others)
+                yield BucketInstruction(BucketOp.FETCH, other, others)
                 fetched = ahead + 1
-        yield Instruction(Op.UPDATE, bucket, names)
-        yield Instruction(Op.STORE, bucket, names)
+        yield BucketInstruction(BucketOp.UPDATE, bucket, names)
+        yield BucketInstruction(BucketOp.STORE, bucket, names)
 
 
 def zero_plan(
     zero: Zero,
     rule: BucketRule,
     records: Sequence[Sharding],
-    calls: Mapping[int, Sequence[Call]],
+    calls: Mapping[int, Sequence[ModuleCall]],
     recomputed: Mapping[int, Sequence[int]],
     sweeps: Iterable[tuple[str, ...]] = ((),),
     frozen: Sequence[bool] | None = None,

@@ -69,18 +69,18 @@ _NO_SLURM = re.compile(
 )
 
 
-class Given(NamedTuple):
+class OptionValue(NamedTuple):
     """Value of a Slurm option ("" for an option without one), and where it is given."""
 
     value: str
     where: str
 
 
-Options = dict[str, Given]
+Options = dict[str, OptionValue]
 
 
 @dataclass
-class Job:
+class CheckedJob:
     """Job with the findings of the check.
 
     environ   environment variables of its training
@@ -142,13 +142,13 @@ def run(argv: Sequence[str]) -> int:
     return EXIT_USER_ERROR if any(level == "error" for level, _, _ in job.findings) else 0
 
 
-def check(words: Sequence[str], cluster: str | None = None) -> Job:
+def check(words: Sequence[str], cluster: str | None = None) -> CheckedJob:
     """Check what `sbatch WORDS`, or `-- COMMAND`, would start. Raises ConfigError."""
     options, at = parse_options(words)
     if at == len(words):
         raise ConfigError("no script: give one as for sbatch, or a command after --")
     if at and words[at - 1] == "--":
-        job = Job(options, os.environ)
+        job = CheckedJob(options, os.environ)
         read_command(job, words[at:])
     else:
         job = read_script(words, options, at)
@@ -172,7 +172,7 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
     return job
 
 
-def lines(job: Job) -> Iterator[str]:
+def lines(job: CheckedJob) -> Iterator[str]:
     """Yield the report: facts, findings, and what was not checked."""
     for name in ("account", "partition", "qos", "nodes", "time"):
         if name in job.options:
@@ -209,7 +209,7 @@ def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Op
         if name not in _NO_VALUE and not equals and not value and at < len(words):
             value = words[at]
             at += 1
-        found[_LETTERS.get(name, name)] = Given(value, where)
+        found[_LETTERS.get(name, name)] = OptionValue(value, where)
     return found, at
 
 
@@ -244,7 +244,7 @@ def directives(text: str) -> tuple[Options, list[str]]:
 def winning(line: Options, environ: Mapping[str, str], script: Options) -> Options:
     """Merge options: the command line overrides variables, which override the script's lines."""
     variables = {
-        name.replace("timelimit", "time").replace("_", "-"): Given(value, f"variable {key}")
+        name.replace("timelimit", "time").replace("_", "-"): OptionValue(value, f"variable {key}")
         for key, value in environ.items()
         if (name := key.lower().removeprefix("sbatch_")) != key.lower() and value
     }
@@ -275,7 +275,7 @@ def output_of(
     return done.returncode, done.stdout.strip().splitlines()
 
 
-def ask_slurm(job: Job, words: Sequence[str]) -> None:
+def ask_slurm(job: CheckedJob, words: Sequence[str]) -> None:
     """Check with `sbatch --test-only`, which submits nothing.
 
     It knows the machine's partitions and limits and, with Slurm accounting, the user's.
@@ -295,7 +295,7 @@ def ask_slurm(job: Job, words: Sequence[str]) -> None:
         job.find("error" if code else "note", "sbatch --test-only", said)
 
 
-def check_options(job: Job) -> None:
+def check_options(job: CheckedJob) -> None:
     """Check nodes and wall time against the machine's limits, and options that interact."""
     cluster = job.cluster
     limit = job.value("time")
@@ -323,7 +323,7 @@ def check_options(job: Job) -> None:
 # -- the script ------------------------------------------------------------------------------------
 
 
-def read_script(words: Sequence[str], line: Options, at: int) -> Job:
+def read_script(words: Sequence[str], line: Options, at: int) -> CheckedJob:
     """Read a script's options and training command (by a dry run if it uses job.sh).
 
     The script is `words[at]`. Raises ConfigError.
@@ -333,7 +333,7 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
     content = read_bytes(script, 1 << 24, error=ConfigError)
     text = content.decode(errors="replace")
     options, problems = directives(text)
-    job = Job(winning(line, os.environ, options), os.environ)
+    job = CheckedJob(winning(line, os.environ, options), os.environ)
     job.nodes = job.asked_nodes
     for problem in problems:
         job.error("options", problem)
@@ -356,7 +356,7 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
     return job
 
 
-def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
+def dry_run(job: CheckedJob, content: bytes, arguments: Sequence[str]) -> None:
     """Run a copy of a script that uses job.sh with DRY_RUN=1, with the job's variables.
 
     As under Slurm, it runs in the folder of submission. Raises ConfigError.
@@ -398,7 +398,7 @@ def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
         job.error("script", f"its dry run ends with exit code {code}: {' / '.join(told[-3:])}")
 
 
-def read_command(job: Job, command: Sequence[str]) -> None:
+def read_command(job: CheckedJob, command: Sequence[str]) -> None:
     """Read a training command's flags and number of processes (srun, torchrun or one)."""
     runs = [bool(re.fullmatch(r"(.*/)?pretrain_gpt\w*(\.py)?", word)) for word in command]
     if not any(runs):
@@ -421,7 +421,7 @@ def read_command(job: Job, command: Sequence[str]) -> None:
 # -- the training ----------------------------------------------------------------------------------
 
 
-def check_network(job: Job, cluster: Cluster) -> None:
+def check_network(job: CheckedJob, cluster: Cluster) -> None:
     """Check the number of processes, and variables of RCCL's network plugin on Slingshot.
 
     The variables' sources are in examples/frontier/env.sh and docs/frontier-environment.md.
@@ -438,7 +438,7 @@ def check_network(job: Job, cluster: Cluster) -> None:
         job.error("network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2")
 
 
-def check_training(job: Job, config: Config) -> None:
+def check_training(job: CheckedJob, config: Config) -> None:
     """Check tokenizer, network, files, memory and cost of the training."""
     if job.cluster is not None and "gloo" not in (job.words or ()):
         check_network(job, job.cluster)
@@ -471,7 +471,7 @@ def check_training(job: Job, config: Config) -> None:
     )
 
 
-def check_data(job: Job, config: Config) -> None:
+def check_data(job: CheckedJob, config: Config) -> None:
     """Open the token files and compare them with the tokenizer. Raises DataError."""
     from megatron.data import datasets
 
@@ -496,7 +496,7 @@ def check_data(job: Job, config: Config) -> None:
         job.warn("data", warning)
 
 
-def check_saving(job: Job, config: Config) -> None:
+def check_saving(job: CheckedJob, config: Config) -> None:
     """Check the checkpoint folder and its free space."""
     save = config.checkpoint.save
     load = config.checkpoint.load
@@ -526,7 +526,7 @@ def check_saving(job: Job, config: Config) -> None:
         job.error("saving", f"{text} that are free on the file system of {folder}")
 
 
-def check_memory(job: Job, config: Config) -> None:
+def check_memory(job: CheckedJob, config: Config) -> None:
     """Compare the planner's peak memory of a device with what the machine has, if it is known."""
     if (cluster := job.cluster) is None:
         return
@@ -549,20 +549,20 @@ def check_memory(job: Job, config: Config) -> None:
         job.error("host memory", f"--cpu-offload keeps {text}: use more nodes")
 
 
-def check_cost(job: Job, config: Config) -> None:
+def check_cost(job: CheckedJob, config: Config) -> None:
     """Estimate the cost of the rest of the run, if the machine is known.
 
     Raises ConfigError for a layout that does not fit on the machine, and CheckpointError.
     """
     if (cluster := job.cluster) is None:
         return
-    from megatron.checkpoint.find import Found, find, open_checkpoint, required
+    from megatron.checkpoint.find import CheckpointChoice, find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
 
     settings = config.checkpoint
     start = 0
     consumed = 0  # samples
-    there = find(settings.load, settings.load_tag) if settings.load else Found(None)
+    there = find(settings.load, settings.load_tag) if settings.load else CheckpointChoice(None)
     if there.folder or there.rejected or (settings.load and settings.exit_on_missing_checkpoint):
         checkpoint = open_checkpoint(required(settings.load or "", there))
         check_architecture(checkpoint.config, config, str(checkpoint.folder))

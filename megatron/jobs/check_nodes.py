@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError, LaunchError, LostRankError
 from megatron.parallel.environment import ask_slurm
+from megatron.parallel.host_processes import bounded
 from megatron.parallel.launch import Launch, detect_launch, select_device
-from megatron.parallel.placing import Placing
-from megatron.parallel.processes import bounded
+from megatron.parallel.rank_mapping import RankMapping
 from megatron.parallel.store import StoreConnection, host_name_is_local, without_dns
 from megatron.planner.cluster import load_cluster
 
@@ -66,7 +66,7 @@ class Process:
         self.figures = dict[str, float]()
         self.errors = dict[str, str]()
 
-    def multiply(self, backend: str | None, placing: Placing | None) -> None:
+    def multiply(self, backend: str | None, placing: RankMapping | None) -> None:
         """Measure TFLOP/s of a square product of ones on this device, and check the result."""
 
         def work() -> float:
@@ -198,7 +198,7 @@ class Process:
         return statistics.median(seconds)
 
 
-class Verdict(NamedTuple):
+class NodeVerdict(NamedTuple):
     """Hosts to use and to leave out, and the report.
 
     No host is good if the fault cannot be assigned to one.
@@ -209,7 +209,7 @@ class Verdict(NamedTuple):
     lines: list[str]
 
 
-def judge(found: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> Verdict:
+def judge(found: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> NodeVerdict:
     """Judge the results of each rank; `hosts` has its host, in the order of the allocation.
 
     A rank is slow if it is far below the median, or below the machine's band while most ranks are
@@ -249,7 +249,7 @@ def judge(found: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> V
     lines.append(f"{len(good)} of {len(every)} nodes are good")
     if faults:
         lines.append(f"--exclude={','.join(faults)}")
-    return Verdict(good, list(faults), lines)
+    return NodeVerdict(good, list(faults), lines)
 
 
 def rank_hosts(launch: Launch, found: Results) -> list[str]:
@@ -285,7 +285,7 @@ def run(args: argparse.Namespace) -> int:
         connection.open()
         process = Process(connection, args.seconds)
         process.multiply(
-            args.backend, Placing(local_order=cluster.local_order) if cluster else None
+            args.backend, RankMapping(local_order=cluster.local_order) if cluster else None
         )
         return process.exchange()
 

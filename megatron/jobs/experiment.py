@@ -18,7 +18,7 @@ from megatron.config.duration import show_duration
 from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs.result import DONE, FAILED, REFUSED, Result, earlier
-from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, Say, Source
+from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, JobSource, Runner, Say
 from megatron.jobs.scaling import METRICS, POINT
 from megatron.metrics_file import read_beside
 from megatron.model.formulas import paper_flops
@@ -39,7 +39,7 @@ _WARM_UP_DEPTHS = 4  # micro-batches per stage in a step of the warm-up
 _LIMIT_S = 3600.0  # of a point whose time cannot be predicted
 
 
-class Kind(NamedTuple):
+class ExperimentKind(NamedTuple):
     """Kind of experiment.
 
     varies  the size that varies; values: its defaults
@@ -55,21 +55,21 @@ class Kind(NamedTuple):
 
 
 _REPLICAS_OF_1T = (1, 2, 3, 4, 6)
-KINDS: Mapping[str, Kind] = {
-    "weak": Kind("replicas", "dp", (1, 2, 4, 8, 16)),  # of the paper's replicas
-    "strong": Kind("replicas", "dp", (1, 2, 4, 8, 16)),
-    "tp": Kind("tensor-parallel size", "tp", (1, 2, 4, 8, 16), 128),
-    "pp": Kind("pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), 128),
-    "pp-bubble": Kind("pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), 16),
-    "batch": Kind("global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
+KINDS: Mapping[str, ExperimentKind] = {
+    "weak": ExperimentKind("replicas", "dp", (1, 2, 4, 8, 16)),  # of the paper's replicas
+    "strong": ExperimentKind("replicas", "dp", (1, 2, 4, 8, 16)),
+    "tp": ExperimentKind("tensor-parallel size", "tp", (1, 2, 4, 8, 16), 128),
+    "pp": ExperimentKind("pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), 128),
+    "pp-bubble": ExperimentKind("pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), 16),
+    "batch": ExperimentKind("global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
     # Two replicas share the optimizer's states: on the 8 GCDs of a single one, a micro-batch of 8
     # does not fit.
-    "micro-batch": Kind("micro-batch size", "mbs", (1, 2, 4, 8), 512, 2),
+    "micro-batch": ExperimentKind("micro-batch size", "mbs", (1, 2, 4, 8), 512, 2),
 }
 
 
 @dataclass(frozen=True)
-class Request:
+class ExperimentRequest:
     """Requested experiment.
 
     model       22b, 175b, 1t (the paper's models), or the name of any preset
@@ -126,7 +126,7 @@ class Point:
     """
 
     name: str
-    request: Request
+    request: ExperimentRequest
     value: int
     world: int
     nodes: int
@@ -166,7 +166,7 @@ class Point:
         }
 
 
-def plan(request: Request) -> list[Point]:
+def plan(request: ExperimentRequest) -> list[Point]:
     """Return a request's points, in the order of the varied size. Raises ConfigError."""
     base = parse_args([*request.recipe_flags, "--train-iters", "1", *request.flags], None)
     kind = KINDS[request.kind]
@@ -189,7 +189,7 @@ def _paper(base: Config) -> Published | None:
     return published(base.model.num_layers, base.model.hidden_size)
 
 
-def _point(request: Request, base: Config, value: int) -> Point:
+def _point(request: ExperimentRequest, base: Config, value: int) -> Point:
     kind = KINDS[request.kind]
     own = base.batch.global_batch_size
     known = _paper(base)
@@ -300,7 +300,7 @@ def priced(
 # -- running points --------------------------------------------------------------------------------
 
 
-class Experiment(Source):
+class Experiment(JobSource):
     """The points of an experiment that are not done, the longest first.
 
     A failed point is recorded, and the others continue.

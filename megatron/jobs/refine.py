@@ -37,7 +37,7 @@ _MOST = 50.0
 _OF_MESSAGES = ("collectives.", "messages", "collective_start_s", "hop_", "message_")
 
 
-class Run(NamedTuple):
+class RefinementRun(NamedTuple):
     """Name and configuration of a run, and the median seconds of its steady steps."""
 
     name: str
@@ -57,7 +57,7 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
     runs and lines that were left out. Raises DataError if no run can be used, and ConfigError for a
     run that does not fit on the machine.
     """
-    runs = list[Run]()
+    runs = list[RefinementRun]()
     left_out = list[str]()
     for path in paths:
         try:
@@ -90,7 +90,7 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
     )
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RefinementRun:
     """Read the last start in a metrics file, or in a folder's, without its first steps.
 
     Raises DataError.
@@ -106,7 +106,7 @@ def read_run(path: Path) -> Run:
     # earlier versions had settings for single scalars
     settings = {n: v for n, v in run.settings.items() if not n.endswith("_to_tensorboard")}
     try:
-        return Run(
+        return RefinementRun(
             f"{run.path.parent.name}/{run.path.name}",
             Config.from_dict(settings),
             found.step_s,
@@ -125,7 +125,7 @@ def messages_s(found: Estimate) -> float:
     )
 
 
-def fit(runs: Sequence[Run], estimates: Sequence[Estimate]) -> Factors:
+def fit(runs: Sequence[RefinementRun], estimates: Sequence[Estimate]) -> Factors:
     """Return the factors of runs, with estimates in the same order.
 
     Raises DataError for implausible factors.

@@ -25,16 +25,6 @@ from pathlib import Path
 from megatron.config.duration import duration_s, show_duration
 from megatron.data.file_lock import LOCK_NAME, renamed_into
 from megatron.errors import ConfigError, DataError
-from megatron.jobs.processes import (
-    GRACE_S,
-    Run,
-    Step,
-    logs_of,
-    slurm_command,
-    start_here,
-    start_step,
-    training_command,
-)
 from megatron.jobs.result import (
     CRASH,
     DONE,
@@ -52,6 +42,16 @@ from megatron.jobs.result import (
     ending,
     is_complete,
     valid_losses,
+)
+from megatron.jobs.run_processes import (
+    GRACE_S,
+    RunProcesses,
+    SlurmStep,
+    logs_of,
+    slurm_command,
+    start_here,
+    start_step,
+    training_command,
 )
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_records
@@ -77,7 +77,7 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchTarget:
     """Place of runs. launcher: local or slurm; hosts: () for this machine; parallel: most at once."""
 
     launcher: str
@@ -123,7 +123,7 @@ class Attempt:
 
     job: Job
     hosts: tuple[str, ...]
-    run: Run
+    run: RunProcesses
     watch: Watch
     started: float = field(default_factory=time.time)
     ended: float = 0.0
@@ -145,7 +145,7 @@ class Attempt:
             write_json(self.job.folder / RESULT, {**record, **circumstances})
 
 
-class Source:
+class JobSource:
     """Source of a runner's jobs, with the books of what each has given.
 
     results   by the names of the jobs' folders; RUNNING for one that is to run again
@@ -192,7 +192,7 @@ class Runner:
 
     def __init__(
         self,
-        place: Place,
+        place: LaunchTarget,
         say: Say = print,
         *,
         left_s: Callable[[], float | None] = lambda: None,
@@ -221,7 +221,7 @@ class Runner:
         """Return whether this many nodes are usable, free or in use."""
         return self._local or nodes <= self._nodes.usable
 
-    def run(self, source: Source) -> str:
+    def run(self, source: JobSource) -> str:
         """Run until the source is exhausted; return "", or why it ended earlier.
 
         Raises ConfigError if jobs cannot be started or files cannot be written.
@@ -234,7 +234,7 @@ class Runner:
                 self._stop_all(source, f"interrupted by {self.signal}" if self.signal else why)
         return why
 
-    def _loop(self, source: Source) -> str:
+    def _loop(self, source: JobSource) -> str:
         while True:
             for each in list(self._running):
                 if each.run.poll():
@@ -282,11 +282,11 @@ class Runner:
                 # process id.
                 name = f"{job.name}-{os.getpid()}"
                 tasks = job.processes // job.nodes
-                step = Step(name, hosts, tasks, self._turn, job.limit_s)
+                step = SlurmStep(name, hosts, tasks, self._turn, job.limit_s)
                 run = start_step(slurm_command(flags), step, job.folder, self._clock)
         self._running.append(Attempt(job, hosts, run, Watch(job, self._clock())))
 
-    def _settle(self, each: Attempt, source: Source) -> None:
+    def _settle(self, each: Attempt, source: JobSource) -> None:
         """Notify the source of a run's end, once its cause is known."""
         if each.why is None:
             with contextlib.suppress(DataError):
@@ -344,7 +344,7 @@ class Runner:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _stop_all(self, source: Source, why: str) -> None:
+    def _stop_all(self, source: JobSource, why: str) -> None:
         """Stop all runs and wait a few seconds; those with steps left count as interrupted."""
         for each in self._running:
             if each.stopped is None or each.inquiry is not None:

@@ -32,7 +32,7 @@ _PLAUSIBLE_PART_OF_PEAK = 0.9  # out of reach for a training run: a higher figur
 
 
 @dataclass(frozen=True)
-class Line:
+class StepTimes:
     """Record of a metrics file, for `steps` steps with a mean time of `step_time_s`.
 
     time  when it was written, in seconds since 1970
@@ -65,7 +65,7 @@ class MeasuredRun:
     name: str
     path: Path
     settings: Mapping[str, Any]
-    lines: tuple[Line, ...] = ()
+    lines: tuple[StepTimes, ...] = ()
     start_iteration: int = 0
     device: str = ""
     point: Mapping[str, Any] = field(default_factory=dict)
@@ -135,14 +135,14 @@ def read_run(path: str | Path) -> MeasuredRun:
         settings[name] = layout.get(short) or settings.get(name)
     check_kinds(settings, SETTINGS, path)
     first = int(start.get("iteration") or 0)
-    lines = list[Line]()
-    names = Line.__dataclass_fields__.keys() - {"steps"}
+    lines = list[StepTimes]()
+    names = StepTimes.__dataclass_fields__.keys() - {"steps"}
     for record in last:
         timed = record.get("step_time_s") and record.get("global_batch_size")
         if record["event"] == "iteration" and timed:
             steps = max(1, record["iteration"] - (lines[-1].iteration if lines else first))
             figures = {name: record[name] for name in names if record.get(name) is not None}
-            lines.append(Line(steps=steps, **figures))
+            lines.append(StepTimes(steps=steps, **figures))
     failure = result.get("reason") if result.get("status") not in (None, "done") else None
     if failure is None and not lines:
         failure = "no iteration was logged" if result or file.exists() else "not run yet"
@@ -288,7 +288,7 @@ def figures(
     )
 
 
-def _steady(run: MeasuredRun, warm_up: int, full: int) -> list[Line]:
+def _steady(run: MeasuredRun, warm_up: int, full: int) -> list[StepTimes]:
     """Return the lines after the warm-up whose steps have the full batch and a finite loss."""
     return [
         line

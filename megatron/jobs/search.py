@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.jobs.candidates import Candidate
+from megatron.jobs.candidate_layouts import Candidate
 from megatron.jobs.space import Parameter
 
 SEARCHES: Mapping[str, str] = {

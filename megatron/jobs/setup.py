@@ -12,13 +12,13 @@ from pathlib import Path
 from megatron.config.command_line import read_settings
 from megatron.config.duration import duration_s
 from megatron.errors import ConfigError
-from megatron.jobs.candidates import DATA, LOSS, Candidate, Machine, trial_flags
-from megatron.jobs.runner import SLACK, START_UP_S, Place
+from megatron.jobs.candidate_layouts import DATA, LOSS, Candidate, Machine, trial_flags
+from megatron.jobs.runner import SLACK, START_UP_S, LaunchTarget
 from megatron.jobs.search import find_search
-from megatron.jobs.space import Space, load_space
+from megatron.jobs.space import SearchSpace, load_space
 from megatron.planner.cluster import Cluster, load_cluster
-from megatron.planner.processes import gpus_here
 from megatron.planner.search.space import usable_bytes
+from megatron.planner.subprocesses import gpus_here
 from megatron.untrusted import read_text
 
 _LIMIT_S = 1800.0  # of a trial whose time cannot be predicted
@@ -33,10 +33,10 @@ class Setup:
     """
 
     args: argparse.Namespace
-    space: Space
+    space: SearchSpace
     flags: tuple[str, ...]
     machine: Machine
-    place: Place
+    place: LaunchTarget
     search: str
     prior: bool
     out: Path
@@ -115,7 +115,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             f"such a space is for it; {space.name} has {space.tokens or 'none'}"
         )
     if space.tokens:
-        if not DATA & read_settings((*space.flags, *flags)).given.keys():
+        if not DATA & read_settings((*space.flags, *flags)).explicit.keys():
             raise ConfigError(
                 f"--objective {LOSS} needs data to learn from: give -- --data-path PREFIX"
             )
@@ -135,7 +135,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     if launcher == "local":
         each = _processes(args, space, cluster)
         nodes = 1
-        place = Place(launcher)
+        place = LaunchTarget(launcher)
     elif args.processes is not None:
         raise ConfigError(
             "--processes is for --launcher local; use --tasks-per-node for the processes of a node"
@@ -144,7 +144,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         hosts = _hosts(args, shows)
         each = args.tasks_per_node or (cluster.devices_per_node if cluster else 8)
         nodes = len(hosts) or args.nodes or _most(space, "nodes")
-        place = Place(launcher, hosts, args.parallel or nodes)
+        place = LaunchTarget(launcher, hosts, args.parallel or nodes)
         if not nodes:
             raise ConfigError("without --hosts-file: give --nodes N, the size of the allocation")
     if args.walltime is not None and not duration_s(args.walltime):
@@ -163,7 +163,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     )
 
 
-def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) -> int:
+def _processes(args: argparse.Namespace, space: SearchSpace, cluster: Cluster | None) -> int:
     """Return the number of processes here: GPUs, otherwise cores, or more if the space needs it."""
     for name in ("nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
@@ -176,7 +176,7 @@ def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) 
     return gpus_here() or max(len(os.sched_getaffinity(0)), _most(space, "processes"))
 
 
-def _most(space: Space, name: str) -> int:
+def _most(space: SearchSpace, name: str) -> int:
     """Return the largest number of nodes or processes that a space names, or 0."""
     values = {parameter.name: parameter.values for parameter in space.parameters}.get(name, ())
     text = space.derived[name].text if name in space.derived else ""

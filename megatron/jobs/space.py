@@ -187,7 +187,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Validated space file; created by `load_space`.
 
     parameters   all parameters, including variables, in the order of the file
@@ -253,25 +253,25 @@ def meaning(name: str) -> str:
     return _SHORT_OF.get(plain, plain)
 
 
-def read_value(name: str, given: object) -> Value:
+def read_value(name: str, explicit: object) -> Value:
     """Convert a value of a space file. Raises ConfigError if the flags of its name reject it."""
-    if not isinstance(given, int | float | str):
-        raise ConfigError(f"{given!r} cannot be the value of a flag")
-    text = write_value(given)
+    if not isinstance(explicit, int | float | str):
+        raise ConfigError(f"{explicit!r} cannot be the value of a flag")
+    text = write_value(explicit)
     if name in _DIMENSIONS:
         value: Value = parse_layout(f"{name}={_WHOLE.get(text, text)}", name)[name][0]
         return value
     if name == "processes":
-        return read_value("nodes", given)
+        return read_value("nodes", explicit)
     option = all_options().get(name)
     value = (
         None
         if text.lower() == "none" and not (option and "none" in (option.choices or ()))
-        else given
+        else explicit
     )
     found = read_settings(flags_of(name, value))
     raise_problems(found.problems)
-    return value if option is None or option.many else found.given.get(name, value)
+    return value if option is None or option.many else found.explicit.get(name, value)
 
 
 def flags_of(name: str, value: Any) -> list[str]:
@@ -330,7 +330,7 @@ def _ready() -> list[str]:
     return sorted(path.stem for path in SPACES.glob("*.toml"))
 
 
-def load_space(name_or_path: str) -> Space:
+def load_space(name_or_path: str) -> SearchSpace:
     """Load a space by name or file.
 
     Raises ConfigError with file, table and key for an unknown name, an unreadable file, and entries
@@ -364,18 +364,18 @@ def load_space(name_or_path: str) -> Space:
     found: dict[str, dict[str, Any]] = {}
     for table in _TABLES:
         entries = found[table] = {}
-        for key, given in file[table].items():
+        for key, explicit in file[table].items():
             with _at(path, f"[{table}] {key}"):
                 name = _named(key, said) if table in ("parameters", "derived") else key
                 if table in ("parameters", "variables"):
-                    entries[name] = _parameter(name, given, table == "parameters")
+                    entries[name] = _parameter(name, explicit, table == "parameters")
                 else:
-                    entries[name] = _expression(given, file["variables"])
+                    entries[name] = _expression(explicit, file["variables"])
     if not found["parameters"]:
         raise ConfigError(
             f"{path}: [parameters]: nothing varies: give at least one, such as tp = [1, 2, 4]"
         )
-    return Space(
+    return SearchSpace(
         path.stem,
         file["title"] or path.stem,
         str(path),
@@ -420,21 +420,21 @@ def _named(key: str, said: dict[str, str]) -> str:
     return name
 
 
-def _parameter(name: str, given: object, is_flag: bool) -> Parameter:
-    if not isinstance(given, list) or not given:
-        raise ConfigError(f"expected values such as [1, 2, 4], got {given!r}")
+def _parameter(name: str, explicit: object, is_flag: bool) -> Parameter:
+    if not isinstance(explicit, list) or not explicit:
+        raise ConfigError(f"expected values such as [1, 2, 4], got {explicit!r}")
     if not is_flag and (name in _SHORT or name in all_options()):
         raise ConfigError("is a flag or a short name: move it to [parameters]")
-    read = [read_value(name, value) for value in given] if is_flag else given
+    read = [read_value(name, value) for value in explicit] if is_flag else explicit
     values = tuple({write_value(value): value for value in read}.values())
     numbers = tuple(sorted(value for value in values if isinstance(value, int | float)))
     ordered = len(numbers) == len(values)
     return Parameter(name, numbers if ordered else values, ordered)
 
 
-def _expression(given: object, variables: Collection[str]) -> Expression:
+def _expression(explicit: object, variables: Collection[str]) -> Expression:
     """Parse an expression, using short names. Raises ConfigError and ValueError."""
-    found = parse_expression(str(given).lower() if isinstance(given, bool) else str(given))
+    found = parse_expression(str(explicit).lower() if isinstance(explicit, bool) else str(explicit))
     for node in ast.walk(found.tree):
         if isinstance(node, ast.Name) and node.id not in {*variables, *_KNOWN, *_FUNCTIONS}:
             node.id = meaning(node.id)

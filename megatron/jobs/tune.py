@@ -23,20 +23,7 @@ from megatron.config.duration import duration_s, show_duration
 from megatron.data.file_lock import FolderClaim
 from megatron.drawing import pyplot, save
 from megatron.errors import ConfigError, DataError
-from megatron.jobs.candidates import LOSS, Candidate, Enumeration, enumerate_candidates
-from megatron.jobs.measured import (
-    CONFIRM,
-    Measured,
-    Trial,
-    in_turn,
-    measured,
-    noise_of,
-    ranked,
-    rivals,
-    ruled_out,
-    value_of,
-    written,
-)
+from megatron.jobs.candidate_layouts import LOSS, Candidate, Enumeration, enumerate_candidates
 from megatron.jobs.result import (
     DONE,
     INVALID,
@@ -51,9 +38,9 @@ from megatron.jobs.runner import (
     TIME,
     Attempt,
     Job,
+    JobSource,
     Runner,
     Say,
-    Source,
     slurm_time_left_s,
     time_left,
     write_json,
@@ -62,9 +49,22 @@ from megatron.jobs.scaling import METRICS, POINT
 from megatron.jobs.search import Halving, History, propose
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces
+from megatron.jobs.trial_statistics import (
+    CONFIRM,
+    MeasuredCandidate,
+    Trial,
+    in_turn,
+    measured,
+    noise_of,
+    ranked,
+    rivals,
+    ruled_out,
+    value_of,
+    written,
+)
 from megatron.metrics_file import Kinds, is_text, read_beside, read_records
 from megatron.planner.cluster import GIB
-from megatron.planner.search.tables import rejection_table
+from megatron.planner.search.output import rejection_table
 from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         _dry_run(setup, found)
         return 0
     if args.report_only:
-        return 0 if _report(Search(setup, found)) else 1
+        return 0 if _report(TuningSearch(setup, found)) else 1
     if not found.candidates:
         raise ConfigError(
             "no layout of the space is valid and fits on this machine (--dry-run lists the reasons)"
@@ -116,7 +116,7 @@ def _search(setup: Setup, found: Enumeration) -> int:
         f"{len(found.candidates):,} layouts of {setup.space.combinations:,} combinations, searched "
         f"by {setup.searched_by}; {setup.out}"
     )
-    search = Search(setup, found, _say)
+    search = TuningSearch(setup, found, _say)
     walltime_s = duration_s(setup.args.walltime or "")
     left_s = time_left(walltime_s, slurm_time_left_s, _RESERVE_S)
     runner = Runner(setup.place, _say, left_s=left_s)
@@ -132,7 +132,7 @@ def _search(setup: Setup, found: Enumeration) -> int:
     return 0 if has_best else 1
 
 
-def _report(search: Search) -> bool:
+def _report(search: TuningSearch) -> bool:
     """Write the report and print its summary; return whether there is a best layout."""
     for line in [*summary(search), *(f"wrote {path}" for path in write_report(search))]:
         _say(line)
@@ -144,7 +144,7 @@ def _report(search: Search) -> bool:
 # -- a search --------------------------------------------------------------------------------------
 
 
-class Search(Source):
+class TuningSearch(JobSource):
     """A search: proposes trials and learns from them, until the budget is used.
 
     At the end of the search the layouts that may be the best are measured again.
@@ -198,12 +198,12 @@ class Search(Source):
         }
 
     @property
-    def layouts(self) -> list[Measured]:
+    def layouts(self) -> list[MeasuredCandidate]:
         """Return all layouts that were tried."""
         return measured(self.trials.values(), self.objective)
 
     @property
-    def ranked(self) -> list[Measured]:
+    def ranked(self) -> list[MeasuredCandidate]:
         """Return layouts with figures, the best first."""
         return ranked(self.layouts)
 
@@ -456,7 +456,7 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
 FOLDER = "report"
 
 
-def summary(search: Search) -> list[str]:
+def summary(search: TuningSearch) -> list[str]:
     """Summarize a search in sentences, treating layouts within the noise as equal."""
     trials = search.trials.values()
     layouts = search.layouts
@@ -482,7 +482,7 @@ def summary(search: Search) -> list[str]:
     ]
 
 
-def write_report(search: Search) -> list[Path]:
+def write_report(search: TuningSearch) -> list[Path]:
     """Write the report of a search so far into its folder; return the files.
 
     It replaces an earlier report. Without matplotlib, trials.md says why there is no
@@ -508,7 +508,7 @@ def write_report(search: Search) -> list[Path]:
     return [write_text(folder / "trials.md", text, choose="another --out folder"), *files]
 
 
-def _table(search: Search) -> Table:
+def _table(search: TuningSearch) -> Table:
     """Tabulate layouts with figures, the best first, then trials without."""
     rows = [
         (
@@ -536,7 +536,7 @@ def _table(search: Search) -> Table:
     )
 
 
-def _picture(search: Search, path: Path) -> Path:
+def _picture(search: TuningSearch, path: Path) -> Path:
     """Draw all trials in order, with the best so far."""
     plot = pyplot()
     objective = search.objective
@@ -550,7 +550,7 @@ def _picture(search: Search, path: Path) -> Path:
     return save(figure, path)
 
 
-def command(search: Search) -> str:
+def command(search: TuningSearch) -> str:
     """Return a shell command that runs the best layout.
 
     It uses torchrun, or a step of a Slurm job with devices bound as in the launch scripts.

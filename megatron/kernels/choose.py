@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.parallel import TILE
-from megatron.kernels import measured
+from megatron.kernels import measured_times
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class OptionalPackage:
     """Result of the search for one optional package.
 
     usable    whether it is installed and runs on the device and in the requested precision
@@ -99,7 +99,7 @@ PLAIN = AttentionFeatures()
 
 def flash_attention(
     device_type: str, dtype_name: str, features: AttentionFeatures = PLAIN
-) -> Finding:
+) -> OptionalPackage:
     """Check for flash-attn, and whether it runs on `device_type` in `dtype_name`.
 
     `device_type` is "cuda" for CUDA and ROCm, or "cpu".
@@ -107,7 +107,7 @@ def flash_attention(
     version = _version("flash_attn", "flash-attn")
     reason = _why_no_flash(version, device_type, dtype_name, features)
     fallback = _NAMES["blocked" if features.capped else "torch"]
-    return Finding("flash-attn", version, not reason, reason, fallback)
+    return OptionalPackage("flash-attn", version, not reason, reason, fallback)
 
 
 def _why_no_flash(
@@ -205,13 +205,13 @@ def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) ->
     short = dtype_name == "float32" and (sequence <= 512 or windowed)
     usual = short or dtype_name == "bfloat16"
     default = str(usual_block(dtype_name, sequence)) if usual else "torch"
-    times = measured.find()
+    times = measured_times.find()
     return times.fastest(times.nearest(_case(dtype_name, windowed), sequence), default)
 
 
 def block_length(dtype_name: str, length: int) -> int:
     """Return the positions of a block of attention: the fastest on this CPU, or the usual ones."""
-    times = measured.find()
+    times = measured_times.find()
     default = str(usual_block(dtype_name, length))
     case = times.nearest(_case(dtype_name, windowed=False), length)
     return int(times.fastest(case, default, without="torch"))
@@ -234,7 +234,7 @@ def copies_keys(dtype_name: str) -> bool:
     a tensor.
     """
     default = "in place" if dtype_name in ("float32", "float64") else "copied"
-    return measured.find().fastest(f"keys {dtype_name}", default) == "copied"
+    return measured_times.find().fastest(f"keys {dtype_name}", default) == "copied"
 
 
 def _case(dtype_name: str, windowed: bool) -> str:
@@ -262,7 +262,7 @@ def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
     return narrow and not lacking and not _too_old_for_flash_attention()
 
 
-def grouped_product(device: torch.device, dtype_name: str) -> Finding:
+def grouped_product(device: torch.device, dtype_name: str) -> OptionalPackage:
     """Check whether torch has a kernel for the products of all experts of a layer."""
     import torch
 
@@ -270,7 +270,9 @@ def grouped_product(device: torch.device, dtype_name: str) -> Finding:
 
     reason = why_no_grouped_product(device, getattr(torch, dtype_name))
     fallback = "a product for each expert"
-    return Finding("torch's grouped product", torch.__version__, not reason, reason, fallback)
+    return OptionalPackage(
+        "torch's grouped product", torch.__version__, not reason, reason, fallback
+    )
 
 
 def _loaded(device_type: str) -> bool:
@@ -280,12 +282,12 @@ def _loaded(device_type: str) -> bool:
     return library.find(device_type).handle is not None
 
 
-def fused_adam(device_type: str) -> Finding:
+def fused_adam(device_type: str) -> OptionalPackage:
     """Check whether NVIDIA's apex (or AMD's port) has a FusedAdam for `device_type`."""
     return _apex("FusedAdam", "amp_C", "apex.optimizers", "FusedAdam", "optimizer", device_type)
 
 
-def fused_norm(device_type: str) -> Finding:
+def fused_norm(device_type: str) -> OptionalPackage:
     """Check whether apex has its layer and RMS normalisation for `device_type`."""
     module = "apex.normalization.fused_layer_norm"
     return _apex(
@@ -295,7 +297,7 @@ def fused_norm(device_type: str) -> Finding:
 
 def _apex(
     part: str, extension: str, module: str, name: str, flag: str, device_type: str
-) -> Finding:
+) -> OptionalPackage:
     """Check whether `module` has `name` and the compiled `extension` that it calls.
 
     The package called apex on PyPI is another project; it is recognised and not used.
@@ -310,7 +312,7 @@ def _apex(
     else:
         reason = _import_problem(module, name)
     fallback = f"what --{flag}-implementation auto takes"
-    return Finding(f"apex {part}", version, not reason, reason, fallback)
+    return OptionalPackage(f"apex {part}", version, not reason, reason, fallback)
 
 
 def _version(module: str, distribution: str) -> str | None:
@@ -412,7 +414,7 @@ HOST_FASTER = {
     "optimizer": ("bfloat16",),
 }
 """The types in which an operator's kernel is faster than torch on CPUs that were not measured
-(measured.py). On a GPU all of them are.
+(measured_times.py). On a GPU all of them are.
 """
 
 _APEX = "apex has it"
@@ -475,7 +477,7 @@ def report(config: Config, device: torch.device) -> list[str]:
         lines.append(f"through fused kernels: {used}; others: {others or 'none'}")
         if device.type == "cpu":
             name = implementations(config, device)["attention"]
-            lines.append(f"{measured.find().line}; attention by {name}")
+            lines.append(f"{measured_times.find().line}; attention by {name}")
     if config.model.num_experts is not None:
         lines.append(grouped_product(device, dtype_name).line)
     return lines + packages(config.kernels, device.type, dtype_name, attention, features)
@@ -525,7 +527,7 @@ def packages(
     if attention != "flash":
         ruled_out = f"ruled out by --attention-backend {backend}"
         reason = flash.reason if backend in FLASH_BACKENDS else ruled_out
-        flash = Finding(flash.package, flash.version, False, reason, _NAMES[attention])
+        flash = OptionalPackage(flash.package, flash.version, False, reason, _NAMES[attention])
     wished = [flash]
     if kernels.norm_implementation == "apex":
         wished.append(fused_norm(device_type))
@@ -588,4 +590,4 @@ def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str
 def faster_on_host(name: str, dtype_name: str) -> bool:
     """Return whether an operator's kernel is faster than torch: measured here, or HOST_FASTER."""
     default = "fused" if dtype_name in HOST_FASTER[name] else "torch"
-    return measured.find().fastest(f"{name} {dtype_name}", default) == "fused"
+    return measured_times.find().fastest(f"{name} {dtype_name}", default) == "fused"

@@ -34,7 +34,7 @@ from megatron.kernels.build import (
     source_hash,
     without_kernels,
 )
-from megatron.kernels.work import Scope
+from megatron.kernels.cost import Scope
 
 OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
 """Environment variable: a library to load for CPU tensors instead of the host's, e.g. the
@@ -55,7 +55,7 @@ _C_TYPES = {
 
 
 @dataclass(frozen=True)
-class Found:
+class KernelLibrary:
     """The result of the search for a kind of device.
 
     path          the library file, if one was loaded
@@ -91,7 +91,7 @@ class Found:
 
 
 @functools.cache
-def find(device_type: str) -> Found:
+def find(device_type: str) -> KernelLibrary:
     """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, or the reason for none.
 
     The search is made once. For "meta", whose tensors have no data, there is one: an operator
@@ -101,20 +101,20 @@ def find(device_type: str) -> Found:
     """
     override = os.environ.get(OVERRIDE, "")
     if device_type == "meta":
-        return Found(handle=object())
+        return KernelLibrary(handle=object())
     if override == "none":
-        return Found(reason=f"{OVERRIDE} is none")
+        return KernelLibrary(reason=f"{OVERRIDE} is none")
     if device_type == "cpu":
         if override:
             return _named(Path(override))
         return _first("host", host_archs())
     if device_type != "cuda":
-        return Found(reason=f"there are none for {device_type}")
+        return KernelLibrary(reason=f"there are none for {device_type}")
     if not torch.cuda.is_available():
-        return Found(reason="torch sees no GPU")
+        return KernelLibrary(reason="torch sees no GPU")
     target, arch = device_arch()
     if target == "hip" and (reason := without_kernels(arch)):
-        return Found(reason=reason)
+        return KernelLibrary(reason=reason)
     return _first(target, [arch])
 
 
@@ -123,7 +123,7 @@ def available(device: torch.device) -> bool:
     return find(device.type).handle is not None
 
 
-def library_of(x: Tensor) -> Found:
+def library_of(x: Tensor) -> KernelLibrary:
     """Return the library for the device of a tensor, without making an object of the device."""
     return find("cpu" if x.is_cpu else x.device.type)
 
@@ -158,7 +158,7 @@ def device_arch(index: int | None = None) -> tuple[str, str]:
     return "cuda", f"sm_{properties.major}{properties.minor}"
 
 
-def _named(path: Path) -> Found:
+def _named(path: Path) -> KernelLibrary:
     """Load the library that the user named; raise KernelError if it cannot be used."""
     if not os.path.isfile(path):  # also where the path is too long for the system
         reason = "there is no such file"
@@ -177,7 +177,7 @@ def _named(path: Path) -> Found:
     )
 
 
-def _first(target: str, archs: list[str]) -> Found:
+def _first(target: str, archs: list[str]) -> KernelLibrary:
     """Load the first library that exists and fits."""
     reason = ""
     prefix = f"libmegatron-{target}-"
@@ -196,15 +196,15 @@ def _first(target: str, archs: list[str]) -> Found:
         how += " --force"
     else:
         reason = f"no {library_name(target, arch)} in {LIBRARIES}"
-    return Found(reason=f"{reason}: {how}")
+    return KernelLibrary(reason=f"{reason}: {how}")
 
 
-def _load(path: Path, target: str | None) -> Found:
+def _load(path: Path, target: str | None) -> KernelLibrary:
     """Load a library; with `target` None of any target, and built from any sources."""
     try:
         missing = missing_bytes(path)
         if missing > 0:
-            return Found(reason=f"{path.name} is cut off, {missing} bytes are missing")
+            return KernelLibrary(reason=f"{path.name} is cut off, {missing} bytes are missing")
         if target == "hip":
             _share_hip_runtime()
         handle = ctypes.CDLL(str(path))
@@ -212,22 +212,22 @@ def _load(path: Path, target: str | None) -> Found:
         handle.mk_error.restype = ctypes.c_char_p
         built_for, arch, sources = handle.mk_describe().decode().split(" ")
     except (OSError, AttributeError, ValueError) as error:
-        return Found(reason=f"{path.name} cannot be loaded ({_short(error)})")
+        return KernelLibrary(reason=f"{path.name} cannot be loaded ({_short(error)})")
     sources = sources.partition("-")[0]  # after it, a hash of the compiler's command
     if target is not None:
         if built_for != target:
-            return Found(reason=f"{path.name} was built for {built_for}")
+            return KernelLibrary(reason=f"{path.name} was built for {built_for}")
         if source_hash() not in ("", sources):
-            return Found(
+            return KernelLibrary(
                 reason=f"{path.name} was built from other sources than those in csrc/kernels"
             )
     problem = _try_on_gpu(handle) if target in ("hip", "cuda") else ""
     if problem:
         where = torch.cuda.get_device_name()
-        return Found(reason=f"{path.name} does not run on {where} ({problem})")
+        return KernelLibrary(reason=f"{path.name} does not run on {where} ({problem})")
     device_type = "cuda" if target in ("hip", "cuda") else "cpu"
     no_nodes = _bind_nodes(device_type, handle, sources)
-    return Found(path, built_for, arch, "", handle, sources, no_nodes=no_nodes)
+    return KernelLibrary(path, built_for, arch, "", handle, sources, no_nodes=no_nodes)
 
 
 # -- nodes of autograd's graph ---------------------------------------------------------------------
@@ -291,7 +291,7 @@ def nodes_for(x: Tensor) -> Any:
     return _nodes
 
 
-class _Again(Scope):
+class _Recomputation(Scope):
     """A recomputation, whose calls are nodes if those of the first pass were."""
 
     __slots__ = ("_before", "_watched")
@@ -317,7 +317,7 @@ def _once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
     Both call kernels in the same way, or they would save different tensors: a profiler, or a mode
     that sees operators, may run during one of them only.
     """
-    return contextlib.nullcontext(), _Again(_nodes is None or _nodes.watched())
+    return contextlib.nullcontext(), _Recomputation(_nodes is None or _nodes.watched())
 
 
 def recompute_later(function: Callable[..., Tensor], *inputs: object) -> Tensor:
@@ -419,7 +419,7 @@ class Function:
             message = found.handle.mk_error(code).decode()
             raise KernelError(f"{self.name} on {like.device}: {message} (code {code})")
 
-    def _load(self, found: Found) -> Any:
+    def _load(self, found: KernelLibrary) -> Any:
         """Return the function of a library, and keep it for the next call."""
         if found.handle is None:
             raise KernelError(f"{self.name}: {found.line}")

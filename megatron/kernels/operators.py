@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from megatron.errors import KernelError
+from megatron.kernels.cost import Computation
 from megatron.kernels.library import TYPES, library_of
-from megatron.kernels.work import Computation
 from megatron.parallel.autograd import Context
 
 T = TypeVar("T")

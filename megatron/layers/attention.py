@@ -18,7 +18,7 @@ from megatron.layers.attention_blocked import blocked_attention, update_largest
 from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import Scoring, cached_attention, unfused_attention
 from megatron.layers.context import CallContext, LayerContext, weight_fills
-from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
+from megatron.layers.linear import ColumnParallelLinear, RecomputeInput, RowParallelLinear
 from megatron.layers.norm import Norm, norm_of
 from megatron.layers.positions import RotaryEmbedding
 from megatron.parallel.keyed_random import Site, mix, seeded
@@ -46,7 +46,7 @@ class CoreAttention:
         self.layer = layer
         self.recompute = recompute
         self.dropout = config.attention_dropout
-        self.parts = context.parts
+        self.context_parallel = context.context_parallel
         self.part = context.heads_part
         self.attention = attention
         window = config.window(layer)
@@ -68,9 +68,9 @@ class CoreAttention:
             q, k, v = tensors
             if (stored := call.cache.put(self.layer, k, v)) is not None:
                 return cached_attention(q, *stored, call.cache.padding, self.scoring)
-        if self.parts is not None:
-            assert self.parts.attend is not None, "the model sets it"
-            return self.parts.attend(self.parts, self, call, *tensors)
+        if self.context_parallel is not None:
+            assert self.context_parallel.attend is not None, "the model sets it"
+            return self.context_parallel.attend(self.context_parallel, self, call, *tensors)
         return self.within(call, None, *tensors)
 
     def scoring_of(self, call: CallContext, positions: int) -> Scoring:
@@ -91,9 +91,9 @@ class CoreAttention:
         if self.largest is not None and torch.is_grad_enabled():
             largest = self.largest if heads is None else self.largest[heads]
             update_largest(largest, tensors, scoring, call.padding)
-        return self.again(partial(self._core, scoring), *tensors)
+        return self.recomputed(partial(self._core, scoring), *tensors)
 
-    def again(self, core: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    def recomputed(self, core: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """Return core(*tensors), which is recomputed in the backward pass if configured."""
         if self.recompute and torch.is_grad_enabled():
             return recompute_later(core, *tensors)
@@ -198,13 +198,13 @@ class SelfAttention(torch.nn.Module):
         )
 
     def forward(
-        self, x: Tensor, call: CallContext, again: Again = None
+        self, x: Tensor, call: CallContext, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention within x; `again` recomputes x."""
-        mixed = self.query_key_value(x, again)  # [s, b, groups/tp * (queries + 2) * d]
+        mixed = self.query_key_value(x, recompute_input)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         plain = self.rotary is None and self.q_layernorm is None and call.cache is None
-        if plain and self.core.attention == "blocked" and self.core.parts is None:
+        if plain and self.core.attention == "blocked" and self.core.context_parallel is None:
             whole = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
             out = self.core(call, whole)
         else:
@@ -220,7 +220,9 @@ class SelfAttention(torch.nn.Module):
         s, b = mixed.shape[:2]
         angles = None
         if self.rotary is not None:
-            angles = self.rotary.angles(s, call.position_ids, mixed.device, self.core.parts)
+            angles = self.rotary.angles(
+                s, call.position_ids, mixed.device, self.core.context_parallel
+            )
         nodes = nodes_for(mixed)
         fused = self.rotary is None or self.rotary.fused
         if nodes is not None and fused and self.q_layernorm is None:

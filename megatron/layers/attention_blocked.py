@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.config.parallel import TILE
 from megatron.kernels import choose
+from megatron.kernels.cost import Attention, counts_as
 from megatron.kernels.ops import attention as kernel
-from megatron.kernels.work import Attention, counts_as
 from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.parallel.autograd import Context, Node
 
@@ -26,9 +26,9 @@ class Weigher(NamedTuple):
     slopes  of ALiBi, fp32 [heads], or None
     """
 
-    operators: kernel.Operators
+    operators: kernel.AttentionOperators
     slopes: Tensor | None
-    law: kernel.Law
+    params: kernel.AttentionParameters
 
 
 def weigher(scoring: Scoring, q: Tensor, starts: Tensor, positions: int) -> Weigher:
@@ -36,7 +36,7 @@ def weigher(scoring: Scoring, q: Tensor, starts: Tensor, positions: int) -> Weig
     fused = scoring.fusions.attention_block and q.dtype != torch.float64
     slopes = None if scoring.alibi is None else scoring.alibi.slopes
     operators = kernel.KERNELS if fused else kernel.REFERENCES
-    return Weigher(operators, slopes, scoring.law(q, starts, positions))
+    return Weigher(operators, slopes, scoring.params(q, starts, positions))
 
 
 def block_length(length: int, dtype: torch.dtype) -> int:
@@ -88,7 +88,7 @@ def put_rows(place: Tensor, rows: Tensor) -> Tensor:
     return place.copy_(rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
 
 
-class _Rows:
+class _RowView:
     """A tensor [s, b, groups, share, d] to be written as rows.
 
     In place if its strides allow, otherwise in a copy.
@@ -153,33 +153,35 @@ class _Attention(Node):
     @staticmethod
     def forward(ctx: Context, weigher: Weigher, *tensors: Tensor) -> Tensor:
         q, k, v = _split(tensors)
-        operators, slopes, law = weigher
+        operators, slopes, params = weigher
         s, b, groups, share, d = q.shape
         # All blocks count as one pass of attention, whose rate is measured as such.
-        keys_seen = min(s, law.window + 1)
+        keys_seen = min(s, params.window + 1)
         with counts_as(Attention(b, groups * share, s, d, keys=keys_seen)):
             out = q.new_empty(q.shape)
             queries = query_rows(q)
             keys = key_rows(k)
             values = key_rows(v)
-            result = _Rows(out)
+            result = _RowView(out)
             logarithms = q.new_empty(
                 b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32)
             )
             block = block_length(s, q.dtype)
-            most = _most_scores(block, s, share, law.window)
+            most = _most_scores(block, s, share, params.window)
             parts = cut_heads(b * groups, most)
             buffer = q.new_empty(parts[0].stop * most)
             for part in parts:
                 for first in range(0, s, block):
                     last = min(first + block, s)
-                    key = kernel.first_key(first, law.window)
+                    key = kernel.first_key(first, params.window)
                     rows = slice(first * share, last * share)
                     shape = part.stop - part.start, (last - first) * share, last - key
                     scores = buffer[: math.prod(shape)].view(shape)
                     torch.bmm(queries[part, rows], transposed(keys[part, key:last]), out=scores)
                     operators.weights(
-                        kernel.Block(scores, logarithms, slopes, part.start, first, None, law)
+                        kernel.AttentionBlock(
+                            scores, logarithms, slopes, part.start, first, None, params
+                        )
                     )
                     _put_product(result.rows[part, rows], scores, values[part, key:last])
             result.put()
@@ -193,9 +195,9 @@ class _Attention(Node):
         gradients = tuple(torch.empty_like(x) for x in tensors)
         q, k, v = _split(tuple(tensors))
         dq, dk, dv = _split(gradients)
-        operators, slopes, law = ctx.weigher
+        operators, slopes, params = ctx.weigher
         s, b, groups, share, d = q.shape
-        keys_seen = min(s, law.window + 1)
+        keys_seen = min(s, params.window + 1)
         with counts_as(Attention(b, groups * share, s, d, True, keys_seen)):
             dout = dout.contiguous()
             dots = query_rows(operators.dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
@@ -204,10 +206,10 @@ class _Attention(Node):
             values = key_rows(v)
             douts = query_rows(dout)
             to_queries, to_keys, to_values = (
-                _Rows(x) for x in (dq, dk.unsqueeze(3), dv.unsqueeze(3))
+                _RowView(x) for x in (dq, dk.unsqueeze(3), dv.unsqueeze(3))
             )
             block = block_length(s, q.dtype)
-            most = _most_scores(block, s, share, law.window)
+            most = _most_scores(block, s, share, params.window)
             parts = cut_heads(b * groups, most)
             buffers = q.new_empty(2, parts[0].stop * most)
             narrow = q.dtype in (torch.float16, torch.bfloat16)
@@ -221,7 +223,7 @@ class _Attention(Node):
                 for first in range(0, s, block):
                     last = min(first + block, s)
                     row = first * share
-                    end = min(last + law.window, s) * share
+                    end = min(last + params.window, s) * share
                     keys_here = (part, slice(first, last))
                     rows = (part, slice(row, end))
                     shape = n, end - row, last - first
@@ -233,7 +235,7 @@ class _Attention(Node):
                     torch.bmm(some_queries, transposed(some_keys), out=scores)
                     torch.bmm(some_douts, transposed(values[keys_here]), out=dscores)
                     place = logarithms, slopes, part.start, first, first
-                    operators.gradient(kernel.GradientBlock(scores, *place, law, dscores, dots))
+                    operators.gradient(kernel.GradientBlock(scores, *place, params, dscores, dots))
                     _put_product(to_values.rows[keys_here], scores.transpose(1, 2), some_douts)
                     _put_product(to_keys.rows[keys_here], dscores.transpose(1, 2), some_queries)
                     for at, stop, fresh in ((row, written, False), (max(row, written), end, True)):

@@ -11,14 +11,14 @@ from torch import Tensor
 from megatron.kernels.choose import NONE, Fusions
 from megatron.kernels.ops.attention import (
     NO_WINDOW,
-    Law,
+    AttentionParameters,
     causal_softmax,
     hidden_keys,
     masked_softmax,
 )
 from megatron.kernels.ops.elementwise import keyed_dropout, soft_cap, wider
 from megatron.layers.positions import Alibi, Documents
-from megatron.parallel.keyed_random import DropoutKey, Place
+from megatron.parallel.keyed_random import DropoutKey, RowLayout
 
 
 class Scoring(NamedTuple):
@@ -42,29 +42,29 @@ class Scoring(NamedTuple):
     documents: Documents | None = None
     dropout: float = 0.0
     seed: int = 0
-    place: Place | None = None
+    place: RowLayout | None = None
 
     def factor(self, head_dim: int) -> float:
         """Return the factor of the products for heads of this size."""
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
 
-    def at(self, positions: int, heads: int) -> Place:
+    def at(self, positions: int, heads: int) -> RowLayout:
         """Return the place of the weights of all positions and these heads."""
         return self.place or DropoutKey(0, 0).weights(positions, heads)
 
-    def law(self, q: Tensor, starts: Tensor, positions: int) -> Law:
+    def params(self, q: Tensor, starts: Tensor, positions: int) -> AttentionParameters:
         """Return the rule for blocks of queries q [.., b, groups, share, d].
 
         starts     the rows of [s, b] at which samples or documents start
         positions  of a sequence
         """
         samples, groups, share, d = q.shape[1:]
-        law = Law(share, self.factor(d), cap=self.cap, window=self.window)
+        params = AttentionParameters(share, self.factor(d), cap=self.cap, window=self.window)
         if not self.dropout:
-            return law
+            return params
         place = self.at(positions, groups * share)
         origins = place.after(starts % samples * place.outer + starts // samples)
-        return law._replace(
+        return params._replace(
             probability=self.dropout, seed=self.seed, origins=origins, positions=positions
         )
 

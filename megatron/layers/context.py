@@ -31,7 +31,7 @@ from megatron.layers.context_parallel import ContextParallel
 from megatron.layers.positions import Alibi, Documents, RotaryEmbedding, alibi_slopes
 from megatron.parallel.collectives import gather_first_async
 from megatron.parallel.deferred_gradients import WeightGradients
-from megatron.parallel.keyed_random import WHOLE, DropoutKey, Place, Site, mix, name_key
+from megatron.parallel.keyed_random import ALL_ROWS, DropoutKey, RowLayout, Site, mix, name_key
 from megatron.parallel.sharding import Rows, Sharding, attach, kind_of, shard
 from megatron.parallel.topology import Group
 
@@ -241,7 +241,7 @@ class LayerContext:
     sequence_parallel: bool = False
     overlap: bool = True
     chunks: int = 1
-    parts: ContextParallel | None = None
+    context_parallel: ContextParallel | None = None
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     fusions: Fusions = NONE
     experts: Experts | None = None
@@ -255,18 +255,21 @@ class LayerContext:
         """Return which part of the heads this rank computes attention of, and of how many."""
         rank = self.tensor.rank
         size = self.tensor.size
-        if self.parts is None:
+        if self.context_parallel is None:
             return rank, size
-        return rank * self.parts.heads + self.parts.head_rank, size * self.parts.heads
+        return (
+            rank * self.context_parallel.heads + self.context_parallel.head_rank,
+            size * self.context_parallel.heads,
+        )
 
     def cut(self, x: Tensor) -> Tensor:
         """Return this rank's part [b, s/c] of x [b, s]."""
-        return x if self.parts is None else self.parts.cut(x)
+        return x if self.context_parallel is None else self.context_parallel.cut(x)
 
     def alibi(self, heads: int) -> Alibi:
         """Return ALiBi for this rank's part of `heads` heads: one object for all layers."""
-        part, parts = self.heads_part
-        slopes = alibi_slopes(heads).chunk(parts)[part]
+        part, context_parallel = self.heads_part
+        slopes = alibi_slopes(heads).chunk(context_parallel)[part]
         return self.alibis.setdefault(heads, Alibi(slopes.to(self.parameters.device)))
 
     def rotary(
@@ -341,16 +344,16 @@ class CallContext:
 
     def hidden_mask(
         self, x: Tensor, layer: int, site: Site, context: LayerContext
-    ) -> tuple[int | None, Place | list[Place]]:
+    ) -> tuple[int | None, RowLayout | list[RowLayout]]:
         """Return seed and place of the mask of the residual stream x [s(/tp), b, h].
 
         No seed if dropout is off. With context parallelism there may be a place for each half.
         """
         if self.dropout is None:
-            return None, WHOLE
+            return None, ALL_ROWS
         part = (context.tensor.rank, context.tensor.size) if context.sequence_parallel else (0, 1)
         seed = self.dropout.at(layer, site)
-        if context.parts is not None:
-            places = context.parts.hidden_places(self.dropout, x, *part)
+        if context.context_parallel is not None:
+            places = context.context_parallel.hidden_places(self.dropout, x, *part)
             return seed, places[0] if len(places) == 1 else places
         return seed, self.dropout.hidden(x, *part)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.parallel import collectives
 from megatron.parallel.autograd import Context, Node
-from megatron.parallel.keyed_random import DropoutKey, Place
+from megatron.parallel.keyed_random import DropoutKey, RowLayout
 from megatron.parallel.topology import Group
 
 
@@ -106,12 +106,12 @@ class ContextParallel:
         whole[order] = every
         return whole.t()
 
-    def hidden_places(self, key: DropoutKey, x: Tensor, part: int, parts: int) -> list[Place]:
+    def hidden_places(self, key: DropoutKey, x: Tensor, part: int, parts: int) -> list[RowLayout]:
         """Return the places of x [s/c(/tp), b, h], part of this rank's rows, as one head."""
         rows, samples = x.shape[:2]
         length = rows * parts * self.size
         return [
-            Place(key.sample * length + start, samples, 1, length, length, length, key.samples)
+            RowLayout(key.sample * length + start, samples, 1, length, length, length, key.samples)
             for start in self.starts(length, part, parts)
         ]
 

@@ -28,15 +28,15 @@ from megatron.parallel.collectives import DONE, all_to_all, all_to_all_async
 from megatron.parallel.topology import Group
 
 
-class Operators(NamedTuple):
+class DispatchOperators(NamedTuple):
     """The operators that move rows: kernels or torch's."""
 
     permute: Callable[[Tensor, Tensor, Tensor], Tensor]
     unpermute: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-KERNELS = Operators(permute, unpermute)
-REFERENCES = Operators(permute_reference, unpermute_reference)
+KERNELS = DispatchOperators(permute, unpermute)
+REFERENCES = DispatchOperators(permute_reference, unpermute_reference)
 
 
 def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +119,7 @@ def read_numbers(
     return numbers.read()
 
 
-class Trip:
+class Dispatch:
     """The way of tokens to the members of a group with their experts, and of the results back.
 
     Over several nodes, one trip brings tokens to nodes, and the next to ranks: the group of the
@@ -136,7 +136,7 @@ class Trip:
         experts: Tensor,
         each: int,
         group: Group,
-        operators: Operators,
+        operators: DispatchOperators,
         numbers: Numbers,
         at: int,
     ) -> None:
@@ -165,7 +165,7 @@ class Trip:
         return _Send.apply(rows, arrival), arrival
 
     def send_choices(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and experts [n, k] of the rows that other ranks sent, see Trip.
+        """Return weights and experts [n, k] of the rows that other ranks sent, see Dispatch.
 
         Experts count from this rank's first; -1: another rank's.
         """
@@ -233,15 +233,15 @@ class _Sum(Node):
     """The sum of each token's rows. Its gradient needs no rows, as that of a weighted sum does."""
 
     @staticmethod
-    def forward(ctx: Context, rows: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        ones = torch.ones(trip.places.shape, dtype=torch.float32, device=rows.device)
-        return trip.operators.unpermute(rows, trip.places, ones)
+    def forward(ctx: Context, rows: Tensor, dispatch: Dispatch) -> Tensor:
+        ctx.dispatch = dispatch
+        ones = torch.ones(dispatch.places.shape, dtype=torch.float32, device=rows.device)
+        return dispatch.operators.unpermute(rows, dispatch.places, ones)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        trip = ctx.trip
-        return trip.operators.permute(gradient, trip.order, trip.places), None
+        dispatch = ctx.dispatch
+        return dispatch.operators.permute(gradient, dispatch.order, dispatch.places), None
 
 
 class _SendChoices(Node):
@@ -249,11 +249,11 @@ class _SendChoices(Node):
 
     @staticmethod
     def forward(
-        ctx: Context, weights: Tensor, experts: Tensor, trip: Trip
+        ctx: Context, weights: Tensor, experts: Tensor, dispatch: Dispatch
     ) -> tuple[Tensor, Tensor]:
-        ctx.trip = trip
+        ctx.dispatch = dispatch
         both = torch.cat([weights.float().view(torch.int32), experts.int()], dim=1)
-        found = all_to_all(both, trip.group, trip.sent, trip.received)
+        found = all_to_all(both, dispatch.group, dispatch.sent, dispatch.received)
         weights, experts = found.chunk(2, dim=1)
         experts = experts.long()
         ctx.mark_non_differentiable(experts)
@@ -261,6 +261,6 @@ class _SendChoices(Node):
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor, _: object) -> tuple[Tensor, None, None]:
-        trip = ctx.trip
+        dispatch = ctx.dispatch
         gradient = gradient.contiguous()
-        return all_to_all(gradient, trip.group, trip.received, trip.sent), None, None
+        return all_to_all(gradient, dispatch.group, dispatch.received, dispatch.sent), None, None

@@ -250,10 +250,12 @@ class Router(torch.nn.Module):
         real  see balancing_loss  # [s, b]
         """
         losses = list[Tensor]()
-        if (parts := self.context.parts) is not None:  # losses are of whole sequences
-            logits = _Gather.apply(logits, parts.group, False)
+        if (
+            context_parallel := self.context.context_parallel
+        ) is not None:  # losses are of whole sequences
+            logits = _Gather.apply(logits, context_parallel.group, False)
             experts = self.choose(logits.detach().flatten(0, 1))[1]
-            real = None if real is None else gather_first(real, parts.group)
+            real = None if real is None else gather_first(real, context_parallel.group)
         shares = self.shares(logits) if self.balancing else logits
         if self.balancing and (
             self.expert_bias is not None or self.config.moe_router_num_groups is not None
@@ -297,18 +299,18 @@ class Router(torch.nn.Module):
     def _kept(self, weights: Tensor, experts: Tensor, samples: int) -> Tensor | None:
         """Return which choices [t, k] are within their expert's capacity; None: all."""
         tokens, k = experts.shape
-        parts = self.context.parts
+        context_parallel = self.context.context_parallel
         config = self.config
         factor = config.moe_eval_capacity_factor
         if self.training:
             factor = config.moe_expert_capacity_factor
         if factor is None:
             return None
-        if parts is not None:
+        if context_parallel is not None:
             # The capacity is of whole sequences: [b k, s/c] -> [b k, s], and the order by position.
-            tokens *= parts.size
+            tokens *= context_parallel.size
             weights, experts = (
-                parts.gather(y.view(-1, samples * k).t()).t().reshape(tokens, k)
+                context_parallel.gather(y.view(-1, samples * k).t()).t().reshape(tokens, k)
                 for y in (weights, experts)
             )
         capacity = math.ceil(tokens * k / self.experts * factor)
@@ -329,7 +331,7 @@ class Router(torch.nn.Module):
             inside = chosen.cumsum(0) <= limit
         inside[:, 0] = False
         inside = inside.gather(1, columns)
-        if parts is None:
+        if context_parallel is None:
             return inside
-        positions = parts.positions(tokens // samples, experts.device)
+        positions = context_parallel.positions(tokens // samples, experts.device)
         return inside.view(-1, samples, k)[positions].flatten(0, 1)

@@ -21,17 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.kernels.cost import recomputed
 from megatron.kernels.host_copy import HostCopy
 from megatron.kernels.library import recompute_later
 from megatron.kernels.ops.elementwise import activation
 from megatron.kernels.ops.experts import RowCounts, grouped_product
-from megatron.kernels.work import recomputed
 from megatron.layers.context import CallContext, Fill, LayerContext, constant, draw, weight_fills
 from megatron.layers.expert_dispatch import (
     KERNELS,
     REFERENCES,
+    Dispatch,
     Numbers,
-    Trip,
     exchange_numbers,
     read_numbers,
     sorted_choices,
@@ -67,7 +67,7 @@ class _Enter(Node):
         return all_reduce(dx.contiguous().clone(), group), None
 
 
-class _Whole(Node):
+class _SummedWeights(Node):
     """Weights of choices, whose gradients are sums over the tensor ranks' parts of the experts."""
 
     @staticmethod
@@ -81,7 +81,7 @@ class _Whole(Node):
         return all_reduce(gradient.contiguous().clone(), ctx.group), None
 
 
-class _Grouped(nn.Module):
+class _ExpertWeights(nn.Module):
     """Matrices [E, *shape] of this rank's experts; `dim` of `shape` is cut over the tensor ranks.
 
     bias   whether there are biases, [E, *shape without the last dimension]
@@ -158,12 +158,12 @@ class _Grouped(nn.Module):
         bias = wide(self.bias).flatten(1)
         size = self.context.tensor.size
         if self.divided and size > 1:
-            bias = _Part.apply(bias, size)
+            bias = _BiasShare.apply(bias, size)
         row = torch.arange(len(y), dtype=counts.ends.dtype, device=y.device)
         return y + F.embedding(torch.bucketize(row, counts.ends, right=True), bias).to(y.dtype)
 
 
-class _Part(Node):
+class _BiasShare(Node):
     """The part of a bias that each of `size` tensor ranks adds. Its gradient is whole on each."""
 
     @staticmethod
@@ -190,8 +190,8 @@ class ExpertMLP(nn.Module):
         name: str,
         config: ModelConfig,
         index: int,
-        activation_again: bool = False,
-        again: bool = False,
+        recompute_activation: bool = False,
+        recompute: bool = False,
         summed: bool = True,
     ) -> None:
         super().__init__()
@@ -206,8 +206,8 @@ class ExpertMLP(nn.Module):
         self.dropless = self.group.size == 1 and factors == (None, None)
         self.activation = config.activation
         self.fused = context.fusions.bias_activation
-        self.activation_again = activation_again
-        self.again = again
+        self.recompute_activation = recompute_activation
+        self.recompute = recompute
         self.router = Router(context, f"{name}.router", config, index, fills[0])
         hidden = config.hidden_size
         ffn = config.moe_ffn_hidden_size
@@ -216,10 +216,10 @@ class ExpertMLP(nn.Module):
         up, of_up = ((2, ffn, hidden), 1) if config.gated else ((ffn, hidden), 0)
         of = f"{name}.experts"
         bias = config.add_bias_linear
-        self.dense_h_to_4h = _Grouped(
+        self.dense_h_to_4h = _ExpertWeights(
             context, f"{of}.dense_h_to_4h", experts, up, of_up, fills[0], bias
         )
-        self.dense_4h_to_h = _Grouped(
+        self.dense_4h_to_h = _ExpertWeights(
             context, f"{of}.dense_4h_to_h", experts, (hidden, ffn), 1, fills[1], bias
         )
         self.shared: nn.Module | None = None
@@ -228,13 +228,13 @@ class ExpertMLP(nn.Module):
             of = f"{name}.shared_experts"
             width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
             # within the region that the experts enter: without messages of its own
-            self.shared = MLP(context.alone(), of, width, *fills, activation_again)
+            self.shared = MLP(context.alone(), of, width, *fills, recompute_activation)
             if config.moe_shared_expert_gate:
                 make = context.parameters.create
                 self.gate = make(f"{of}.gate.weight", (1, hidden), None, fills[0])
 
     def forward(self, x: Tensor, call: CallContext) -> Tensor:
-        if not self.again or not torch.is_grad_enabled():
+        if not self.recompute or not torch.is_grad_enabled():
             return self._forward(x, call)
         return recompute_later(self._forward, x, call)
 
@@ -243,32 +243,32 @@ class ExpertMLP(nn.Module):
         group = self.context.tensor
         weights, experts = self.router(x, call)
         if group.size > 1:
-            weights = _Whole.apply(weights, group)
+            weights = _SummedWeights.apply(weights, group)
             x = _Enter.apply(x, context)
         tokens = x.flatten(0, 1)
         choices = (weights, experts)
         numbers = self._numbers(experts, call)
-        trips = list[Trip]()
+        trips = list[Dispatch]()
         # The device has something to do while the host waits for the numbers.
         shared = None if self.hops and self.overlap else self._shared(x)
         each = self.dense_h_to_4h.weight.shape[0] * self.group.size
         at = 0
         for hop in self.hops:
             each //= hop.size
-            trips.append(Trip(choices[1], each, hop, self.operators, numbers, at))
+            trips.append(Dispatch(choices[1], each, hop, self.operators, numbers, at))
             at += 2 * hop.size
             choices = trips[-1].send_choices(*choices)
-        for trip in trips:
-            tokens, arrival = trip.send(tokens)
-            if self.overlap and trip is trips[0]:
+        for dispatch in trips:
+            tokens, arrival = dispatch.send(tokens)
+            if self.overlap and dispatch is trips[0]:
                 # Its place in the graph decides: in the backward pass, it is computed while the
                 # gradients of the tokens return.
                 shared = self._shared(x)
             tokens = arrival.wait(tokens)
         dropless = self.dropless and call.padding is None
         rows = self._experts(tokens, *choices, lambda: numbers()[at:], dropless)
-        for trip in reversed(trips):
-            rows = trip.back(rows)
+        for dispatch in reversed(trips):
+            rows = dispatch.back(rows)
         out = rows.view_as(x)
         if shared is not None:
             out = out + shared
@@ -313,7 +313,7 @@ class ExpertMLP(nn.Module):
 
     def _recomputed(self, activated: Tensor, up: Tensor) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which operators keep `up` for `activated`, if configured."""
-        if not self.activation_again or not torch.is_grad_enabled():
+        if not self.recompute_activation or not torch.is_grad_enabled():
             return contextlib.nullcontext()
         place = activated.data_ptr()
         kept = activated.shape

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import KernelError
+from megatron.kernels.cost import recomputed
 from megatron.kernels.library import nodes_for
 from megatron.kernels.ops.elementwise import bias_gradient, bias_parts
-from megatron.kernels.work import recomputed
 from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
 from megatron.parallel.autograd import Context
@@ -173,7 +173,7 @@ def _partial_gradient(column: bool, context: LayerContext) -> bool:
     return not column or context.sequence_parallel
 
 
-Again = Callable[[], Tensor] | None
+RecomputeInput = Callable[[], Tensor] | None
 """Recomputes a layer's input, to the same bits, in the backward pass, without autograd, instead of
 keeping it.
 """
@@ -193,13 +193,13 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         column: bool,
         context: LayerContext,
-        again: Again,
+        recompute_input: RecomputeInput,
         bias: Tensor | None,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.again = again
+        ctx.recompute_input = recompute_input
         ctx.hooks = None
-        if again is None:
+        if recompute_input is None:
             # As autograd would, but before the product: recomputation ends with the last tensor
             # that is to be saved, and needs no product after it.
             hooks = getattr(
@@ -249,15 +249,15 @@ class _Linear(torch.autograd.Function):
             x = ctx.hooks[1](ctx.packed)
             if not keeps_graph:
                 ctx.hooks = ctx.packed = None
-        elif ctx.again is None:
+        elif ctx.recompute_input is None:
             (x,) = saved
         else:
-            again = ctx.again
+            recompute_input = ctx.recompute_input
             if not keeps_graph:
-                ctx.again = None
+                ctx.recompute_input = None
             with recomputed():
-                x = again()
-            del again
+                x = recompute_input()
+            del recompute_input
         dx, dw = (_Linear._column if ctx.column else _Linear._row)(ctx, x, dy)
         db = None
         if ctx.needs_input_grad[4]:
@@ -345,13 +345,13 @@ def linear(
     x: Tensor,
     column: bool,
     context: LayerContext,
-    again: Again,
+    recompute_input: RecomputeInput,
     weights: Weights,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return y of _Linear. A node of autograd costs half as long as a token's other operators."""
     nodes = nodes_for(x)
-    usual = again is None and len(weights) == 1 and not one_token(x)
+    usual = recompute_input is None and len(weights) == 1 and not one_token(x)
     if nodes is not None and usual and context.region is not NotImplemented:
         parts = 0
         gathers = column and context.sequence_parallel
@@ -374,7 +374,7 @@ def linear(
     if not torch.is_grad_enabled():
         return _Linear.compute(x, column, context, weights, bias)
     y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, column, context, again, bias, *weights
+        x, column, context, recompute_input, bias, *weights
     )
     return y
 
@@ -417,21 +417,23 @@ class ColumnParallelLinear(nn.Module):
                     f"{name}.bias", shape[:-1], dim, zero, rows=shared, decay=False
                 )
 
-    def apart(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
+    def apart(
+        self, x: Tensor, recompute_input: RecomputeInput = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the product and the bias [out/tp], for a kernel that adds it and does more."""
-        y = linear(x, True, self.context, again, self._weights())
+        y = linear(x, True, self.context, recompute_input, self._weights())
         bias = self.bias
         shared = self.bias_shared
         if bias is None or shared is None:
-            # a vector itself: a view would have no sink
+            # a vector itself: a view would have no accumulator
             return y, bias if bias is None or bias.dim() == 1 else bias.view(-1)
         return y, torch.cat([bias, shared])
 
-    def forward(self, x: Tensor, again: Again = None) -> Tensor:
+    def forward(self, x: Tensor, recompute_input: RecomputeInput = None) -> Tensor:
         bias = self.bias
         if self.bias_shared is None and (bias is None or bias.dim() == 1):
-            return linear(x, True, self.context, again, self._weights(), bias)
-        y, vector = self.apart(x, again)
+            return linear(x, True, self.context, recompute_input, self._weights(), bias)
+        y, vector = self.apart(x, recompute_input)
         return y if vector is None else y + vector
 
     def _weights(self) -> Weights:
@@ -466,5 +468,7 @@ class RowParallelLinear(nn.Module):
             make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False) if bias else None
         )
 
-    def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
-        return linear(x, False, self.context, again, (self.weight,)), self.bias
+    def forward(
+        self, x: Tensor, recompute_input: RecomputeInput = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return linear(x, False, self.context, recompute_input, (self.weight,)), self.bias

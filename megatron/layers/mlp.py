@@ -10,7 +10,12 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.kernels.ops.elementwise import activation
 from megatron.layers.context import Fill, LayerContext
-from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear, one_token
+from megatron.layers.linear import (
+    ColumnParallelLinear,
+    RecomputeInput,
+    RowParallelLinear,
+    one_token,
+)
 
 
 class MLP(torch.nn.Module):
@@ -28,7 +33,7 @@ class MLP(torch.nn.Module):
         config: ModelConfig,
         fill: Fill,
         output_fill: Fill,
-        activation_again: bool = False,
+        recompute_activation: bool = False,
         summed: bool = True,
     ) -> None:
         super().__init__()
@@ -36,7 +41,7 @@ class MLP(torch.nn.Module):
         ffn = config.ffn_hidden_size
         self.activation = config.activation
         self.fused = context.fusions.bias_activation
-        self.activation_again = activation_again
+        self.recompute_activation = recompute_activation
         up = (2, ffn, hidden) if config.gated else (ffn, hidden)
         bias = config.add_bias_linear
         self.dense_h_to_4h = ColumnParallelLinear(context, f"{name}.dense_h_to_4h", up, fill, bias)
@@ -44,16 +49,20 @@ class MLP(torch.nn.Module):
             context, f"{name}.dense_4h_to_h", (hidden, ffn), output_fill, bias, summed
         )
 
-    def forward(self, x: Tensor, again: Again = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, recompute_input: RecomputeInput = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the MLP of x; `again` recomputes x."""
         fused = self.fused and not one_token(x)
         up, bias = (
-            self.dense_h_to_4h.apart(x, again) if fused else (self.dense_h_to_4h(x, again), None)
+            self.dense_h_to_4h.apart(x, recompute_input)
+            if fused
+            else (self.dense_h_to_4h(x, recompute_input), None)
         )
         activated = activation(up, bias, self.activation, fused)
         # The gradient of the activation function keeps `up` anyway.
         recompute = None
-        if self.activation_again:
+        if self.recompute_activation:
             recompute = partial(activation, up.detach(), bias, self.activation, fused)
         result: tuple[Tensor, Tensor | None] = self.dense_4h_to_h(activated, recompute)
         return result

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.kernels.cost import Attention, counts_as
 from megatron.kernels.ops import attention as kernel
-from megatron.kernels.work import Attention, counts_as
 from megatron.layers.attention import CoreAttention
 from megatron.layers.attention_blocked import (
     Weigher,
@@ -98,8 +98,8 @@ class Ring:
         return self.group.rank // self.stride
 
     @property
-    def law(self) -> kernel.Law:
-        return self.weigher.law
+    def params(self) -> kernel.AttentionParameters:
+        return self.weigher.params
 
     def source(self, step: int) -> int:
         """Return the place whose keys are here at a step."""
@@ -123,7 +123,7 @@ class Ring:
         """Yield the rectangles of a chunk of queries and one of keys, at local row and column."""
         query = chunk * half
         key = key_chunk * half
-        window = self.law.window
+        window = self.params.window
         documents = [(slice(0, samples), 0, query + half)]
         if self.documents is not None:
             documents = self._documents(query, query + half)
@@ -158,7 +158,7 @@ class Ring:
         bounds = np.searchsorted(ends, length * np.arange(1, samples), side="right")
         return [of - i * length for i, of in enumerate(np.split(ends, bounds))]
 
-    def blocks(self, step: int, q: Tensor) -> Iterator[Block]:
+    def blocks(self, step: int, q: Tensor) -> Iterator[RingBlock]:
         """Yield the blocks of a step's rectangles, for queries [n, b, groups, share, d]."""
         n, samples, groups, share, _ = q.shape
         size = queries_at_once(q)
@@ -167,7 +167,7 @@ class Ring:
                 rows = slice(first, min(first + size, of.rows.stop))
                 query = of.query + first - of.rows.start
                 last = query + rows.stop - rows.start
-                low = max(of.key, kernel.first_key(query, self.law.window))
+                low = max(of.key, kernel.first_key(query, self.params.window))
                 high = min(of.key + of.keys.stop - of.keys.start, last)
                 for key in range(low, high, _KEYS):
                     at = of.keys.start + key - of.key
@@ -177,7 +177,9 @@ class Ring:
                         skipped = of.samples.start * groups
                         which = slice(skipped + part.start, skipped + part.stop)
                         of_rows = slice(rows.start * share, rows.stop * share)
-                        yield Block(which, of_rows, keys, *self._numbers(rows.start, query, key))
+                        yield RingBlock(
+                            which, of_rows, keys, *self._numbers(rows.start, query, key)
+                        )
 
     def products(self, step: int, q: Tensor) -> Iterator[tuple[slice, slice, slice, Mask]]:
         """Yield a step's rectangles: part, rows and keys as Block has them, and the mask."""
@@ -185,7 +187,7 @@ class Ring:
         for of in self.rectangles(step, n, samples):
             part = slice(of.samples.start * groups, of.samples.stop * groups)
             rows = slice(of.rows.start * share, of.rows.stop * share)
-            yield part, rows, of.keys, of.mask(self.law.window)
+            yield part, rows, of.keys, of.mask(self.params.window)
 
     def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
         """Return the positions that the kernels get of a block's first query and key.
@@ -193,11 +195,11 @@ class Ring:
         Only their difference counts, so that queries are numbered by local rows, of which there are
         fewer; but masks of dropout depend on the positions.
         """
-        return (query, key) if self.law.probability else (row, key - (query - row))
+        return (query, key) if self.params.probability else (row, key - (query - row))
 
     def by_number(self, x: Tensor) -> Tensor:
         """Return x [b groups, local rows * share] with its rows at the numbers of their queries."""
-        if not self.law.probability:
+        if not self.params.probability:
             return x
         whole = x.new_zeros(len(x), x.shape[1] * self.places)
         for i, part in enumerate(x.chunk(2, dim=1)):
@@ -207,7 +209,7 @@ class Ring:
 
     def keys_of_step(self, rows: int) -> int:
         """Return how many keys each of `rows` local queries sees at a step, on average."""
-        return min(rows, -(-(self.law.window + 1) // self.places))
+        return min(rows, -(-(self.params.window + 1) // self.places))
 
     def rotate(self, x: Tensor) -> Rotation:
         """Start to send x to the next place and to receive that of the place before."""
@@ -218,7 +220,7 @@ class Ring:
         return Rotation(self.group, x, ranks[to], ranks[source])
 
 
-class Block(NamedTuple):
+class RingBlock(NamedTuple):
     """One product of queries and keys.
 
     part         which samples and groups
@@ -276,7 +278,7 @@ class _Ring(Node):
     @staticmethod
     def forward(ctx: Context, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n, b, groups, share, d = q.shape
-        operators, slopes, law = ring.weigher
+        operators, slopes, params = ring.weigher
         flash = ring.flash
         wide = torch.promote_types(q.dtype, torch.float32)
         queries = query_rows(q)
@@ -298,7 +300,9 @@ class _Ring(Node):
                         part, rows, keys, first, key = block
                         scores = torch.bmm(queries[part, rows], transposed(pairs[0, part, keys]))
                         operators.weights(
-                            kernel.Block(scores, new, slopes, part.start, first, key, law)
+                            kernel.AttentionBlock(
+                                scores, new, slopes, part.start, first, key, params
+                            )
                         )
                         out = torch.bmm(scores, pairs[1, part, keys])
                         _merge(total[part, rows], sums[part, rows], out, new[block.of_rows(share)])
@@ -314,7 +318,7 @@ class _Ring(Node):
         q, k, v, out, sums = ctx.saved_tensors
         ring: Ring = ctx.ring
         n, b, groups, share, d = q.shape
-        operators, slopes, law = ring.weigher
+        operators, slopes, params = ring.weigher
         flash = ring.flash
         dout = dout.contiguous()
         queries = query_rows(q)
@@ -347,7 +351,9 @@ class _Ring(Node):
                         scores = torch.bmm(queries[part, rows], transposed(pairs[0, part, keys]))
                         dscores = torch.bmm(douts[part, rows], transposed(pairs[1, part, keys]))
                         place = sums, slopes, part.start, first, key
-                        operators.gradient(kernel.GradientBlock(scores, *place, law, dscores, dots))
+                        operators.gradient(
+                            kernel.GradientBlock(scores, *place, params, dscores, dots)
+                        )
                         turned = dscores.transpose(1, 2)
                         weights = scores.transpose(1, 2)
                         add_product(gradients[0, part, keys], turned, queries[part, rows], False)
@@ -385,32 +391,48 @@ def _merge(total: Tensor, sums: Tensor, out: Tensor, new: Tensor) -> None:
 
 
 def attend(
-    parts: ContextParallel, core: CoreAttention, call: CallContext, q: Tensor, k: Tensor, v: Tensor
+    context_parallel: ContextParallel,
+    core: CoreAttention,
+    call: CallContext,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> Tensor:
     """Return attention within whole sequences, of which each rank has its rows.
 
     q [s/c, b, heads, d], k and v [s/c, b, kv heads, d] -> [s/c, b, heads, d].
     """
-    if parts.heads > 1:
-        q, k, v = parts.rows_for_heads(q, k, v)
-    if parts.places == 1:
+    if context_parallel.heads > 1:
+        q, k, v = context_parallel.rows_for_heads(q, k, v)
+    if context_parallel.places == 1:
         own = q.shape[2]
-        first = parts.head_rank * q.shape[2]
+        first = context_parallel.head_rank * q.shape[2]
         out = core.within(call, slice(first, first + own), q, k, v)
     else:
-        out = _rotating(parts, core, call, q, k, v)
-    return out if parts.heads == 1 else parts.heads_for_rows(out)
+        out = _rotating(context_parallel, core, call, q, k, v)
+    return out if context_parallel.heads == 1 else context_parallel.heads_for_rows(out)
 
 
 def _rotating(
-    parts: ContextParallel, core: CoreAttention, call: CallContext, q: Tensor, k: Tensor, v: Tensor
+    context_parallel: ContextParallel,
+    core: CoreAttention,
+    call: CallContext,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
 ) -> Tensor:
     """Return attention of tensors that are the two chunks of this place."""
     q = q.unflatten(2, (k.shape[2], -1))
-    length = len(q) * parts.places
+    length = len(q) * context_parallel.places
     scoring = core.scoring_of(call, length)
     weighs = weigher(scoring, q, torch.arange(q.shape[1], device=q.device), length)
-    ring = Ring(parts.group, parts.places, parts.heads, weighs, call.documents)
+    ring = Ring(
+        context_parallel.group,
+        context_parallel.places,
+        context_parallel.heads,
+        weighs,
+        call.documents,
+    )
     if core.attention != "blocked":
-        ring = replace(ring, flash=Flash(core.attention, *weighs.law[:2], weighs.law.cap))
-    return core.again(partial(_Ring.apply, ring), q, k, v).flatten(2, 3)
+        ring = replace(ring, flash=Flash(core.attention, *weighs.params[:2], weighs.params.cap))
+    return core.recomputed(partial(_Ring.apply, ring), q, k, v).flatten(2, 3)

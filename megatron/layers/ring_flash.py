@@ -27,7 +27,7 @@ class Flash(NamedTuple):
     """Kernels for queries [n, rows * share, d], and pairs of keys and values [2, n, keys, d].
 
     backend            "flash" or "torch" (choose_attention)
-    share, scale, cap  as in Law
+    share, scale, cap  as in AttentionParameters
 
     Torch's kernels know no window.
     """

@@ -16,12 +16,12 @@ from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.ops import elementwise
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import CallContext, LayerContext, weight_fills
-from megatron.layers.linear import Again, one_token
+from megatron.layers.linear import RecomputeInput, one_token
 from megatron.layers.mlp import MLP
 from megatron.layers.norm import Norm, norm_of
 from megatron.parallel.collectives import reduce_from_tensor_region
 from megatron.parallel.gradient_accumulator import wide
-from megatron.parallel.keyed_random import WHOLE, Place, Site
+from megatron.parallel.keyed_random import ALL_ROWS, RowLayout, Site
 
 
 def bias_dropout_add(
@@ -31,7 +31,7 @@ def bias_dropout_add(
     probability: float,
     seed: int | None,
     fused: bool = False,
-    place: Place | list[Place] = WHOLE,
+    place: RowLayout | list[RowLayout] = ALL_ROWS,
 ) -> Tensor:
     """Return residual + dropout(x + bias), in the residual's dtype.
 
@@ -40,7 +40,7 @@ def bias_dropout_add(
     if seed is None:
         probability = 0.0
     if probability == 0.0:
-        place = WHOLE
+        place = ALL_ROWS
     if bias is not None:
         bias = wide(bias)
     fused = fused and x.dtype == residual.dtype
@@ -71,7 +71,7 @@ class TransformerLayer(nn.Module):
         model = config.model
         name = f"layers.{index}"
         selective = config.recompute.recompute_granularity == "selective"
-        again = config.recompute.recompute_modules if selective else ()
+        recompute = config.recompute.recompute_modules if selective else ()
         summed = model.parallel_residual is None
 
         def norm_if_any(part: str) -> Norm | None:
@@ -86,7 +86,7 @@ class TransformerLayer(nn.Module):
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.parallel = not summed
         # The residual stream would keep the norm's output anyway.
-        self.norms_again = "layernorm" in again and not self.residual_after_norm
+        self.norms_again = "layernorm" in recompute and not self.residual_after_norm
         self.input_layernorm = norm_if_any("input_layernorm")
         attention = choose_attention(
             config.kernels,
@@ -100,7 +100,7 @@ class TransformerLayer(nn.Module):
             f"{name}.self_attention",
             model,
             index,
-            "core_attn" in again,
+            "core_attn" in recompute,
             attention,
             summed,
         )
@@ -115,11 +115,17 @@ class TransformerLayer(nn.Module):
             from megatron.layers.experts import ExpertMLP  # no part of other models
 
             self.mlp = ExpertMLP(
-                context, f"{name}.mlp", model, index, "moe_act" in again, "moe" in again, summed
+                context,
+                f"{name}.mlp",
+                model,
+                index,
+                "moe_act" in recompute,
+                "moe" in recompute,
+                summed,
             )
         else:
             fills = weight_fills(model)
-            self.mlp = MLP(context, f"{name}.mlp", model, *fills, "mlp_act" in again, summed)
+            self.mlp = MLP(context, f"{name}.mlp", model, *fills, "mlp_act" in recompute, summed)
         self.post_mlp_layernorm = norm_if_any("post_mlp_layernorm")
 
     def forward(self, x: Tensor, call: CallContext) -> Tensor:
@@ -188,7 +194,7 @@ class TransformerLayer(nn.Module):
             return x, bias
         return x * self.scale, None if bias is None else wide(bias) * self.scale
 
-    def _again(self, norm: Norm | None, x: Tensor) -> Again:
+    def _again(self, norm: Norm | None, x: Tensor) -> RecomputeInput:
         """Return how to recompute norm(x), if configured; the norm's gradient keeps x anyway."""
         return partial(norm, x.detach()) if self.norms_again and norm is not None else None
 
@@ -197,7 +203,7 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """Return residual + dropout(x + bias)."""
         seed: int | None = None
-        place: Place | list[Place] = WHOLE
+        place: RowLayout | list[RowLayout] = ALL_ROWS
         if self.dropout > 0.0:
             seed, place = call.hidden_mask(x, self.index, site, self.context)
         fused = self.fused_dropout and not one_token(x)

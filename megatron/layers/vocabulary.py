@@ -35,7 +35,7 @@ from megatron.layers.linear import linear, product
 from megatron.parallel import collectives
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.collectives import reduce_from_tensor_region, split_first
-from megatron.parallel.gradient_accumulator import sink_of
+from megatron.parallel.gradient_accumulator import accumulator_of
 from megatron.parallel.topology import Group
 
 CPU_TOKENS = 512
@@ -231,7 +231,7 @@ class _Loss(Node):
         whole = v.gather(x)
         dx = torch.empty_like(whole) if needs_x else None
         dw = None
-        sink = sink_of(v.weight)
+        accumulator = accumulator_of(v.weight)
         queue = v.context.weight_gradients
         deferred = needs_weight and queue.deferring
         # A deferred weight gradient needs the logits' gradient of all tokens.
@@ -247,8 +247,8 @@ class _Loss(Node):
                     dx, sent = _summed(dx, v.context)
             if deferred:
                 queue.add_product(v.weight, logits, whole)
-            elif needs_weight and sink is not None:
-                sink.add_product(logits, whole[part], last=last)
+            elif needs_weight and accumulator is not None:
+                accumulator.add_product(logits, whole[part], last=last)
             elif needs_weight:
                 product = logits.t() @ whole[part]
                 if dw is not None:
@@ -304,7 +304,7 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 class _LookUp(Node):
-    """Look-up in a table whose gradient has a sink: only the rows in use are added to it."""
+    """Look-up in a table whose gradient has a accumulator: only the rows in use are added to it."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, rows: Tensor) -> Tensor:
@@ -315,22 +315,24 @@ class _LookUp(Node):
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[None, None]:
         (rows,) = ctx.saved_tensors
-        sink = sink_of(ctx.weight)
-        assert sink is not None, (
-            "the sink of a table was removed between a forward and its backward pass"
+        accumulator = accumulator_of(ctx.weight)
+        assert accumulator is not None, (
+            "the accumulator of a table was removed between a forward and its backward pass"
         )
         # In a fixed order: a resumed run must repeat the bits of one that was not interrupted.
-        total = sink.complete()
+        total = accumulator.complete()
         faster = total.device.type == "cpu" and total.dtype == torch.float32  # torch's index_add_
         add = reference_ if faster else add_rows_
         add(total, rows.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
-        sink.done()
+        accumulator.done()
         return None, None
 
 
 def look_up(weight: nn.Parameter, rows: Tensor) -> Tensor:
     """Return rows of the weight [n, h] for ids [..]: [.., h]."""
-    return F.embedding(rows, weight) if sink_of(weight) is None else _LookUp.apply(weight, rows)
+    return (
+        F.embedding(rows, weight) if accumulator_of(weight) is None else _LookUp.apply(weight, rows)
+    )
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -124,9 +124,9 @@ class GPTChunk(nn.Module):
         x = self._outputs(hidden)
         mask = batch.loss_mask
         count = None
-        if (parts := self.context.parts) is not None:
+        if (context_parallel := self.context.context_parallel) is not None:
             # So that the mean over the ranks is that over the tokens of the whole sequences.
-            count = mask.sum().clamp(min=1.0) / parts.size
+            count = mask.sum().clamp(min=1.0) / context_parallel.size
         labels, mask = (self.context.cut(y).t() for y in (batch.labels, mask))
         return vocabulary_loss(x, labels, mask, self._vocabulary(), late_loss, count)
 
@@ -137,10 +137,14 @@ class GPTChunk(nn.Module):
         """
         assert self.is_last, "labels are compared on the last stage"
         x = self._outputs(self._hidden(batch, hidden))
-        parts = self.context.parts
+        context_parallel = self.context.context_parallel
         labels = self.context.cut(batch.labels).t()
         losses, greedy = (y.t() for y in token_losses(x, labels, self._vocabulary()))
-        return (losses, greedy) if parts is None else (parts.gather(losses), parts.gather(greedy))
+        return (
+            (losses, greedy)
+            if context_parallel is None
+            else (context_parallel.gather(losses), context_parallel.gather(greedy))
+        )
 
     def weight_users(self) -> list[tuple[nn.Module, list[nn.Parameter]]]:
         """Return the modules that this chunk calls, in order, and the parameters of each call."""
@@ -209,8 +213,8 @@ class GPTChunk(nn.Module):
         model = self.config.model
         tokens = self.context.cut(batch.tokens)
         ids = call.position_ids
-        if (parts := self.context.parts) is not None and ids is None:
-            ids = parts.positions(batch.tokens.shape[1], tokens.device).unsqueeze(0)
+        if (context_parallel := self.context.context_parallel) is not None and ids is None:
+            ids = context_parallel.positions(batch.tokens.shape[1], tokens.device).unsqueeze(0)
         hidden = self.word_embeddings(tokens)  # [s(/tp), b, h]
         if model.embedding_scale is not None:
             hidden = hidden * model.embedding_scale
@@ -261,15 +265,15 @@ def layer_context(
     base_shapes = dict[str, tuple[int, ...]]()
     if model.use_mup:
         base_shapes = global_shapes(dataclasses.replace(config, model=model.mup_base()))
-    parts = None
+    context_parallel = None
     if topology.context.size > 1:
         from megatron.layers.context_parallel import ContextParallel
         from megatron.layers.ring import attend
 
-        parts = ContextParallel(topology.context, config.parallel.head_ranks, attend)
+        context_parallel = ContextParallel(topology.context, config.parallel.head_ranks, attend)
     return LayerContext(
         tensor=topology.tensor,
-        parts=parts,
+        context_parallel=context_parallel,
         parameters=ParameterFactory(
             config.training.seed,
             topology.tensor.rank,

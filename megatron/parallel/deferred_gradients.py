@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.parallel.collectives import Started
-from megatron.parallel.gradient_accumulator import deliver, sink_of
+from megatron.parallel.gradient_accumulator import accumulator_of, deliver
 
 
 class WeightGradients:
@@ -61,18 +61,18 @@ def weight_gradients(weights: tuple[Tensor, ...], dy: Tensor, x: Tensor) -> list
     """Compute dW [out, in], the sum over tokens of dy [.., out] times x [.., in], for each weight.
 
     The rows of the weights, one below the other, are those of dW. It has the weight's shape; None
-    if the weight has a sink, to which it was added.
+    if the weight has a accumulator, to which it was added.
     """
     x = x.flatten(0, -2)
     rows = [weight.numel() // weight.shape[-1] for weight in weights]
     parts = dy.flatten(0, -2).split(rows, dim=1)
     gradients = list[Tensor | None]()
     for weight, part in zip(weights, parts, strict=True):
-        sink = sink_of(weight)
-        if sink is None:
+        accumulator = accumulator_of(weight)
+        if accumulator is None:
             gradients.append((part.t() @ x).view(weight.shape))
         else:
-            sink.add_product(part, x)
+            accumulator.add_product(part, x)
             gradients.append(None)
     return gradients
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron.parallel import layout
+from megatron.parallel.host_processes import DEAD, GONE, STOPPED, process_state
 from megatron.parallel.launch import Launch
-from megatron.parallel.processes import DEAD, GONE, STOPPED, process_state
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ _clock = time.monotonic  # one clock for all processes of a node
 
 
 class CallRecord(Structure):
-    """A `Call` as a record stores it; one without a name means no call."""
+    """A `PendingCall` as a record stores it; one without a name means no call."""
 
     _fields_ = (
         ("name", c_char * 24),
@@ -250,7 +250,7 @@ class FlightRecorder:
         return bytes(self._record)
 
 
-class Call(NamedTuple):
+class PendingCall(NamedTuple):
     """A collective or message that a rank is in.
 
     `sequence` counts the collectives of a kind of group from 1; it is 0 for a message, which has a
@@ -264,7 +264,7 @@ class Call(NamedTuple):
     sequence: int
 
     @classmethod
-    def of(cls, record: CallRecord) -> Call:
+    def of(cls, record: CallRecord) -> PendingCall:
         """Return the call of a record."""
         name = record.name.decode(errors="replace")
         return cls(name, KINDS[record.kind], record.peer, record.size_bytes, record.sequence)
@@ -280,13 +280,13 @@ class Call(NamedTuple):
 class FlightState:
     """A record as another process reads it.
 
-    process        the system's state of the process (megatron.parallel.processes)
+    process        the system's state of the process (megatron.parallel.host_processes)
     instruction    "" outside of a schedule; call: None outside of collectives and messages
     quiet_s        seconds since its last progress
     posted         collectives posted, by kind of group; it and `call` are the device's where that
                    is known
     inquiry        the number of the last inquiry that the rank has answered; 0: none
-    stack          its answer: Python stacks, as python_stacks of megatron.parallel.processes
+    stack          its answer: Python stacks, as python_stacks of megatron.parallel.host_processes
                    returns them
     """
 
@@ -297,7 +297,7 @@ class FlightState:
     step: int
     phase: str
     instruction: str
-    call: Call | None
+    call: PendingCall | None
     quiet_s: float
     posted: list[int]
     inquiry: int = 0
@@ -342,7 +342,7 @@ class FlightState:
             record.step,
             text("phase"),
             instruction,
-            Call.of(current) if current.name else None,
+            PendingCall.of(current) if current.name else None,
             _clock() - record.moved_at,
             list(record.reached if record.device_known else record.posted),
             record.inquiry,
@@ -357,7 +357,7 @@ class FlightState:
     def from_json(cls, text: str | bytes) -> FlightState:
         """Return the state that `to_json` of another rank described."""
         state = cls(**json.loads(text))
-        return state if state.call is None else replace(state, call=Call(*state.call))
+        return state if state.call is None else replace(state, call=PendingCall(*state.call))
 
 
 def file_name(launch: Launch) -> str:
@@ -451,7 +451,7 @@ class HostEvent:
         return 1000 * (later._at - self._at)
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """An event of a device, such as torch.cuda.Event."""
 
     def record(self) -> None: ...
@@ -481,14 +481,14 @@ class DeviceCalls:
                 the events before and after each; events without times cost the device less
     """
 
-    def __init__(self, new_event: Callable[[], Event], on_host: bool = False) -> None:
+    def __init__(self, new_event: Callable[[], DeviceEvent], on_host: bool = False) -> None:
         self._new_event = new_event
         self.on_host = on_host
         # not known to be over: call, event before, event after
-        self._calls: deque[tuple[CallRecord, Event, Event]] = deque()
-        self._entered: tuple[CallRecord, Event] | None = None
-        self._begun: tuple[object, Event] | None = None
-        self.marks: list[tuple[object, Event, Event]] | None = None
+        self._calls: deque[tuple[CallRecord, DeviceEvent, DeviceEvent]] = deque()
+        self._entered: tuple[CallRecord, DeviceEvent] | None = None
+        self._begun: tuple[object, DeviceEvent] | None = None
+        self.marks: list[tuple[object, DeviceEvent, DeviceEvent]] | None = None
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceCalls:
@@ -500,13 +500,13 @@ class DeviceCalls:
         meter = cls(lambda: torch.cuda.Event(enable_timing=meter.marks is not None))
         return meter
 
-    def mark(self) -> Event:
+    def mark(self) -> DeviceEvent:
         """Record an event into the stream and return it."""
         event = self._new_event()
         event.record()
         return event
 
-    def add(self, what: object, begun: Event, ended: Event | None = None) -> None:
+    def add(self, what: object, begun: DeviceEvent, ended: DeviceEvent | None = None) -> None:
         """Add what ran between two events to the marks, if they are kept; without `ended`, to now."""
         if self.marks is not None and len(self.marks) < MOST_MARKS:
             self.marks.append((what, begun, ended or self.mark()))

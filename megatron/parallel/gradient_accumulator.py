@@ -1,10 +1,10 @@
 """Sums of a parameter's gradients, to which layers add.
 
-An optimizer that keeps the sums attaches a `GradientSink` to each parameter. A layer that computes
+An optimizer that keeps the sums attaches a `GradientAccumulator` to each parameter. A layer that computes
 a weight gradient itself adds it there and returns None to autograd, so that no second tensor of the
 weight's size is needed and nothing iterates over all parameters after a backward pass. A parameter
-without a sink, or with one that is not `direct`, gets its gradient from autograd as usual; in the
-second case the sink's owner takes it from `.grad`.
+without a accumulator, or with one that is not `direct`, gets its gradient from autograd as usual; in the
+second case the accumulator's owner takes it from `.grad`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) 
     return min(rows, -(-rows // (128 * products)) * 128)  # 128: whole tiles of the product
 
 
-class GradientSink:
+class GradientAccumulator:
     """The gradient sum of one parameter.
 
     total   fp32 or bf16, in the parameter's shape; a view of whatever the optimizer reduces and
@@ -177,14 +177,14 @@ class GradientSink:
             self.added(self.parameter)
 
 
-def _any_sink(parameter: Tensor) -> GradientSink | None:
-    return getattr(parameter, "gradient_sink", None)
+def _any_sink(parameter: Tensor) -> GradientAccumulator | None:
+    return getattr(parameter, "gradient_accumulator", None)
 
 
-def sink_of(parameter: Tensor) -> GradientSink | None:
-    """Return the sink to which a layer adds; None where it leaves its gradient to autograd.
+def accumulator_of(parameter: Tensor) -> GradientAccumulator | None:
+    """Return the accumulator to which a layer adds; None where it leaves its gradient to autograd.
 
-    A parameter that was frozen after it got a sink has none: autograd drops its gradient.
+    A parameter that was frozen after it got a accumulator has none: autograd drops its gradient.
     """
     found = _any_sink(parameter)
     return found if found is not None and found.direct and parameter.requires_grad else None
@@ -198,41 +198,41 @@ def gradient_output(parameter: Tensor | None) -> tuple[Tensor | None, bool]:
     """
     if parameter is None:
         return None, False
-    sink = sink_of(parameter)
-    if sink is None or not sink.in_fp32:
+    accumulator = accumulator_of(parameter)
+    if accumulator is None or not accumulator.in_fp32:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return torch.empty(parameter.shape, dtype=dtype, device=parameter.device), False
-    return sink.total, not sink.fresh
+    return accumulator.total, not accumulator.fresh
 
 
 def gradient_written(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     """Complete the contribution of `gradient_output`: return the gradient where autograd adds it."""
     if parameter is None or gradient is None:
         return None
-    sink = sink_of(parameter)
-    if sink is None:
+    accumulator = accumulator_of(parameter)
+    if accumulator is None:
         return gradient
-    if sink.in_fp32:
-        sink.done()
+    if accumulator.in_fp32:
+        accumulator.done()
     else:
-        sink.add(gradient)
+        accumulator.add(gradient)
     return None
 
 
 class _Wide(Node):
     @staticmethod
-    def forward(ctx: Context, parameter: Tensor, sink: GradientSink) -> Tensor:
-        ctx.sink = sink
+    def forward(ctx: Context, parameter: Tensor, accumulator: GradientAccumulator) -> Tensor:
+        ctx.accumulator = accumulator
         return parameter.detach().float()
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[None, None]:
-        ctx.sink.add(gradient)
+        ctx.accumulator.add(gradient)
         return None, None
 
 
 def wide(parameter: Tensor) -> Tensor:
-    """Return an fp16 parameter with a sink in fp32, so that its gradient is not rounded.
+    """Return an fp16 parameter with a accumulator in fp32, so that its gradient is not rounded.
 
     Others are returned unchanged. For vectors whose gradient is a sum over tokens: with sequence
     parallelism each rank sums over its own, and in fp16 the whole sum could overflow where the
@@ -248,7 +248,7 @@ def wide(parameter: Tensor) -> Tensor:
 def deliver(parameter: Tensor, gradient: Tensor) -> None:
     """Add a gradient outside of a backward pass, where no hook would see `.grad`.
 
-    It is added to the sink, otherwise to `.grad`; a parameter that was frozen meanwhile gets nothing.
+    It is added to the accumulator, otherwise to `.grad`; a parameter that was frozen meanwhile gets nothing.
     """
     if not parameter.requires_grad:
         return

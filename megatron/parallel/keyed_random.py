@@ -58,7 +58,7 @@ class Site(enum.IntEnum):
     ROUTER = 4
 
 
-class Place(NamedTuple):
+class RowLayout(NamedTuple):
     """The place of a tensor's rows among the rows [samples, heads, positions] of the whole job.
 
     Row r is number start + r // period * outer + r % period * inner of them; `positions` are those
@@ -87,7 +87,7 @@ class Place(NamedTuple):
         return self.start + (0 if self.samples is None else int(self.samples) * self.of_sample)
 
 
-WHOLE = Place()
+ALL_ROWS = RowLayout()
 
 
 @dataclass(frozen=True)
@@ -105,24 +105,26 @@ class DropoutKey:
         """Return the seed of the masks of one site."""
         return mix(self.seed, layer, int(site))
 
-    def hidden(self, x: Tensor, rank: int = 0, ranks: int = 1) -> Place:
+    def hidden(self, x: Tensor, rank: int = 0, ranks: int = 1) -> RowLayout:
         """Return the place of x [s, b, h], part `rank` of `ranks` of the sequence, as one head."""
         rows, samples = x.shape[:2]
         positions = rows * ranks
         start = self.sample * positions + rank * rows
-        return Place(start, samples, 1, positions, positions, positions, self.samples)
+        return RowLayout(start, samples, 1, positions, positions, positions, self.samples)
 
-    def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> Place:
+    def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> RowLayout:
         """Return the place of attention weights [b, heads, positions, keys].
 
         They are part `rank` of `ranks` of the heads.
         """
         start = (self.sample * ranks + rank) * heads * positions
         of_sample = ranks * heads * positions
-        return Place(start, heads * positions, of_sample, 1, positions, of_sample, self.samples)
+        return RowLayout(start, heads * positions, of_sample, 1, positions, of_sample, self.samples)
 
 
-def dropout_mask(like: Tensor, probability: float, seed: int, place: Place = WHOLE) -> Tensor:
+def dropout_mask(
+    like: Tensor, probability: float, seed: int, place: RowLayout = ALL_ROWS
+) -> Tensor:
     """Return a boolean mask of `like`'s shape, True with 1 - probability.
 
     In each head of each sample it is a part of a separate mask.
@@ -133,7 +135,7 @@ def dropout_mask(like: Tensor, probability: float, seed: int, place: Place = WHO
     )
 
 
-def placed_noise(like: Tensor, most: float, seed: int, place: Place) -> Tensor:
+def placed_noise(like: Tensor, most: float, seed: int, place: RowLayout) -> Tensor:
     """Return numbers of U(1 - most, 1 + most) in `like`'s shape and type, a part of each sample's."""
     noise = torch.empty_like(like, memory_format=torch.contiguous_format)
     return _draw(
@@ -147,7 +149,7 @@ def placed_noise(like: Tensor, most: float, seed: int, place: Place) -> Tensor:
 def _draw(
     out: Tensor,
     seed: int,
-    place: Place,
+    place: RowLayout,
     fill: Callable[[Tensor, torch.Generator], object],
 ) -> Tensor:
     """Fill `out` by a generator for each head of each sample, and return it."""

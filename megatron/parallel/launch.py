@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import Variables, ask_slurm
-from megatron.parallel.placing import VISIBLE, Placing, near_index, visible_devices
+from megatron.parallel.rank_mapping import VISIBLE, RankMapping, near_index, visible_devices
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class Launch:
     """A process's place among all processes of the job.
 
     rank          its number in the job; `task` is the launcher's own number for it, which is
-                  different where ranks are placed on devices (placing.py)
+                  different where ranks are placed on devices (rank_mapping.py)
     launcher      "none", "torchrun", "slurm" or "mpi": whose variables were read
     master_addr   host where the first process serves the store; master_port its port (0: any free
                   one, for one process)
@@ -387,7 +387,7 @@ def _slurm_local_size(env: Variables, world: int) -> int:
 def select_device(
     launch: Launch,
     backend: str | None = None,
-    placing: Placing | None = None,
+    placing: RankMapping | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> torch.device:
     """Return the device on which this process computes.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_ORDER = RANK_ORDERS[0]
 
 
-class Line(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that communicate: `size` of them, `stride` apart; and how reports name such lines."""
 
     words: str
@@ -36,7 +36,7 @@ def line_of(rank: int, stride: int, size: int) -> range:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayoutSizes:
     """Sizes that a job chooses for its layout; the fields are named as the settings.
 
     expert_ranks_per_node  None: as many as there are on nodes of `ranks_per_node` ranks, or 1 if
@@ -55,7 +55,9 @@ class Sizes:
     ranks_per_node: int = 1
 
     @classmethod
-    def of(cls, config: Config, rank_order: str | None = None, ranks_per_node: int = 1) -> Sizes:
+    def of(
+        cls, config: Config, rank_order: str | None = None, ranks_per_node: int = 1
+    ) -> LayoutSizes:
         """Return the sizes of a configuration, with this rank order or its own."""
         settings = [field.name for field in fields(cls) if field.name != "ranks_per_node"]
         sizes = cls(**{name: config.get(name) for name in settings}, ranks_per_node=ranks_per_node)
@@ -128,7 +130,7 @@ class Layout:
             )
 
     @classmethod
-    def for_world(cls, world_size: int, sizes: Sizes) -> Layout:
+    def for_world(cls, world_size: int, sizes: LayoutSizes) -> Layout:
         """Return the layout of `world_size` processes; the length of the data line is what remains.
 
         Raises ConfigError when the processes do not divide into whole replicas.
@@ -209,24 +211,24 @@ class Layout:
         return rank // t % self.tensor, rank // d % self.data, rank // p % self.pipeline
 
     @functools.cached_property
-    def lines(self) -> dict[str, Line]:
-        """Lines of ranks that communicate, by name; the parts over which ZeRO divides: see Shards."""
+    def lines(self) -> dict[str, RankGroup]:
+        """Lines of ranks that communicate, by name; the parts over which ZeRO divides: see ShardGroups."""
         tensor, data, pipeline = self.strides
         each = self.expert_node
         nodes = self.expert // self.expert_node
         of_experts = self.data // self.expert
         lines = {
-            "world": Line("world", 1, self.world_size),
-            "tensor": Line("tensor-parallel", tensor, self.tensor),
-            "data": Line("data-parallel", data, self.data),
-            "pipeline": Line("pipeline-parallel", pipeline, self.pipeline),
-            "context": Line("context-parallel", data, self.context),
-            "expert": Line("expert-parallel", data, self.expert),
-            "expert_data": Line("expert data-parallel", data * self.expert, of_experts),
-            "expert_between": Line(
+            "world": RankGroup("world", 1, self.world_size),
+            "tensor": RankGroup("tensor-parallel", tensor, self.tensor),
+            "data": RankGroup("data-parallel", data, self.data),
+            "pipeline": RankGroup("pipeline-parallel", pipeline, self.pipeline),
+            "context": RankGroup("context-parallel", data, self.context),
+            "expert": RankGroup("expert-parallel", data, self.expert),
+            "expert_data": RankGroup("expert data-parallel", data * self.expert, of_experts),
+            "expert_between": RankGroup(
                 "expert-parallel between nodes", data * each, nodes if each > 1 else 1
             ),
-            "expert_within": Line("expert-parallel within nodes", data, each),
+            "expert_within": RankGroup("expert-parallel within nodes", data, each),
         }
         for name, divisor in (("data", 1), ("expert_data", self.expert)):
             words, stride, size = lines[name]
@@ -237,7 +239,7 @@ class Layout:
                 ("states", "one copy of states", 1, states),
                 ("copies", "copies", states, size // states),
             ):
-                lines[f"{name}.{part}"] = Line(f"{words}, {what}", stride * apart, count)
+                lines[f"{name}.{part}"] = RankGroup(f"{words}, {what}", stride * apart, count)
         return lines
 
     def ranks(self, kind: str, rank: int) -> Sequence[int]:

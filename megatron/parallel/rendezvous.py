@@ -2,7 +2,7 @@
 
 Every process writes a description of itself, under the launcher's number for it (Launch.task), to a
 store that the first process or the launcher serves. The first process compares the descriptions,
-gives each process its rank (placing.py) and publishes a verdict: the ranks, or an error that names
+gives each process its rank (rank_mapping.py) and publishes a verdict: the ranks, or an error that names
 those that are missing, in conflict or different.
 
 After that a daemon thread of each rank looks for calls in the store. On a roll call every rank
@@ -39,16 +39,22 @@ from megatron.config.duration import show_duration
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightFile, FlightRecorder, FlightState
+from megatron.parallel.host_processes import bounded, process_start
 from megatron.parallel.launch import Launch, select_device
-from megatron.parallel.participants import (
+from megatron.parallel.process_descriptions import (
     Alike,
     conflict,
     describe_process,
     difference,
     digests,
 )
-from megatron.parallel.placing import Placing, Task, assign, check_devices, ranks_per_node
-from megatron.parallel.processes import bounded, process_start
+from megatron.parallel.rank_mapping import (
+    LaunchedProcess,
+    RankMapping,
+    assign,
+    check_devices,
+    ranks_per_node,
+)
 from megatron.parallel.store import (
     ANSWER_S,
     StoreConnection,
@@ -60,7 +66,7 @@ from megatron.parallel.store import (
 )
 from megatron.parallel.topology import compress_ranks
 
-AS_LAUNCHED = Placing()
+AS_LAUNCHED = RankMapping()
 # the path under which gloo was compiled, which is of no use to users
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")
 _SHOWN = 64  # missing ranks that are looked for, and places in the code that a finding lists
@@ -87,7 +93,7 @@ class Rendezvous(StoreConnection):
     placing              which ranks the processes of a node take; by default those of the launcher
     alike                what must be the same on all ranks
     notices              what the log should say about launch and placement; the same on all ranks
-    ranks_per_node       see placing.py
+    ranks_per_node       see rank_mapping.py
     flight, flight_file  this rank's flight recorder, and its node's file of them
     on_inquiry           called in a separate thread with the number of an inquiry
     judged               cleared while a watchdog finds out whether the job hangs
@@ -108,7 +114,7 @@ class Rendezvous(StoreConnection):
         launch: Launch,
         device: torch.device,
         timeout: timedelta,
-        placing: Placing = AS_LAUNCHED,
+        placing: RankMapping = AS_LAUNCHED,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         alike: Alike | None = None,
@@ -252,7 +258,7 @@ class Rendezvous(StoreConnection):
 
     def _participant(self, task: int) -> str:
         """Return the place of a process that has described itself."""
-        described = Task(**json.loads(self.store.get(f"participant/{task}")))
+        described = LaunchedProcess(**json.loads(self.store.get(f"participant/{task}")))
         return f"{described.place}, process {described.pid}"
 
     def _absent(self) -> str:
@@ -285,7 +291,7 @@ class Rendezvous(StoreConnection):
         keys = [f"participant/{task}" for task in range(self.launch.world_size)]
         if not self.poll(keys, deadline, unless="verdict"):
             return {} if self.store.check(["verdict"]) else {"error": self._absent()}
-        tasks = [Task(**json.loads(value)) for value in self.values(keys)]
+        tasks = [LaunchedProcess(**json.loads(value)) for value in self.values(keys)]
         error = conflict(tasks) or difference(
             [task.alike for task in tasks], lambda digest: self.store.get(f"alike/{digest}")
         )
@@ -563,7 +569,7 @@ def connect(
     launch: Launch,
     timeout: timedelta = timedelta(minutes=10),
     backend: str | None = None,
-    placing: Placing = AS_LAUNCHED,
+    placing: RankMapping = AS_LAUNCHED,
     alike: Alike | None = None,
 ) -> Rendezvous:
     """Bring all processes together and initialise torch.distributed.

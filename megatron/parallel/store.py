@@ -20,8 +20,8 @@ from torch.torch_version import TorchVersion
 
 from megatron.config.duration import show_duration
 from megatron.errors import LaunchError
+from megatron.parallel.host_processes import bounded
 from megatron.parallel.launch import Launch
-from megatron.parallel.processes import bounded
 
 T = TypeVar("T")
 

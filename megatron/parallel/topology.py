@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.layout import Layout, Sizes
-from megatron.parallel.processes import bounded
+from megatron.parallel.host_processes import bounded
+from megatron.parallel.layout import Layout, LayoutSizes
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardGroups:
     """The ranks over which ZeRO divides what all of a line would hold.
 
     inner   neighbours that hold gradients, and with stage 3 weights, once
@@ -94,7 +94,7 @@ class Shards:
     copies: Group
 
     @classmethod
-    def undivided(cls, line: Group) -> Shards:
+    def undivided(cls, line: Group) -> ShardGroups:
         """Return what ZeRO stage 0 has: all ranks of the line hold everything."""
         alone = Group((line.ranks[line.rank],), 0)
         return cls(alone, alone, alone, line)
@@ -151,12 +151,12 @@ class _Groups:
             for peer in set(ranks) - {self.rank}:
                 line.pairs[peer] = self._group(ranks, handle, line.kind)
 
-    def shards(self, line: Group) -> Shards:
+    def shards(self, line: Group) -> ShardGroups:
         """Divide a line; parts that are the same ranks are one group."""
         known = [line]
-        for part in fields(Shards):
+        for part in fields(ShardGroups):
             known.append(self.make(f"{line.kind}.{part.name}", *known))
-        return Shards(*known[1:])
+        return ShardGroups(*known[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +184,8 @@ class Topology:
     expert_data: Group
     expert_between: Group
     expert_within: Group
-    shards: Shards
-    expert_shards: Shards
+    shards: ShardGroups
+    expert_shards: ShardGroups
 
     @property
     def expert_hops(self) -> tuple[Group, ...]:
@@ -199,7 +199,7 @@ class Topology:
         groups: dict[int, Group] = {}
         for each in fields(self):
             value = getattr(self, each.name)
-            parts = vars(value).values() if isinstance(value, Shards) else (value,)
+            parts = vars(value).values() if isinstance(value, ShardGroups) else (value,)
             for part in parts:
                 if isinstance(part, Group) and part.handle is not None:
                     groups.setdefault(id(part.handle), part)
@@ -225,7 +225,7 @@ class Topology:
         timeout: datetime.timedelta | None = None,
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
-        sizes: Sizes | None = None,
+        sizes: LayoutSizes | None = None,
     ) -> Topology:
         """Build the groups of this process over the initialised default process group.
 
@@ -242,7 +242,7 @@ class Topology:
 
         running = dist.is_available() and dist.is_initialized()
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
-        sizes = sizes or Sizes(tensor_model_parallel_size, pipeline_model_parallel_size)
+        sizes = sizes or LayoutSizes(tensor_model_parallel_size, pipeline_model_parallel_size)
         layout = Layout.for_world(world_size, sizes)
         device = torch.device("cpu") if device is None else torch.device(device)
         # While gloo connects, it waits five times `timeout` for a member that died, and cannot be

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megatron.errors import ConfigError
 from megatron.parallel.autograd import Context
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.gradient_accumulator import GradientAccumulator
 
 _aten = torch.ops.aten
 
@@ -207,14 +207,14 @@ class Recorded:
         pool: Pool,
         what: str,
         names: Mapping[int, str],
-        sinks: Iterable[GradientSink],
+        accumulators: Iterable[GradientAccumulator],
     ) -> None:
         self.added: list[nn.Parameter] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._calls: list[Callable[[], object]] = []
-        told = [(sink, sink.added) for sink in sinks]
-        for sink, _ in told:
-            sink.added = self.added.append
+        told = [(accumulator, accumulator.added) for accumulator in accumulators]
+        for accumulator, _ in told:
+            accumulator.added = self.added.append
         rules = _Rules(what, names, self._calls if pool.stream is None else None)
         try:
             if pool.stream is None:
@@ -236,8 +236,8 @@ class Recorded:
                     function()
                 self._graph.replay()
         finally:
-            for sink, added in told:
-                sink.added = added
+            for accumulator, added in told:
+                accumulator.added = added
         self._outside = rules.outside  # kept alive
         self._tell()
 
@@ -253,7 +253,7 @@ class Recorded:
     def _tell(self) -> None:
         """Count the contributions to gradients, as the layers do in an eager pass."""
         for p in self.added:
-            added = p.gradient_sink.added  # type: ignore[attr-defined]
+            added = p.gradient_accumulator.added  # type: ignore[attr-defined]
             if added is not None:
                 added(p)
 
@@ -380,7 +380,9 @@ class Slot:
         stage = self._stage
         what = f"the {kind} of stage {stage.number}"
         with stage.pool.flight.silent():
-            self._passes[kind] = Recorded(function, stage.pool, what, stage.names, stage.sinks())
+            self._passes[kind] = Recorded(
+                function, stage.pool, what, stage.names, stage.accumulators()
+            )
 
 
 class CapturedStage:
@@ -413,10 +415,10 @@ class CapturedStage:
         self.gradient_of_input = empty() if number else None
         self._parameters = list(module.parameters())
 
-    def sinks(self) -> list[GradientSink]:
-        """Return the sinks of the parameters."""
-        every = (getattr(p, "gradient_sink", None) for p in self._parameters)
-        return [sink for sink in every if sink is not None]
+    def accumulators(self) -> list[GradientAccumulator]:
+        """Return the accumulators of the parameters."""
+        every = (getattr(p, "gradient_accumulator", None) for p in self._parameters)
+        return [accumulator for accumulator in every if accumulator is not None]
 
 
 class Captures:
@@ -459,13 +461,15 @@ class Captures:
                 last = number == self._last_stage
                 self._captured[number] = CapturedStage(number, chunk, module, last, self._pool)
         self._before()
-        sinks = [sink for stage in self._captured.values() for sink in stage.sinks()]
-        new = dict.fromkeys(sink for sink in sinks if sink.fresh)
+        accumulators = [
+            accumulator for stage in self._captured.values() for accumulator in stage.accumulators()
+        ]
+        new = dict.fromkeys(accumulator for accumulator in accumulators if accumulator.fresh)
         if new:  # passes add to sums, also the first one
             with torch.no_grad():
-                torch._foreach_zero_([sink.total for sink in new])
-            for sink in new:
-                sink.fresh = False
+                torch._foreach_zero_([accumulator.total for accumulator in new])
+            for accumulator in new:
+                accumulator.fresh = False
         self._last = len(micro_batches) - 1
         return True
 
@@ -514,8 +518,8 @@ class Captures:
 
     def eager(self, stage: int, micro_batch: int) -> bool:
         """Return whether a backward pass has to run eagerly: gradients are sent while it runs."""
-        sinks = self._captured[stage].sinks() if micro_batch == self._last else []
-        return any(sink.added is not None for sink in sinks)
+        accumulators = self._captured[stage].accumulators() if micro_batch == self._last else []
+        return any(accumulator.added is not None for accumulator in accumulators)
 
 
 def _tensors_of(values: object) -> list[Tensor]:

@@ -18,7 +18,15 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.pipeline.orders import ORDERS, AnyOrder, Instruction, Op, name_of
-from megatron.pipeline.schedule import Costs, Lists, Numbers, Schedule, Times, build_lists, run
+from megatron.pipeline.schedule import (
+    Lists,
+    Numbers,
+    Schedule,
+    ScheduleCosts,
+    Times,
+    build_lists,
+    run,
+)
 
 
 class Span(NamedTuple):
@@ -30,7 +38,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """Computations of each rank in order."""
 
     ranks: tuple[tuple[Span, ...], ...]
@@ -175,7 +183,7 @@ def run_pipeline(pipeline: Pipeline) -> PipelineRun:
 
 
 @lru_cache(maxsize=1)  # a plot and a trace are made of the same run
-def timeline(run: PipelineRun) -> Timeline:
+def timeline(run: PipelineRun) -> ScheduleTimeline:
     """Return the passes of each rank of a run with start and end, in order.
 
     Large pipelines take much memory.
@@ -184,7 +192,9 @@ def timeline(run: PipelineRun) -> Timeline:
     return _timeline(lists, done.starts / scale, done.ends / scale)
 
 
-def simulate(schedule: Schedule, durations: Mapping[Op, float], latency: float = 0.0) -> Timeline:
+def simulate(
+    schedule: Schedule, durations: Mapping[Op, float], latency: float = 0.0
+) -> ScheduleTimeline:
     """Run the computations of all ranks; results arrive `latency` later without being posted."""
     passes = [
         np.array([i for i in instructions if i.op <= Op.BACKWARD_WEIGHT], np.int32)
@@ -192,7 +202,7 @@ def simulate(schedule: Schedule, durations: Mapping[Op, float], latency: float =
     ]
     lists = Lists.of(passes, schedule.micro_batches)
     stages = schedule.num_stages
-    costs = Costs(
+    costs = ScheduleCosts(
         np.outer([*(durations[op] for op in tuple(Op)[:4]), 0.0], np.ones(stages)),
         np.outer([0.0, latency] * 2, np.ones(stages)),
     )
@@ -200,7 +210,7 @@ def simulate(schedule: Schedule, durations: Mapping[Op, float], latency: float =
     return _timeline(lists, done.starts, done.ends)
 
 
-def _timeline(lists: Lists, starts: Numbers, ends: Numbers) -> Timeline:
+def _timeline(lists: Lists, starts: Numbers, ends: Numbers) -> ScheduleTimeline:
     ops = tuple(Op)
     ranks = []
     for first, end in itertools.pairwise(lists.offsets.tolist()):
@@ -211,7 +221,7 @@ def _timeline(lists: Lists, starts: Numbers, ends: Numbers) -> Timeline:
         ranks.append(
             tuple(Span(Instruction(ops[op], *at), start, end) for (op, *at), start, end in passes)
         )
-    return Timeline(tuple(ranks))
+    return ScheduleTimeline(tuple(ranks))
 
 
 def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
@@ -242,7 +252,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
         messages = np.concatenate(
             [np.array(boundaries.forward).T, np.array(boundaries.backward).T]
         )[:, lists.owner]
-    costs = Costs(passes, messages)
+    costs = ScheduleCosts(passes, messages)
     scale = 1.0
     at_once = math.inf
     if pipeline.cores is None:
@@ -251,7 +261,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
         longest = stages * m * (each + 2 * messages.reshape(2, 2, -1).sum(axis=1).max())
         if longest > 0:
             scale = 2.0 ** math.floor(61 - math.log2(longest))
-        costs = Costs(*(np.rint(of * scale).astype(np.int64) for of in (passes, messages)))
+        costs = ScheduleCosts(*(np.rint(of * scale).astype(np.int64) for of in (passes, messages)))
     else:
         at_once = pipeline.cores / pipeline.demand
     duplex = boundaries is None or boundaries.duplex

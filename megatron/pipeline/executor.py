@@ -187,7 +187,7 @@ class _Pass:
         self._micro_batches = micro_batches
         self._loss_scale = loss_scale  # None when evaluating
         self._weights = weights
-        self._exchange = Exchange(executor.topology.pipeline)
+        self._exchange = StageMessages(executor.topology.pipeline)
         self._local = executor.topology.pipeline.size == 1
         self._last_stage = executor.last_stage
         self._captures = captures
@@ -345,7 +345,7 @@ class _Message(NamedTuple):
     tensor: Tensor
 
 
-class Exchange:
+class StageMessages:
     """Messages of this rank during one pass over a schedule."""
 
     def __init__(self, pipeline: Group) -> None:

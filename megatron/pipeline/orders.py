@@ -177,7 +177,7 @@ def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
     return np.concatenate([forward[:warm_up], pairs, backward[steady:]])
 
 
-class Order(NamedTuple):
+class NamedOrder(NamedTuple):
     """A named order.
 
     interleaves  takes several chunks per rank, not one, where there are several ranks
@@ -190,9 +190,9 @@ class Order(NamedTuple):
 
 
 _ORDERS = (
-    Order(one_forward_one_backward),
-    Order(interleaved, interleaves=True),
-    Order(zero_bubble_h1, splits=True),
+    NamedOrder(one_forward_one_backward),
+    NamedOrder(interleaved, interleaves=True),
+    NamedOrder(zero_bubble_h1, splits=True),
 )
 ORDERS = dict(zip(SCHEDULES, _ORDERS, strict=True))
 

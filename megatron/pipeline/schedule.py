@@ -210,7 +210,7 @@ def _first_rows(rows: Rows, *ops: Op) -> Numbers:
 
 
 @dataclass(frozen=True)
-class Costs:
+class ScheduleCosts:
     """Times of passes and messages.
 
     passes    FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, and the additional time of the
@@ -254,7 +254,7 @@ def clock_missing() -> str:
 
 def run(
     lists: Lists,
-    costs: Costs,
+    costs: ScheduleCosts,
     *,
     posted: bool = True,
     duplex: bool = True,
@@ -332,7 +332,7 @@ def with_messages(passes: Lists) -> Lists:
     unit = 4  # ticks of a forward pass
     nominal = np.array([NOMINAL_DURATIONS[op] for op in _OPS[:4]] + [0.0])
     latency = round(unit * planned_latency(stages // size))
-    costs = Costs(
+    costs = ScheduleCosts(
         np.repeat((unit * nominal).astype(np.int64), stages).reshape(5, stages),
         np.repeat(np.array([0, latency] * 2, np.int64), stages).reshape(4, stages),
     )

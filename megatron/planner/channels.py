@@ -33,9 +33,9 @@ import numpy.typing as npt
 
 from megatron.config import Config
 from megatron.model.formulas import ring_bytes
-from megatron.parallel.layout import Layout, Line
+from megatron.parallel.layout import Layout, RankGroup
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, Reader, Used
+from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, FigureReader, Used
 from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_links, path_of
 
 _AT_ONCE = 8  # messages of an all-to-all
@@ -44,7 +44,7 @@ _AWAY = -2
 """Ends of a message other than a position on the same node: no message, or another node."""
 
 
-class Group(NamedTuple):
+class GroupLink(NamedTuple):
     """Group of ranks that run collectives: its size, nodes spanned, and stride between members.
 
     words     how reports name it
@@ -80,7 +80,7 @@ class Placement:
         return node, self.device_order[position]
 
 
-class Channels(Reader):
+class Channels(FigureReader):
     """Seconds of messages on a placement, by their bytes.
 
     lanes       the groups of each line of ranks, by name (Layout.lines, lines_of), and of the
@@ -117,7 +117,7 @@ class Channels(Reader):
             self._seconds[key] = self._timed(kind, n_bytes, self.lanes[group])
         return self._seconds[key]
 
-    def _timed(self, kind: str, n_bytes: float, group: Group) -> float:
+    def _timed(self, kind: str, n_bytes: float, group: GroupLink) -> float:
         if group.ranks == 1:
             return 0.0
         measured = self.figures.get(f"collectives.{kind}")
@@ -186,7 +186,7 @@ class Channels(Reader):
             self._used[name] = Used(name, f"{rate.gb_per_s:.4g} GB/s, {rate.limit}", basis, text)
 
 
-def _measured(figure: Figure, group: Group) -> list[tuple[float, ...]]:
+def _measured(figure: Figure, group: GroupLink) -> list[tuple[float, ...]]:
     """List the measured bytes and seconds of groups like this one.
 
     Such a group has as many ranks and, like this one, is on one node or on several. If several were
@@ -223,7 +223,7 @@ OF_PASSES = "tensor", "context", *EXCHANGES
 """Groups whose messages belong to the passes of layers."""
 
 
-def lines_of(layout: Layout, heads: int) -> dict[str, Line]:
+def lines_of(layout: Layout, heads: int) -> dict[str, RankGroup]:
     """Return the lines of ranks that run collectives.
 
     heads  neighbouring context-parallel ranks that exchange heads; the others of their line make
@@ -232,15 +232,15 @@ def lines_of(layout: Layout, heads: int) -> dict[str, Line]:
     others = "world", "pipeline", "data.states", "expert_data.states"
     lines = {name: line for name, line in layout.lines.items() if name not in others}
     _, stride, size = lines["context"]
-    lines["context"] = Line("context-parallel ring", stride * heads, size // heads)
-    lines["heads"] = Line("context-parallel heads", stride, heads)
+    lines["context"] = RankGroup("context-parallel ring", stride * heads, size // heads)
+    lines["heads"] = RankGroup("context-parallel heads", stride, heads)
     return lines
 
 
 @functools.lru_cache(maxsize=8192)
 def _lanes(
     cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool, heads: int
-) -> tuple[dict[str, Group], list[dict[bool, float]], Rate]:
+) -> tuple[dict[str, GroupLink], list[dict[bool, float]], Rate]:
     """Return the groups of Channels.lanes, the boundaries and their slowest rate."""
     devices = len(order)
     links = node_links(cluster)
@@ -252,16 +252,16 @@ def _lanes(
     stride = layout.strides[2]
     tied = "tied embedding"
     if size == 1:
-        return lanes | {"ends": Group(1, 1, 1, tied)}, [], Rate(1.0, ESTIMATED, "")
+        return lanes | {"ends": GroupLink(1, 1, 1, tied)}, [], Rate(1.0, ESTIMATED, "")
     if devices % (stride * size) == 0:  # all stages of a pipeline are on one node
         firsts = (position for position in range(devices) if position // stride % size == 0)
         pairs = links.collective(
             (order[first], order[first + stride * (size - 1)]) for first in firsts
         )
-        ends = Group(2, 1, stride * (size - 1), tied, min(pairs.values()))
+        ends = GroupLink(2, 1, stride * (size - 1), tied, min(pairs.values()))
     else:
         slowest_card = min(links.card_shares([(device,) for device in order]))
-        ends = Group(2, 2, stride * (size - 1), tied, slowest_card)
+        ends = GroupLink(2, 2, stride * (size - 1), tied, slowest_card)
     # each boundary's most seconds per byte on a link or card, within and between nodes, while all
     # boundaries send forward
     nodes, messages = _messages_on_nodes(layout, devices, wraps)
@@ -291,12 +291,12 @@ def _lanes(
 
 
 def _group(
-    links: NodeLinks, world: int, order: tuple[int, ...], line: Line, exchange: bool
-) -> Group:
+    links: NodeLinks, world: int, order: tuple[int, ...], line: RankGroup, exchange: bool
+) -> GroupLink:
     """Describe the groups of a line by the slowest one; exchange: also its all-to-alls."""
     words, stride, size = line
     if size == 1:
-        return Group(1, 1, stride, words)
+        return GroupLink(1, 1, stride, words)
     rates = list[Rate]()
     exchanges = list[Rate]()
     devices = len(order)
@@ -306,7 +306,7 @@ def _group(
         rates += links.card_shares([group for group in of_devices if len(group) < size])
         rates += links.collective([group for group in of_devices if len(group) > 1]).values()
     nodes = size if stride >= devices else (size - 1) * stride // devices + 1
-    return Group(size, nodes, stride, words, min(rates), min(exchanges, default=None))
+    return GroupLink(size, nodes, stride, words, min(rates), min(exchanges, default=None))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -127,7 +127,7 @@ class Used(NamedTuple):
     source: str
 
 
-class Reader:
+class FigureReader:
     """Reader of a machine's figures, which remembers those that it used."""
 
     def __init__(self, figures: Mapping[str, Figure]) -> None:

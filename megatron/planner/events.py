@@ -2,8 +2,8 @@
 
 Computations run one after the other on the device, messages one after the other on the links of
 their group, and a `Wait` blocks the device until its message has arrived. The computations between
-a `Post` and its `Wait` therefore overlap with the message. A `Take` allocates a tensor's memory, a
-`Give` releases it once no reference is left. A `Sum` says when a gradient is added to its sum.
+a `Post` and its `Wait` therefore overlap with the message. A `Alloc` allocates a tensor's memory, a
+`Free` releases it once no reference is left. A `Sum` says when a gradient is added to its sum.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from megatron.kernels.work import Attention, Computation, Memory, Product
+from megatron.kernels.cost import Attention, Computation, Memory, Product
 from megatron.parallel.sharding import Sharding
 
 
-class Again(NamedTuple):
+class Recomputed(NamedTuple):
     """Computation that recomputation repeats."""
 
     operation: Computation
 
 
-class Message(NamedTuple):
+class GroupMessage(NamedTuple):
     """Collective of a group over a whole tensor of `bytes` bytes.
 
     kind   as in compute.py, "all_to_all" (bytes that a rank has for all members, itself included)
@@ -39,7 +39,7 @@ class Message(NamedTuple):
 class Post(NamedTuple):
     """Start of a message, with its number in the trace."""
 
-    message: Message
+    message: GroupMessage
     number: int
 
 
@@ -49,7 +49,7 @@ class Wait(NamedTuple):
     number: int
 
 
-class Take(NamedTuple):
+class Alloc(NamedTuple):
     """Allocation of `bytes` bytes, before the allocator's rounding, for the trace's tensor `id`.
 
     category  "activations" (made in a forward pass), "temporary" or "logits" (made in a backward
@@ -61,7 +61,7 @@ class Take(NamedTuple):
     category: str
 
 
-class Give(NamedTuple):
+class Free(NamedTuple):
     """Release of the memory of the tensor `id`."""
 
     id: int
@@ -78,40 +78,42 @@ class Sum(NamedTuple):
     complete: bool
 
 
-Step = Product | Attention | Memory | Again | Post | Wait | Take | Give | Sum
+PassEvent = Product | Attention | Memory | Recomputed | Post | Wait | Alloc | Free | Sum
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
     """Steps of a pass, each with the path of the module that runs it ("" for none)."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PassEvent, ...]
     labels: tuple[str, ...]
 
-    def computations(self, *, again: bool | None = None) -> Iterator[Computation]:
+    def computations(self, *, recompute: bool | None = None) -> Iterator[Computation]:
         """Yield computations in order; `again` selects only (True) or no (False) recomputation."""
-        return (operation for _, operation in self.labelled(again=again))
+        return (operation for _, operation in self.labelled(recompute=recompute))
 
-    def labelled(self, *, again: bool | None = None) -> Iterator[tuple[str, Computation]]:
+    def labelled(self, *, recompute: bool | None = None) -> Iterator[tuple[str, Computation]]:
         """Yield the computations as above, each with the module that runs it."""
         for label, step in zip(self.labels, self.steps, strict=True):
-            if isinstance(step, Again):
-                if again is not False:
+            if isinstance(step, Recomputed):
+                if recompute is not False:
                     yield label, step.operation
-            elif isinstance(step, Product | Attention | Memory) and again is not True:
+            elif isinstance(step, Product | Attention | Memory) and recompute is not True:
                 yield label, step
 
-    def messages(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[GroupMessage]:
         """Yield the messages in order."""
         return (step.message for step in self.steps if isinstance(step, Post))
 
-    def flops(self, *, again: bool | None = None) -> float:
+    def flops(self, *, recompute: bool | None = None) -> float:
         """Count FLOPs of matrix products and attention."""
-        return sum(o.flops for o in self.computations(again=again) if not isinstance(o, Memory))
+        return sum(
+            o.flops for o in self.computations(recompute=recompute) if not isinstance(o, Memory)
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TracedModule:
     """Part of the model with its passes.
 
     backward is the whole backward pass; inputs and weights are its two halves if it is split.
@@ -153,21 +155,21 @@ class Trace:
     head       last norm, output layer and loss, on the last stage
     """
 
-    embedding: Part
-    kinds: tuple[tuple[Part, Part | None], ...]
-    head: Part
+    embedding: TracedModule
+    kinds: tuple[tuple[TracedModule, TracedModule | None], ...]
+    head: TracedModule
 
     @property
-    def layer(self) -> Part:
+    def layer(self) -> TracedModule:
         """A layer of the first kind."""
         return self.kinds[0][0]
 
     @property
-    def again(self) -> Part | None:
+    def recompute(self) -> TracedModule | None:
         """The same with full recomputation."""
         return self.kinds[0][1]
 
-    def layer_of(self, kind: int) -> tuple[Part, Part]:
+    def layer_of(self, kind: int) -> tuple[TracedModule, TracedModule]:
         """Return a layer of one kind without and with recomputation."""
-        layer, again = self.kinds[kind]
-        return layer, again or layer
+        layer, recompute = self.kinds[kind]
+        return layer, recompute or layer

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from megatron.engine.zero_plan import Instruction, Op, Reductions, ZeroPlan
+from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, ZeroPlan
 from megatron.planner.events import Sum
 
 Gradients = tuple[tuple[tuple[int, int], ...], ...]
@@ -90,14 +90,16 @@ class Traffic:
                 self._added.pop(bucket, None)
         return tuple(of_parts)
 
-    def _carry_out(self, row: int, instructions: Iterable[Instruction]) -> list[tuple[int, int]]:
+    def _carry_out(
+        self, row: int, instructions: Iterable[BucketInstruction]
+    ) -> list[tuple[int, int]]:
         """Follow instructions; return the changes before a row."""
         changes = list[tuple[int, int]]()
         before = self.bytes
         for op, number, _ in instructions:
-            if op is Op.ALLOCATE:
+            if op is BucketOp.ALLOCATE:
                 self._there.add(number)
-            elif op is Op.ACCUMULATE:
+            elif op is BucketOp.ACCUMULATE:
                 self._there.discard(number)
             if (now := self.bytes) != before:
                 changes.append((row, now - before))

@@ -22,15 +22,15 @@ import numpy.typing as npt
 from megatron.config import Config, ModelConfig
 from megatron.engine.buckets import BucketPlan, BucketRule, bucket_rule
 from megatron.engine.optimizer_state import optimizer_state
-from megatron.engine.zero_plan import BACKWARD, Op, Step, Zero, ZeroPlan, zero_of
+from megatron.engine.zero_plan import BACKWARD, BucketOp, ModulePass, Zero, ZeroPlan, zero_of
 from megatron.pipeline.orders import Op as PipelineOp
 from megatron.pipeline.schedule import moments_of_rank
-from megatron.planner.events import Give, Part, Pass, Sum, Take, Trace
-from megatron.planner.events import Step as Event
+from megatron.planner.events import Alloc, Free, Pass, Sum, Trace, TracedModule
+from megatron.planner.events import PassEvent as Event
 from megatron.planner.gradients import Chunk, Gradients, Sums, Traffic
 from megatron.planner.stage import (
     ALONE,
-    Stage,
+    StageWork,
     computed,
     elements_of_rank,
     first_layer,
@@ -119,16 +119,16 @@ Shared = tuple[Zero, BucketRule]
 # -- passes ----------------------------------------------------------------------------------------
 
 
-def changes(steps: Iterable[Event], block: int, made: dict[int, Take]) -> Bytes:
+def changes(steps: Iterable[Event], block: int, made: dict[int, Alloc]) -> Bytes:
     """Write a row for each tensor that is allocated or freed, its size rounded up to `block`.
 
     made  live tensors, updated in place; freeing any other tensor does not count
     """
     rows = []
     for step in steps:
-        if isinstance(step, Take):
+        if isinstance(step, Alloc):
             made[step.id] = taken = step
-        elif isinstance(step, Give) and step.id in made:
+        elif isinstance(step, Free) and step.id in made:
             taken = made.pop(step.id)
         else:
             continue
@@ -146,7 +146,7 @@ def find_peak(rows: Bytes) -> tuple[Bytes, int]:
     return now[at], at
 
 
-class _Rows(NamedTuple):
+class _PassRows(NamedTuple):
     """Rows of a pass, and before which of them it uses which gradient sums."""
 
     rows: Bytes
@@ -154,11 +154,11 @@ class _Rows(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def _passes(part: Part, block: int) -> dict[str, _Rows]:
+def _passes(part: TracedModule, block: int) -> dict[str, _PassRows]:
     """Return the rows of a part's passes, by name."""
-    kept: dict[int, Take] = {}
+    kept: dict[int, Alloc] = {}
 
-    def rows_of(of: Pass, made: dict[int, Take]) -> _Rows:
+    def rows_of(of: Pass, made: dict[int, Alloc]) -> _PassRows:
         rows = [NOTHING]
         sums = list[tuple[int, Sum]]()
         at = 0
@@ -168,7 +168,7 @@ def _passes(part: Part, block: int) -> dict[str, _Rows]:
                 at = here
                 sums.append((sum(map(len, rows)), step))
         rows.append(changes(of.steps[at:], block, made))
-        return _Rows(np.concatenate(rows), tuple(sums))
+        return _PassRows(np.concatenate(rows), tuple(sums))
 
     forward = rows_of(part.forward, kept)
     backward = rows_of(part.backward, dict(kept))
@@ -198,7 +198,7 @@ class ChunkMemory(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def chunk_memory(
-    traced: Trace, stage: Stage, block: int, shared: Shared | None = None
+    traced: Trace, stage: StageWork, block: int, shared: Shared | None = None
 ) -> ChunkMemory:
     """Simulate the memory of a stage.
 
@@ -226,7 +226,7 @@ class _Chunk:
     part; on another stage it arrives as a message.
     """
 
-    def __init__(self, traced: Trace, stage: Stage, block: int, shared: Shared | None) -> None:
+    def __init__(self, traced: Trace, stage: StageWork, block: int, shared: Shared | None) -> None:
         self._traced = traced
         self._stage = stage
         self._block = block
@@ -277,7 +277,7 @@ class _Chunk:
             rows += self._around(step, of_step, here)
         return np.concatenate(rows)
 
-    def _around(self, step: Step, rows: Bytes, here: set[int]) -> list[Bytes]:
+    def _around(self, step: ModulePass, rows: Bytes, here: set[int]) -> list[Bytes]:
         """Return a step's rows with those of weights before and after it.
 
         here  buckets whose weights have memory, updated in place
@@ -322,13 +322,13 @@ class _Chunk:
         return chunk
 
 
-def _gathered(step: Step) -> set[int]:
+def _gathered(step: ModulePass) -> set[int]:
     """Return the buckets whose weights a step needs or gathers."""
     return {one.bucket for one in (*step.before, *step.beside)}
 
 
-def _freed(step: Step) -> set[int]:
-    return {one.bucket for one in step.after if one.op is Op.FREE}
+def _freed(step: ModulePass) -> set[int]:
+    return {one.bucket for one in step.after if one.op is BucketOp.FREE}
 
 
 _chunk = lru_cache(maxsize=1 << 12)(_Chunk)

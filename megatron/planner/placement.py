@@ -19,13 +19,13 @@ from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.model.formulas import ring_bytes
 from megatron.parallel.launch import Launch
-from megatron.parallel.layout import DEFAULT_ORDER, Layout, Sizes
-from megatron.parallel.placing import Placing, RankPlan
+from megatron.parallel.layout import DEFAULT_ORDER, Layout, LayoutSizes
+from megatron.parallel.rank_mapping import RankMapping, RankPlan
 from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import PUBLISHED
-from megatron.planner.events import Message, Trace
+from megatron.planner.events import GroupMessage, Trace
 from megatron.planner.node_links import ESTIMATED
 from megatron.planner.stage import (
     messages_in_passes,
@@ -52,7 +52,7 @@ class StepMessages(NamedTuple):
     tied_bytes     of the all-reduce of a tied embedding's gradients; 0 for none
     """
 
-    collectives: Counter[Message]
+    collectives: Counter[GroupMessage]
     message_bytes: int
     messages: int
     tied_bytes: float
@@ -76,12 +76,12 @@ def step_messages(config: Config, device: str) -> StepMessages:
     )
 
 
-def _sent(config: Config, traced: Trace, rank: int) -> Counter[Message]:
+def _sent(config: Config, traced: Trace, rank: int) -> Counter[GroupMessage]:
     """Count the collectives of a pipeline rank in a step.
 
     Those of ZeRO outside of the passes count as one for each kind and group.
     """
-    sent = Counter[Message]()
+    sent = Counter[GroupMessage]()
     for stage in stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
         runs = itertools.chain.from_iterable(stage_passes(traced, stage).values())
         of_passes = [(message, run.times) for run in runs for message in run.of.messages()]
@@ -93,7 +93,7 @@ def _sent(config: Config, traced: Trace, rank: int) -> Counter[Message]:
     for messages in messages_at_end(plan_of_rank(config, traced, rank).plan):
         for kind, n_bytes, group in messages:
             ends[kind, group] = ends.get((kind, group), 0.0) + n_bytes
-    sent.update(Message(kind, n_bytes, group) for (kind, group), n_bytes in ends.items())
+    sent.update(GroupMessage(kind, n_bytes, group) for (kind, group), n_bytes in ends.items())
     return sent
 
 
@@ -249,7 +249,7 @@ def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Lay
 
     devices  used ones of each node
     """
-    return Layout.for_world(config.parallel.world_size, Sizes.of(config, order, devices))
+    return Layout.for_world(config.parallel.world_size, LayoutSizes.of(config, order, devices))
 
 
 def check_device_order(order: tuple[int, ...], cluster: Cluster, given: str = "") -> None:
@@ -305,9 +305,9 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
             f" placement: rank order {order}; devices as launched, since {launch.world_size} "
             f"processes do not fill whole nodes of {each} devices ({cluster.name})"
         )
-        return RankPlan(Placing(parallel.device_order or (), *known, order), lambda: [notice])
+        return RankPlan(RankMapping(parallel.device_order or (), *known, order), lambda: [notice])
     chosen = choose_placement(config, cluster)
-    placing = Placing(chosen.chosen_devices, *known, chosen.layout.order)
+    placing = RankMapping(chosen.chosen_devices, *known, chosen.layout.order)
     return RankPlan(placing, lambda: render_placement(config, chosen).splitlines())
 
 

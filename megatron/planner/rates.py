@@ -35,9 +35,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.kernels.work import Attention
+from megatron.kernels.cost import Attention
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import Figure, Reader
+from megatron.planner.compute import Figure, FigureReader
 
 BACKWARD_OPERATIONS = 2.5
 """Ratio of operations, backward to forward pass of attention, with recomputed scores."""
@@ -46,7 +46,7 @@ _NEAR = math.log(1.5) ** 2
 """Squared distance of logarithms at which half of a point's deviation is added back."""
 
 
-class Rates(Reader):
+class DeviceRates(FigureReader):
     """Compute times of one device, in the dtype 'float16', 'bfloat16' or 'float32'.
 
     Raises ConfigError for a dtype with neither a peak nor figures in the machine's file.
@@ -70,7 +70,7 @@ class Rates(Reader):
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
         self.step_overhead_s = self.take("step_overhead_s").value
         self._kernel_s = self.take("kernel_s").value
-        self._product_law = _product_law(self.take(f"products.{dtype}"), self._peak)
+        self._product_law = _product_times(self.take(f"products.{dtype}"), self._peak)
 
     def _optional(self, name: str, default: float) -> float:
         return self.take(name).value if name in self.figures else default
@@ -184,7 +184,7 @@ def _monotone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
     return [(math.exp(s / n), math.exp(r / n)) for s, r, n in blocks]
 
 
-class _ProductLaw:
+class _ProductTimes:
     """Seconds of a product by its sides, through the points of a figure."""
 
     def __init__(self, figure: Figure, peak: float) -> None:
@@ -204,7 +204,7 @@ class _ProductLaw:
         return 2.0 * m * n * k * self._line.inverse(size_of(m, n, k)) * math.exp(off)
 
 
-_product_law = functools.cache(_ProductLaw)
+_product_times = functools.cache(_ProductTimes)
 
 
 @functools.cache

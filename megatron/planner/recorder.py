@@ -24,19 +24,28 @@ from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.engine.gradients import Terms, to_sink
 from megatron.engine.optimizer import build_optimizer, unique_parameters
+from megatron.kernels.cost import Attention, Computation, Memory, Product, Scope, followed
 from megatron.kernels.operators import WORK
-from megatron.kernels.work import Attention, Computation, Memory, Product, Scope, followed
 from megatron.model.gpt import GPTChunk, hidden_state, layer_context
-from megatron.parallel.gradient_accumulator import GradientSink
-from megatron.parallel.layout import Layout, Sizes
+from megatron.parallel.gradient_accumulator import GradientAccumulator
+from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.parallel.sharding import Sharding, sharding_of
-from megatron.parallel.topology import Group, Shards, Topology
-from megatron.planner.events import Again, Message, Part, Pass, Post, Step, Sum, Wait
+from megatron.parallel.topology import Group, ShardGroups, Topology
+from megatron.planner.events import (
+    GroupMessage,
+    Pass,
+    PassEvent,
+    Post,
+    Recomputed,
+    Sum,
+    TracedModule,
+    Wait,
+)
 from megatron.planner.tensors import (
     Arguments,
-    Follower,
     Keywords,
     Operator,
+    OperatorRecorder,
     Work,
     group_of,
     tensors_of,
@@ -77,7 +86,7 @@ Calls = tuple[Computation, list[Call]]
 """Computation with its operators."""
 
 
-class _Recorder(Follower):
+class _Recorder(OperatorRecorder):
     """Record a pass. calls: a list that also collects the operators of each computation."""
 
     def __init__(self) -> None:
@@ -85,7 +94,7 @@ class _Recorder(Follower):
         self.names: dict[torch.nn.Module, str] = {}
         self.calls: list[Calls] | None = None
         self.last: Pass
-        self._steps: list[Step] | None = None
+        self._steps: list[PassEvent] | None = None
         self._labels: list[str] = []
         self._label = ""
         self._modules = [""]  # those that run, in the module outside of all
@@ -109,13 +118,13 @@ class _Recorder(Follower):
         """Reset numbers, so that each recording is numbered alike."""
         self.number = self._sent = 0
 
-    def note(self, step: Step, *_: object) -> None:
+    def note(self, step: PassEvent, *_: object) -> None:
         """Record a step."""
         if self._steps is not None:
             self._steps.append(step)
             self._labels.append(self._label)
 
-    taken = given = note
+    allocated = freed = note
 
     # -- modules -----------------------------------------------------------------------------------
 
@@ -159,7 +168,7 @@ class _Recorder(Follower):
             self._counted -= 1
 
     def _computed(self, work: Computation) -> None:
-        self.note(Again(work) if self._recomputed else work)
+        self.note(Recomputed(work) if self._recomputed else work)
         if self.calls is not None:
             self.calls.append((work, []))
 
@@ -192,7 +201,7 @@ class _Recorder(Follower):
         group = group_of(args).kind
         if (kind, group) == ("all_to_all", "context"):
             group = "heads"
-        self.note(Post(Message(kind, size, group), self._sent))
+        self.note(Post(GroupMessage(kind, size, group), self._sent))
 
     def arrived(self, work: Work) -> None:
         if work.number:
@@ -316,10 +325,10 @@ class _Piece:
             total = torch.empty(p.shape, dtype=sums, device=topology.device)
             direct = config.kernels.gradient_accumulation_fusion
             added = functools.partial(recorder.note, Sum(place, True))
-            sink = GradientSink(p, total, added, direct)
-            sink.before_use = functools.partial(recorder.note, Sum(place, False))
-            sink.fresh = False  # most micro-batches are not the first of their step
-            p.gradient_sink = sink  # type: ignore[attr-defined]
+            accumulator = GradientAccumulator(p, total, added, direct)
+            accumulator.before_use = functools.partial(recorder.note, Sum(place, False))
+            accumulator.fresh = False  # most micro-batches are not the first of their step
+            p.gradient_accumulator = accumulator  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(to_sink)
         recorder.names = {module: name for name, module in self.chunk.named_modules()}
         if last:
@@ -390,7 +399,7 @@ def _topology(config: Config, device: str) -> Topology:
     parallel = config.parallel
     layout = Layout.for_world(
         parallel.tensor_model_parallel_size * parallel.gradient_ranks,
-        Sizes(
+        LayoutSizes(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             context_parallel_size=parallel.context_parallel_size,
             expert_model_parallel_size=parallel.expert_model_parallel_size,
@@ -400,7 +409,7 @@ def _topology(config: Config, device: str) -> Topology:
     alone = Group((0,), 0)
     kinds = "tensor", "context", "expert", "expert_between", "expert_within"
     groups = {kind: _group(kind, layout.lines[kind].size) for kind in kinds}
-    shards = Shards.undivided(alone)
+    shards = ShardGroups.undivided(alone)
     return Topology(
         layout=layout,
         rank=0,
@@ -457,7 +466,7 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
         yield piece
 
 
-def record(config: Config, device: str, kind: str) -> Part:
+def record(config: Config, device: str, kind: str) -> TracedModule:
     """Run one part of the model, "embedding", "layer" or "head"."""
     with _followed(config, device, kind) as piece:
         before = piece.recorder.held()
@@ -466,7 +475,9 @@ def record(config: Config, device: str, kind: str) -> Part:
         forward, root = piece.forward()
         backward = piece.backward(root)
         inputs, weights = piece.split(piece.forward()[1])
-        return Part(piece.parameters(), piece.hands_on, tables, forward, backward, inputs, weights)
+        return TracedModule(
+            piece.parameters(), piece.hands_on, tables, forward, backward, inputs, weights
+        )
 
 
 def record_update(

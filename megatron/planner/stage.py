@@ -17,13 +17,13 @@ from megatron.config.parallel import RecomputeConfig
 from megatron.engine.buckets import BucketPlan, BucketRule, bucket_rule
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.engine.zero_plan import (
-    AGAIN,
     BACKWARD,
-    Call,
-    Instruction,
+    RECOMPUTE,
+    BucketInstruction,
+    ModuleCall,
+    ModulePass,
     Reductions,
-    Sizes,
-    Step,
+    ShardSizes,
     Zero,
     ZeroPlan,
     zero_of,
@@ -33,16 +33,16 @@ from megatron.model.stages import assign_layers, recomputed_groups
 from megatron.parallel.sharding import Sharding
 from megatron.pipeline.schedule import splits_backward
 from megatron.planner.events import (
-    Message,
-    Part,
+    GroupMessage,
     Pass,
     Trace,
+    TracedModule,
 )
 from megatron.planner.trace import kinds_of_layers
 from megatron.planner.zero import messages_of
 
 
-class Stage(NamedTuple):
+class StageWork(NamedTuple):
     """Work of a global stage.
 
     recomputed layers of each group that is recomputed whole (model.stages.recomputed_groups)
@@ -62,7 +62,7 @@ class Stage(NamedTuple):
         return self.kinds or (0,) * self.layers
 
 
-def stages_of(config: Config) -> tuple[Stage, ...]:
+def stages_of(config: Config) -> tuple[StageWork, ...]:
     """List the global stages of a configuration."""
     parallel = config.parallel
     size = parallel.pipeline_model_parallel_size
@@ -88,10 +88,10 @@ def _stages(
     recompute: RecomputeConfig,
     split: bool,
     kinds: tuple[int, ...],
-) -> tuple[Stage, ...]:
+) -> tuple[StageWork, ...]:
     parts = assign_layers(layers, stages, layout)
     return tuple(
-        Stage(
+        StageWork(
             len(part),
             i == 0,
             i == stages - 1,
@@ -103,7 +103,7 @@ def _stages(
     )
 
 
-def parts_of(traced: Trace, stage: Stage) -> list[Part]:
+def parts_of(traced: Trace, stage: StageWork) -> list[TracedModule]:
     """List a stage's parts in the order of a forward pass."""
     layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
     return [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
@@ -111,7 +111,7 @@ def parts_of(traced: Trace, stage: Stage) -> list[Part]:
 
 ALONE = Zero(
     stage=0,
-    sizes=Sizes(1, 1, 1),
+    sizes=ShardSizes(1, 1, 1),
     experts=1,
     ahead=False,
     early=False,
@@ -140,7 +140,7 @@ def plan_of_rank(config: Config, traced: Trace, rank: int) -> PlannedRank:
 
 def planned(
     traced: Trace,
-    stages: tuple[tuple[int, Stage], ...],
+    stages: tuple[tuple[int, StageWork], ...],
     zero: Zero,
     rule: BucketRule,
     sweeps: tuple[tuple[str, ...], ...] = ((),),
@@ -152,7 +152,7 @@ def planned(
 @functools.lru_cache(maxsize=1 << 12)
 def _planned(
     weights: _Weights,
-    stages: tuple[tuple[int, Stage], ...],
+    stages: tuple[tuple[int, StageWork], ...],
     zero: Zero,
     rule: BucketRule,
     sweeps: tuple[tuple[str, ...], ...],
@@ -186,7 +186,7 @@ def _weights_of(traced: Trace) -> _Weights:
 
 @functools.lru_cache(maxsize=1 << 12)
 def _divided(
-    weights: _Weights, stages: tuple[tuple[int, Stage], ...], zero_stage: int, rule: BucketRule
+    weights: _Weights, stages: tuple[tuple[int, StageWork], ...], zero_stage: int, rule: BucketRule
 ) -> ZeroPlan:
     records, calls = _called(weights, stages)
     return zero_plan(ALONE._replace(stage=zero_stage), rule, records, calls, {})
@@ -194,8 +194,8 @@ def _divided(
 
 @functools.lru_cache(maxsize=1 << 12)
 def _called(
-    weights: _Weights, stages: tuple[tuple[int, Stage], ...]
-) -> tuple[tuple[Sharding, ...], dict[int, list[Call]]]:
+    weights: _Weights, stages: tuple[tuple[int, StageWork], ...]
+) -> tuple[tuple[Sharding, ...], dict[int, list[ModuleCall]]]:
     """Return a rank's parameters, in the order of their first use, and the calls that use them."""
     records = list[Sharding]()
     tied: list[int] = []
@@ -210,22 +210,22 @@ def _called(
                 tied.append(len(records) - 1)
             yield len(records) - 1
 
-    calls: dict[int, list[Call]] = {}
+    calls: dict[int, list[ModuleCall]] = {}
     for number, stage in stages:
         calls[number] = of_stage = []
         tables = itertools.groupby(weights.embedding, lambda p: p.name.rpartition(".")[0])
         for _, group in tables if stage.first else ():
             some = tuple(group)
             is_table = all(record.kind == "embedding" for record in some)
-            of_stage.append(Call(tuple(numbers(some)), table=is_table))
+            of_stage.append(ModuleCall(tuple(numbers(some)), table=is_table))
         for kind in stage.layer_kinds:
-            of_stage.append(Call(tuple(numbers(weights.kinds[kind])), layer=True))
+            of_stage.append(ModuleCall(tuple(numbers(weights.kinds[kind])), layer=True))
         if stage.last:
-            of_stage.append(Call(tuple(numbers(weights.head)), outlives=True))
+            of_stage.append(ModuleCall(tuple(numbers(weights.head)), outlives=True))
     return tuple(records), calls
 
 
-def plan_in_passes(config: Config, traced: Trace, stage: Stage) -> ZeroPlan | None:
+def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan | None:
     """Return what ZeRO does in the passes of a stage, as number 0; None where that is nothing."""
     zero = zero_of(config)
     if not zero.divides_gradients:
@@ -245,22 +245,22 @@ def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPl
 
 @functools.lru_cache(maxsize=1 << 12)
 def _elements(
-    weights: _Weights, stages: tuple[Stage, ...], rule: BucketRule
+    weights: _Weights, stages: tuple[StageWork, ...], rule: BucketRule
 ) -> tuple[BucketPlan, ...]:
     plain = (stage._replace(recomputed=(), split=False) for stage in stages)
     records, _ = _called(weights, tuple(enumerate(plain)))
     return tuple(rule.plan(records, [record.kind == "vector" for record in records]))
 
 
-class Run(NamedTuple):
+class RepeatedPass(NamedTuple):
     """Pass that a stage runs `times` times in a row; `again`: all of it is recomputation."""
 
     times: int
     of: Pass
-    again: bool = False
+    recompute: bool = False
 
 
-def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
+def stage_passes(trace: Trace, stage: StageWork) -> dict[str, list[RepeatedPass]]:
     """List a stage's runs for one micro-batch: "forward", "backward" and "weight".
 
     If the backward pass is split, "backward" is its first half and "weight" its second. Runs are in
@@ -274,38 +274,40 @@ def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
     kinds = list(_kinds(trace, stage))
     found = {
         "forward": [
-            Run(first, trace.embedding.forward),
-            *(Run(count, layer.forward) for layer, _, count, _, _ in kinds),
-            Run(last, trace.head.forward),
+            RepeatedPass(first, trace.embedding.forward),
+            *(RepeatedPass(count, layer.forward) for layer, _, count, _, _ in kinds),
+            RepeatedPass(last, trace.head.forward),
         ]
     }
     for name, half in _halves(stage).items():
-        found[name] = [Run(last, getattr(trace.head, half))]
-        for layer, again, count, recomputed, alone in kinds:
+        found[name] = [RepeatedPass(last, getattr(trace.head, half))]
+        for layer, recompute, count, recomputed, alone in kinds:
             inside = recomputed - alone if name == "backward" else 0
             found[name] += [
-                Run(inside, layer.forward, again=True),
-                Run(alone, getattr(again, half)),
-                Run(count - alone, getattr(layer, half)),
+                RepeatedPass(inside, layer.forward, recompute=True),
+                RepeatedPass(alone, getattr(recompute, half)),
+                RepeatedPass(count - alone, getattr(layer, half)),
             ]
-        found[name].append(Run(first, getattr(trace.embedding, half)))
+        found[name].append(RepeatedPass(first, getattr(trace.embedding, half)))
     return {
         name: [run for run in found.get(name, []) if run.times]
         for name in ("forward", "backward", "weight")
     }
 
 
-def halves_of(stage: Stage) -> tuple[str, ...]:
+def halves_of(stage: StageWork) -> tuple[str, ...]:
     """Return the names of a backward pass, or of its two halves, in events.Part."""
     return tuple(_halves(stage).values())
 
 
-def _halves(stage: Stage) -> dict[str, str]:
+def _halves(stage: StageWork) -> dict[str, str]:
     """Return the names of a backward pass, or of its halves, and of their passes in events.Part."""
     return {"backward": "inputs", "weight": "weights"} if stage.split else {"backward": "backward"}
 
 
-def _kinds(trace: Trace, stage: Stage) -> Iterator[tuple[Part, Part, int, int, int]]:
+def _kinds(
+    trace: Trace, stage: StageWork
+) -> Iterator[tuple[TracedModule, TracedModule, int, int, int]]:
     """Yield each kind of a stage's layers.
 
     (layer, layer with recomputation, how many, how many of them are recomputed, how many of these
@@ -322,19 +324,21 @@ def _kinds(trace: Trace, stage: Stage) -> Iterator[tuple[Part, Part, int, int, i
         yield *trace.layer_of(kind), stage.layer_kinds.count(kind), recomputed, alone
 
 
-def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dict[str, float]:
+def stage_flops(
+    trace: Trace, stage: StageWork, *, recompute: bool | None = None
+) -> dict[str, float]:
     """Count the FLOPs of one tensor rank for one micro-batch, by pass; `again` as in Pass.flops."""
     return {
         name: sum(
-            run.times * run.of.flops(again=None if run.again else again)
+            run.times * run.of.flops(recompute=None if run.recompute else recompute)
             for run in runs
-            if again is not False or not run.again
+            if recompute is not False or not run.recompute
         )
         for name, runs in stage_passes(trace, stage).items()
     }
 
 
-def parameters_of(trace: Trace, stage: Stage) -> int:
+def parameters_of(trace: Trace, stage: StageWork) -> int:
     """Count parameters of one tensor rank of a stage, including the last one's tied embedding."""
     return sum(bucket.elements for bucket in _elements(_weights_of(trace), (stage,), BucketRule()))
 
@@ -346,14 +350,14 @@ def tied_elements(config: Config, trace: Trace) -> float:
     return sum(p.elements for p in trace.head.parameters if p.tied) / zero_of(config).sizes.states
 
 
-def first_layer(stage: Stage, plan: ZeroPlan) -> int:
+def first_layer(stage: StageWork, plan: ZeroPlan) -> int:
     """Return the number of the first layer's call; the plan has the stage as number 0."""
     return len(plan.calls[0]) - stage.layers - stage.last
 
 
 def computed(
-    trace: Trace, stage: Stage, plan: ZeroPlan, step: Step, half: str
-) -> tuple[Part | None, str]:
+    trace: Trace, stage: StageWork, plan: ZeroPlan, step: ModulePass, half: str
+) -> tuple[TracedModule | None, str]:
     """Return what a step of the plan computes: a part, and the name of its pass (events.Part).
 
     plan  has the stage as number 0
@@ -368,14 +372,14 @@ def computed(
         return (trace.embedding if layer == -1 else None), name
     if layer >= stage.layers:
         return trace.head, name
-    plain, again = trace.layer_of(stage.layer_kinds[layer])
+    plain, recompute = trace.layer_of(stage.layer_kinds[layer])
     ends_group = step.call in plan.groups[0]
-    if step.kind == AGAIN and (ends_group or half == "weights"):
+    if step.kind == RECOMPUTE and (ends_group or half == "weights"):
         return None, name
-    return (again if step.kind == BACKWARD and ends_group else plain), name
+    return (recompute if step.kind == BACKWARD and ends_group else plain), name
 
 
-Sends = tuple[tuple[Instruction, tuple[Message, ...]], ...]
+Sends = tuple[tuple[BucketInstruction, tuple[GroupMessage, ...]], ...]
 """Instructions with their messages."""
 
 
@@ -397,10 +401,10 @@ class ZeroStep(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def zero_steps(trace: Trace, stage: Stage, plan: ZeroPlan) -> tuple[ZeroStep, ...]:
+def zero_steps(trace: Trace, stage: StageWork, plan: ZeroPlan) -> tuple[ZeroStep, ...]:
     """List the steps of a micro-batch's passes in the middle of a step of training."""
 
-    def sends(instructions: Iterable[Instruction]) -> Sends:
+    def sends(instructions: Iterable[BucketInstruction]) -> Sends:
         return tuple((one, tuple(messages_of(plan, [one]))) for one in instructions)
 
     halves = _halves(stage)
@@ -421,8 +425,8 @@ def zero_steps(trace: Trace, stage: Stage, plan: ZeroPlan) -> tuple[ZeroStep, ..
 
 
 def messages_in_passes(
-    trace: Trace, stage: Stage, plan: ZeroPlan, name: str | None = None
-) -> list[Message]:
+    trace: Trace, stage: StageWork, plan: ZeroPlan, name: str | None = None
+) -> list[GroupMessage]:
     """List the messages of ZeRO in a micro-batch's passes, or in one of them."""
     return [
         message

@@ -25,12 +25,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.kernels.cost import Product, counts_as
 from megatron.kernels.host_copy import HostCopy
-from megatron.kernels.work import Product, counts_as
 from megatron.layers import experts, ring
 from megatron.parallel import gradient_accumulator
 from megatron.parallel.topology import Group
-from megatron.planner.events import Give, Take
+from megatron.planner.events import Alloc, Free
 
 _aten = torch.ops.aten
 _RESIZE = torch.UntypedStorage.resize_
@@ -40,7 +40,7 @@ Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
 
-class Follower(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Run operators on tensors without data, and observe their memory and messages.
 
     category    of memory that is allocated from now on; outside of forward passes, rows of
@@ -110,7 +110,7 @@ class Follower(TorchDispatchMode):
                 rows = tensor.dim() >= 2 and tensor.shape[-1] == self.vocabulary
                 if rows and category != "activations":
                     category = "logits"
-                self.taken(Take(storage.nbytes(), self.number, category), tensor)
+                self.allocated(Alloc(storage.nbytes(), self.number, category), tensor)
 
     def follows(self, tensor: Tensor) -> bool:
         """Return whether the memory of such a tensor is recorded."""
@@ -128,12 +128,12 @@ class Follower(TorchDispatchMode):
 
     def _forget(self, key: int, number: int, _: object) -> None:
         del self._seen[key]
-        self.given(Give(number))
+        self.freed(Free(number))
 
-    def taken(self, step: Take, tensor: Tensor, /) -> None:
+    def allocated(self, step: Alloc, tensor: Tensor, /) -> None:
         """Handle a storage's allocation by the operator that returned this tensor."""
 
-    def given(self, step: Give) -> None:
+    def freed(self, step: Free) -> None:
         """Handle a storage's release; storages that do not count have numbers, too."""
 
     def resized(self, number: int, has_memory: bool) -> None:
@@ -159,7 +159,7 @@ class Follower(TorchDispatchMode):
 class Work(dist.Work):
     """Handle of a message that arrives when it is waited for. number: used by the follower."""
 
-    def __init__(self, tensors: list[Tensor], follower: Follower) -> None:
+    def __init__(self, tensors: list[Tensor], follower: OperatorRecorder) -> None:
         super().__init__()
         self.tensors = tensors
         self.number = 0
@@ -241,7 +241,7 @@ def _add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, _: float) -> None:
 _BLOCKS = ring.Ring.blocks
 
 
-def _first_block(self: ring.Ring, step: int, q: Tensor) -> Iterator[ring.Block]:
+def _first_block(self: ring.Ring, step: int, q: Tensor) -> Iterator[ring.RingBlock]:
     """Return one of the thousands of blocks of a step, whose work is declared as a whole."""
     return itertools.islice(_BLOCKS(self, step, q), 1)
 
@@ -310,7 +310,7 @@ def _apply(
 
 
 @contextlib.contextmanager
-def without_data(device: str, follower: Follower) -> Iterator[None]:
+def without_data(device: str, follower: OperatorRecorder) -> Iterator[None]:
     """Create tensors on `device` ("cpu"; "meta" for a GPU) without data; `follower` runs them."""
     sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
     replaced: list[tuple[object, str, object]] = [

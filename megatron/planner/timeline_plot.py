@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron import drawing
-from megatron.pipeline.clock import PipelineRun, Span, Timeline, timeline
+from megatron.pipeline.clock import PipelineRun, ScheduleTimeline, Span, timeline
 from megatron.pipeline.orders import Op
 
 _KINDS = {
@@ -38,7 +38,9 @@ def plot_timeline(run: PipelineRun, path: Path) -> None:
     draw_timeline(timeline(run), pipeline.size, pipeline.chunks, path, title=title)
 
 
-def draw_timeline(lanes: Timeline, size: int, chunks: int, path: Path, *, title: str) -> None:
+def draw_timeline(
+    lanes: ScheduleTimeline, size: int, chunks: int, path: Path, *, title: str
+) -> None:
     """Draw passes of `size` ranks with `chunks` chunks each; later chunks are lighter."""
     pyplot = drawing.pyplot(instead="do without the plot")
     windows = _windows(lanes)
@@ -86,7 +88,7 @@ def draw_timeline(lanes: Timeline, size: int, chunks: int, path: Path, *, title:
     drawing.save(figure, path, dpi=110, choose="another file for the timeline")
 
 
-def _windows(lanes: Timeline) -> Sequence[tuple[float, float]]:
+def _windows(lanes: ScheduleTimeline) -> Sequence[tuple[float, float]]:
     """Return the whole step, or its beginning and its end."""
     end = lanes.makespan
     part = end * _PASSES_AT_ONCE / 2 / max(map(len, lanes.ranks))

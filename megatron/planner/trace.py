@@ -28,7 +28,7 @@ from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
 from megatron.errors import ConfigError
 from megatron.parallel.sharding import Sharding
-from megatron.planner.events import Message, Part, Pass, Step, Trace
+from megatron.planner.events import GroupMessage, Pass, PassEvent, Trace, TracedModule
 
 FOLDER = "MEGATRON_TRACE_CACHE"
 
@@ -106,7 +106,9 @@ def kinds_of_layers(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[in
     return tuple(kinds), tuple(map(kinds.index, found))
 
 
-def _layers(config: Config, device: str, kind: LayerKind) -> tuple[Part, Part | None]:
+def _layers(
+    config: Config, device: str, kind: LayerKind
+) -> tuple[TracedModule, TracedModule | None]:
     """Trace a layer of a kind, and the same with full recomputation if that is on."""
     model = dataclasses.replace(
         config.model,
@@ -173,17 +175,17 @@ def that_counts(config: Config, kind: str) -> Config:
     pieces = Pieces(
         layer=config.pieces.layer if kind == "layer" else None, model=config.pieces.model
     )
-    return Config(**sections, given={}, origins={}, pieces=pieces)
+    return Config(**sections, explicit={}, origins={}, pieces=pieces)
 
 
 class NeedsTorch(ConfigError, ImportError):
     """torch is not installed, as on a login node."""
 
 
-_parts: dict[tuple[str, Pieces], Part] = {}
+_parts: dict[tuple[str, Pieces], TracedModule] = {}
 
 
-def _part(config: Config, kind: str, device: str) -> Part:
+def _part(config: Config, kind: str, device: str) -> TracedModule:
     config = that_counts(config, kind)
     key = repr((kind, device, _counted()(config)))
     found = _parts.get((key, config.pieces))
@@ -195,7 +197,7 @@ def _part(config: Config, kind: str, device: str) -> Part:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             if path is not None:
                 found = _made(json.loads(path.read_text()))
-        if not isinstance(found, Part):
+        if not isinstance(found, TracedModule):
             from megatron.planner.recorder import record
 
             found = record(config, device, kind)
@@ -231,9 +233,9 @@ def _folder(device: str) -> Path | None:
     if device == "cpu":  # operators depend on this machine
         import torch
 
-        from megatron.kernels import library, measured
+        from megatron.kernels import library, measured_times
 
-        depends += f" {library.find('cpu').line} {torch.get_num_threads()} {measured.find()}"
+        depends += f" {library.find('cpu').line} {torch.get_num_threads()} {measured_times.find()}"
     digest = hashlib.sha256(depends.encode())
     for source in _SOURCES:
         path = _PACKAGE / source
@@ -248,13 +250,14 @@ def _folder(device: str) -> Path | None:
 
 
 _TYPES: dict[str, Any] = {
-    kind.__name__: kind for kind in (Part, Pass, Sharding, Message, *get_args(Step))
+    kind.__name__: kind
+    for kind in (TracedModule, Pass, Sharding, GroupMessage, *get_args(PassEvent))
 }
 
 
 def _plain(value: Any) -> Any:
     """Convert a value to JSON: objects and tuples as lists of type name and contents."""
-    if isinstance(value, Part | Pass | Sharding):
+    if isinstance(value, TracedModule | Pass | Sharding):
         return [type(value).__name__, *map(_plain, vars(value).values())]
     if isinstance(value, tuple):
         return [type(value).__name__, *map(_plain, value)]

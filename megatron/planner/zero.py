@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-from megatron.engine.zero_plan import Instruction, Op, Reductions, ZeroPlan
-from megatron.planner.events import Message
+from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, ZeroPlan
+from megatron.planner.events import GroupMessage
 
 
-def messages_of(plan: ZeroPlan, instructions: Iterable[Instruction]) -> list[Message]:
+def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> list[GroupMessage]:
     """List the collectives of instructions, padding included."""
-    zero, found = plan.zero, list[Message]()
+    zero, found = plan.zero, list[GroupMessage]()
     for op, number, _ in instructions:
         bucket = plan.buckets[number]
         sizes = zero.sizes_of(bucket.kind.experts)
@@ -27,15 +27,15 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[Instruction]) -> list[Mes
             size = each * bucket.padded(sizes.states) / hop.divided
             # a group of all ranks of the line is the line's
             group = line if ranks[hop.ranks] == sizes.line else f"{line}.{hop.ranks}"
-            found.append(Message(hop.kind, size, group))
+            found.append(GroupMessage(hop.kind, size, group))
     return found
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def messages_at_end(plan: ZeroPlan) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def messages_at_end(plan: ZeroPlan) -> tuple[tuple[GroupMessage, ...], tuple[GroupMessage, ...]]:
     """Return the messages outside of passes, or in the last one, that sum gradients; and those that
     gather new weights."""
     end = list(plan.end(Reductions(plan)))
-    returns = [one for one in end if one.op is Op.RETURN]
-    sums = [one for one in end if one.op is not Op.RETURN]
+    returns = [one for one in end if one.op is BucketOp.RETURN]
+    sums = [one for one in end if one.op is not BucketOp.RETURN]
     return tuple(messages_of(plan, sums)), tuple(messages_of(plan, returns))

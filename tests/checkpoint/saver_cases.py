@@ -21,7 +21,7 @@ from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.load import load
 from megatron.checkpoint.save import Saver
-from megatron.checkpoint.tensors import Shards
+from megatron.checkpoint.tensors import LocalShards
 from megatron.checkpoint.writer import write_tensors
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
@@ -367,7 +367,7 @@ def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tu
     """Return the bytes by which a save grows a process's resident memory, and its state's."""
     state = torch.ones(megabytes << 18)
     rows = state.view(4, -1)
-    tensors = {f"w{i}": Shards((rows.shape[1],), {(0,): rows[i]}) for i in range(4)}
+    tensors = {f"w{i}": LocalShards((rows.shape[1],), {(0,): rows[i]}) for i in range(4)}
     engine = mock.Mock(scalars=dict)
     saver = Saver(root, Topology.create(), toy.config())
     with mock.patch.object(save_module, "tensors_to_save", lambda *_: tensors):

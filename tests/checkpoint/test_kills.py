@@ -19,7 +19,7 @@ import torch
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.checkpoint.save import Saver
-from megatron.checkpoint.tensors import Shards
+from megatron.checkpoint.tensors import LocalShards
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from megatron_inspection.checkpoint import contents, read_whole, verify, verify_tracker
@@ -61,7 +61,7 @@ def _one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         save_module,
         "tensors_to_save",
-        lambda engine, *_: {"master.w": Shards((3,), {(0,): torch.full((3,), engine.value)})},
+        lambda engine, *_: {"master.w": LocalShards((3,), {(0,): torch.full((3,), engine.value)})},
     )
 
 

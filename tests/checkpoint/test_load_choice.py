@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.files import digest, write_manifest, write_text
-from megatron.checkpoint.find import Found, find, find_folder, open_checkpoint, required
+from megatron.checkpoint.find import CheckpointChoice, find, find_folder, open_checkpoint, required
 from megatron.checkpoint.settings import check_architecture, plain
 from megatron.config import Config
 from megatron.errors import CheckpointError
@@ -53,7 +53,7 @@ def test_the_tracker_names_it(tmp_path: Path) -> None:
     checkpoint(tmp_path, 100)
     expected = checkpoint(tmp_path, 200)
     track(tmp_path, "200\n")
-    assert find(tmp_path) == Found(expected)
+    assert find(tmp_path) == CheckpointChoice(expected)
     assert open_checkpoint(expected).iteration == 200
 
 
@@ -93,9 +93,9 @@ def test_one_that_was_about_to_be_replaced_is_as_good(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, 200)
     track(tmp_path, "200\n")
     old = folder.rename(f"{folder}.old")
-    assert find(tmp_path) == Found(old)
+    assert find(tmp_path) == CheckpointChoice(old)
     new = checkpoint(tmp_path, 200)  # killed after them
-    assert find(tmp_path) == Found(new)
+    assert find(tmp_path) == CheckpointChoice(new)
 
 
 def test_a_tracker_leaves_newer_ones_aside(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_broken_ones_are_named_and_passed_over(tmp_path: Path) -> None:
     broken = {400: "state.json", 300: "config.json", 200: "manifest.json"}
     for rejected, (iteration, name) in zip(found.rejected, broken.items(), strict=True):
         assert rejected.folder.name == f"iter_0000{iteration}" and name in rejected.reason
-    assert find(tmp_path, before=100) == Found(tmp_path / "iter_0000050")
+    assert find(tmp_path, before=100) == CheckpointChoice(tmp_path / "iter_0000050")
 
 
 def test_the_folder_that_the_tracker_names_is_missed(tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def test_nothing_there_is_no_error_yet(tmp_path: Path, names: tuple[str, ...]) -
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").write_text("{}")
-    assert find(tmp_path) == Found()
-    assert find(tmp_path / "absent") == Found()
+    assert find(tmp_path) == CheckpointChoice()
+    assert find(tmp_path / "absent") == CheckpointChoice()
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         required(tmp_path, find(tmp_path))
 

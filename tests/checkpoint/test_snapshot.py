@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from megatron.checkpoint.tensors import Shards, Snapshot, snapshot_bytes
+from megatron.checkpoint.tensors import LocalShards, Snapshot, snapshot_bytes
 
 
 class Driver:
@@ -30,14 +30,14 @@ class Driver:
         return 0
 
 
-def state(*sizes: int) -> dict[str, Shards]:
+def state(*sizes: int) -> dict[str, LocalShards]:
     return {
-        str(i): Shards((n,), {(0,): torch.arange(n, dtype=torch.float32) + i})
+        str(i): LocalShards((n,), {(0,): torch.arange(n, dtype=torch.float32) + i})
         for i, n in enumerate(sizes)
     }
 
 
-def values(tensors: dict[str, Shards]) -> list[list[float]]:
+def values(tensors: dict[str, LocalShards]) -> list[list[float]]:
     return [view.tolist() for shards in tensors.values() for view in shards.pieces.values()]
 
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from megatron.checkpoint.together import decided_by_first
+from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Group, Topology
 

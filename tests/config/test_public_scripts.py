@@ -77,8 +77,8 @@ def check_values(script: dict[str, Any], config: Config) -> None:
     last = {flag: words for flag, *words in (part.split() for part in re.split(r"\s(?=--)", line))}
     for flag, words in last.items():
         setting = flag.removeprefix("--").replace("-", "_")
-        if words and setting in config.given:
-            found = config.given[setting]
+        if words and setting in config.explicit:
+            found = config.explicit[setting]
             values = found if isinstance(found, tuple) else (found,)
             assert len(values) == len(words) and all(map(_same, values, words)), (
                 script["follows"],

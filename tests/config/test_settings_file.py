@@ -172,13 +172,13 @@ def test_each_setting_is_of_the_run_or_of_one_start(tmp_path: Path) -> None:
         )
         for section in set(map(section_of, values))
     }
-    given = {"given": values, "origins": {**plain.origins, **dict.fromkeys(values, "argument")}}
+    given = {"explicit": values, "origins": {**plain.origins, **dict.fromkeys(values, "argument")}}
     new = render_settings(dataclasses.replace(plain, **sections, **given))
     lines = "".join(f"{name} = {written(value)}\n" for name, value in values.items())
     older = f"{new.splitlines()[0]}\n[model]\n{lines}"
     for text, of_a_run in ((new, True), (older, True), (lines, False)):
         settings = read_settings(["--config", stored(tmp_path, text), "--trust-config"])
-        left_out = values.keys() - settings.given.keys() - settings.bad
+        left_out = values.keys() - settings.explicit.keys() - settings.bad
         assert left_out == (set(OF_ONE_START) if of_a_run else set())
         (said,) = [n for n in settings.notices if "run.toml" in n] if of_a_run else [""]
         assert all(f"{options[name].flag}" in said for name in left_out)
@@ -237,7 +237,7 @@ ALTERNATIVES = [
 def test_a_flag_replaces_its_alternative_in_a_file(tmp_path: Path, line: str, flags: str) -> None:
     path, name = stored(tmp_path, line), line.split()[0]
     settings = read_settings(["--config", path, *flags.split()])
-    assert not settings.problems and name not in settings.given
+    assert not settings.problems and name not in settings.explicit
     (notice,) = settings.notices
     assert all(word in notice for word in (flags, f"{path}:1: {name}"))
 
@@ -258,10 +258,10 @@ def test_another_folder_has_its_own_outputs(tmp_path: Path) -> None:
     run = dict(micro_batch_size=1, train_iters=3, lr=1e-3, vocab_size=9, mock_data=True)
     first = Config.create(**SIZES, **run, **outputs, save="a")
     path = stored(tmp_path, render_settings(first))
-    same = read_settings(["--config", path, "--save", "./a/"]).given
+    same = read_settings(["--config", path, "--save", "./a/"]).explicit
     assert outputs.items() <= same.items()
     other = read_settings(["--config", path, "--save", "b", "--save-hf", "b/hf"])
-    assert {name: other.given[name] for name in outputs if name in other.given} == {
+    assert {name: other.explicit[name] for name in outputs if name in other.explicit} == {
         "save_hf": "b/hf"
     }
     (said,) = [n for n in other.notices if path in n and "a/m.jsonl" in n]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.files import DataConfig
+from megatron.config.io import DataConfig
 from megatron.config.pieces import Pieces
 from megatron.data.datasets import Datasets, Reading, build_datasets, data_prefixes
 from megatron.data.gpt_dataset import BlendedDataset, TokenDataset

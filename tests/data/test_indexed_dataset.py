@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.indexed_dataset import IndexedDataset, Pieces, token_dtype
+from megatron.data.indexed_dataset import IndexedDataset, SequenceSlices, token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import DataError
 from tests.data.struct_format import packed
@@ -89,7 +89,7 @@ def test_bin_truncated_while_open(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[1, 2, 3, 4]]], "<u2")
     indexed = IndexedDataset(tmp_path / "a", mmap=False)
     out = np.zeros(4, np.int64)
-    indexed.gather(Pieces([0], [0], [4]), out)
+    indexed.gather(SequenceSlices([0], [0], [4]), out)
     assert out.tolist() == [1, 2, 3, 4]
     with open(tmp_path / "a.bin", "r+b") as file:
         file.truncate(4)
@@ -97,7 +97,7 @@ def test_bin_truncated_while_open(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         indexed.read(0)
     with pytest.raises(DataError, match=message):
-        indexed.gather(Pieces([0], [0], [4]), out)
+        indexed.gather(SequenceSlices([0], [0], [4]), out)
     assert indexed.read(0, 0, 2).tolist() == [1, 2]
 
 
@@ -128,7 +128,7 @@ def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap
     ]
     out = np.full(len(expected), -1, np.int64)
     columns = np.array(chosen, np.int64).reshape(-1, 3).T
-    indexed.gather(Pieces(columns[0].astype(np.int32), columns[1], columns[2]), out)
+    indexed.gather(SequenceSlices(columns[0].astype(np.int32), columns[1], columns[2]), out)
     assert out.tolist() == expected
 
 
@@ -144,7 +144,7 @@ def test_gather_outside(
     indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
     with pytest.raises(IndexError, match=f"{sequence}"):
         indexed.gather(
-            Pieces([1, sequence], [0, offset], [1, length]),
+            SequenceSlices([1, sequence], [0, offset], [1, length]),
             np.empty(max(1 + length, 0) % 8, np.int64),
         )
 
@@ -154,7 +154,7 @@ def test_gather_refuses_floats(tmp_path: Path) -> None:
         writer.add_document(np.array([0.5], np.float32))
     assert IndexedDataset(tmp_path / "a")[0].tolist() == [0.5]
     with pytest.raises(DataError, match=r"a\.idx.*float32"):
-        IndexedDataset(tmp_path / "a").gather(Pieces([0], [0], [1]), np.empty(1, np.int64))
+        IndexedDataset(tmp_path / "a").gather(SequenceSlices([0], [0], [1]), np.empty(1, np.int64))
 
 
 SIZES_AT, POINTERS_AT = 34, 34 + 4 * 4
@@ -192,10 +192,10 @@ def test_damaged_entries(
             with pytest.raises(DataError, match=message):
                 indexed.read(sequence)
             with pytest.raises(DataError, match=message):
-                indexed.gather(Pieces([sequence], [0], [len(tokens)]), out)
+                indexed.gather(SequenceSlices([sequence], [0], [len(tokens)]), out)
         else:
             assert indexed[sequence].tolist() == tokens
-            indexed.gather(Pieces([sequence], [0], [len(tokens)]), out)
+            indexed.gather(SequenceSlices([sequence], [0], [len(tokens)]), out)
             assert out.tolist() == tokens
 
 
@@ -235,7 +235,7 @@ def test_damage_is_seen_or_harmless(
         assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
         lengths = [len(sequence) for sequence in sequences]
         out = np.empty(sum(lengths), np.int64)
-        indexed.gather(Pieces(range(len(lengths)), [0] * len(lengths), lengths), out)
+        indexed.gather(SequenceSlices(range(len(lengths)), [0] * len(lengths), lengths), out)
         assert out.tolist() == [token for sequence in sequences for token in sequence]
         assert indexed.num_tokens == len(out)
     except DataError as error:
@@ -266,7 +266,7 @@ def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
     assert indexed[2].tolist() == [4, 5, 6] and indexed[4].tolist() == [7, 8]
     assert indexed.read(0, sizes[0] - 2).tolist() == [2, 3]
     out = np.empty(7, np.int64)
-    indexed.gather(Pieces([4, 0, 2, 0], [0, sizes[0] - 2, 1, 0], [2, 2, 2, 1]), out)
+    indexed.gather(SequenceSlices([4, 0, 2, 0], [0, sizes[0] - 2, 1, 0], [2, 2, 2, 1]), out)
     assert out.tolist() == [7, 8, 2, 3, 5, 6, 1]
 
 
@@ -297,7 +297,7 @@ def test_nothing_in_it(tmp_path: Path, mmap: bool) -> None:
         write(tmp_path / "a", documents, "<i4")
         indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
         assert (indexed.num_tokens, indexed.num_documents) == (0, len(documents))
-        indexed.gather(Pieces([], [], []), np.empty(0, np.int64))
+        indexed.gather(SequenceSlices([], [], []), np.empty(0, np.int64))
 
 
 def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

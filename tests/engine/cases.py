@@ -168,7 +168,7 @@ def contribute(
     for p in parameters:
         if p.sharding.name != skip:
             g = (toy.gradient(p, topology, step, micro_batch) * engine.loss_scale).to(p.dtype)
-            p.gradient_sink.add(g)
+            p.gradient_accumulator.add(g)
 
 
 def overlapped(

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.engine.optimizer import create_state, get_step, set_step
 from megatron.engine.optimizer_state import AVERAGE, OptimizerState
+from megatron.kernels.cost import Memory
 from megatron.kernels.ops.optimizer import FusedAdamW
-from megatron.kernels.work import Memory
 from megatron.planner.recorder import _rule
 
 U = 2.0**-24

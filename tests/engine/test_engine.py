@@ -228,7 +228,7 @@ def test_what_a_step_refuses(runs: dict[str, list[Any]]) -> None:
 
 
 def test_gpt_overlapped_is_the_same(runs: dict[str, list[Any]]) -> None:
-    """All weight gradients arrive through hooks and sinks.
+    """All weight gradients arrive through hooks and accumulators.
 
     Some are deferred, of a tied embedding, or from autograd.
     """

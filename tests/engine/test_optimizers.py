@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megatron.config import Config
+from megatron.engine.full_matrices import FullMatrices, work_of
 from megatron.engine.gradients import Bucket
 from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
 from megatron.engine.optimizers import Muon, coefficients, newton_schulz
-from megatron.engine.whole import WholeParameters, work_of
 from megatron.errors import ConfigError
 from megatron.layers.attention_blocked import update_largest
 from megatron.layers.attention_unfused import Scoring
@@ -171,7 +171,7 @@ def gather(rank: int) -> tuple[dict[str, float], bool]:
         seen[name] = work_of(x.shape)
         return 2 * x
 
-    WholeParameters(buckets, topology)(flats, twice)
+    FullMatrices(buckets, topology)(flats, twice)
     return seen, all(torch.equal(x, 2 * y) for x, y in zip(flats, before, strict=True))
 
 

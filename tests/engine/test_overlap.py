@@ -18,7 +18,7 @@ from megatron.engine.gradients import (
 )
 from megatron.engine.optimizer import parameter_groups, unique_parameters
 from megatron.parallel.sharding import Sharding, sharding_of
-from megatron.parallel.topology import Group, Shards, Topology
+from megatron.parallel.topology import Group, ShardGroups, Topology
 from tests.helpers.training import BASE
 
 # -- gathering -------------------------------------------------------------------------------------
@@ -35,9 +35,9 @@ class Late:
         self._bucket.weights.copy_(self._values)
 
 
-def shared_by_two(rank: int) -> Shards:
+def shared_by_two(rank: int) -> ShardGroups:
     line, alone = Group((0, 1), rank), Group((rank,), 0)
-    return Shards(line, alone, line, alone)
+    return ShardGroups(line, alone, line, alone)
 
 
 def buckets_of(parameters: list[torch.nn.Parameter]) -> list[Bucket]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.config.pieces import Pieces
-from megatron.engine.zero_plan import IN_FLIGHT, Op
+from megatron.engine.zero_plan import IN_FLIGHT, BucketOp
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.training import batches, configured
@@ -37,7 +37,7 @@ def train(rank: int, stage: int, again: bool) -> dict[str, Any]:
     def look(*_: Any) -> None:
         for name, of in (
             ("weights", lambda p: p),
-            ("gradients", lambda p: p.gradient_sink._total),
+            ("gradients", lambda p: p.gradient_accumulator._total),
         ):
             count = sum(
                 any(of(p).untyped_storage().nbytes() and p.dim() > 1 for p in layer.parameters())
@@ -102,8 +102,8 @@ def outward(rank: int, stage: int, twice: bool) -> Any:
     begun, found = list[Any](), []
     transfer = gradients.transfer
 
-    def note(bucket: Any, op: Op) -> Any:
-        begun.extend([bucket] * (op is Op.REDUCE_BEYOND))
+    def note(bucket: Any, op: BucketOp) -> Any:
+        begun.extend([bucket] * (op is BucketOp.REDUCE_BEYOND))
         return transfer(bucket, op)
 
     with pytest.MonkeyPatch.context() as patch:

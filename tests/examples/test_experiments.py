@@ -25,15 +25,15 @@ from megatron.jobs import runner as running
 from megatron.jobs.experiment import (
     KINDS,
     Experiment,
+    ExperimentRequest,
     Point,
-    Request,
     bubble_of,
     least_time_s,
     plan,
     priced,
     state_of,
 )
-from megatron.jobs.runner import START_UP_S, Place, Runner
+from megatron.jobs.runner import START_UP_S, LaunchTarget, Runner
 from megatron.planner.cluster import load_cluster
 from megatron.training.run.schedules import BatchSchedule
 from tests.helpers.clock import VirtualClock
@@ -66,8 +66,8 @@ def test_scaling_is_the_papers() -> None:
             ("weak", [(each * r, r, weak * r) for r in replicas]),
             ("strong", [(each * r, r, strong) for r in replicas]),
         ):
-            assert layouts(plan(Request(kind, model))) == expected
-            ours = layouts(plan(Request(kind, model, "frontier")))
+            assert layouts(plan(ExperimentRequest(kind, model))) == expected
+            ours = layouts(plan(ExperimentRequest(kind, model, "frontier")))
             assert [(world, batch) for world, _, batch in ours] == [
                 (world, batch) for world, _, batch in expected
             ]
@@ -82,7 +82,7 @@ def test_sweeps_vary_one_thing() -> None:
         "micro-batch": ("tp", "pp", "dp", "batch"),
     }
     for kind, names in fixed.items():
-        points = plan(Request(kind, "22b"))
+        points = plan(ExperimentRequest(kind, "22b"))
         rows = []
         for point in points:
             assert point.config is not None, point.problem
@@ -105,7 +105,7 @@ def test_sweeps_vary_one_thing() -> None:
 
 
 def test_a_batch_that_does_not_divide_is_refused_not_rounded() -> None:
-    points = plan(Request("strong", "1t", values=(4, 5, 6)))
+    points = plan(ExperimentRequest("strong", "1t", values=(4, 5, 6)))
     assert [p.problem is None for p in points] == [True, False, True]
     assert "8016" in str(points[1].problem)
     lines = show.remarks([priced(p, FRONTIER) for p in points], 384, FRONTIER)
@@ -113,13 +113,13 @@ def test_a_batch_that_does_not_divide_is_refused_not_rounded() -> None:
 
 
 def test_layouts_and_requests_that_make_no_sense() -> None:
-    for point in plan(Request("tp", "22b", values=(5, 32))) + plan(
-        Request("pp", "22b", values=(96, 12))
+    for point in plan(ExperimentRequest("tp", "22b", values=(5, 32))) + plan(
+        ExperimentRequest("pp", "22b", values=(96, 12))
     ):
         assert point.config is None and point.problem
     for request, words in (
-        (Request("weak", "gpt-9000"), "gpt-9000"),
-        (Request("weak", "175b", flags=("--lr", "x")), "--lr"),
+        (ExperimentRequest("weak", "gpt-9000"), "gpt-9000"),
+        (ExperimentRequest("weak", "175b", flags=("--lr", "x")), "--lr"),
     ):
         with pytest.raises(ConfigError, match=words):
             plan(request)
@@ -127,7 +127,9 @@ def test_layouts_and_requests_that_make_no_sense() -> None:
 
 @pytest.mark.parametrize("kind", ["weak", "strong", "batch"])
 def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind: str) -> None:
-    for point in plan(Request(kind, "175b" if kind != "batch" else "22b", warm_up=2, iterations=3)):
+    for point in plan(
+        ExperimentRequest(kind, "175b" if kind != "batch" else "22b", warm_up=2, iterations=3)
+    ):
         assert point.config is not None
         batches, consumed, sizes = BatchSchedule.from_config(point.config), 0, []
         for _ in range(5):
@@ -147,7 +149,7 @@ def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind: s
 
 
 def test_times_are_those_of_the_published_throughput() -> None:
-    (point,) = plan(Request("weak", "175b", values=(2,), iterations=3, warm_up=0))
+    (point,) = plan(ExperimentRequest("weak", "175b", values=(2,), iterations=3, warm_up=0))
     found = priced(point, FRONTIER)
     seconds = paper_flops("175b", 1280) / (128 * 69.2e12)
     bubble = 15 / (640 + 15)
@@ -168,7 +170,7 @@ def test_points_that_outlast_a_small_job_are_named() -> None:
     too_long = {}
     for kind in ("weak", "strong"):
         for model in ("175b", "1t"):
-            points = [priced(p, FRONTIER) for p in plan(Request(kind, model))]
+            points = [priced(p, FRONTIER) for p in plan(ExperimentRequest(kind, model))]
             too_long[kind, model] = [p.nodes for p in points if not p.fits_alone]
     assert too_long == {
         ("weak", "175b"): [],
@@ -180,7 +182,7 @@ def test_points_that_outlast_a_small_job_are_named() -> None:
 
 def _costs_row(kind: str, model: str) -> str:
     """Return a row of EXPERIMENTS.md's table of costs."""
-    points = [priced(p, FRONTIER) for p in plan(Request(kind, model))]
+    points = [priced(p, FRONTIER) for p in plan(ExperimentRequest(kind, model))]
     steps = [p.iteration_s or 0.0 for p in points]
     totals = [(p.nodes, p.total_s or 0.0) for p in points]
     nodes = max(p.nodes for p in points)
@@ -231,7 +233,7 @@ class Runs:
         self,
         root: Path,
         points: Sequence[Point],
-        place: Place = Place("local"),  # noqa: B008
+        place: LaunchTarget = LaunchTarget("local"),  # noqa: B008
         **more: Any,
     ) -> Experiment:
         """Run the points; while no times are known, the largest one goes first."""
@@ -279,7 +281,7 @@ class FakeRun:
 
 
 def tiny(*values: int) -> list[Point]:
-    request = Request("weak", "tiny", values=values, iterations=2, warm_up=1)
+    request = ExperimentRequest("weak", "tiny", values=values, iterations=2, warm_up=1)
     return [Point(f"p{v}", request, v, v, v, ("--flag", str(v))) for v in values]
 
 
@@ -351,7 +353,9 @@ def test_points_share_an_allocation_on_nodes_of_their_own(
 ) -> None:
     hosts, runs = ["n1", "n2", "n3", "n4"], Runs(monkeypatch)
     outcome = runs.run(
-        tmp_path, tiny(1, 2, 3, 5), Place("slurm", tuple(hosts), len(hosts) if side_by_side else 1)
+        tmp_path,
+        tiny(1, 2, 3, 5),
+        LaunchTarget("slurm", tuple(hosts), len(hosts) if side_by_side else 1),
     )
     assert (
         sorted(outcome.finished) == ["p1", "p2", "p3"]
@@ -378,7 +382,7 @@ def test_points_share_an_allocation_on_nodes_of_their_own(
 def test_what_does_not_fit_into_the_time_left_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Place("slurm", ("n1",))
+    place = LaunchTarget("slurm", ("n1",))
     (point,) = tiny(1)
     long = dataclasses.replace(point, iteration_s=1.0, total_s=3600.0)
     outcome = Runs(monkeypatch).run(tmp_path, [long], place, left_s=lambda: 100.0)

@@ -7,7 +7,7 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.layout import DEFAULT_ORDER, Sizes
+from megatron.parallel.layout import DEFAULT_ORDER, LayoutSizes
 from megatron.parallel.topology import Topology
 
 
@@ -24,7 +24,7 @@ def join(
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timeout)
     topology = Topology.create(
-        timeout=timeout, sizes=Sizes(tensor, pipeline, rank_order=order, **sizes)
+        timeout=timeout, sizes=LayoutSizes(tensor, pipeline, rank_order=order, **sizes)
     )
     dist.barrier()  # a rank that ends at once takes the store from those still connecting
     return topology

@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
-from megatron.jobs.check_job import Job, check
+from megatron.jobs.check_job import CheckedJob, check
 from tests.helpers.launching import ROOT
 
 
-def said(job: Job) -> set[tuple[str, str]]:
+def said(job: CheckedJob) -> set[tuple[str, str]]:
     """Return (level, subject) of all errors and warnings."""
     return {(level, about) for level, about, _ in job.findings if level != "note"}
 
 
-def cost(job: Job) -> tuple[float, float]:
+def cost(job: CheckedJob) -> tuple[float, float]:
     """Return days and node-hours."""
     found = re.match(r"([\d.,]+) days and ([\d,]+) node-hours", job.known["it costs"])
     assert found, job.known
     return float(found[1].replace(",", "")), float(found[2].replace(",", ""))
 
 
-def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> Job:
+def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> CheckedJob:
     """Check as `preflight.py check WORDS` does, in `folder` with the settings of a site."""
     known = {
         n: v
@@ -49,7 +49,7 @@ def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> Job:
         os.chdir(before)
 
 
-def accepted(script: Path, folder: Path, *words: str) -> Job:
+def accepted(script: Path, folder: Path, *words: str) -> CheckedJob:
     """Check a script and accept only findings about things missing here.
 
     One example is the room for checkpoints.

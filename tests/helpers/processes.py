@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from megatron.planner.processes import reserve_port
+from megatron.planner.subprocesses import reserve_port
 
 fork_context = multiprocessing.get_context("forkserver")
 fork_context.set_forkserver_preload(["tests.helpers.preload"])

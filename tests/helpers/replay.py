@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.clock import Span, Timeline
+from megatron.pipeline.clock import ScheduleTimeline, Span
 from megatron.pipeline.orders import COMPUTE, SENDS, SENDS_IN_FLIGHT, Instruction, Op
-from megatron.pipeline.schedule import NOMINAL_DURATIONS, Costs, Lists, Times
+from megatron.pipeline.schedule import NOMINAL_DURATIONS, Lists, ScheduleCosts, Times
 
 Durations = Mapping[Op, float] | Callable[[Instruction], float]
 Latency = float | Callable[[Instruction], float]
@@ -303,15 +303,15 @@ def simulate(
     ranks: Sequence[Sequence[Instruction]],
     durations: Durations = NOMINAL_DURATIONS,
     latency: Latency = 0.0,
-) -> Timeline:
+) -> ScheduleTimeline:
     """Run the computations of all ranks on a clock. Results travel by themselves in `latency`."""
     done = replay(actions_of(ranks, durations, latency=latency, posted=False))
-    return Timeline(tuple(tuple(Span(*lane) for lane in lanes) for lanes in done.computed))  # type: ignore[arg-type]
+    return ScheduleTimeline(tuple(tuple(Span(*lane) for lane in lanes) for lanes in done.computed))  # type: ignore[arg-type]
 
 
 def run_lists(
     lists: Lists,
-    costs: Costs,
+    costs: ScheduleCosts,
     *,
     posted: bool = True,
     duplex: bool = True,

@@ -167,7 +167,7 @@ def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
         weights, experts = forward(self, x, call)
         key = self.name, call.dropout.sample
         chosen = experts.numpy().reshape(-1, x.shape[1], experts.shape[1])
-        if (parts := self.context.parts) is not None:  # other ranks know the others
+        if (parts := self.context.context_parallel) is not None:  # other ranks know the others
             length = len(chosen) * parts.size
             whole = np.full((length, *chosen.shape[1:]), _UNKNOWN)
             whole[parts.positions(length, x.device).numpy()] = chosen

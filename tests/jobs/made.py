@@ -13,12 +13,12 @@ import pytest
 from megatron.jobs import result as results
 from megatron.jobs import search as searching
 from megatron.jobs import tune as module
-from megatron.jobs.candidates import Candidate, enumerate_candidates
-from megatron.jobs.processes import Run
+from megatron.jobs.candidate_layouts import Candidate, enumerate_candidates
 from megatron.jobs.result import DONE, Ending, Result
+from megatron.jobs.run_processes import RunProcesses
 from megatron.jobs.runner import Attempt, Job, Watch, write_json
 from megatron.jobs.setup import Setup, make_setup
-from megatron.jobs.tune import Search
+from megatron.jobs.tune import TuningSearch
 from tools import tune
 
 SPACE = """
@@ -91,7 +91,7 @@ class Made:
     def ever(self, nodes: int) -> bool:
         return nodes <= len(self.hosts)
 
-    def run(self, source: Search) -> str:
+    def run(self, source: TuningSearch) -> str:
         while True:
             for entry in list(self._running):
                 job, hosts, begun = entry
@@ -117,14 +117,14 @@ class Made:
             self.hosts = [host for host in self.hosts if (self.turn, host) not in self.die]
 
     def _end(
-        self, source: Search, job: Job, hosts: list[str], begun: int, interrupted: str
+        self, source: TuningSearch, job: Job, hosts: list[str], begun: int, interrupted: str
     ) -> None:
         self.log.append(("lost" if interrupted else "end", int(job.folder.name)))
         found = self.truth({**job.point["values"], "number": int(job.folder.name)})
         why = found if isinstance(found, Ending) and not interrupted else None
         if not interrupted and why is None:
             (job.folder / "figures").write_text(json.dumps(found))
-        run, complete = Run(), not interrupted and why is None
+        run, complete = RunProcesses(), not interrupted and why is None
         run.exit_codes = [0]
         source.ended(
             Attempt(
@@ -175,7 +175,7 @@ def search(
     runner: Made | None = None,
     change: Callable[[Candidate], Candidate] = lambda c: c,
     say: Callable[[str], object] = lambda text: None,
-) -> tuple[Search, str]:
+) -> tuple[TuningSearch, str]:
     """Start the search once; return it and why it ended."""
-    found = Search(made, candidates_of(made, change), say)
+    found = TuningSearch(made, candidates_of(made, change), say)
     return found, (runner or Made()).run(found) or found.why

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.config import Config, parse_args
-from megatron.jobs.candidates import Candidate, Enumeration, Machine, enumerate_candidates
-from megatron.jobs.space import Space
+from megatron.jobs.candidate_layouts import Candidate, Enumeration, Machine, enumerate_candidates
+from megatron.jobs.space import SearchSpace
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 "
@@ -16,10 +16,12 @@ MODEL = (
 )
 ONE = f"{MODEL} --micro-batch-size 1"
 FOUR = Machine(None, 4, 1)
-Read = Callable[..., Space]
+Read = Callable[..., SearchSpace]
 
 
-def found_of(space: Space, flags: str = "", machine: Machine = FOUR, **more: Any) -> Enumeration:
+def found_of(
+    space: SearchSpace, flags: str = "", machine: Machine = FOUR, **more: Any
+) -> Enumeration:
     return enumerate_candidates(space, shlex.split(flags), machine, **{"predict": False, **more})
 
 
@@ -31,7 +33,7 @@ def reasons(found: Enumeration) -> dict[str, int]:
     return dict(found.rejections.counts)
 
 
-def complete(found: Enumeration, space: Space) -> bool:
+def complete(found: Enumeration, space: SearchSpace) -> bool:
     """Check that every combination is a candidate or was rejected for a reason, with an example."""
     assert all(example for _, example in found.rejections.nearest.values())
     assert found.rejections.nearest.keys() == found.rejections.counts.keys()

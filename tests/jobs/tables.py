@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.jobs.candidates import Candidate
+from megatron.jobs.candidate_layouts import Candidate
 from megatron.jobs.search import History, propose
 from megatron.jobs.space import Parameter, Value
 

@@ -11,7 +11,7 @@ import pytest
 from megatron.config import Config, parse_args
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
-from megatron.jobs.candidates import Machine
+from megatron.jobs.candidate_layouts import Machine
 from megatron.planner.cluster import GIB, Cluster, load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import place_with

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.checkpoint.folder import TRACKER
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.jobs.check_job import Job, check, count, directives, parse_options, winning
+from megatron.jobs.check_job import CheckedJob, check, count, directives, parse_options, winning
 from megatron.planner.cluster import load_cluster
 from megatron.planner.timing import estimate
 from tests.helpers.launching import ROOT
@@ -66,7 +66,7 @@ def sbatch(
 
 def report(
     head: str = HEAD, command: str = COMMAND, *words: str, cluster: str | None = "frontier"
-) -> Job:
+) -> CheckedJob:
     """Return the report on a script of another project and its command."""
     Path("job.sbatch").write_text(head)
     job = check([*words, "job.sbatch", "--", *command.split()], cluster)

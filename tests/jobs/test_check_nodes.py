@@ -22,8 +22,8 @@ from megatron.jobs.check_nodes import (
     FIGURES,
     PRODUCT,
     WITHIN,
+    NodeVerdict,
     Process,
-    Verdict,
     judge,
     rank_hosts,
 )
@@ -244,7 +244,7 @@ Told = dict[int, dict[str, Any]]
 
 def verdict(
     nodes: int, change: Callable[[Told], Any], each: int = 2, device: str = "cuda"
-) -> Verdict:
+) -> NodeVerdict:
     told: Told = {
         rank: {
             "device": device,

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.jobs.candidates import Candidate
-from megatron.jobs.measured import (
+from megatron.jobs.candidate_layouts import Candidate
+from megatron.jobs.result import CRASH, DONE, FAILED, LOST_RANK, OUT_OF_MEMORY, Result
+from megatron.jobs.trial_statistics import (
     CONFIRM,
-    Measured,
+    MeasuredCandidate,
     Trial,
     in_turn,
     measured,
@@ -21,7 +22,6 @@ from megatron.jobs.measured import (
     ruled_out,
     within_noise,
 )
-from megatron.jobs.result import CRASH, DONE, FAILED, LOST_RANK, OUT_OF_MEMORY, Result
 
 RATE = "tokens_per_s"
 CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, 8, (), 1, 1000) for i in range(8)]
@@ -51,7 +51,7 @@ def chosen(*trials: Trial) -> str | None:
     return next(iter(turns(trials)), None)
 
 
-def layouts_of(trials: Sequence[Trial]) -> list[Measured]:
+def layouts_of(trials: Sequence[Trial]) -> list[MeasuredCandidate]:
     return measured(trials, RATE)
 
 
@@ -128,7 +128,7 @@ def test_noise_is_learnt_from_what_was_repeated() -> None:
 
 
 def test_within_noise_is_two_deviations_of_a_difference() -> None:
-    def pair(behind: float, runs: int) -> tuple[Measured, Measured]:
+    def pair(behind: float, runs: int) -> tuple[MeasuredCandidate, MeasuredCandidate]:
         best, other = layouts_of(
             [trial(8 * k + n + 1, k, 1.0 + behind * k) for k in (0, 1) for n in range(runs)]
         )

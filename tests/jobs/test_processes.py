@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron.jobs import processes as launch
-from megatron.jobs.processes import (
-    Run,
-    Step,
+from megatron.jobs import run_processes as launch
+from megatron.jobs.run_processes import (
+    RunProcesses,
+    SlurmStep,
     slurm_command,
     start_here,
     start_step,
@@ -25,7 +25,7 @@ from tests.helpers.killing import forked, wait_for
 from tests.jobs.waiting import Lifeline, until
 
 FAST = [sys.executable, "-I", "-S", "-c"]
-STEP = Step("x", ["n1"], 1, 1, 60.0)
+STEP = SlurmStep("x", ["n1"], 1, 1, 60.0)
 
 
 # -- what is sent, and when: no process, no real second --------------------------------------------
@@ -57,7 +57,7 @@ class Ranks:
         monkeypatch.setattr(
             os, "killpg", lambda pid, number: send(pid, signal.Signals(number).name[3:])
         )
-        self.run = Run(step, self.clock)
+        self.run = RunProcesses(step, self.clock)
         self.run.processes += [process(rank) for rank in range(count)]
 
     def look_for(self, seconds: int) -> bool:
@@ -241,7 +241,7 @@ def test_slurm_is_told_by_the_number_of_the_step(site: Path, deaf: Lifeline) -> 
 
 def test_what_a_step_is_told() -> None:
     """A step gets Slurm's time limit, a name to find it by, and no placement of its starter."""
-    step = Step("trial-7", ["n1", "n2"], 8, 7, 100.0)
+    step = SlurmStep("trial-7", ["n1", "n2"], 8, 7, 100.0)
     found = step_environment(
         {"MASTER_ADDR": "old", "SRUN_FLAGS": "-l", "MASTER_PORT": "5000"}, step, Path("/x")
     )

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.config import Config
 from megatron.errors import DataError
-from megatron.jobs.refine import Run, fit, messages_s, read_run, refined
+from megatron.jobs.refine import RefinementRun, fit, messages_s, read_run, refined
 from megatron.planner.cluster import load_cluster
 from megatron.planner.timing import Estimate, estimate
 
@@ -117,7 +117,7 @@ def estimates() -> list[Estimate]:
 
 def noisy(
     compute: float, messages: float, noise: float, disturbed: tuple[int, ...], seed: int
-) -> list[Run]:
+) -> list[RefinementRun]:
     """Return two runs of each configuration, whose parts take known multiples with random noise.
 
     Some took three times as long, because others used the machine.
@@ -127,12 +127,14 @@ def noisy(
         sent = messages_s(found)
         slow = (3.0 if i in disturbed else 1.0) * math.exp(chance.gauss(0, noise))
         runs.append(
-            Run(str(i), found.config, slow * (compute * (found.seconds - sent) + messages * sent))
+            RefinementRun(
+                str(i), found.config, slow * (compute * (found.seconds - sent) + messages * sent)
+            )
         )
     return runs
 
 
-def least_squares(runs: list[Run]) -> tuple[float, float]:
+def least_squares(runs: list[RefinementRun]) -> tuple[float, float]:
     """Return the factors that plain least squares finds in the same runs."""
     parts = np.array(
         [[e.seconds - messages_s(e), messages_s(e)] for e in [*estimates(), *estimates()]]

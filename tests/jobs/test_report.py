@@ -12,7 +12,7 @@ from megatron.config.command_line import parse_args, parse_plan
 from megatron.errors import ConfigError
 from megatron.jobs import tune
 from megatron.jobs.result import Ending
-from megatron.jobs.tune import Search, command, summary, write_report
+from megatron.jobs.tune import TuningSearch, command, summary, write_report
 from tests.jobs.made import Made, no_files, search, setup, truth
 
 
@@ -21,7 +21,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
     no_files(monkeypatch)
 
 
-def report(folder: Path, *words: str, runner: Made | None = None) -> Search:
+def report(folder: Path, *words: str, runner: Made | None = None) -> TuningSearch:
     own = setup(folder, *words)
     found, _ = search(own, runner)
     return found

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import Config, parse_args
-from megatron.jobs.candidates import trial_flags
+from megatron.jobs.candidate_layouts import trial_flags
 from megatron.jobs.result import DONE, INVALID, Result, read_result
 
 BATCH, SEQUENCE, WORLD = 8, 64, 2

@@ -20,7 +20,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.jobs import runner as running
 from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, STOPPED, TIME_OUT
-from megatron.jobs.runner import ALLOCATION, TIME, Attempt, Job, Place, Runner, time_left
+from megatron.jobs.runner import ALLOCATION, TIME, Attempt, Job, LaunchTarget, Runner, time_left
 from tests.helpers.clock import VirtualClock
 from tests.jobs.waiting import Lifeline
 
@@ -81,7 +81,7 @@ def run(
         clock.advance(pass_s)
         os.sched_yield()
 
-    place = Place("slurm" if hosts else "local", tuple(hosts), 2 if hosts else 1)
+    place = LaunchTarget("slurm" if hosts else "local", tuple(hosts), 2 if hosts else 1)
     return Runner(place, say, clock=clock, sleep=sleep, **more).run(source)
 
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from megatron.config.command_line import read_settings
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
-from megatron.jobs.space import Space, flags_of, load_space, parse_expression, read_value
+from megatron.jobs.space import SearchSpace, flags_of, load_space, parse_expression, read_value
 
-Write = Callable[[str], Space]
+Write = Callable[[str], SearchSpace]
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Write:
-    def from_text(text: str) -> Space:
+    def from_text(text: str) -> SearchSpace:
         path = tmp_path / "space.toml"
         path.write_text(text, encoding="utf-8")
         return load_space(str(path))
@@ -223,9 +223,9 @@ def test_every_setting_that_has_a_flag_varies() -> None:
             assert any(word in str(error) for word in ("at most", "less than", "at least")), name
             continue
         given = read_settings(flags_of(name, accepted))
-        assert not given.problems and given.given[name] == ((value,) if option.many else value), (
-            name
-        )
+        assert not given.problems and given.explicit[name] == (
+            (value,) if option.many else value
+        ), name
         varied += 1
     assert varied > 150
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.config import parse_args
 from megatron.config.command_line import parse_plan
-from megatron.jobs.candidates import Candidate, Enumeration, Machine, enumerate_candidates
+from megatron.jobs.candidate_layouts import Candidate, Enumeration, Machine, enumerate_candidates
 from megatron.jobs.space import Value, load_space
 from megatron.planner.cluster import GIB, Cluster, load_cluster
 from tools.show_recipe import RECIPES

@@ -21,13 +21,13 @@ from megatron.errors import ConfigError
 from megatron.jobs import runner as running
 from megatron.jobs import setup as own_setup
 from megatron.jobs import tune as module
-from megatron.jobs.candidates import Candidate
-from megatron.jobs.measured import CONFIRM
+from megatron.jobs.candidate_layouts import Candidate
 from megatron.jobs.result import DONE, FAILED, OUT_OF_MEMORY, STOPPED, Ending, valid_losses
 from megatron.jobs.runner import TIME
 from megatron.jobs.setup import make_setup
 from megatron.jobs.space import SPACES
-from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, Search
+from megatron.jobs.trial_statistics import CONFIRM
+from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, TuningSearch
 from megatron.metrics_file import read_records
 from megatron.planner.cluster import GIB
 from tests.jobs.made import Made, no_files, search, setup, truth
@@ -53,13 +53,13 @@ warm_up = 1
 Told = list[tuple[int, str, str, float | None]]
 
 
-def told(found: Search) -> Told:
+def told(found: TuningSearch) -> Told:
     return [
         (t.number, t.candidate.key, t.by, t.result.step_s) for _, t in sorted(found.trials.items())
     ]
 
 
-def again(found: Search) -> list[int]:
+def again(found: TuningSearch) -> list[int]:
     return [t.number for t in found.trials.values() if t.by == CONFIRM]
 
 
@@ -440,7 +440,7 @@ class Ends:
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def run(self, source: Search) -> str:
+    def run(self, source: TuningSearch) -> str:
         source.finished, source.why = ["0001"] * Ends.done, BUDGET
         return Ends.why
 

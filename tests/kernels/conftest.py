@@ -10,7 +10,7 @@ from megatron.kernels import build, library
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[library.Found]:
+def kernels() -> Iterator[library.KernelLibrary]:
     """Library that serves CPU tensors: the one that MEGATRON_KERNELS_LIBRARY names, or the host's.
 
     A library that exists but cannot serve, as after a change of csrc/ without `make setup`, is a

@@ -167,7 +167,7 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
         return choose.choose_attention(kernels, cpu, dtype, sequence, features)
 
     for handle, expected in ((object(), "blocked"), (None, "torch")):
-        found = library.Found(None, "host", "", "", handle)
+        found = library.KernelLibrary(None, "host", "", "", handle)
         monkeypatch.setattr(library, "find", lambda device_type, found=found: found)
         assert [chosen("auto", dtype) for dtype in ("float32", "bfloat16", "float16")] == [
             expected,

@@ -27,10 +27,10 @@ MODEL = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16,
 def load(monkeypatch: pytest.MonkeyPatch, *device_types: str) -> None:
     """Pretend that a library is loaded for these kinds of device alone."""
 
-    def find(device_type: str) -> library.Found:
+    def find(device_type: str) -> library.KernelLibrary:
         if device_type in device_types:
-            return library.Found(Path("/lib/l.so"), "hip", "gfx90a", "", object())
-        return library.Found(None, "", "", "nobody built one")
+            return library.KernelLibrary(Path("/lib/l.so"), "hip", "gfx90a", "", object())
+        return library.KernelLibrary(None, "", "", "nobody built one")
 
     monkeypatch.setattr(library, "find", find)
 
@@ -97,8 +97,8 @@ def test_a_cpu_takes_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def finding(usable: bool) -> choose.Finding:
-    return choose.Finding("apex", "1", usable, "" if usable else "not found", "")
+def finding(usable: bool) -> choose.OptionalPackage:
+    return choose.OptionalPackage("apex", "1", usable, "" if usable else "not found", "")
 
 
 def test_apex_only_when_asked_for_and_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.kernels import library
 from megatron.kernels.ops.attention import (
     TILE,
-    Block,
+    AttentionBlock,
+    AttentionParameters,
     GradientBlock,
-    Law,
     attention_gradient_,
     attention_weights_,
     causal_softmax,
@@ -30,10 +30,10 @@ from megatron.kernels.ops.attention import (
 )
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.experts import permute, unpermute
-from megatron.kernels.ops.optimizer import AdamW, adamw_, scale_and_norm_
+from megatron.kernels.ops.optimizer import AdamWInputs, adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
 from megatron.kernels.ops.vocabulary import add_rows_, gradient_, local_pass
-from megatron.parallel.keyed_random import Place
+from megatron.parallel.keyed_random import RowLayout
 from tests.kernels.numerics.reference import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 pytestmark = pytest.mark.slow
@@ -62,10 +62,10 @@ def attention(rows: int, slopes: bool) -> list[torch.Tensor]:
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if slopes else None
     scores, law = (
         draw(3, 2 * rows, rows + TILE, grad=False),
-        Law(2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE),
+        AttentionParameters(2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE),
     )
     again, gradients = scores[..., TILE:].contiguous(), draw(3, 2 * rows, rows, seed=2, grad=False)
-    attention_weights_(Block(scores, logarithms, slope, 1, TILE, None, law))
+    attention_weights_(AttentionBlock(scores, logarithms, slope, 1, TILE, None, law))
     block = (again, logarithms, slope, 1, TILE, TILE, law, gradients, logarithms.cos())
     attention_gradient_(GradientBlock(*block))
     return [scores, logarithms, again, gradients, row_dots(scores, scores)]
@@ -91,7 +91,7 @@ def step(rows: int) -> list[Any]:
     weights, gradients, first, second = (lists(rows, i) for i in range(4))
     copies = [p.bfloat16() for p in weights]
     norm = scale_and_norm_(gradients, 0.5)
-    adamw = AdamW(
+    adamw = AdamWInputs(
         weights,
         gradients,
         first,
@@ -139,7 +139,9 @@ def block(
     y, total = add_layer_norm(x, residual, weight, bias, 1e-5)
     y = bias_activation(bias_activation(y @ matrix, bias, "gelu"), None, "squared_relu")
     y = bias_activation(torch.cat((y, y), -1), None, "swiglu")
-    y = bias_dropout_add(y, bias, total, 0.2, seed, Place(seed % 97 * len(y), 1, 1, len(y), len(y)))
+    y = bias_dropout_add(
+        y, bias, total, 0.2, seed, RowLayout(seed % 97 * len(y), 1, 1, len(y), len(y))
+    )
     return (rms_norm(y, weight, 1e-5) @ matrix).logsumexp(-1).mean()
 
 

@@ -13,7 +13,7 @@ from megatron.kernels.ops.experts import (
     unpermute_reference,
 )
 from megatron.parallel.deferred_gradients import WeightGradients
-from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.gradient_accumulator import GradientAccumulator
 
 # 5 tokens of 3 choices; expert rows 0..8 in which row 4 is padding; token 2 has no row at all
 PLACES = torch.tensor([[0, 5, -1], [8, -1, 1], [-1, -1, -1], [2, 6, 3], [-1, 7, -1]])
@@ -100,7 +100,7 @@ def test_weight_gradients_reach_their_sink(dtype, direct, defers):
 
     weight, added, queue = torch.nn.Parameter(some(4, 6, 7)), [], WeightGradients()
     total = torch.full(weight.shape, torch.nan)
-    weight.gradient_sink = GradientSink(weight, total, added.append, direct)
+    weight.gradient_accumulator = GradientAccumulator(weight, total, added.append, direct)
     expected = torch.zeros(weight.shape, dtype=torch.float64)
     for passes in (1, 2):
         x, dy = some(9, 7).requires_grad_(), some(9, 6)
@@ -113,7 +113,7 @@ def test_weight_gradients_reach_their_sink(dtype, direct, defers):
             for compute in queue.take():
                 compute()
         elif not direct:
-            weight.gradient_sink.add(weight.grad)
+            weight.gradient_accumulator.add(weight.grad)
             weight.grad = None
         assert len(added) == passes and weight.grad is None
         experts = torch.arange(4).repeat_interleave(torch.tensor(SIZES))

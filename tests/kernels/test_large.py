@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron.kernels.ops.attention import (
-    Block,
+    AttentionBlock,
+    AttentionParameters,
     GradientBlock,
-    Law,
     attention_gradient_,
     attention_weights_,
     causal_softmax,
@@ -130,7 +130,7 @@ def test_attention_past_2_31(device: str) -> None:
     """
     scores = large(device).view(129, WIDTH, WIDTH)
     origins = torch.arange(129, device=device) * WIDTH
-    gradients, law = scores.clone(), Law(1, 0.5, 0.25, 7, origins, WIDTH)
+    gradients, law = scores.clone(), AttentionParameters(1, 0.5, 0.25, 7, origins, WIDTH)
     logarithms, dots = (torch.full((129, WIDTH), fill, device=device) for fill in (3.0, 0.125))
     few = {
         sample: (scores[sample, None].clone(), gradients[sample, None].clone())
@@ -148,10 +148,10 @@ def test_attention_past_2_31(device: str) -> None:
         )
         assert bool((weights == 0).tril().any())
     few = {sample: scores[sample, None].clone() for sample in few}
-    attention_weights_(Block(scores, logarithms, None, 0, 0, None, law))
+    attention_weights_(AttentionBlock(scores, logarithms, None, 0, 0, None, law))
     for sample, weights in few.items():
         found = torch.empty_like(logarithms)
-        attention_weights_(Block(weights, found, None, sample, 0, None, law))
+        attention_weights_(AttentionBlock(weights, found, None, sample, 0, None, law))
         assert torch.equal(scores[sample], weights[0]) and torch.equal(
             logarithms[sample], found[sample]
         )
@@ -244,13 +244,13 @@ def test_wide_attention(device: str, n: int, dtype: torch.dtype) -> None:
     """
     queries = 8 - n % 2
     n -= (n - queries) % 32  # so that the queries start where they may
-    scores, law = random((1, queries, n), dtype, device, 10, scale=3.0), Law(1, 0.7)
+    scores, law = random((1, queries, n), dtype, device, 10, scale=3.0), AttentionParameters(1, 0.7)
     first, gradients = n - queries, random((1, queries, n), dtype, device, 11)
     hidden = torch.arange(n) > first + torch.arange(queries).unsqueeze(1)
     logits = (exact(scores).detach() * 0.7).masked_fill(hidden, float("-inf"))
     want, logarithms = logits.softmax(-1), torch.empty(1, n, device=device)
     y = scores.clone()
-    attention_weights_(Block(y, logarithms, None, 0, first, None, law))
+    attention_weights_(AttentionBlock(y, logarithms, None, 0, first, None, law))
     # exp is good to 2^-21, the logarithm below to 2^-19: see numerics/test_attention.py.
     assert_close(y, want, dtype, (SUM + 2.0**-16) * want)
     assert_close(logarithms[:, first:], logits.logsumexp(-1), torch.float32, 2.0**-15)

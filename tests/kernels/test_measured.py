@@ -14,8 +14,8 @@ import torch
 
 from megatron.config.training import KernelConfig
 from megatron.errors import KernelError
-from megatron.kernels import choose, library, measured
-from megatron.kernels.measured import Measured
+from megatron.kernels import choose, library, measured_times
+from megatron.kernels.measured_times import MeasuredTimes
 from tests.kernels.test_choose import load, named
 
 CPU = torch.device("cpu")
@@ -34,15 +34,15 @@ SECONDS = {
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Path at which measurements are looked for; a library is loaded."""
     load(monkeypatch, "cpu")
-    monkeypatch.setenv(measured.OVERRIDE, str(tmp_path / "times.json"))
-    measured.forget()
+    monkeypatch.setenv(measured_times.OVERRIDE, str(tmp_path / "times.json"))
+    measured_times.forget()
     yield tmp_path / "times.json"
-    measured.forget()
+    measured_times.forget()
 
 
-def of_this_machine(**changed: Any) -> Measured:
+def of_this_machine(**changed: Any) -> MeasuredTimes:
     """Return a measurement that counts here, but for what is changed."""
-    one = Measured(
+    one = MeasuredTimes(
         SECONDS,
         torch.get_num_threads(),
         "2026-01-31",
@@ -88,15 +88,15 @@ def test_the_fastest_is_chosen(file: Path) -> None:
     1,024 is nearer to 512 than to 4,096, and 2,048 to 4,096.
     """
     assert choices() == DEFAULTS
-    measured.write(file, of_this_machine())
-    measured.forget()
+    measured_times.write(file, of_this_machine())
+    measured_times.forget()
     assert choices() == (
         {"layer_norm float32", "rms_norm bfloat16", "rms_norm float32"},
         ["torch", "torch", "blocked", "blocked", "torch"],
         [128, 128, 256, 256],
         True,
     )
-    assert "2026-01-31" in measured.find().line
+    assert "2026-01-31" in measured_times.find().line
     wish = KernelConfig(norm_implementation="fused", attention_backend="torch")
     assert choose.choose_fusions(wish, CPU, "bfloat16").layer_norm
     assert choose.choose_attention(wish, CPU, "float32", 8192) == "torch"
@@ -106,13 +106,13 @@ def test_the_nearest_number_of_threads_counts(file: Path) -> None:
     """A measurement replaces that of as many threads; those of another torch go."""
     threads = torch.get_num_threads()
     slow = {"layer_norm bfloat16": {"fused": 9.0, "torch": 1.0}}
-    measured.write(file, of_this_machine(torch="1.0"))
-    measured.write(file, of_this_machine(threads=16 * threads))
-    measured.write(file, of_this_machine(threads=3 * threads))
-    measured.write(file, of_this_machine(threads=3 * threads, seconds=slow))
-    assert [one.threads // threads for one in measured.read(file)] == [16, 3]
-    measured.forget()
-    assert measured.find().seconds == slow
+    measured_times.write(file, of_this_machine(torch="1.0"))
+    measured_times.write(file, of_this_machine(threads=16 * threads))
+    measured_times.write(file, of_this_machine(threads=3 * threads))
+    measured_times.write(file, of_this_machine(threads=3 * threads, seconds=slow))
+    assert [one.threads // threads for one in measured_times.read(file)] == [16, 3]
+    measured_times.forget()
+    assert measured_times.find().seconds == slow
 
 
 DAMAGED: list[tuple[str, Any]] = [
@@ -136,35 +136,35 @@ def test_what_does_not_count_is_said(file: Path) -> None:
     texts = [json.dumps({"measurements": [entry]}).encode() for entry in entries]
     for text in (*texts, b"", b"[]", b"{}", b"{", b"\xff", b"[" * 10_000):
         file.write_bytes(text)
-        measured.forget()
-        line = measured.find().line
-        assert choices() == DEFAULTS and str(file) in line and measured.COMMAND in line, text
+        measured_times.forget()
+        line = measured_times.find().line
+        assert choices() == DEFAULTS and str(file) in line and measured_times.COMMAND in line, text
     file.unlink()
     os.mkfifo(file)
-    measured.forget()
-    assert choices() == DEFAULTS and str(file) in measured.find().line
+    measured_times.forget()
+    assert choices() == DEFAULTS and str(file) in measured_times.find().line
     file.unlink()
-    measured.forget()
-    assert measured.COMMAND in measured.find().line
+    measured_times.forget()
+    assert measured_times.COMMAND in measured_times.find().line
 
 
 def test_a_damaged_file_is_replaced_and_a_missing_folder_is_named(file: Path) -> None:
     file.write_text("{")
-    measured.write(file, of_this_machine())
-    assert [dict(one.seconds) for one in measured.read(file)] == [SECONDS]
+    measured_times.write(file, of_this_machine())
+    assert [dict(one.seconds) for one in measured_times.read(file)] == [SECONDS]
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    with pytest.raises(KernelError, match=measured.OVERRIDE):
-        measured.write(file.parent / "none" / "times.json", of_this_machine())
+    with pytest.raises(KernelError, match=measured_times.OVERRIDE):
+        measured_times.write(file.parent / "none" / "times.json", of_this_machine())
     (file.parent / "folder").mkdir()
     with pytest.raises(KernelError, match="folder"):
-        measured.write(file.parent / "folder", of_this_machine())
+        measured_times.write(file.parent / "folder", of_this_machine())
     assert {path.name for path in file.parent.iterdir()} == {file.name, "folder"}
 
 
 def test_kinds_of_cpu_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(measured.OVERRIDE)
+    monkeypatch.delenv(measured_times.OVERRIDE)
     names = set()
     for cpu in ("one", "another"):
-        monkeypatch.setattr(measured, "cpu", lambda cpu=cpu: cpu)
-        names.add(measured.path())
+        monkeypatch.setattr(measured_times, "cpu", lambda cpu=cpu: cpu)
+        names.add(measured_times.path())
     assert len(names) == 2

@@ -30,7 +30,7 @@ from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.linear import linear
 from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks, layer_context
-from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.gradient_accumulator import GradientAccumulator
 from megatron.parallel.keyed_random import DropoutKey
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
@@ -69,11 +69,11 @@ def passes(fields: dict[str, Any], dtype: torch.dtype, sums: torch.dtype | None)
     layer = TransformerLayer(context, config, 0)
     settle(layer, dtype)
     layer.train()
-    sinks = list[GradientSink]()
+    accumulators = list[GradientAccumulator]()
     for p in layer.parameters():
         if sums is not None:
-            sinks.append(GradientSink(p, torch.full(p.shape, torch.nan, dtype=sums)))
-            p.gradient_sink = sinks[-1]  # type: ignore[attr-defined]
+            accumulators.append(GradientAccumulator(p, torch.full(p.shape, torch.nan, dtype=sums)))
+            p.gradient_accumulator = accumulators[-1]  # type: ignore[attr-defined]
     results = list[Any]()
     for seed in (1, 2):
         x = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -82,7 +82,7 @@ def passes(fields: dict[str, Any], dtype: torch.dtype, sums: torch.dtype | None)
         y.backward(torch.cos(y.detach()))
         results += [y.detach(), x.grad]
     gradients = [p.grad for p in layer.parameters()] if sums is None else []
-    return [*results, *gradients, *(sink.complete() for sink in sinks)]
+    return [*results, *gradients, *(accumulator.complete() for accumulator in accumulators)]
 
 
 @pytest.mark.parametrize("sums", [None, torch.float32, torch.bfloat16], ids=str)
@@ -187,14 +187,16 @@ def test_a_parameter_changed_before_the_backward_pass_is_an_error(name: str, way
 @pytest.mark.parametrize("name", CALLS)
 def test_a_parameter_frozen_before_the_backward_pass_gets_nothing(name: str, way: None) -> None:
     parameters = [torch.nn.Parameter(x.clone()) for x in PARAMETERS]
-    sinks = [GradientSink(p, torch.zeros(p.shape)) for p in parameters]
-    for p, sink in zip(parameters, sinks, strict=True):
-        p.gradient_sink = sink  # type: ignore[attr-defined]
+    accumulators = [GradientAccumulator(p, torch.zeros(p.shape)) for p in parameters]
+    for p, accumulator in zip(parameters, accumulators, strict=True):
+        p.gradient_accumulator = accumulator  # type: ignore[attr-defined]
     y = CALLS[name](torch.randn(4, 2, 8, requires_grad=True), *parameters)
     for p in parameters:
         p.requires_grad_(False)
     y.square().sum().backward()
-    assert all(sink.fresh for sink in sinks) and all(p.grad is None for p in parameters)
+    assert all(accumulator.fresh for accumulator in accumulators) and all(
+        p.grad is None for p in parameters
+    )
 
 
 @pytest.mark.parametrize("name", ["norm", "bias_activation", "linear"])

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.choose import ALL, NONE
-from megatron.kernels.work import Product
+from megatron.kernels.cost import Product
 from megatron.layers import attention_blocked
 from megatron.layers.attention_blocked import block_length, blocked_attention
 from megatron.layers.attention_fused import torch_attention

@@ -27,7 +27,7 @@ from megatron.parallel.keyed_random import DropoutKey
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from megatron.planner.dryrun.rank import member
-from megatron.planner.tensors import Follower, without_data
+from megatron.planner.tensors import OperatorRecorder, without_data
 from tests.helpers.fusions import context
 from tests.layers.test_attention import (
     TWO_SAMPLES,
@@ -238,7 +238,7 @@ def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope
     with contextlib.ExitStack() as stack:
         if device == "meta":
             topology = stack.enter_context(member(config, 0, device))
-            stack.enter_context(without_data(device, Follower()))
+            stack.enter_context(without_data(device, OperatorRecorder()))
         else:
             topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
         chunk = build_chunks(config, topology, layer_context(config, topology)).to(dtype)["0"]

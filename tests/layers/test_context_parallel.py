@@ -98,7 +98,7 @@ def core(
         attention_dropout=dropout,
         **{key: value for key, value in kind.items() if key != "documents"},
     ).model
-    context = dataclasses.replace(LayerContext.single(), parts=parts)
+    context = dataclasses.replace(LayerContext.single(), context_parallel=parts)
     if fused:
         context = dataclasses.replace(context, fusions=ALL)
     documents = None

@@ -1,4 +1,4 @@
-"""Token and position embeddings whose gradients have a sink, against autograd's dense gradients."""
+"""Token and position embeddings whose gradients have a accumulator, against autograd's dense gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.layers.vocabulary import (
     PositionEmbedding,
     VocabParallelEmbedding,
 )
-from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.gradient_accumulator import GradientAccumulator
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
@@ -22,9 +22,11 @@ S, B, H, V = 6, 3, 4, 20
 
 def hang_sink(parameter):
     done = []
-    sink = GradientSink(parameter, torch.full(parameter.shape, float("nan")), done.append)
-    parameter.gradient_sink = sink
-    return sink, done
+    accumulator = GradientAccumulator(
+        parameter, torch.full(parameter.shape, float("nan")), done.append
+    )
+    parameter.gradient_accumulator = accumulator
+    return accumulator, done
 
 
 def data():
@@ -57,13 +59,15 @@ def test_rows_in_sinks_equal_dense_gradients(position_ids):
     dense = modules(LayerContext.single())
     run(*dense, tokens, target, position_ids)
     sunk = modules(LayerContext.single())
-    sinks = [hang_sink(m.weight) for m in sunk]
+    accumulators = [hang_sink(m.weight) for m in sunk]
     for passes in (1, 2):
         run(*sunk, tokens, target, position_ids)
-        for (sink, done), module, other in zip(sinks, sunk, dense, strict=True):
+        for (accumulator, done), module, other in zip(accumulators, sunk, dense, strict=True):
             assert module.weight.grad is None and done == [module.weight] * passes
             # Sums of up to 9 numbers in fp32, perhaps in another order.
-            torch.testing.assert_close(sink.total, passes * other.weight.grad, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                accumulator.total, passes * other.weight.grad, rtol=1e-5, atol=1e-6
+            )
 
 
 class Allocated(TorchDispatchMode):
@@ -86,9 +90,9 @@ class Allocated(TorchDispatchMode):
 def test_nothing_of_the_tables_size_is_made():
     context = LayerContext.single()
     words = VocabParallelEmbedding(context, table(context, 1000, 1000))
-    sink, _ = hang_sink(words.weight)
+    accumulator, _ = hang_sink(words.weight)
     tokens, target = data()
-    with Allocated(words.weight, sink.total) as seen:
+    with Allocated(words.weight, accumulator.total) as seen:
         (words(tokens) * target).sum().backward()
     assert seen.largest == S * B * H
 
@@ -101,12 +105,12 @@ def body(rank):
             topology.tensor, ParameterFactory(1234, rank, 2, torch.device("cpu")), sequence_parallel
         )
         words = modules(context)[0]
-        sink, _ = hang_sink(words.weight)
+        accumulator, _ = hang_sink(words.weight)
         tokens, target = data()
         if sequence_parallel:
             target = target.chunk(2)[rank]
         (words(tokens) * target).sum().backward()
-        totals.append(sink.total.numpy())
+        totals.append(accumulator.total.numpy())
     return totals
 
 

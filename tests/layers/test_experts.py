@@ -66,8 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
         moe_ffn_hidden_size=8,
     ),
 }
-AGAIN: dict[str, dict[str, Any]] = {"kept": {}, "moe": dict(again=True)}
-AGAIN["moe_act"] = dict(activation_again=True)
+RECOMPUTED: dict[str, dict[str, Any]] = {"kept": {}, "moe": dict(recompute=True)}
+RECOMPUTED["moe_act"] = dict(recompute_activation=True)
 
 
 def made(fields: dict[str, Any], **again: bool) -> tuple[ExpertMLP, Config]:
@@ -184,7 +184,7 @@ def reference(
 @pytest.mark.parametrize(
     "lengths", [(S, S), (S - 3, S - 1), (0, S - 1)], ids=["full", "padded", "half empty"]
 )
-@pytest.mark.parametrize("again", AGAIN)
+@pytest.mark.parametrize("again", RECOMPUTED)
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_that_of_a_loop_over_tokens(
     name: str, again: str, lengths: tuple[int, ...]
@@ -193,7 +193,7 @@ def test_a_layer_is_that_of_a_loop_over_tokens(
 
     Padding enters no load, loss or capacity, whatever it contains.
     """
-    layer, config = made(CASES[name], **AGAIN[again])
+    layer, config = made(CASES[name], **RECOMPUTED[again])
     generator = torch.Generator().manual_seed(5)
     x, g = torch.randn(2, S, B, H, generator=generator)
     padding = torch.arange(S) >= torch.tensor(lengths).unsqueeze(1)  # [b, s]

@@ -22,7 +22,7 @@ from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.layers.context import CallContext, normal
 from megatron.layers.positions import RotaryEmbedding
 from megatron.layers.transformer import MLP, Norm, TransformerLayer, bias_dropout_add
-from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.gradient_accumulator import GradientAccumulator
 from megatron.parallel.keyed_random import DropoutKey
 from tests.helpers.fusions import Operators, context
 
@@ -179,7 +179,7 @@ def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
         layer = norm = Norm(context(ALL if fused else NONE), "n", 16, kind, 1e-5)
     layer.half()
     for p in layer.parameters():
-        p.gradient_sink = GradientSink(p, torch.full(p.shape, torch.nan))
+        p.gradient_accumulator = GradientAccumulator(p, torch.full(p.shape, torch.nan))
     if norm is None:
         out = bias_dropout_add(x, bias, torch.zeros_like(x), 0.25, 11, fused)
         expected = [(out != 0).double().sum(0) * 100 / 0.75]
@@ -200,7 +200,7 @@ def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
     out.backward(gradient)
     assert out.dtype == torch.float16
     for p, total in zip(layer.parameters(), expected, strict=True):
-        assert p.grad is None and p.gradient_sink.total.double() == pytest.approx(
+        assert p.grad is None and p.gradient_accumulator.total.double() == pytest.approx(
             total, rel=1e-4, abs=0.5
         )
     assert expected[0].abs().max() > 65504

@@ -1,4 +1,4 @@
-"""Parallel linear layers against plain autograd: messages, chunks, sinks, deferral, recomputation.
+"""Parallel linear layers against plain autograd: messages, chunks, accumulators, deferral, recomputation.
 
 All values are small multiples of 1/8, so that every sum is exact in any order and results are
 compared bit by bit.
@@ -18,7 +18,7 @@ from megatron.layers import linear
 from megatron.layers.context import LayerContext, ParameterFactory, constant, normal
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.gradient_accumulator import GradientAccumulator
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
@@ -33,21 +33,21 @@ class Case(NamedTuple):
     defer: bool = False
     recompute: bool = False
     # "direct"; "autograd" as with --no-gradient-accumulation-fusion; "" for plain gradients
-    sinks: str = ""
+    accumulators: str = ""
 
 
 CASES = [
     Case(),
-    Case(overlap=False, defer=True, sinks="direct"),
-    Case(chunks=3, sinks="direct"),
-    Case(chunks=3, overlap=False, defer=True, sinks="autograd"),
+    Case(overlap=False, defer=True, accumulators="direct"),
+    Case(chunks=3, accumulators="direct"),
+    Case(chunks=3, overlap=False, defer=True, accumulators="autograd"),
     Case(True),
-    Case(True, overlap=False, sinks="autograd"),
+    Case(True, overlap=False, accumulators="autograd"),
     Case(True, defer=True, recompute=True),
-    Case(True, chunks=3, sinks="direct"),
-    Case(True, chunks=3, overlap=False, defer=True, sinks="direct"),
-    Case(True, chunks=2, recompute=True, sinks="autograd"),
-    Case(True, chunks=4, defer=True, recompute=True, sinks="direct"),
+    Case(True, chunks=3, accumulators="direct"),
+    Case(True, chunks=3, overlap=False, defer=True, accumulators="direct"),
+    Case(True, chunks=2, recompute=True, accumulators="autograd"),
+    Case(True, chunks=4, defer=True, recompute=True, accumulators="direct"),
 ]
 
 
@@ -79,19 +79,19 @@ def parameters(up, down):
 
 
 def hang_sinks(parameters, direct):
-    """Attach a sink and a hook for autograd's gradient to each parameter, as the engine does."""
+    """Attach a accumulator and a hook for autograd's gradient to each parameter, as the engine does."""
     added = []
 
     def take(parameter):
         # The layer added it itself; autograd calls the hook nevertheless.
         if parameter.grad is None:
             return
-        parameter.gradient_sink.add(parameter.grad)
+        parameter.gradient_accumulator.add(parameter.grad)
         parameter.grad = None
 
     for parameter in parameters:
         total = torch.full(parameter.shape, torch.nan)
-        parameter.gradient_sink = GradientSink(parameter, total, added.append, direct)
+        parameter.gradient_accumulator = GradientAccumulator(parameter, total, added.append, direct)
         parameter.register_post_accumulate_grad_hook(take)
     return added
 
@@ -114,7 +114,7 @@ def run(up, down, x, target, context, case):
 
 def gradients(x, up, down):
     def of(p):
-        return p.gradient_sink.total if hasattr(p, "gradient_sink") else p.grad
+        return p.gradient_accumulator.total if hasattr(p, "gradient_accumulator") else p.grad
 
     return [x.grad.numpy(), *(of(p).numpy() for p in parameters(up, down))]
 
@@ -122,11 +122,13 @@ def gradients(x, up, down):
 def results(x, target, context, case):
     """Return (y, the gradients of x, up.weight, up.bias, down.weight, down.bias)."""
     up, down = block(context)
-    added = hang_sinks(parameters(up, down), case.sinks == "direct") if case.sinks else []
+    added = (
+        hang_sinks(parameters(up, down), case.accumulators == "direct") if case.accumulators else []
+    )
     x = x.clone().requires_grad_()
     y = run(up, down, x, target, context, case)
-    assert len(added) == (4 * PASSES if case.sinks else 0)
-    if case.sinks:
+    assert len(added) == (4 * PASSES if case.accumulators else 0)
+    if case.accumulators:
         assert all(p.grad is None for p in parameters(up, down))
     return y.detach().numpy(), gradients(x, up, down)
 
@@ -234,11 +236,11 @@ def check(index, outs, found, y, expected):
     "case",
     [
         Case(),
-        Case(sinks="direct"),
-        Case(sinks="autograd"),
-        Case(sinks="direct", recompute=True, chunks=4),
-        Case(sinks="direct", defer=True),
-        Case(sinks="autograd", defer=True, recompute=True),
+        Case(accumulators="direct"),
+        Case(accumulators="autograd"),
+        Case(accumulators="direct", recompute=True, chunks=4),
+        Case(accumulators="direct", defer=True),
+        Case(accumulators="autograd", defer=True, recompute=True),
         Case(defer=True),
     ],
     ids=str,
@@ -259,7 +261,7 @@ def test_frozen_weights_and_inputs_without_gradient():
     x, target = inputs()
     y, _ = down(gated(up(x)))
     (y * target).sum().backward()
-    assert up.weight.gradient_sink.fresh and not down.weight.gradient_sink.fresh
+    assert up.weight.gradient_accumulator.fresh and not down.weight.gradient_accumulator.fresh
     assert x.grad is None
 
 

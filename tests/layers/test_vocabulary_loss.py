@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.kernels.choose import ALL, NONE
 from megatron.layers.context import LayerContext, ParameterFactory
 from megatron.layers.vocabulary import Vocabulary, scores, vocabulary_loss
-from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.gradient_accumulator import GradientAccumulator
 from megatron.parallel.sharding import shard
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -66,9 +66,11 @@ def one_rank(fused=False, tokens=7, dtype=torch.float32, **limits):
 def hang_sink(parameter):
     done = []
     # fresh: never read
-    sink = GradientSink(parameter, torch.full(parameter.shape, float("nan")), done.append)
-    parameter.gradient_sink = sink
-    return sink, done
+    accumulator = GradientAccumulator(
+        parameter, torch.full(parameter.shape, float("nan")), done.append
+    )
+    parameter.gradient_accumulator = accumulator
+    return accumulator, done
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -77,7 +79,7 @@ def hang_sink(parameter):
 @pytest.mark.parametrize("limits", LIMITS[::3])
 def test_late_loss(fused, tokens, sunk, limits):
     x, labels, mask, v = one_rank(fused, tokens, **limits)
-    sink, done = hang_sink(v.weight) if sunk else (None, [])
+    accumulator, done = hang_sink(v.weight) if sunk else (None, [])
     expected = reference(*data(), **limits)
     loss = vocabulary_loss(x, labels, mask, v, late=True)
     assert loss.shape == () and loss.dtype == torch.float32 and loss.isnan()
@@ -87,7 +89,7 @@ def test_late_loss(fused, tokens, sunk, limits):
     if sunk:
         # one contribution, in however many parts
         assert v.weight.grad is None and done == [v.weight]
-    dw = sink.total if sunk else v.weight.grad
+    dw = accumulator.total if sunk else v.weight.grad
     torch.testing.assert_close(dw[:V].double(), expected[2], **CLOSE)
     assert not dw[V:].any()
 
@@ -198,7 +200,7 @@ def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
     """Only one chunk of logits exists at a time, and each is computed once.
 
     With 1024 entries the logits of 7 tokens are the largest tensor. The weight's gradient is in its
-    sink.
+    accumulator.
     """
     context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
     weight = torch.nn.Parameter(torch.randn(1024, 2).bfloat16())
@@ -236,16 +238,16 @@ def test_fp16_needs_the_loss_scale_before_rounding():
 
 
 def test_bf16_in_chunks_without_a_sink_is_rounded_once():
-    """Chunks without a sink are rounded once in bf16.
+    """Chunks without a accumulator are rounded once in bf16.
 
-    The products equal those with a sink, which adds in fp32: the same bits after one rounding.
+    The products equal those with a accumulator, which adds in fp32: the same bits after one rounding.
     """
     found = []
     for sunk in (True, False):
         x, labels, mask, v = one_rank(fused=True, tokens=3, dtype=torch.bfloat16)
-        sink = hang_sink(v.weight)[0] if sunk else None
+        accumulator = hang_sink(v.weight)[0] if sunk else None
         vocabulary_loss(x, labels, mask, v, late=True).backward()
-        found.append(sink.total.bfloat16() if sink else v.weight.grad)
+        found.append(accumulator.total.bfloat16() if accumulator else v.weight.grad)
     assert torch.equal(*found)
 
 
@@ -291,7 +293,7 @@ def body(rank):
         part = torch.full((vocab_padding // 2, H), 9.0)
         part[: own.extent[0]] = weight[own.offset[0] : own.offset[0] + own.extent[0]]
         parameter = torch.nn.Parameter(part)
-        sink = hang_sink(parameter)[0] if sunk else None
+        accumulator = hang_sink(parameter)[0] if sunk else None
         x = (x.chunk(2)[rank].clone() if sequence_parallel else x).requires_grad_()
         v = Vocabulary(parameter, context, own.offset[0], own.extent[0], 7, **limits)
         if deferred:
@@ -299,12 +301,12 @@ def body(rank):
         loss = vocabulary_loss(x, labels, mask, v, late=True)
         (loss * UPSTREAM).backward()
         if deferred:
-            assert parameter.grad is None and (sink is None or sink.fresh)
+            assert parameter.grad is None and (accumulator is None or accumulator.fresh)
             (compute,) = context.weight_gradients.take()
             compute()
         with torch.no_grad():
             evaluated = vocabulary_loss(x, labels, mask, v)
-        dw = parameter.grad if sink is None else sink.total
+        dw = parameter.grad if accumulator is None else accumulator.total
         found.append((loss.item(), evaluated.item(), x.grad.numpy(), dw[: own.extent[0]].numpy()))
     return found
 

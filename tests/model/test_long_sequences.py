@@ -33,7 +33,7 @@ def logits_of_a_part(rank: int, folder: str, kind: str) -> tuple[np.ndarray, np.
     chunk = model.chunks["0"]
     with torch.no_grad():
         scores = chunk.logits(make_micro_batch(tokens().numpy()), None)  # [s/c, 1, vocabulary]
-    positions = chunk.context.parts.positions(LENGTH, torch.device("cpu"))
+    positions = chunk.context.context_parallel.positions(LENGTH, torch.device("cpu"))
     return positions.numpy(), scores[:, 0, :VOCABULARY].numpy()
 
 

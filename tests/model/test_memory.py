@@ -10,7 +10,7 @@ from megatron.data.sampler import MicroBatch, make_micro_batch
 from megatron.model.gpt import build_chunks, stages_of
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
-from megatron.planner.events import Give, Part, Take
+from megatron.planner.events import Alloc, Free, TracedModule
 from megatron.planner.trace import trace
 
 S, B, H, V = 128, 2, 64, 256
@@ -35,7 +35,7 @@ LLAMA = dict(
 )
 
 
-def again(*modules: str) -> dict[str, object]:
+def recompute(*modules: str) -> dict[str, object]:
     return dict(recompute_granularity="selective", recompute_modules=modules)
 
 
@@ -74,13 +74,13 @@ def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
     return config, sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
-def kept(part: Part) -> int:
+def kept(part: TracedModule) -> int:
     """Return the bytes that a forward pass without data leaves."""
     found: dict[int, int] = {}
     for step in part.forward.steps:
-        if isinstance(step, Take):
+        if isinstance(step, Alloc):
             found[step.id] = step.bytes
-        elif isinstance(step, Give):
+        elif isinstance(step, Free):
             found.pop(step.id, None)
     return sum(found.values())
 
@@ -91,8 +91,8 @@ def kept(part: Part) -> int:
         {"hidden_dropout": 0.1},
         {"recompute_granularity": "full"},
         LLAMA,
-        again("mlp_act"),
-        LLAMA | again("mlp_act", "layernorm"),
+        recompute("mlp_act"),
+        LLAMA | recompute("mlp_act", "layernorm"),
     ],
 )
 def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
@@ -101,7 +101,7 @@ def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
     config, two = kept_bytes(torch.bfloat16, num_layers=2, **dtype, **changes)
     _, three = kept_bytes(torch.bfloat16, num_layers=3, **dtype, **changes)
     traced = trace(config, "cpu")
-    assert three - two == kept(traced.again or traced.layer)
+    assert three - two == kept(traced.recompute or traced.layer)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,8 @@ def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object]) -> 
     This includes a kernel that adds the residual and normalises in one pass.
     """
     kept, made = (
-        gradients(torch.bfloat16, **model, **more) for more in ({}, again("mlp_act", "layernorm"))
+        gradients(torch.bfloat16, **model, **more)
+        for more in ({}, recompute("mlp_act", "layernorm"))
     )
     assert kept.keys() == made.keys() and len(kept) > 10
     assert all(torch.equal(kept[name], made[name]) for name in kept)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron.parallel import rendezvous, store
 from megatron.parallel.launch import Launch
-from megatron.parallel.participants import Alike
-from megatron.parallel.placing import Placing
+from megatron.parallel.process_descriptions import Alike
+from megatron.parallel.rank_mapping import RankMapping
 from megatron.parallel.rendezvous import Rendezvous
 from tests.helpers.fault_points import on
 from tests.helpers.processes import free_port
@@ -58,7 +58,7 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
 
 
 def patient_connection(
-    launch: Launch, survivors: Sequence[int] = (), placing: Placing = rendezvous.AS_LAUNCHED
+    launch: Launch, survivors: Sequence[int] = (), placing: RankMapping = rendezvous.AS_LAUNCHED
 ) -> Rendezvous:
     """Join the rendezvous in a process that ends with its test case.
 

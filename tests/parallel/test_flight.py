@@ -12,16 +12,15 @@ from megatron.parallel import flight as flight_module
 from megatron.parallel.flight import (
     KINDS,
     RECORD_BYTES,
-    Call,
     CallRecord,
     DeviceCalls,
     FlightFile,
     FlightRecorder,
     FlightState,
+    PendingCall,
     file_name,
 )
-from megatron.parallel.launch import Launch
-from megatron.parallel.processes import (
+from megatron.parallel.host_processes import (
     DEAD,
     GONE,
     STOPPED,
@@ -29,6 +28,7 @@ from megatron.parallel.processes import (
     process_start,
     process_state,
 )
+from megatron.parallel.launch import Launch
 from tests.helpers.clock import VirtualClock
 from tests.helpers.killing import forked, wait_for, wait_until_stopped
 
@@ -71,17 +71,17 @@ def test_a_record_says_what_its_rank_does() -> None:
     flight.schedule_ends()
     assert read(flight).instruction == ""
     assert flight.enter(b"all_reduce", "data", 400) == 1
-    assert read(flight).call == Call("all_reduce", "data", -1, 400, 1)
+    assert read(flight).call == PendingCall("all_reduce", "data", -1, 400, 1)
     flight.leave()
     assert read(flight).call is None
     assert flight.enter(b"all_gather", "data", 8) == 2
     flight.leave()
     flight.enter(b"all_reduce", "data", 400, sequence=1)
-    assert read(flight).call == Call("all_reduce", "data", -1, 400, 1)
+    assert read(flight).call == PendingCall("all_reduce", "data", -1, 400, 1)
     assert (read(flight).posted_in("data"), read(flight).posted_in("world")) == (2, 0)
     flight.leave()
     flight.enter(b"receive", "pipeline", 64, peer=9)
-    assert read(flight).call == Call("receive", "pipeline", 9, 64, 0)
+    assert read(flight).call == PendingCall("receive", "pipeline", 9, 64, 0)
 
 
 def test_every_write_but_an_answer_is_progress() -> None:
@@ -106,9 +106,11 @@ def test_every_write_but_an_answer_is_progress() -> None:
     state = read(flight)
     assert state.inquiry == 3 and 2000 < len(state.stack) < RECORD_BYTES
     # The host's own comes first.
-    assert state.posted == [1] * len(KINDS) and state.call == Call("reduce", "world", -1, 1, 1)
+    assert state.posted == [1] * len(KINDS) and state.call == PendingCall(
+        "reduce", "world", -1, 1, 1
+    )
     flight.leave()
-    assert read(flight).call == Call("reduce", "world", -1, 8, 2)
+    assert read(flight).call == PendingCall("reduce", "world", -1, 8, 2)
 
 
 def test_a_sign_of_life_ends_the_quiet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from megatron.parallel.launch import (
     select_device,
     variables_with_flags,
 )
-from megatron.parallel.participants import device_identity
+from megatron.parallel.process_descriptions import device_identity
 from megatron.parallel.topology import compress_ranks
 
 TORCHRUN = {

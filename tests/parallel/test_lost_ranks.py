@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 from megatron.parallel import rendezvous as rendezvous_module
 from megatron.parallel.flight import FlightState
 from megatron.parallel.launch import detect_launch
-from megatron.parallel.layout import Layout, Sizes
-from megatron.parallel.placing import Placing
+from megatron.parallel.layout import Layout, LayoutSizes
+from megatron.parallel.rank_mapping import RankMapping
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Topology
 from tests.helpers.processes import free_port, run_processes_raw
@@ -116,7 +116,7 @@ def place_and_die(task: int, port: int) -> list[Any]:
     """Die as task 1, on device 1, which is rank 0; task 0 serves the store."""
     as_task(task, port, 2, 4)
     os.environ["ROCR_VISIBLE_DEVICES"] = str(task % 2)
-    rendezvous = patient_connection(detect_launch(), (1, 2, 3), Placing(ORDER))
+    rendezvous = patient_connection(detect_launch(), (1, 2, 3), RankMapping(ORDER))
     launch = rendezvous.launch
     assert (dist.get_rank(), os.environ["RANK"]) == (launch.rank, str(launch.rank))
     assert rendezvous.serves_store == (launch.task == 0)
@@ -162,7 +162,7 @@ def test_ranks_follow_devices_and_a_dead_one_is_named_by_its_rank() -> None:
 def sums_over_groups(
     rank: int, *, order: str, tensor: int, pipeline: int
 ) -> dict[str, float | None]:
-    topology = Topology.create(sizes=Sizes(tensor, pipeline, rank_order=order))
+    topology = Topology.create(sizes=LayoutSizes(tensor, pipeline, rank_order=order))
     found = {}
     for name in ("world", "tensor", "data", "pipeline", "model", "embedding"):
         group = getattr(topology, name)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
 from megatron.parallel.launch import Launch, select_device
-from megatron.parallel.participants import describe_process
-from megatron.parallel.placing import (
+from megatron.parallel.process_descriptions import describe_process
+from megatron.parallel.rank_mapping import (
     Assignment,
-    Placing,
-    Task,
+    LaunchedProcess,
+    RankMapping,
     assign,
     check_devices,
     device_number,
@@ -30,7 +30,7 @@ from megatron.parallel.placing import (
 LOCAL = (4, 5, 2, 3, 6, 7, 0, 1)
 CORES = tuple((8 * LOCAL.index(device), 8 * LOCAL.index(device) + 7) for device in range(8))
 PAIRS_OF_PAIRS = (0, 1, 6, 7, 2, 3, 4, 5)
-FRONTIER = Placing(PAIRS_OF_PAIRS, LOCAL, CORES)
+FRONTIER = RankMapping(PAIRS_OF_PAIRS, LOCAL, CORES)
 BUSES = (0xC1, 0xC6, 0xC9, 0xCE, 0xD1, 0xD6, 0xD9, 0xDE)
 
 # -- which rank ------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ BUSES = (0xC1, 0xC6, 0xC9, 0xCE, 0xD1, 0xD6, 0xD9, 0xDE)
 ORDERS = st.integers(1, 6).flatmap(lambda n: st.permutations(range(n)))
 TASKS = st.lists(
     st.builds(
-        Task,
+        LaunchedProcess,
         st.sampled_from(["a", "b", "c"]),
         st.none() | st.integers(0, 6),
         st.just(()) | st.tuples(st.integers(0, 1), st.integers(0, 9)),
@@ -49,7 +49,7 @@ TASKS = st.lists(
 
 @given(TASKS, ORDERS)
 def test_ranks_are_a_permutation_whatever_the_processes_say(
-    tasks: list[Task], order: list[int]
+    tasks: list[LaunchedProcess], order: list[int]
 ) -> None:
     ranks = assign(tasks, order).ranks
     assert sorted(ranks) == list(range(len(tasks)))
@@ -67,7 +67,10 @@ def test_on_whole_nodes_ranks_follow_the_device_order(
         # The bus addresses of a node, by which the devices are numbered; a variable may give all of
         # them the same one.
         tasks += [
-            Task(f"n{node}", 0, (0, 10 * d)) if by_bus else Task(f"n{node}", d) for d in devices
+            LaunchedProcess(f"n{node}", 0, (0, 10 * d))
+            if by_bus
+            else LaunchedProcess(f"n{node}", d)
+            for d in devices
         ]
     devices_of = [task.address[1] // 10 if by_bus else task.number for task in tasks]
     found = assign(tasks, order)
@@ -81,18 +84,23 @@ def test_on_whole_nodes_ranks_follow_the_device_order(
     ("tasks", "words"),
     [
         (
-            [Task("a", 0), Task("b", 0), Task("a", 1), Task("b", 1)],
+            [
+                LaunchedProcess("a", 0),
+                LaunchedProcess("b", 0),
+                LaunchedProcess("a", 1),
+                LaunchedProcess("b", 1),
+            ],
             ["2 of 2", "--distribution=block"],
         ),
-        ([Task("a", 0)], ["1 of 1", "2 devices"]),
-        ([Task("a", n % 2) for n in range(4)], ["4", "2"]),
-        ([Task("a", 0), Task("a", None)], ["1 of 2"]),
-        ([Task("a", 0, (0, 5)), Task("a", None, (0, 5))], ["1 of 2"]),
-        ([Task("a", 1), Task("a", 1)], ["1,1"]),
-        ([Task("a", 1), Task("a", 2)], ["1,2"]),
+        ([LaunchedProcess("a", 0)], ["1 of 1", "2 devices"]),
+        ([LaunchedProcess("a", n % 2) for n in range(4)], ["4", "2"]),
+        ([LaunchedProcess("a", 0), LaunchedProcess("a", None)], ["1 of 2"]),
+        ([LaunchedProcess("a", 0, (0, 5)), LaunchedProcess("a", None, (0, 5))], ["1 of 2"]),
+        ([LaunchedProcess("a", 1), LaunchedProcess("a", 1)], ["1,1"]),
+        ([LaunchedProcess("a", 1), LaunchedProcess("a", 2)], ["1,2"]),
     ],
 )
-def test_nodes_that_keep_their_ranks(tasks: list[Task], words: list[str]) -> None:
+def test_nodes_that_keep_their_ranks(tasks: list[LaunchedProcess], words: list[str]) -> None:
     found = assign(tasks, (1, 0))
     assert found.ranks == list(range(len(tasks)))
     assert len(found.notices) == 1 and all(word in found.notices[0] for word in words), (
@@ -102,7 +110,10 @@ def test_nodes_that_keep_their_ranks(tasks: list[Task], words: list[str]) -> Non
 
 
 def test_one_bad_node_does_not_touch_the_others() -> None:
-    nodes = [[Task(f"n{i}", 0), Task(f"n{i}", 1 if i != 2 else None)] for i in range(7)]
+    nodes = [
+        [LaunchedProcess(f"n{i}", 0), LaunchedProcess(f"n{i}", 1 if i != 2 else None)]
+        for i in range(7)
+    ]
     found = assign([task for node in nodes for task in node], (1, 0))
     assert found.ranks == [1, 0, 3, 2, 4, 5, 7, 6, 9, 8, 11, 10, 13, 12]
     (notice,) = found.notices
@@ -111,10 +122,10 @@ def test_one_bad_node_does_not_touch_the_others() -> None:
 
 def test_numbers_that_each_task_counts_for_itself() -> None:
     """Bus addresses tell devices apart where cgroups make each task's device number 0."""
-    tasks = [Task("n", 0, (0, bus, 0), (device,)) for device, bus in enumerate(BUSES)]
+    tasks = [LaunchedProcess("n", 0, (0, bus, 0), (device,)) for device, bus in enumerate(BUSES)]
     in_turn = [tasks[device] for device in LOCAL]
     assert assign(in_turn, PAIRS_OF_PAIRS) == Assignment([6, 7, 4, 5, 2, 3, 0, 1], list(LOCAL), [])
-    blind = assign([Task("n", 0, (), task.near) for task in in_turn], PAIRS_OF_PAIRS)
+    blind = assign([LaunchedProcess("n", 0, (), task.near) for task in in_turn], PAIRS_OF_PAIRS)
     assert blind.ranks == list(range(8)) and blind.devices == [None] * 8
     assert len(blind.notices) == 1, "nothing is said about cores, because the devices are not known"
 
@@ -208,16 +219,21 @@ def test_variables_that_hide_every_device(monkeypatch: pytest.MonkeyPatch) -> No
 def test_devices_that_are_not_known() -> None:
     assert device_number(FRONTIER, 0, 0, 1, None) is None, "one device, but which?"
     assert near_index(FRONTIER, 0, 2, (4, 5)) is None, "a part of the node"
-    assert near_index(None, 0, 8, None) is near_index(Placing(), 0, 8, None) is None
+    assert near_index(None, 0, 8, None) is near_index(RankMapping(), 0, 8, None) is None
     assert device_number(FRONTIER, 9, None, 0, None) is None
 
 
 @pytest.mark.parametrize(
     ("placing", "shown", "expected"),
-    [(FRONTIER, "", 6), (None, "", 4), (Placing((1, 0)), "", 4), (FRONTIER, "7,6,5,4,3,2,1,0", 1)],
+    [
+        (FRONTIER, "", 6),
+        (None, "", 4),
+        (RankMapping((1, 0)), "", 4),
+        (FRONTIER, "7,6,5,4,3,2,1,0", 1),
+    ],
 )
 def test_the_device_next_to_the_cores(
-    monkeypatch: pytest.MonkeyPatch, placing: Placing | None, shown: str, expected: int
+    monkeypatch: pytest.MonkeyPatch, placing: RankMapping | None, shown: str, expected: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -233,7 +249,7 @@ def test_the_device_next_to_the_cores(
 def test_devices_next_to_cores(cores: Any, near: tuple[int, ...]) -> None:
     """Devices are found by the next cores: hardware thread 65 is the second one of core 1."""
     assert near_devices(FRONTIER, cores) == near
-    assert near_devices(Placing(), cores) == ()
+    assert near_devices(RankMapping(), cores) == ()
 
 
 def test_processes_on_cores_of_another_device() -> None:
@@ -242,13 +258,15 @@ def test_processes_on_cores_of_another_device() -> None:
     Three tasks are packed next to device 4, as by -c2 without a distribution over cores.
     """
     tasks = [
-        Task("n", device, near=(4,) if local < 3 else (device,))
+        LaunchedProcess("n", device, near=(4,) if local < 3 else (device,))
         for local, device in enumerate(LOCAL)
     ]
     (notice,) = assign(tasks, PAIRS_OF_PAIRS).notices
     assert "2 of 8" in notice and all(part in notice for part in ("task 1", "device 5", "device 4"))
     assert (
-        assign([Task("n", device, near=(1, device)) for device in LOCAL], PAIRS_OF_PAIRS).notices
+        assign(
+            [LaunchedProcess("n", device, near=(1, device)) for device in LOCAL], PAIRS_OF_PAIRS
+        ).notices
         == []
     )
 
@@ -263,9 +281,9 @@ def test_ranks_of_a_node(nodes: str, each: int) -> None:
 def test_orders_that_name_no_device_once() -> None:
     assert check_devices(FRONTIER) is FRONTIER
     with pytest.raises(LaunchError, match="0,1,1"):
-        check_devices(Placing((0, 1, 1)))
+        check_devices(RankMapping((0, 1, 1)))
     with pytest.raises(LaunchError, match="8"):
-        check_devices(Placing((0, 1, 2, 3), LOCAL))
+        check_devices(RankMapping((0, 1, 2, 3), LOCAL))
 
 
 def test_the_description_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.norm import norm
 from megatron.parallel import gradient_accumulator as module
-from megatron.parallel.gradient_accumulator import GradientSink, deliver, sink_of
+from megatron.parallel.gradient_accumulator import GradientAccumulator, accumulator_of, deliver
 
 TOKENS = 48
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -15,10 +15,10 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 def make(shape, device="cpu", sums=torch.float32, **options):
     weight = torch.nn.Parameter(torch.zeros(shape, device=device))
-    weight.gradient_sink = GradientSink(
+    weight.gradient_accumulator = GradientAccumulator(
         weight, torch.full(shape, torch.nan, device=device, dtype=sums), **options
     )
-    return weight, weight.gradient_sink
+    return weight, weight.gradient_accumulator
 
 
 def products(dtype, out, width, n=3):
@@ -38,11 +38,11 @@ def products(dtype, out, width, n=3):
 @pytest.mark.parametrize("shape", [(20, 12), (2, 10, 12), (700, 12)])
 def test_products_add_up(device, dtype, sums, shape, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 4096)  # 700 rows are two blocks and a remainder
-    weight, sink = make(shape, device, sums)
+    weight, accumulator = make(shape, device, sums)
     expected = torch.zeros(shape, dtype=torch.float64)
     absolute = torch.zeros(shape, dtype=torch.float64)
     for dy, x in products(dtype, weight.numel() // 12, 12):
-        sink.add_product(dy.to(device), x.to(device))
+        accumulator.add_product(dy.to(device), x.to(device))
         expected += (dy.double().t() @ x.double()).view(shape)
         absolute += (dy.double().abs().t() @ x.double().abs()).view(shape)
     # A sum of n terms in fp32 is off by at most n eps/2 of the sum of their magnitudes (Higham,
@@ -51,24 +51,24 @@ def test_products_add_up(device, dtype, sums, shape, monkeypatch):
     bound = (
         3 * TOKENS * 2.0**-24 + torch.finfo(dtype).eps / 2 + 3 * torch.finfo(sums).eps / 2
     ) * absolute
-    total = sink.total.cpu()
+    total = accumulator.total.cpu()
     assert bool(((total - expected).abs() <= bound).all())
     assert total.abs().max() > 1
 
 
 def test_the_first_contribution_overwrites_and_parts_are_one():
     seen = []
-    weight, sink = make((4, 3), added=seen.append)
+    weight, accumulator = make((4, 3), added=seen.append)
     (dy, x), *_ = products(torch.float32, 4, 3)
     for _ in range(2):
-        sink.renew()
-        sink.add_product(dy[:30], x[:30], last=False)
-        assert not sink.fresh
-        sink.add_product(dy[30:], x[30:])
-        torch.testing.assert_close(sink.total, dy.t() @ x)
+        accumulator.renew()
+        accumulator.add_product(dy[:30], x[:30], last=False)
+        assert not accumulator.fresh
+        accumulator.add_product(dy[30:], x[30:])
+        torch.testing.assert_close(accumulator.total, dy.t() @ x)
     assert [p is weight for p in seen] == [True, True]
-    sink.renew()
-    assert bool((sink.complete() == 0).all())
+    accumulator.renew()
+    assert bool((accumulator.complete() == 0).all())
 
 
 class Products(TorchDispatchMode):
@@ -99,20 +99,20 @@ def test_products_through_a_buffer(device, shape, rows, monkeypatch):
     Tensors without data stand for those of a GPU.
     """
     monkeypatch.setattr(module, "_adds_in_fp32", lambda *_: False)
-    _, sink = make(shape, device)
+    _, accumulator = make(shape, device)
     dy, x = (torch.zeros(1, n, dtype=torch.bfloat16, device=device) for n in shape)
     with Products() as seen:
-        sink.add_product(dy, x)
+        accumulator.add_product(dy, x)
     assert seen.shapes == [(n, shape[1]) for n in rows]
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_direct_says_who_adds(direct):
-    weight, sink = make((2, 2), direct=direct)
-    assert (sink_of(weight) is sink) == direct
+    weight, accumulator = make((2, 2), direct=direct)
+    assert (accumulator_of(weight) is accumulator) == direct
     deliver(weight, torch.ones(2, 2))
     deliver(weight, torch.ones(2, 2))
-    assert weight.grad is None and sink.total.tolist() == [[2, 2], [2, 2]]
+    assert weight.grad is None and accumulator.total.tolist() == [[2, 2], [2, 2]]
 
 
 def test_a_build_without_the_fp32_product_is_found_out(monkeypatch):

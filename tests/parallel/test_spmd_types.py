@@ -32,7 +32,7 @@ from megatron.layers import (
 )
 from megatron.model.gpt import build_chunks
 from megatron.parallel import collectives
-from megatron.parallel.layout import Sizes
+from megatron.parallel.layout import LayoutSizes
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from tests.helpers.groups import join
@@ -46,7 +46,7 @@ LOCAL = (
     attention_blocked._Attention,
     attention_fused._Ranges,
     expert_router._Scores,
-    products._Grouped,
+    products._GroupedProduct,
     # of the context group: every rank sends other rows to each, and gets other rows
     context_parallel._AllToAll,
     ring._Ring,
@@ -100,7 +100,7 @@ TYPES: dict[Any, Callable[..., Any]] = {
         x, SimpleNamespace(tensor=group, sequence_parallel=sequence_parallel)
     ),
     experts._Enter: lambda *, x, context: entered(x, context),
-    experts._Whole: lambda *, weights, group: spmd.rules.convert(
+    experts._SummedWeights: lambda *, weights, group: spmd.rules.convert(
         weights, group.handle, src=spmd.I, dst=spmd.R
     ),
     expert_router._Gather: lambda *, scores, group: spmd.rules.all_gather(
@@ -162,7 +162,7 @@ def test_gradients_are_right_by_type(
     _, world_size, fields = layout(tp=2, num_layers=2, **shape)
     config = configured(fields, world_size)
     with fake_pg(world_size):
-        topology = Topology.create(sizes=Sizes(2, context_parallel_size=world_size // 2))
+        topology = Topology.create(sizes=LayoutSizes(2, context_parallel_size=world_size // 2))
         (plain,), (chunk,) = (build_chunks(config, topology).values() for _ in range(2))
         batch = batches(config, 0)[0]
         terms = Terms([plain], config.parallel.sequence_parallel)
@@ -214,7 +214,7 @@ def compare(rank: int) -> None:
         (lambda x: collectives.reduce_from_tensor_region(x, group, True), scattered),
         (lambda x: experts._Enter.apply(x, context), copied),
         (lambda x: experts._Enter.apply(x, in_parts), gathered),
-        (lambda x: experts._Whole.apply(x, group), copied),
+        (lambda x: experts._SummedWeights.apply(x, group), copied),
         (
             lambda x: expert_router._Gather.apply(x, group, True),
             message(spmd.all_gather, first, invariant),

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
-from megatron.parallel.layout import Layout, Sizes
+from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.parallel.topology import Topology
 
 LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDERS))
 PARTS = st.builds(
     lambda t, p, r, context, nodes, each, order: Layout.for_world(
         t * p * r * math.lcm(context, nodes * each),
-        Sizes(t, p, context, nodes * each, each, rank_order=order),
+        LayoutSizes(t, p, context, nodes * each, each, rank_order=order),
     ),
     *[st.integers(1, 3)] * 6,
     st.sampled_from(RANK_ORDERS),
@@ -50,10 +50,10 @@ def test_orders_and_what_is_left_is_data_parallel() -> None:
     assert sorted(RANK_ORDERS) == sorted(
         "-".join(order) for order in itertools.permutations(("tp", "dp", "pp"))
     )
-    assert Layout.for_world(24, Sizes(2, 3, 2, 4)) == Layout(
+    assert Layout.for_world(24, LayoutSizes(2, 3, 2, 4)) == Layout(
         tensor=2, pipeline=3, data=4, context=2, expert=4
     )
-    assert Layout.for_world(24, Sizes(2, 3)) == Layout(
+    assert Layout.for_world(24, LayoutSizes(2, 3)) == Layout(
         tensor=2, pipeline=3, data=4, order="tp-dp-pp"
     )
     with pytest.raises(ConfigError, match="'tp-pp'"):
@@ -65,13 +65,13 @@ def test_orders_and_what_is_left_is_data_parallel() -> None:
 )
 def test_worlds_that_do_not_divide(world: int, tensor: int, pipeline: int, better: int) -> None:
     with pytest.raises(ConfigError, match=f"{world}.* {better} "):
-        Layout.for_world(world, Sizes(tensor, pipeline))
+        Layout.for_world(world, LayoutSizes(tensor, pipeline))
 
 
 @pytest.mark.parametrize("parts", [{"context_parallel_size": 4}, {"expert_model_parallel_size": 3}])
 def test_parts_that_do_not_divide_the_data_line(parts: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=str(next(iter(parts.values())))):
-        Layout.for_world(12, Sizes(2, 3, **parts))
+        Layout.for_world(12, LayoutSizes(2, 3, **parts))
 
 
 @given(PARTS)

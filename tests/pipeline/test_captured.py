@@ -27,7 +27,7 @@ from megatron.kernels import choose
 from megatron.layers.transformer import TransformerLayer
 from megatron.metrics_file import read_records
 from megatron.model.gpt import build_chunks, layer_context
-from megatron.parallel.gradient_accumulator import GradientSink
+from megatron.parallel.gradient_accumulator import GradientAccumulator
 from megatron.parallel.topology import Topology
 from megatron.pipeline import captured
 from megatron.pipeline.captured import Captures, Pool
@@ -231,14 +231,14 @@ def peak_of_a_step(layers: int, records: bool) -> int:
     topology = Topology.create()
     chunks = build_chunks(config, topology).to(torch.bfloat16).train()
     for p in chunks.parameters():
-        p.gradient_sink = GradientSink(p, torch.zeros(p.shape))  # type: ignore[attr-defined]
+        p.gradient_accumulator = GradientAccumulator(p, torch.zeros(p.shape))  # type: ignore[attr-defined]
         p.register_post_accumulate_grad_hook(to_sink)
     engine = types.SimpleNamespace(begin=None, pass_ends=None, wait_for_weights=lambda: None)
     run = build_executor(config, topology, chunks, engine)  # type: ignore[arg-type]
     batches = [make_micro_batch(torch.randint(256, (2, 65)).numpy())]
     for _ in range(WARM_UP):
         run.train(batches)
-    sums = [p.gradient_sink.total for p in chunks.parameters()]  # type: ignore[attr-defined]
+    sums = [p.gradient_accumulator.total for p in chunks.parameters()]  # type: ignore[attr-defined]
     with Live([*chunks.parameters(), *sums]) as live:
         run.train(batches)
     return live.peak

@@ -267,7 +267,7 @@ def test_lists_that_cannot_be_run_are_refused(passes: list[list[tuple[int, int, 
     lists = schedule_module.Lists.of([np.array(rank) for rank in passes], micro_batches)
     free = [np.zeros((kinds, len(lists.owner)), np.int64) for kinds in (5, 4)]
     with pytest.raises(ValueError):
-        schedule_module.run(lists, schedule_module.Costs(*free), posted=False)
+        schedule_module.run(lists, schedule_module.ScheduleCosts(*free), posted=False)
 
 
 def test_times_of_other_sizes_are_refused() -> None:

@@ -14,9 +14,9 @@ import torch
 
 from megatron.errors import ConfigError, LaunchError
 from megatron.parallel.deferred_gradients import WeightGradients
-from megatron.parallel.flight import Call, FlightRecorder, FlightState
+from megatron.parallel.flight import FlightRecorder, FlightState, PendingCall
 from megatron.parallel.topology import Group, Topology
-from megatron.pipeline.executor import SENDS_IN_FLIGHT, Exchange, Executor
+from megatron.pipeline.executor import SENDS_IN_FLIGHT, Executor, StageMessages
 from megatron.pipeline.orders import AnyOrder, Instruction, Op
 from megatron.pipeline.schedule import build_schedule
 from tests.helpers.groups import join
@@ -421,11 +421,11 @@ def test_messages_are_recorded_and_blamed_by_global_ranks(monkeypatch: pytest.Mo
         return Waited()
 
     monkeypatch.setattr("torch.distributed.irecv", post)
-    exchange = Exchange(Group((2, 6, 10), 1, None, "pipeline", flight))
+    exchange = StageMessages(Group((2, 6, 10), 1, None, "pipeline", flight))
     for operation, stage, peer in ((Op.RECV_FORWARD, 1, 2), (Op.RECV_BACKWARD, 1, 10)):
         instruction = Instruction(operation, stage, 0)
         exchange.receive(instruction, torch.empty(4))
-        assert seen.pop() == (peer, Call("receive", "pipeline", peer, 16, 0))
+        assert seen.pop() == (peer, PendingCall("receive", "pipeline", peer, 16, 0))
         with pytest.raises(LaunchError) as caught:
             exchange.take(instruction)
         assert f"rank {peer}," in str(caught.value) and "10000ms" in str(caught.value)

@@ -19,7 +19,7 @@ from megatron.pipeline.schedule import build_schedule
 
 
 class Recorder:
-    """Stand-in for Exchange that logs what is posted and awaited; all tensors received are ones."""
+    """Stand-in for StageMessages that logs what is posted and awaited; all tensors received are ones."""
 
     log: list[Any]
 
@@ -51,7 +51,7 @@ def test_messages_are_posted_in_the_order_of_the_schedule(
     The log of a rank of four equals its schedule without the computations.
     """
     log: list[Any] = []
-    monkeypatch.setattr(executor_module, "Exchange", Recorder)
+    monkeypatch.setattr(executor_module, "StageMessages", Recorder)
     monkeypatch.setattr(Recorder, "log", log, raising=False)
     weight = torch.nn.Parameter(torch.ones(3))
     last = 4 * chunks - 1

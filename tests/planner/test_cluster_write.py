@@ -24,7 +24,7 @@ def facts(cluster: Cluster) -> dict[str, object]:
     }
 
 
-def again(cluster: Cluster, folder: Path) -> Cluster:
+def recompute(cluster: Cluster, folder: Path) -> Cluster:
     path = folder / "machine.toml"
     write_cluster(cluster, path, "a heading\nof two lines")
     assert path.read_text().startswith("# a heading\n# of two lines\n")
@@ -63,7 +63,7 @@ def test_any_figures_survive(found: list[Figure], title: str, cores: int | None)
         sources={**load_cluster("lumi").sources, 'odd "name"': "line\nbreak \\ é"},
     )
     with tempfile.TemporaryDirectory() as folder:
-        assert facts(again(cluster, Path(folder))) == facts(cluster)
+        assert facts(recompute(cluster, Path(folder))) == facts(cluster)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:

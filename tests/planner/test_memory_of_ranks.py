@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config import Config
 from megatron.pipeline.schedule import build_schedule, moments_of_rank
-from megatron.planner.events import Pass, Take
+from megatron.planner.events import Alloc, Pass
 from megatron.planner.memory import (
     ChunkMemory,
     chunk_memory,
@@ -99,7 +99,7 @@ def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
         most = 0
         for place, of in passes:
             for step in of.steps:
-                if isinstance(step, Take):
+                if isinstance(step, Alloc):
                     alive[place, step.id] = -(-step.bytes // 512) * 512
                 elif hasattr(step, "id"):
                     alive.pop((place, step.id), None)

@@ -12,8 +12,8 @@ from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
 from megatron.planner.layout import candidate_of, parse_layout
 from megatron.planner.memory import memory_of_ranks, parameters_of_rank
-from megatron.planner.search.find import GIB, Search, search
-from megatron.planner.search.space import Space, make_config
+from megatron.planner.search.find import GIB, LayoutSearch, search
+from megatron.planner.search.space import LayoutSpace, make_config
 from megatron.planner.timing import estimate
 from tests.planner.timing.configs import run
 
@@ -95,12 +95,12 @@ def test_a_machine_without_the_facts_is_refused():
 # -- search ----------------------------------------------------------------------------------------
 
 
-def given(host_gib: float = 512.0, gib: float = 57.6, **wanted: tuple) -> Search:
+def given(host_gib: float = 512.0, gib: float = 57.6, **wanted: tuple) -> LayoutSearch:
     flags = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16"
     base = make_config(None, [*flags.split(), "--vocab-size", "50257"], 8)
     cluster = dataclasses.replace(FRONTIER, host_memory_gib=host_gib)
     fixed = dict(gbs=(8,), tp=(1,), pp=(1,), zero=(1,), mbs=(1,), recompute=("none",))
-    return Search(Space(base, "a model", cluster, (8,), {**fixed, **wanted}), gib * GIB)
+    return LayoutSearch(LayoutSpace(base, "a model", cluster, (8,), {**fixed, **wanted}), gib * GIB)
 
 
 def test_the_search_offloads_where_it_is_asked_to():

@@ -10,12 +10,12 @@ import pytest
 
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.kernels.work import Product
+from megatron.kernels.cost import Product
 from megatron.model.formulas import total_parameters
-from megatron.parallel.layout import Layout, Sizes
+from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.planner.channels import Channels, groups_on_nodes
 from megatron.planner.cluster import load_cluster
-from megatron.planner.events import Message, Post, Wait
+from megatron.planner.events import GroupMessage, Post, Wait
 from megatron.planner.memory import memory_of_ranks, parameters_of_rank
 from megatron.planner.placement import (
     choose_placement,
@@ -24,7 +24,7 @@ from megatron.planner.placement import (
     render_placement,
     step_messages,
 )
-from megatron.planner.search.space import Rejections, Space
+from megatron.planner.search.space import LayoutSpace, Rejections
 from megatron.planner.tensors import rows_to_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import trace
@@ -143,18 +143,19 @@ def test_messages_of_experts() -> None:
     sent = step_messages(config, "cuda").collectives
     rows = rows_to_ranks(128, 3, 4, 2)
     assert (
-        sent[Message("all_to_all", rows * 64 * 2, "expert")] == 4 * 4 * config.num_micro_batches()
+        sent[GroupMessage("all_to_all", rows * 64 * 2, "expert")]
+        == 4 * 4 * config.num_micro_batches()
     )
     of_nodes = made(**EXPERTS, expert_model_parallel_size=4, expert_ranks_per_node=2)
     hops = step_messages(of_nodes, "cuda").collectives
     for group, pairs in (("expert_between", rows_to_ranks(128, 3, 2, 4)), ("expert_within", rows)):
         times = 4 * 4 * config.num_micro_batches()
-        assert hops[Message("all_to_all", pairs * 64 * 2, group)] == times
+        assert hops[GroupMessage("all_to_all", pairs * 64 * 2, group)] == times
     experts = 4 * 2 * (2 * 64 * 32 + 64 + 32)  # layers, experts of a rank, matrices and biases
-    assert sent[Message("reduce_scatter", 4 * experts, "expert_data")] == 1
+    assert sent[GroupMessage("reduce_scatter", 4 * experts, "expert_data")] == 1
     others = parameters_of_rank(config, 0) - experts
     routers = 4 * 8 * 64  # weights of these in fp32
-    assert sent[Message("all_gather", 2 * others + 2 * routers, "data")] == 1
+    assert sent[GroupMessage("all_gather", 2 * others + 2 * routers, "data")] == 1
 
 
 def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly() -> None:
@@ -172,7 +173,7 @@ def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly() ->
     placed = choose_placement(other, FRONTIER)
     assert naive_placement(other, FRONTIER).layout.expert_node == 1 < placed.layout.expert_node
     assert "expert between" in render_placement(other, placed)
-    uneven = Sizes(expert_model_parallel_size=18, ranks_per_node=8)
+    uneven = LayoutSizes(expert_model_parallel_size=18, ranks_per_node=8)
     assert Layout.for_world(18, uneven).expert_node == 1
 
 
@@ -259,7 +260,7 @@ def test_kept_activations_are_divided() -> None:
 
 def test_the_search_divides_experts_and_long_sequences() -> None:
     def sizes(config: Config, **wanted: tuple[Any, ...]) -> set[tuple[int, int]]:
-        space = Space(
+        space = LayoutSpace(
             config, "m", FRONTIER, (16,), {"gbs": (32,), "tp": (1,), "pp": (1,), **wanted}
         )
         found = set()

@@ -9,7 +9,7 @@ import pytest
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.parallel.launch import Launch
-from megatron.parallel.placing import Placing
+from megatron.parallel.rank_mapping import RankMapping
 from megatron.planner.cluster import load_cluster
 from megatron.planner.placement import choose_placement, plan_ranks
 
@@ -37,7 +37,7 @@ def test_a_cluster_chooses_and_says_what_it_costs() -> None:
     frontier = load_cluster("frontier")
     chosen = choose_placement(config(16), frontier)
     plan = plan_ranks(config(16, cluster="frontier"), launched(16))
-    assert plan.placing == Placing(
+    assert plan.placing == RankMapping(
         chosen.device_order, frontier.local_order, frontier.cores_of_device, chosen.layout.order
     )
     assert plan.placing.local_order == (4, 5, 2, 3, 6, 7, 0, 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import MegatronError
-from megatron.planner.processes import process_pool
+from megatron.planner.subprocesses import process_pool
 from tests.helpers.launching import ROOT
 
 _base = 0
@@ -61,7 +61,7 @@ def test_errors() -> None:
 PROGRAM = """
 import os, signal
 os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))
-from megatron.planner.processes import process_pool
+from megatron.planner.subprocesses import process_pool
 from tests.planner.test_pool import work
 if __name__ == "__main__":
     with process_pool(2, "killed") as run:
@@ -85,7 +85,7 @@ def test_ctrl_c_while_they_start_ends_none_of_them(tmp_path: Path) -> None:
 
 WAITS = """
 import os, time
-from megatron.planner.processes import process_pool
+from megatron.planner.subprocesses import process_pool
 def wait(number):
     os.write(1, b"waits\\n")  # at once: print may write the end of the line by itself
     time.sleep(600)

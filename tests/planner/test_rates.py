@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
-from megatron.kernels.work import Attention
+from megatron.kernels.cost import Attention
 from megatron.planner.cluster import Cluster, known_clusters, load_cluster
 from megatron.planner.compute import (
     ASSUMED,
@@ -21,23 +21,23 @@ from megatron.planner.compute import (
     Figure,
     Points,
 )
-from megatron.planner.rates import Rates, size_of
+from megatron.planner.rates import DeviceRates, size_of
 
 FRONTIER = load_cluster("frontier")
 MACHINES = [load_cluster(name) for name in known_clusters()]
 
 
-def tflops(rates: Rates, m: int, n: int, k: int) -> float:
+def tflops(rates: DeviceRates, m: int, n: int, k: int) -> float:
     return 2.0 * m * n * k / rates.product_s(m, n, k) / 1e12
 
 
-def with_products(points: Points, peak: float = 200.0) -> Rates:
+def with_products(points: Points, peak: float = 200.0) -> DeviceRates:
     """Return a machine of which only these products are known."""
     compute = {
         "products.float16": Figure("products.float16", points, MEASURED, "a test"),
         "kernel_s": Figure("kernel_s", ((0.0,),), MEASURED, "a test"),
     }
-    return Rates(replace(FRONTIER, compute=compute, peak_tflops={"float16": peak}), "float16")
+    return DeviceRates(replace(FRONTIER, compute=compute, peak_tflops={"float16": peak}), "float16")
 
 
 # -- every figure and where it is from -------------------------------------------------------------
@@ -48,7 +48,7 @@ def test_figures_of_frontier() -> None:
 
     The products are of 4096 and 8192 cubed.
     """
-    rates = Rates(FRONTIER, "float16")
+    rates = DeviceRates(FRONTIER, "float16")
     assert tflops(rates, 4096, 4096, 4096) == pytest.approx(101.5)
     assert tflops(rates, 8192, 8192, 8192) == pytest.approx(106.5)
     assert rates.memory_s(1.25e12, kernels=0) == pytest.approx(1.0)
@@ -61,7 +61,7 @@ def test_figures_of_frontier() -> None:
 @pytest.mark.parametrize("cluster", MACHINES, ids=lambda c: c.name)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_points_come_out_as_they_were_put_in(cluster: Cluster, dtype: str) -> None:
-    rates = Rates(cluster, dtype)
+    rates = DeviceRates(cluster, dtype)
     for m, n, k, rate in cluster.compute[f"products.{dtype}"].points:
         assert tflops(rates, int(m), int(n), int(k)) == pytest.approx(rate)
     for backward in (False, True):
@@ -86,7 +86,7 @@ def test_between_two_points_time_is_arithmetic_and_traffic() -> None:
         [2 * s**3 / (rate * 1e12) for s, rate in zip(sides, (101.5, 106.5), strict=True)]
     )
     operation, element = np.linalg.solve(system, seconds)
-    rates = Rates(FRONTIER, "float16")
+    rates = DeviceRates(FRONTIER, "float16")
     for m, n, k in (
         (2048, 36864, 12288),
         (4096, 4096, 16384),
@@ -119,7 +119,7 @@ def test_published_products_that_the_points_of_a_dgx_do_not_have(
     The law rests on cubes of 2048 and more; these products are flat, long, and down to a sixth of
     that size.
     """
-    assert tflops(Rates(load_cluster("dgx-h100"), "bfloat16"), m, n, k) == pytest.approx(
+    assert tflops(DeviceRates(load_cluster("dgx-h100"), "bfloat16"), m, n, k) == pytest.approx(
         published, rel=0.25
     )
 
@@ -134,7 +134,7 @@ def test_published_products_that_the_points_of_a_dgx_do_not_have(
 def test_a_longer_side_takes_longer_at_a_higher_rate(
     machine: str, dtype: str, sides: tuple[int, int, int], longer: int, more: int
 ) -> None:
-    rates = Rates(load_cluster(machine), dtype)
+    rates = DeviceRates(load_cluster(machine), dtype)
     grown = tuple(side + more * (i == longer) for i, side in enumerate(sides))
     a, b = rates.product_s(*sides), rates.product_s(*grown)
     assert b >= a * (1 - 1e-12)
@@ -189,7 +189,7 @@ def test_a_point_speaks_for_its_neighbours_only() -> None:
 
 
 def test_attention_counts_half_of_the_pairs() -> None:
-    rates = Rates(FRONTIER, "bfloat16")
+    rates = DeviceRates(FRONTIER, "bfloat16")
     causal = rates.attention_s(Attention(2, 24, 2048, 128, backward=False))
     assert causal == pytest.approx(2 * 2 * 24 * 2048**2 * 128 / 55e12)
     assert rates.attention_s(Attention(4, 12, 2048, 128, backward=False)) == pytest.approx(causal)
@@ -218,7 +218,7 @@ def test_attention_of_lengths_far_beyond_the_measured_ones(peaks: dict[str, floa
         ),
     ]
     cluster = replace(FRONTIER.with_figures(figures), peak_tflops=peaks)
-    rates = Rates(cluster, "float32")
+    rates = DeviceRates(cluster, "float32")
     times = [
         rates.attention_s(Attention(8, 8, seq, 64, backward=False))
         for seq in (512, 1024, 8192, 131072)
@@ -235,7 +235,7 @@ def test_memory_by_bytes_and_kind_of_work() -> None:
         Figure("memory.norm", ((1.0, 5.0),), MEASURED, "a test"),
         Figure("kernel_s", ((1e-6,),), MEASURED, "a test"),
     ]
-    rates = Rates(FRONTIER.with_figures(figures), "float32")
+    rates = DeviceRates(FRONTIER.with_figures(figures), "float32")
     assert rates.memory_s(1e4) == pytest.approx(1e-6 + 1e4 / 20e9)  # halfway over the logarithm
     assert rates.memory_s(1e2) == pytest.approx(1e-6 + 1e2 / 10e9)
     assert rates.memory_s(1e9) == pytest.approx(1e-6 + 1e9 / 30e9)
@@ -248,7 +248,7 @@ def test_memory_by_bytes_and_kind_of_work() -> None:
 
 
 def test_a_machine_without_figures_gets_shares_of_its_peak() -> None:
-    rates = Rates(replace(FRONTIER, compute={}), "bfloat16")
+    rates = DeviceRates(replace(FRONTIER, compute={}), "bfloat16")
     assert 0.5 * 191.5 < tflops(rates, 8192, 8192, 8192) < 0.65 * 191.5
     assert tflops(rates, 1024, 1024, 1024) < tflops(rates, 2048, 2048, 2048)
     rates.attention_s(Attention(1, 8, 2048, 128, backward=True))
@@ -260,5 +260,5 @@ def test_a_machine_without_figures_gets_shares_of_its_peak() -> None:
 def test_a_dtype_of_which_nothing_is_known() -> None:
     cluster = replace(FRONTIER, compute={}, peak_tflops={"float32": 1.0})
     with pytest.raises(ConfigError, match=r"frontier.toml.*products.float16.*float32"):
-        Rates(cluster, "float16")
-    Rates(cluster, "float32")
+        DeviceRates(cluster, "float16")
+    DeviceRates(cluster, "float32")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.config import Config
-from megatron.planner.events import Message
+from megatron.planner.events import GroupMessage
 from megatron.planner.placement import StepMessages, step_messages
 from tests.helpers.processes import run_processes
 from tests.helpers.training import BASE, Job, configured, dist_world_size
@@ -56,8 +56,8 @@ def test_tensor_parallel_messages(fields: dict[str, Any], reduced: int, gathered
     kind = "reduce_scatter" if gathered else "all_reduce"
     # of the softmax, fp32 [3, tokens] of each rank
     tensor, statistics = S * 2 * H * 2, 3 * 4 * S * 2 * n
-    expected = {Message(kind, tensor): reduced, Message("all_gather", tensor): gathered}
-    expected[Message("all_gather", statistics)] = 1
+    expected = {GroupMessage(kind, tensor): reduced, GroupMessage("all_gather", tensor): gathered}
+    expected[GroupMessage("all_gather", statistics)] = 1
     assert {m: count for m, count in found.items() if m.group == "tensor"} == {
         message: count * micro_batches for message, count in expected.items() if count
     }
@@ -83,15 +83,15 @@ def test_data_parallel_messages() -> None:
     layer = 12 * H * H + 13 * H
     count = V * H + S * H + L * layer + 2 * H
     assert set(made(world_size=4).collectives) == {
-        Message("reduce_scatter", 4 * count, "data"),
-        Message("all_gather", 2 * count, "data"),
+        GroupMessage("reduce_scatter", 4 * count, "data"),
+        GroupMessage("all_gather", 2 * count, "data"),
     }
     assert set(made(world_size=4, zero_stage=0).collectives) == {
-        Message("all_reduce", 4 * count, "data")
+        GroupMessage("all_reduce", 4 * count, "data")
     }
     stages = made(world_size=8, pipeline_model_parallel_size=4).collectives
     first = V * H + S * H + 2 * layer  # with both embeddings it has the peak
-    assert Message("reduce_scatter", 4 * first, "data") in stages
+    assert GroupMessage("reduce_scatter", 4 * first, "data") in stages
 
 
 # -- against the messages of real processes --------------------------------------------------------
@@ -103,10 +103,10 @@ Sent = list[tuple[str, str, int]]
 def sent(rank: int, cases: list[dict[str, Any]]) -> list[Sent]:
     """Return what a rank posts in its second step, by case."""
     from megatron.parallel.flight import FlightRecorder
-    from megatron.pipeline.executor import Exchange
+    from megatron.pipeline.executor import StageMessages
 
     found: Sent = []
-    enter, send = FlightRecorder.enter, Exchange.send
+    enter, send = FlightRecorder.enter, StageMessages.send
 
     def note(self: Any, call: bytes, kind: str, size_bytes: int, *args: Any, **where: int) -> int:
         if not where:  # neither a message nor the wait for a collective
@@ -118,7 +118,7 @@ def sent(rank: int, cases: list[dict[str, Any]]) -> list[Sent]:
         send(self, instruction, tensor)
 
     FlightRecorder.enter = note  # type: ignore[method-assign]
-    Exchange.send = note_message  # type: ignore[method-assign]
+    StageMessages.send = note_message  # type: ignore[method-assign]
     results = []
     for fields in cases:
         job = Job(configured(fields, dist_world_size()))

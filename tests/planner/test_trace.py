@@ -11,11 +11,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.kernels.work import Attention, Product
+from megatron.kernels.cost import Attention, Product
 from megatron.model import formulas
 from megatron.parallel import gradient_accumulator
 from megatron.planner import trace as traces
-from megatron.planner.events import Again, Give, Part, Pass, Take
+from megatron.planner.events import Alloc, Free, Pass, Recomputed, TracedModule
 from megatron.planner.memory import changes, find_peak, sized_model
 from megatron.planner.recorder import record
 from megatron.planner.stage import parameters_of, stage_flops, stage_passes, stages_of
@@ -53,19 +53,20 @@ def test_flops_and_parameters_are_those_of_the_formulas(config, device):
     groups = max(model.num_key_value_heads, tensor_size)
     model = dataclasses.replace(model, num_key_value_heads=groups)
 
-    def flops(again: bool) -> float:
+    def flops(recompute: bool) -> float:
         of_pipeline = sum(
-            sum(stage_flops(trace(config, device), stage, again=again).values()) for stage in stages
+            sum(stage_flops(trace(config, device), stage, recompute=recompute).values())
+            for stage in stages
         )
         parallel = config.parallel
         ranks = parallel.tensor_model_parallel_size * parallel.data_parallel_size
         return of_pipeline * ranks * config.num_micro_batches()
 
     per_token = formulas.model_flops_per_token(dataclasses.replace(model, vocab_size=padded))
-    assert flops(again=False) == per_token * model.seq_length * batch
+    assert flops(recompute=False) == per_token * model.seq_length * batch
     groups = [size for stage in stages for size in stage.recomputed]
     extra = formulas.recompute_flops_per_token(model, recompute, groups)
-    assert flops(again=True) == extra * model.seq_length * batch
+    assert flops(recompute=True) == extra * model.seq_length * batch
 
 
 @pytest.mark.parametrize(
@@ -86,22 +87,23 @@ def test_a_layer_with_a_window_counts_its_keys(device, backend, more):
     sizes = dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
     config = run(attention_backend=backend, **window, **sizes, **more)
     passes = [
-        (of.times, of.of, of.again)
+        (of.times, of.of, of.recompute)
         for stage in stages_of(config)
         for runs in stage_passes(trace(config, device), stage).values()
         for of in runs
     ]
 
-    def flops(again: bool) -> float:
+    def flops(recompute: bool) -> float:
         return sum(
-            times * sum(o.flops for o in of.computations(again=part) if isinstance(o, Attention))
+            times
+            * sum(o.flops for o in of.computations(recompute=part) if isinstance(o, Attention))
             for times, of, repeated in passes
-            for part in ((None,) if repeated and again else () if repeated else (again,))
+            for part in ((None,) if repeated and recompute else () if repeated else (recompute,))
         )
 
     once = 4 * 512 * (6 * 100 + 2 * 512) * 256 / 2
-    assert flops(again=False) == 3 * once
-    assert flops(again=True) == (once if more else 0)
+    assert flops(recompute=False) == 3 * once
+    assert flops(recompute=True) == (once if more else 0)
 
 
 def test_memory_of_a_window_grows_with_the_sequence_alone():
@@ -126,7 +128,7 @@ def test_explicit_attention_is_recomputed_as_far_as_its_weights():
     )
     backward, model = trace(config, "cuda").layer.backward, config.model
     assert (
-        backward.flops(again=True)
+        backward.flops(recompute=True)
         == formulas.attention_score_flops(model) * model.seq_length / 2 / 2
     )
 
@@ -151,7 +153,7 @@ OVERLAPPED = dict(sequence_parallel=True, tp_comm_overlap=True)
 def test_what_is_taken_is_given_back(device: str, more: dict[str, Any]) -> None:
     """All tensors are freed after a backward pass, whole or split."""
     traced = trace(run(tensor_model_parallel_size=2, **more), device)
-    for part in (traced.embedding, traced.layer, traced.again, traced.head):
+    for part in (traced.embedding, traced.layer, traced.recompute, traced.head):
         if part is not None:
             assert not kept(part.forward, part.backward)
             halves = Pass(part.inputs.steps + part.weights.steps, ())
@@ -163,9 +165,9 @@ def kept(*passes: Pass) -> dict[int, int]:
     found: dict[int, int] = {}
     for each in passes:
         for step in each.steps:
-            if isinstance(step, Take):
+            if isinstance(step, Alloc):
                 found[step.id] = step.bytes
-            elif isinstance(step, Give):
+            elif isinstance(step, Free):
                 found.pop(step.id, None)
     return found
 
@@ -174,11 +176,14 @@ def test_a_layer_that_is_recomputed_keeps_its_input_alone():
     """A recomputed layer keeps only its input; it hands on its output, kept by its neighbour."""
     config = run(recompute_granularity="full", tensor_model_parallel_size=2)
     hidden = 512 * 256 * 2
-    again = trace(config, "cuda").again
-    assert again is not None and sum(kept(again.forward).values()) == hidden == again.hands_on
+    recompute = trace(config, "cuda").recompute
+    assert (
+        recompute is not None
+        and sum(kept(recompute.forward).values()) == hidden == recompute.hands_on
+    )
     plain = trace(run(tensor_model_parallel_size=2), "cuda").layer
     last = 2 * 512 * 256 * 1024 / 2  # its last product, whose result no gradient needs
-    assert again.backward.flops(again=True) == plain.forward.flops() - last
+    assert recompute.backward.flops(recompute=True) == plain.forward.flops() - last
 
 
 @pytest.mark.parametrize(
@@ -253,7 +258,7 @@ def test_a_new_setting_counts_unless_somebody_says_otherwise() -> None:
             assert set(names.split()) <= fields
 
 
-def plain_of(part: Part) -> Any:
+def plain_of(part: TracedModule) -> Any:
     passes = (part.forward, part.backward, part.inputs, part.weights)
     return part.parameters, part.hands_on, [(p.steps, p.labels) for p in passes]
 
@@ -286,11 +291,11 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
     config = run(tensor_model_parallel_size=2, recompute_granularity="full")
     monkeypatch.setenv(traces.FOLDER, str(tmp_path))
 
-    def fresh() -> Part:
+    def fresh() -> TracedModule:
         traces._folder.cache_clear()
         monkeypatch.setattr(traces, "_parts", {})
         monkeypatch.setattr(traces, "_traces", {})
-        found = trace(config, "cuda").again
+        found = trace(config, "cuda").recompute
         assert found is not None
         return found
 
@@ -298,7 +303,7 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
         made, read = fresh(), fresh()
         files = sorted(tmp_path.rglob("*.json"))
         assert len(files) == 4 and plain_of(made) == plain_of(read)
-        assert any(isinstance(step, Again) for step in read.backward.steps)
+        assert any(isinstance(step, Recomputed) for step in read.backward.steps)
         for file in files:
             file.write_text(json.dumps(json.loads(file.read_text()))[:-10])
         assert plain_of(fresh()) == plain_of(made)

@@ -12,7 +12,7 @@ import pytest
 from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer import unique_parameters
-from megatron.engine.zero_plan import Instruction, Op, Reductions, ZeroPlan
+from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, ZeroPlan
 from megatron.model.gpt import build_chunks
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.sharding import Sharding, sharding_of
@@ -118,7 +118,7 @@ CALLS = {"reduce_scatter", "all_gather", "all_reduce"}
 Sent = dict[str, list[tuple[str, float]]]
 
 
-def planned(config: Config, plan: ZeroPlan, rank: int) -> Iterator[Instruction]:
+def planned(config: Config, plan: ZeroPlan, rank: int) -> Iterator[BucketInstruction]:
     """Yield what a rank does in a step, in the order of its schedule's passes."""
     size, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
     rows = passes_of_rank(config.schedule, size, chunks, config.num_micro_batches(), rank)
@@ -135,11 +135,11 @@ def planned(config: Config, plan: ZeroPlan, rank: int) -> Iterator[Instruction]:
             steps = plan.reducing(stage, not left[stage], sums)
         for step in steps:
             for one in (*step.before, *step.beside, *step.after):
-                if one.op is Op.FREE:
+                if one.op is BucketOp.FREE:
                     gathered.discard(one.bucket)
-                elif one.op is not Op.GATHER or one.bucket not in gathered:
+                elif one.op is not BucketOp.GATHER or one.bucket not in gathered:
                     yield one
-                if one.op is Op.GATHER:
+                if one.op is BucketOp.GATHER:
                     gathered.add(one.bucket)
     yield from plan.end(sums)
 

@@ -352,7 +352,7 @@ PRELOADED = (
     "sentencepiece",
     "tokenizers",
     "tiktoken",
-    "megatron.planner.search.tables",
+    "megatron.planner.search.output",
     "megatron.jobs.tune",
     "megatron.jobs.check_job",
     "megatron.planner.dryrun.rehearsal",

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron import make_micro_batch
-from megatron.training.run.trained import load_model
+from megatron.training.run.load_model import load_model
 
 
 def main(run: str, folder: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.faults.job import ROOT
 from benchmarks.faults.testbed import Testbed
-from megatron.jobs.check_job import Job, check
+from megatron.jobs.check_job import CheckedJob, check
 from tests.slurm.site import FRONTIER, MARKS, settings_of_site, submit
 
 pytestmark = MARKS
@@ -35,7 +35,7 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 
 def foretold(
     monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[str, str]
-) -> tuple[Job, dict[str, Any]]:
+) -> tuple[CheckedJob, dict[str, Any]]:
     """Run tools/preflight.py check on a script; return the job and its findings by subject."""
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.testbed import Testbed
-from megatron.jobs.processes import Step, slurm_command, start_step
+from megatron.jobs.run_processes import SlurmStep, slurm_command, start_step
 from tests.helpers.launching import ROOT
 from tests.slurm.site import CAMPAIGN, FRONTIER, Submitted, settings_of_site, submit
 
@@ -129,7 +129,7 @@ def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
         os.kill(slurmd, signal.SIGSTOP)
         try:
             step, log = (
-                Step(f"told-{number}", ["node02"], 1, number, 3600.0),
+                SlurmStep(f"told-{number}", ["node02"], 1, number, 3600.0),
                 tmp_path / f"told-{number}/train.log",
             )
             log.parent.mkdir()

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import fastest
 from benchmarks.kernel_cases import OPERATORS
-from megatron.kernels import build, choose, library, measured
+from megatron.kernels import build, choose, library, measured_times
 from tests.kernels.conftest import kernels
 from tools import check_kernels as command
 
@@ -25,7 +25,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     library.forget()
-    measured.forget()
+    measured_times.forget()
 
 
 def test_without_a_library(
@@ -55,7 +55,9 @@ def test_without_a_library(
 
 
 def test_a_wrong_result_fails(
-    kernels: library.Found, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kernels: library.KernelLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A wrong result fails.
 
@@ -98,7 +100,7 @@ def test_a_wrong_result_fails(
 
 @pytest.mark.slow
 def test_what_is_measured_decides(
-    kernels: library.Found,
+    kernels: library.KernelLibrary,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -111,10 +113,10 @@ def test_what_is_measured_decides(
     monkeypatch.setattr(fastest, "SMALLER", small)
     monkeypatch.setattr(fastest, "tune_allocator", lambda: "")
     file = tmp_path / "times.json"
-    monkeypatch.setenv(measured.OVERRIDE, str(file))
-    measured.forget()
+    monkeypatch.setenv(measured_times.OVERRIDE, str(file))
+    measured_times.forget()
     assert command.main(["--measure"]) == 0
-    (one,) = measured.read(file)
+    (one,) = measured_times.read(file)
     cases = {f"{name} {dtype}" for name in choose.OPERATORS for dtype in choose.EVERY_TYPE}
     cases |= {f"{kind} {d}" for kind in ("keys", "attention") for d in ("bfloat16", "float32")}
     cases |= {"windowed attention bfloat16", "windowed attention float32", "attention float16"}
@@ -123,8 +125,8 @@ def test_what_is_measured_decides(
     assert command.main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert all(case in listed for case in one.seconds)
-    monkeypatch.setenv(measured.OVERRIDE, "none")
-    measured.forget()
+    monkeypatch.setenv(measured_times.OVERRIDE, "none")
+    measured_times.forget()
     assert command.main(["--measure"]) == 2
 
 
@@ -142,7 +144,9 @@ def test_every_operator_has_a_case() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_agree_with_torch(
-    kernels: library.Found, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kernels: library.KernelLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(library.OVERRIDE, str(kernels.path))
     assert command.main(["--device", "cpu"]) == 0

@@ -13,7 +13,7 @@ import torch
 
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.training.run.tasks import Task, read_tasks, tokens_of
+from megatron.training.run.tasks import EvaluationTask, read_tasks, tokens_of
 from tests.helpers.hugging_face import S, V
 from tests.helpers.launching import launch
 from tests.tools.test_evaluate import byte_pairs, folder, gpt2  # noqa: F401 (a fixture)
@@ -143,7 +143,7 @@ def test_contexts_and_endings_are_tokenized_as_one_text(tmp_path: Path) -> None:
     assert tokens_of(marked, "a", " b")[0] == marked.encode("a")
 
 
-def read(path: Path, tokenizer: Tokenizer | None, *lines: Any) -> Task:
+def read(path: Path, tokenizer: Tokenizer | None, *lines: Any) -> EvaluationTask:
     path.write_text("\n".join(map(json.dumps, lines)))
     return read_tasks([str(path)], tokenizer, 4)[0]
 

@@ -22,8 +22,8 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun.rehearsal import capacity_of
 from megatron.planner.layout import CandidateLayout, candidate_of
 from megatron.planner.placement import plan_ranks
-from megatron.planner.search.find import Search
-from megatron.planner.search.space import Space, make_config
+from megatron.planner.search.find import LayoutSearch
+from megatron.planner.search.space import LayoutSpace, make_config
 from megatron_preparation import progress
 from tests.helpers.fault_points import on
 from tests.helpers.launching import Script
@@ -246,7 +246,7 @@ def test_mistakes(capsys, words, parts):
 
 def test_what_is_missing_is_found_before_the_search(capsys, tmp_path: Path, monkeypatch):
     """The compiled simulator, needed last, and matplotlib, for files, are looked for first."""
-    monkeypatch.setattr(Search, "rank", lambda *_: pytest.fail("it searched"))
+    monkeypatch.setattr(LayoutSearch, "rank", lambda *_: pytest.fail("it searched"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, text = call(capsys, *SMALL, "--output", str(tmp_path))
     assert code == 2 and "matplotlib" in text
@@ -335,9 +335,9 @@ def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatc
 )
 def test_the_flags_give_the_layout(preset, flags, layout):
     base = make_config(preset, flags, layout.batch)
-    config = Space(base, "a model", FRONTIER, (layout.world,), {"gbs": (layout.batch,)}).config(
-        layout
-    )
+    config = LayoutSpace(
+        base, "a model", FRONTIER, (layout.world,), {"gbs": (layout.batch,)}
+    ).config(layout)
     assert parse_plan(command_line_of(config)) == config
 
 

@@ -22,7 +22,13 @@ from megatron.checkpoint.families import FAMILIES
 from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.checkpoint.folder import folder_name, start_folder, sync_directory
 from megatron.checkpoint.huggingface_config import CONFIG, read_model, tokenizer_settings
-from megatron.checkpoint.huggingface_load import Places, Reader, find_tensors, matrix_of, tensors_of
+from megatron.checkpoint.huggingface_load import (
+    Places,
+    SafetensorsReader,
+    find_tensors,
+    matrix_of,
+    tensors_of,
+)
 from megatron.checkpoint.huggingface_save import (
     TOKENIZER_FILES,
     Companions,
@@ -34,8 +40,8 @@ from megatron.checkpoint.huggingface_save import (
 from megatron.checkpoint.load import read_tensor, require_kind
 from megatron.checkpoint.settings import plain
 from megatron.checkpoint.shards import Stored, incomplete, named, read_stored
+from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.checkpoint.tensors import MASTER
-from megatron.checkpoint.together import decided_by_first
 from megatron.config import Config
 from megatron.config.settings import all_options
 from megatron.errors import CheckpointError, ConfigError
@@ -104,7 +110,7 @@ def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
     shapes = global_shapes(Config.create(**settings))
     expected = tensors_of(FAMILIES[kind], model, shapes)
     places = find_tensors(folder, FAMILIES[kind], expected)
-    dtype = Reader(folder, places)(next(iter(expected))).dtype
+    dtype = SafetensorsReader(folder, places)(next(iter(expected))).dtype
     config = Config.create(**{**settings, **_PRECISIONS.get(dtype, {}), **chosen})
     return Incoming(folder, kind, config, shapes, places, dtype)
 
@@ -181,7 +187,7 @@ def _masters(
     """Yield the fp32 shards of this process's share of the parameters, each valid until the next
     but one.
     """
-    family, read = FAMILIES[incoming.kind], Reader(incoming.folder, incoming.places)
+    family, read = FAMILIES[incoming.kind], SafetensorsReader(incoming.folder, incoming.places)
     mine = list(incoming.shapes)[topology.rank :: topology.world.size]
     # Of one buffer a shard is written, the other one is filled. New memory would take longer.
     buffers = [torch.empty(0), torch.empty(0)]

@@ -16,7 +16,7 @@ from megatron.checkpoint.find import next_generation
 from megatron.checkpoint.folder import commit_folder, folder_name, start_folder
 from megatron.checkpoint.save import small_files, write_part, write_small_files
 from megatron.checkpoint.shards import Entries, merged
-from megatron.checkpoint.together import decided_by_first, together
+from megatron.checkpoint.shared_errors import decided_by_first, together
 from megatron.checkpoint.writer import ShardWriter
 from megatron.config import Config
 from megatron.engine.optimizer import Index

@@ -17,7 +17,7 @@ from lm_eval.models import (  # type: ignore[import-not-found, unused-ignore]
 from lm_eval.tasks import TaskManager  # type: ignore[import-not-found, unused-ignore]
 
 from megatron.errors import ConfigError, DataError, MegatronError
-from megatron.training.run.generate import Limits, Model, Sampling, generate
+from megatron.training.run.generate import GenerativeModel, Limits, Sampling, generate
 from megatron.training.run.tasks import context_of, request_of, score
 from megatron_preparation.progress import ByteProgress
 
@@ -31,7 +31,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     in one forward pass.
     """
 
-    def __init__(self, model: Model, micro_batch_size: int = 4) -> None:
+    def __init__(self, model: GenerativeModel, micro_batch_size: int = 4) -> None:
         super().__init__()
         if model.tokenizer is None:
             raise ConfigError("the tasks are texts, and the checkpoint has no tokenizer")
@@ -143,7 +143,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
 
 
 def evaluate_harness(
-    model: Model,
+    model: GenerativeModel,
     names: Sequence[str],
     *,
     include_path: str | None = None,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.option import real, whole
 from megatron.errors import MegatronError
 from megatron.parallel.launch import Launch, detect_launch
+from megatron.training.run.load_model import Trained, load_model
 from megatron.training.run.process import results_apart, run_guarded
-from megatron.training.run.trained import Trained, load_model
 
 if TYPE_CHECKING:
     from megatron.training.report.events import Event
@@ -116,7 +116,7 @@ def run_with_model(
 def _load(
     args: argparse.Namespace, launch: Launch, device: Any, changed: Mapping[str, Any]
 ) -> Trained:
-    from megatron.parallel.layout import Sizes
+    from megatron.parallel.layout import LayoutSizes
     from megatron.parallel.topology import Topology
     from megatron.training.report.trackers import JsonLines
     from megatron.training.run.checkpoints import say_found
@@ -124,7 +124,7 @@ def _load(
 
     share_cores(device, launch.local_world_size)
     topology = Topology.create(
-        sizes=Sizes(
+        sizes=LayoutSizes(
             args.tensor_model_parallel_size,
             args.pipeline_model_parallel_size,
             args.context_parallel_size,

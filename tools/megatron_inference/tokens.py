@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed_dataset import IndexedDataset, Pieces, bin_path
+from megatron.data.indexed_dataset import IndexedDataset, SequenceSlices, bin_path
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
 from megatron_preparation.encode import PreprocessOptions, texts_of_block
@@ -211,7 +211,7 @@ def file_parts(
             left -= len(tokens)
 
 
-def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[Pieces]:
+def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[SequenceSlices]:
     """Yield pieces of sequences, together about PART_TOKENS."""
     first = 0
     while first < len(sizes):
@@ -221,10 +221,12 @@ def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[Pieces]:
         if size > PART_TOKENS:
             for offset in range(0, size, PART_TOKENS):
                 length = min(PART_TOKENS, size - offset)
-                yield Pieces(*np.array([[first], [offset], [length]]))
+                yield SequenceSlices(*np.array([[first], [offset], [length]]))
         else:
             sequences = np.arange(first, first + count)
-            yield Pieces(sequences, np.zeros_like(sequences), sizes[sequences].astype(np.int64))
+            yield SequenceSlices(
+                sequences, np.zeros_like(sequences), sizes[sequences].astype(np.int64)
+            )
         first += count
 
 

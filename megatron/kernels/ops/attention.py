@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.parallel import TILE
+from megatron.kernels.cost import Memory
 from megatron.kernels.library import Function
 from megatron.kernels.operators import (
     Gradient,
@@ -45,7 +46,6 @@ from megatron.kernels.operators import (
     operator,
 )
 from megatron.kernels.ops.elementwise import check_key, soft_cap, threshold, wider
-from megatron.kernels.work import Memory
 from megatron.parallel.autograd import Context
 from megatron.parallel.keyed_random import dropout_mask, mix
 
@@ -60,7 +60,7 @@ NO_WINDOW = 1 << 30
 """A window that hides nothing: longer than any sequence."""
 
 
-class Law(NamedTuple):
+class AttentionParameters(NamedTuple):
     """The rule by which scores become weights, the same for all blocks.
 
     share    how many queries of a group see the same keys
@@ -86,7 +86,7 @@ def first_key(first: int, window: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """The inputs of attention_weights_; those of attention_gradient_ add two."""
 
     scores: Tensor
@@ -95,57 +95,59 @@ class Block:
     sample: int
     first: int
     key: int | None
-    law: Law
+    params: AttentionParameters
 
     @property
     def start(self) -> int:
         """The position of the first key: without `key`, the last key is that of the last query."""
         if self.key is not None:
             return self.key
-        return self.first + self.scores.shape[1] // self.law.share - self.scores.shape[2]
+        return self.first + self.scores.shape[1] // self.params.share - self.scores.shape[2]
 
     @property
     def rows(self) -> tuple[slice, slice]:
         """The samples and rows of the block among all of them."""
-        row = self.first * self.law.share
+        row = self.first * self.params.share
         samples, rows = self.scores.shape[:2]
         return slice(self.sample, self.sample + samples), slice(row, row + rows)
 
 
 @dataclass(frozen=True, slots=True)
-class GradientBlock(Block):
+class GradientBlock(AttentionBlock):
     gradients: Tensor
     dots: Tensor
 
 
 def _block(
-    scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *law: Any
-) -> Block:
+    scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *params: Any
+) -> AttentionBlock:
     """Return the inputs of attention_weights_; torch leaves out defaults at the end."""
-    end = len(Law._fields)
-    key = law[end] if len(law) > end else None
-    return Block(scores, logarithms, slopes, sample, first, key, Law(*law[:end]))
+    end = len(AttentionParameters._fields)
+    key = params[end] if len(params) > end else None
+    return AttentionBlock(
+        scores, logarithms, slopes, sample, first, key, AttentionParameters(*params[:end])
+    )
 
 
 def _gradient_block(scores: Tensor, gradients: Tensor, *rest: Any) -> GradientBlock:
-    logarithms, dots, slopes, sample, first, key, *law = rest
+    logarithms, dots, slopes, sample, first, key, *params = rest
     place = logarithms, slopes, sample, first, key
-    return GradientBlock(scores, *place, Law(*law), gradients, dots)
+    return GradientBlock(scores, *place, AttentionParameters(*params), gradients, dots)
 
 
-def _check(name: str, block: Block, **rows: Tensor) -> None:
+def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
     """Check what both operators take; `rows`: the tensors [all samples, all rows] by name."""
     scores = block.scores
     slopes = block.slopes
-    law = block.law
-    share = law.share
-    origins = law.origins
+    params = block.params
+    share = params.share
+    origins = params.origins
     check_all(name, scores=scores)
     check_beside(name, scores, [torch.float32], slopes=slopes, **rows)
     check_beside(name, scores, [torch.int64], origins=origins)
-    check_key(name, law.probability, law.seed)
-    check(name, law.cap >= 0.0, f"cap is {law.cap}; it must be at least 0")
-    _check_window(name, law.window)
+    check_key(name, params.probability, params.seed)
+    check(name, params.cap >= 0.0, f"cap is {params.cap}; it must be at least 0")
+    _check_window(name, params.window)
     check(
         name,
         scores.dim() == 3,
@@ -156,7 +158,7 @@ def _check(name: str, block: Block, **rows: Tensor) -> None:
     for what, start in (("first", block.first), ("key", block.key or 0)):
         check(
             name,
-            law.probability == 0.0 or (start >= 0 and start % TILE == 0),
+            params.probability == 0.0 or (start >= 0 and start % TILE == 0),
             f"{what} is {start}; with dropout blocks start at multiples of {TILE}",
         )
     row = block.first * share
@@ -173,8 +175,8 @@ def _check(name: str, block: Block, **rows: Tensor) -> None:
         shape = list(slopes.shape)
         check(name, fits, f"slopes have shape {shape}; [groups * {share}] is needed")
     if origins is None:
-        missing = law.probability > 0.0
-        check(name, not missing, f"probability is {law.probability}, but there are no origins")
+        missing = params.probability > 0.0
+        check(name, not missing, f"probability is {params.probability}, but there are no origins")
         return
     samples = len(block.logarithms)
     fits = origins.dim() == 1 and len(origins) > 0 and samples % len(origins) == 0
@@ -190,13 +192,13 @@ def _check_window(name: str, window: int) -> None:
     check(name, fits, f"window is {window}; it must be from 0 to {NO_WINDOW}")
 
 
-def _check_weights(name: str, block: Block) -> None:
+def _check_weights(name: str, block: AttentionBlock) -> None:
     _check(name, block, logarithms=block.logarithms)
     if block.key is not None:
         return
     keys = block.scores.shape[-1]
     key = block.start
-    most = first_key(block.first, block.law.window)
+    most = first_key(block.first, block.params.window)
     check(
         name,
         0 <= key <= most and key % TILE == 0,
@@ -215,61 +217,67 @@ def _check_gradient(name: str, block: GradientBlock) -> None:
 # -- a block, with torch's operators ---------------------------------------------------------------
 
 
-def _mask(block: Block) -> Tensor:
+def _mask(block: AttentionBlock) -> Tensor:
     """Return factors 0 or 1 / (1 - p) from torch's generator, by tiles of TILE by TILE."""
     scores = block.scores
     sample = block.sample
-    law = block.law
-    assert law.origins is not None, "a mask depends on which samples these are"
+    params = block.params
+    assert params.origins is not None, "a mask depends on which samples these are"
     count, rows, keys = scores.shape
-    share = law.share
-    groups = len(block.logarithms) // len(law.origins)
+    share = params.share
+    groups = len(block.logarithms) // len(params.origins)
     queries = rows // share
     padded_queries, padded_keys = (-(-n // TILE) * TILE for n in (queries, keys))
     factors = torch.empty(count, padded_queries, share, padded_keys, device=scores.device)
     tile = torch.empty(TILE, TILE, device=scores.device)
-    starts = [0] * len(law.origins) if scores.is_meta else law.origins.tolist()
+    starts = [0] * len(params.origins) if scores.is_meta else params.origins.tolist()
     for nth, head, i, j in itertools.product(
         range(count), range(share), range(0, queries, TILE), range(0, keys, TILE)
     ):
         start = (
             starts[(sample + nth) // groups]
-            + ((sample + nth) % groups * share + head) * law.positions
+            + ((sample + nth) % groups * share + head) * params.positions
         )
-        key = mix(law.seed, start, block.first + i, block.start + j)
-        drawn = dropout_mask(tile, law.probability, key)
+        key = mix(params.seed, start, block.first + i, block.start + j)
+        drawn = dropout_mask(tile, params.probability, key)
         factors[nth, i : i + TILE, head, j : j + TILE] = drawn
-    return factors[:, :queries, :, :keys].reshape(scores.shape).mul_(1.0 / (1.0 - law.probability))
+    return (
+        factors[:, :queries, :, :keys].reshape(scores.shape).mul_(1.0 / (1.0 - params.probability))
+    )
 
 
-def _logits(block: Block) -> Tensor:
+def _logits(block: AttentionBlock) -> Tensor:
     """Return the scaled, capped and biased scores in fp32 (fp64 for fp64).
 
     They are -infinity where a key is later than the query or before its window.
     """
     scores = block.scores
     slopes = block.slopes
-    law = block.law
+    params = block.params
     samples, rows, keys = scores.shape
-    wide = wider(scores) * law.scale
-    if law.cap:
-        wide = soft_cap(wide, law.cap)
+    wide = wider(scores) * params.scale
+    if params.cap:
+        wide = soft_cap(wide, params.cap)
     row = torch.arange(rows, device=scores.device)
-    query = (row // law.share + block.first).unsqueeze(1)
+    query = (row // params.share + block.first).unsqueeze(1)
     # 0 or less where the query sees the key
     distance = torch.arange(keys, device=scores.device) + block.start - query
     if slopes is not None:
         of_sample = torch.arange(block.sample, block.sample + samples, device=scores.device)
-        groups = of_sample % (len(slopes) // law.share)
-        slope = slopes.view(-1, law.share)[groups.unsqueeze(1), row % law.share]  # [samples, rows]
+        groups = of_sample % (len(slopes) // params.share)
+        slope = slopes.view(-1, params.share)[
+            groups.unsqueeze(1), row % params.share
+        ]  # [samples, rows]
         wide += slope.unsqueeze(-1) * distance
     wide.masked_fill_(distance > 0, float("-inf"))
     return (
-        wide if law.window == NO_WINDOW else wide.masked_fill_(distance < -law.window, -torch.inf)
+        wide
+        if params.window == NO_WINDOW
+        else wide.masked_fill_(distance < -params.window, -torch.inf)
     )
 
 
-def weights_reference(block: Block) -> None:
+def weights_reference(block: AttentionBlock) -> None:
     """Compute attention_weights_ with torch's operators, for any floating type.
 
     Its masks differ from the kernel's.
@@ -279,7 +287,7 @@ def weights_reference(block: Block) -> None:
     sums.masked_fill_(sums == float("-inf"), float("inf"))
     block.logarithms[block.rows] = sums
     weights = logits.sub_(sums.unsqueeze(-1)).exp_()
-    if block.law.probability:
+    if block.params.probability:
         weights *= _mask(block)
     block.scores.copy_(weights)
 
@@ -290,17 +298,17 @@ def gradient_reference(block: GradientBlock) -> None:
     Its masks differ from the kernel's.
     """
     scores = block.scores
-    law = block.law
+    params = block.params
     weights = _logits(block).sub_(block.logarithms[block.rows].unsqueeze(-1)).exp_()
     wide = block.gradients.to(weights.dtype)
     dropped = weights
-    if law.probability:
+    if params.probability:
         factors = _mask(block)
         wide = wide * factors
         dropped = weights * factors
-    wide = (wide - block.dots[block.rows].unsqueeze(-1)) * weights * law.scale
-    if law.cap:
-        wide *= 1.0 - (scores.to(wide.dtype) * (law.scale / law.cap)).tanh_().square_()
+    wide = (wide - block.dots[block.rows].unsqueeze(-1)) * weights * params.scale
+    if params.cap:
+        wide *= 1.0 - (scores.to(wide.dtype) * (params.scale / params.cap)).tanh_().square_()
     block.gradients.copy_(wide)
     scores.copy_(dropped)
 
@@ -313,40 +321,40 @@ def dots_reference(a: Tensor, b: Tensor) -> Tensor:
 # -- a block, with the kernels ---------------------------------------------------------------------
 
 
-def _launch(function: Function, block: Block, *tensors: Tensor) -> None:
+def _launch(function: Function, block: AttentionBlock, *tensors: Tensor) -> None:
     """Call a kernel for a block; the last of the tensors has all samples and rows."""
-    law = block.law
+    params = block.params
     slopes = block.slopes
     samples, rows, keys = block.scores.shape
     all_samples, all_rows = tensors[-1].shape
-    groups = 1 if slopes is None else len(slopes) // law.share  # of one sample
-    if law.origins is not None:
-        groups = all_samples // len(law.origins)
+    groups = 1 if slopes is None else len(slopes) // params.share  # of one sample
+    if params.origins is not None:
+        groups = all_samples // len(params.origins)
     function(
         block.scores,
         block.scores,
         *tensors,
         slopes,
-        law.origins if law.probability else None,
+        params.origins if params.probability else None,
         samples * rows,
         rows,
         all_rows,
         block.sample,
         block.first,
         block.start,
-        law.window,
-        law.positions,
+        params.window,
+        params.positions,
         groups,
-        law.share,
+        params.share,
         keys,
-        law.scale,
-        law.cap,
-        law.seed,
-        *threshold(law.probability),
+        params.scale,
+        params.cap,
+        params.seed,
+        *threshold(params.probability),
     )
 
 
-def _weights(block: Block) -> None:
+def _weights(block: AttentionBlock) -> None:
     _launch(_WEIGHTS, block, block.logarithms)
 
 
@@ -377,7 +385,7 @@ _weights_ = operator(
 )
 
 
-def attention_weights_(block: Block) -> None:
+def attention_weights_(block: AttentionBlock) -> None:
     """Turn scores [samples, queries * share, keys] into softmax weights with dropout.
 
     They are contiguous, fp32, fp16 or bf16. The queries start at position `first`. A query sees the
@@ -401,7 +409,7 @@ def attention_weights_(block: Block) -> None:
         block.slopes,
         block.sample,
         block.first,
-        *block.law,
+        *block.params,
         block.key,
     )
 
@@ -435,7 +443,7 @@ def attention_gradient_(block: GradientBlock) -> None:
         block.sample,
         block.first,
         block.start,
-        *block.law,
+        *block.params,
     )
 
 
@@ -445,16 +453,16 @@ row_dots = operator(
 """Sum a * b over the last dimension, fp32: a and b [.., n], contiguous, of one type -> [..]."""
 
 
-class Operators(NamedTuple):
+class AttentionOperators(NamedTuple):
     """The operators of attention in blocks: kernels or torch's."""
 
-    weights: Callable[[Block], None]
+    weights: Callable[[AttentionBlock], None]
     gradient: Callable[[GradientBlock], None]
     dots: Callable[[Tensor, Tensor], Tensor]
 
 
-KERNELS = Operators(attention_weights_, attention_gradient_, row_dots)
-REFERENCES = Operators(weights_reference, gradient_reference, dots_reference)
+KERNELS = AttentionOperators(attention_weights_, attention_gradient_, row_dots)
+REFERENCES = AttentionOperators(weights_reference, gradient_reference, dots_reference)
 
 
 # -- all scores at once ----------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from megatron.kernels.operators import (
 )
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.gradient_accumulator import gradient_output, gradient_written
-from megatron.parallel.keyed_random import WHOLE, Place, dropout_mask
+from megatron.parallel.keyed_random import ALL_ROWS, RowLayout, dropout_mask
 
 KINDS = {
     "gelu": 0,
@@ -181,7 +181,7 @@ def _like_x(gradient: Tensor, x: Tensor, *_: object) -> Tensor:
 def _save(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, bias, ctx.kind = inputs
     ctx.save_for_backward(x, bias)
-    ctx.bias = bias  # itself: a saved tensor may be a copy, without a sink
+    ctx.bias = bias  # itself: a saved tensor may be a copy, without a accumulator
 
 
 def _gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -272,9 +272,9 @@ def threshold(probability: float) -> tuple[int, float]:
 
 
 def _check_sum(
-    name: str, x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any
+    name: str, x: Tensor, bias: Tensor | None, residual: Tensor | None, *dropout_args: Any
 ) -> None:
-    probability, seed, _, samples = law
+    probability, seed, _, samples = dropout_args
     check_key(name, probability, seed)
     if samples is not None:
         check_beside(name, x, (torch.int64,), (1,), samples=samples)
@@ -290,13 +290,15 @@ def _drop(
     """Drop entries without a kernel: the mask has the same distribution, from torch's generator."""
     if probability == 0.0:
         return wide
-    mask = dropout_mask(wide, probability, seed, Place(*place)._replace(samples=samples))
+    mask = dropout_mask(wide, probability, seed, RowLayout(*place)._replace(samples=samples))
     return wide * (mask * (1.0 / (1.0 - probability)))
 
 
-def _reference_sum(x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any) -> Tensor:
+def _reference_sum(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, *dropout_args: Any
+) -> Tensor:
     wide = x.float() if bias is None else x.float() + narrow(bias, x).float()
-    wide = _drop(wide, *law)
+    wide = _drop(wide, *dropout_args)
     if residual is not None:
         wide = residual.float() + wide
     return wide.to(x.dtype, copy=True)  # never x itself
@@ -314,10 +316,12 @@ def _in_kernel(
     return *_in_c(probability, seed, place), samples, place[5]
 
 
-def _sum(out: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, *law: Any) -> None:
+def _sum(
+    out: Tensor, x: Tensor, bias: Tensor | None, residual: Tensor | None, *dropout_args: Any
+) -> None:
     n = x.shape[-1]
     bias = None if bias is None else narrow(bias, x)
-    _SUM(x, out, x, bias, residual, x.numel() // n, n, *_in_kernel(*law))
+    _SUM(x, out, x, bias, residual, x.numel() // n, n, *_in_kernel(*dropout_args))
 
 
 def _sum_backward(
@@ -353,7 +357,7 @@ def _reference_sum_backward(
 
 
 def _save_sum(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.bias, residual, *ctx.law = inputs
+    _, ctx.bias, residual, *ctx.dropout_args = inputs
     ctx.added = residual is not None
 
 
@@ -362,19 +366,19 @@ def _sum_gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
     bias = ctx.bias
     dx = gradient
     dbias = None
-    if ctx.law[0] == 0.0:
+    if ctx.dropout_args[0] == 0.0:
         dbias = None if bias is None else bias_gradient(bias, gradient)
     elif bias is None:
-        dx = _dropout_backward(gradient.contiguous(), *ctx.law)
+        dx = _dropout_backward(gradient.contiguous(), *ctx.dropout_args)
     else:
         out, adds = gradient_output(bias)
-        dx = _bias_dropout_add_backward(gradient.contiguous(), *ctx.law, out, adds)
+        dx = _bias_dropout_add_backward(gradient.contiguous(), *ctx.dropout_args, out, adds)
         dbias = gradient_written(bias, out)
     return dx, dbias, residual, *[None] * 4
 
 
 def _column_sums(gradient: Tensor, out: Tensor, adds: bool) -> None:
-    _sum_backward(None, gradient, 0.0, 0, WHOLE[:-1], None, out, adds)
+    _sum_backward(None, gradient, 0.0, 0, ALL_ROWS[:-1], None, out, adds)
 
 
 def _reference_column_sums(gradient: Tensor, out: Tensor, adds: bool) -> None:
@@ -441,7 +445,7 @@ def bias_dropout_add(
     residual: Tensor | None,
     probability: float,
     seed: int,
-    place: Place = WHOLE,
+    place: RowLayout = ALL_ROWS,
 ) -> Tensor:
     """Return residual + dropout(x + bias), computed in fp32 and rounded once.
 
@@ -462,8 +466,8 @@ def bias_dropout_add(
             return made
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    law = probability, seed, list(place[:-1]), place.samples
-    return _bias_dropout_add(x.contiguous(), bias, residual, *law)
+    dropout_args = probability, seed, list(place[:-1]), place.samples
+    return _bias_dropout_add(x.contiguous(), bias, residual, *dropout_args)
 
 
 def keyed_dropout(
@@ -471,7 +475,7 @@ def keyed_dropout(
     probability: float,
     seed: int | None,
     fused: bool = False,
-    place: Place | list[Place] = WHOLE,
+    place: RowLayout | list[RowLayout] = ALL_ROWS,
 ) -> Tensor:
     """Zero entries of x with `probability` and scale the others by 1 / (1 - probability).
 
@@ -493,11 +497,11 @@ class _Dropout(Node):
     """Dropout by torch's operators. Its backward pass makes the mask again: none is kept."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, probability: float, seed: int, place: Place) -> Tensor:
-        ctx.law = probability, seed, place
-        return x * dropout_mask(x, *ctx.law) * (1.0 / (1.0 - probability))
+    def forward(ctx: Context, x: Tensor, probability: float, seed: int, place: RowLayout) -> Tensor:
+        ctx.dropout_args = probability, seed, place
+        return x * dropout_mask(x, *ctx.dropout_args) * (1.0 / (1.0 - probability))
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        mask = dropout_mask(gradient, *ctx.law)
-        return gradient * (1.0 / (1.0 - ctx.law[0])) * mask, None, None, None
+        mask = dropout_mask(gradient, *ctx.dropout_args)
+        return gradient * (1.0 / (1.0 - ctx.dropout_args[0])) * mask, None, None, None

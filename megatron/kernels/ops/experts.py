@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.errors import KernelError
+from megatron.kernels.cost import Memory
 from megatron.kernels.library import Function, nodes_for
 from megatron.kernels.operators import (
     Gradient,
@@ -26,10 +27,9 @@ from megatron.kernels.operators import (
     operator,
 )
 from megatron.kernels.ops.elementwise import wider
-from megatron.kernels.work import Memory
 from megatron.parallel.autograd import Context, Node
 from megatron.parallel.deferred_gradients import WeightGradients
-from megatron.parallel.gradient_accumulator import deliver, sink_of
+from megatron.parallel.gradient_accumulator import accumulator_of, deliver
 
 _PERMUTE = Function("mk_permute", "ppplll")
 _UNPERMUTE = Function("mk_unpermute", "ppppllll")
@@ -269,10 +269,10 @@ def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
 
 @torch.no_grad()
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
-    """Return each expert's dy^T x in the weight's shape; None where a sink took it."""
-    sink = sink_of(weight)
-    if sink is not None:
-        sink.add_product(dy, x, counts=sizes)
+    """Return each expert's dy^T x in the weight's shape; None where a accumulator took it."""
+    accumulator = accumulator_of(weight)
+    if accumulator is not None:
+        accumulator.add_product(dy, x, counts=sizes)
         return None
     found = torch.empty_like(weight)
     for a, b, out in zip(dy.split(sizes), x.split(sizes), found, strict=True):
@@ -286,7 +286,7 @@ def _deferred(weight: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> No
         deliver(weight, gradient)
 
 
-class _Grouped(Node):
+class _GroupedProduct(Node):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, weight: Tensor, counts: RowCounts, queue: WeightGradients | None
@@ -333,6 +333,6 @@ def grouped_product(
     queue   where the weight's gradient waits while a schedule defers it
 
     The host reads the counts for the weight's gradient; for products only where torch has no kernel
-    for them. The weight's gradient is added to its sink, without a second tensor of its size.
+    for them. The weight's gradient is added to its accumulator, without a second tensor of its size.
     """
-    return _Grouped.apply(x, weight, counts, queue)
+    return _GroupedProduct.apply(x, weight, counts, queue)

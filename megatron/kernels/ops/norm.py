@@ -236,7 +236,7 @@ def _reference_backward(of: _Gradient) -> Tensor:
 
 def _save(ctx: Context, norm: _Inputs, output: tuple[Tensor, ...]) -> None:
     x = norm.x if norm.residual is None else output[1]
-    # themselves: saved tensors may be copies, without sinks
+    # themselves: saved tensors may be copies, without accumulators
     ctx.parameters = norm.weight, norm.bias, norm.shift
     ctx.save_for_backward(x, norm.weight, output[-1])
     ctx.one_plus = norm.one_plus

@@ -65,7 +65,7 @@ def _check_list(
 # -- AdamW -----------------------------------------------------------------------------------------
 
 
-class AdamW(NamedTuple):
+class AdamWInputs(NamedTuple):
     """Lists of tensors, and how to update them by AdamW: the inputs of adamw_.
 
     parameters       fp32
@@ -102,7 +102,7 @@ class AdamW(NamedTuple):
     new_in_average: float = 0.0
 
 
-def _check_adamw(name: str, adamw: AdamW) -> None:
+def _check_adamw(name: str, adamw: AdamWInputs) -> None:
     wide = [torch.float32]
     moments = [torch.float32, torch.bfloat16]
     parameters = adamw.parameters
@@ -148,7 +148,7 @@ def round_(target: Tensor, x: Tensor, step: int) -> None:
 
 
 @torch.no_grad()
-def adamw_reference_(adamw: AdamW) -> None:
+def adamw_reference_(adamw: AdamWInputs) -> None:
     """Compute adamw_ with torch's fused AdamW."""
     parameters = list(adamw.parameters)
     scale = adamw.gradient_scale
@@ -183,7 +183,7 @@ def adamw_reference_(adamw: AdamW) -> None:
         average.lerp_(p, share)
 
 
-def _run_adamw(adamw: AdamW) -> None:
+def _run_adamw(adamw: AdamWInputs) -> None:
     parameters, gradients, *moments, copies, averages = adamw[:6]
     sizes = [p.numel() for p in parameters]
     # without copies or averages these rows are not read
@@ -215,13 +215,13 @@ _adamw_ = operator(
     "float eps, float weight_decay, SymInt step, Tensor gradient_scale, float new_in_average) -> ()",
     _run_adamw,
     adamw_reference_,
-    record=AdamW,
+    record=AdamWInputs,
     check=_check_adamw,
 )
 
 
 @torch.no_grad()
-def adamw_(adamw: AdamW, kernel: bool = True) -> None:
+def adamw_(adamw: AdamWInputs, kernel: bool = True) -> None:
     """Take one step of AdamW on lists of tensors.
 
     Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, in the form of torch.optim.AdamW: the
@@ -356,7 +356,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name not in state:
                         state[name] = torch.zeros_like(p)
-                adamw = AdamW(
+                adamw = AdamWInputs(
                     [p],
                     [gradient],
                     [state["exp_avg"]],

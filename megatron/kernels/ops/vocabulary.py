@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.kernels.cost import Memory
 from megatron.kernels.library import TYPES, Function, find
 from megatron.kernels.operators import (
     check,
@@ -32,7 +33,6 @@ from megatron.kernels.operators import (
     operator,
 )
 from megatron.kernels.ops.elementwise import soft_cap
-from megatron.kernels.work import Memory
 
 _LOCAL = Function("mk_entropy_local", "pppppllllf")
 _GRADIENT = Function("mk_entropy_gradient", "pppppllllf")

@@ -24,10 +24,10 @@ from megatron.engine.gradients import sum_of_squares
 from megatron.engine.optimizer import build_optimizer, create_state
 from megatron.engine.optimizer_state import OPTIMIZERS
 from megatron.kernels.choose import choose_fusions
+from megatron.kernels.cost import Attention, Memory, Product
 from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import scale_and_norm_
-from megatron.kernels.work import Attention, Memory, Product
-from megatron.planner.calibration.tasks import Make, Task, Work
+from megatron.planner.calibration.tasks import FigureTask, Make, Work
 from megatron.planner.rates import as_long_as, attention_operations
 from megatron.planner.recorder import Call, Calls, calls
 from megatron.planner.tensors import is_empty
@@ -45,12 +45,12 @@ _VALUES = 99_991  # distinct values in a tensor: a GPU's clock depends on its op
 
 def compute_tasks(
     config: Config, device: torch.device, tensor_sizes: tuple[int, ...]
-) -> list[Task]:
+) -> list[FigureTask]:
     """List all tasks of one device, for a model's shapes at these tensor-parallel sizes.
 
     Attention is also measured for other sequence lengths.
     """
-    found: dict[tuple[str, tuple[float, ...]], Task] = {}
+    found: dict[tuple[str, tuple[float, ...]], FigureTask] = {}
     s = config.model.seq_length
     for tensor_size, micro_batch in itertools.product(tensor_sizes, MICRO_BATCHES):
         for task in _tasks(config, device, _calls(config, device, tensor_size, micro_batch, s)):
@@ -146,7 +146,7 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
 # -- figures ---------------------------------------------------------------------------------------
 
 
-def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
+def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Iterator[FigureTask]:
     """Yield a model's tasks: each product and attention, and memory-bound kernels by kind.
 
     The kernels of a kind are measured together, at their mean size.
@@ -158,11 +158,11 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
             # Into an existing matrix: other work on an operator's result is not part of a product.
             a, b = [x for x in operators[0][1] if isinstance(x, Tensor)][-2:]
             product = torch.mm, (a, b), {"out": a.new_empty(work.m, work.n)}
-            yield Task(
+            yield FigureTask(
                 f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops / 1e12
             )
         elif isinstance(work, Attention):
-            yield Task(
+            yield FigureTask(
                 f"attention.{dtype_name}.{'backward' if work.backward else 'forward'}",
                 (as_long_as(work.seq, work.keys), work.head_dim),
                 _in_turn(operators, device),
@@ -175,7 +175,7 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
         large = {work: call for work, call in found.items() if work[0].bytes >= least}
         size = sum(work.bytes for work, _ in large)
         count = sum(work.kernels for work, _ in large)
-        yield Task(
+        yield FigureTask(
             f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), size / 1e9
         )
 
@@ -183,7 +183,7 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
 # -- the optimizer ---------------------------------------------------------------------------------
 
 
-def _update(config: Config, device: torch.device) -> Task:
+def _update(config: Config, device: torch.device) -> FigureTask:
     """Task for gradient norm and AdamW, over the elements of a layer or more."""
     elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
     dtype_name = config.precision.dtype_name
@@ -209,6 +209,6 @@ def _update(config: Config, device: torch.device) -> Task:
 
         return run
 
-    return Task(
+    return FigureTask(
         "update_gb_per_s", (), work, elements * bytes_per_element(config, device.type) / 1e9
     )

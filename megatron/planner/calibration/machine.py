@@ -29,7 +29,7 @@ from megatron.planner.calibration.compute import compute_tasks
 from megatron.planner.calibration.tasks import kinds_of_groups, measure, message_tasks, open_groups
 from megatron.planner.cluster import GIB, Cluster, Queue
 from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Figure
-from megatron.planner.processes import environment
+from megatron.planner.subprocesses import environment
 from megatron.training.run.host import set_up_host
 
 FEW = 1
@@ -54,7 +54,7 @@ class HostSeconds(NamedTuple):
 
 def tiny(config: Config, layers: int) -> Config:
     """Configure a tiny model of the same kind."""
-    kind = {name: config.given[name] for name in _KIND if name in config.given}
+    kind = {name: config.explicit[name] for name in _KIND if name in config.explicit}
     return Config.create(
         num_layers=layers,
         hidden_size=32,
@@ -118,7 +118,7 @@ Points = dict[str, list[list[float]]]
 
 
 @dataclass(frozen=True)
-class Found:
+class MachineMeasurements:
     """Measurements of all processes.
 
     points      by figure; the other fields describe the hardware
@@ -138,7 +138,7 @@ class Found:
     memory_gib: float
 
 
-def run(config: Config, launch: Launch, seconds: float) -> Found | None:
+def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements | None:
     """Measure for about `seconds`; return the results on the first rank, None on the others.
 
     A collective call. Raises MegatronError.
@@ -165,7 +165,7 @@ def run(config: Config, launch: Launch, seconds: float) -> Found | None:
     else:
         name = platform.machine()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Found(
+    return MachineMeasurements(
         points,
         host,
         name,
@@ -223,7 +223,7 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
 # -- the description -------------------------------------------------------------------------------
 
 
-def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
+def machine(found: MachineMeasurements, name: str, argv: Sequence[str]) -> Cluster:
     """Describe the machine by measurements over the shapes of a model with the flags `argv`."""
     text = (
         f"measured on {platform.node()} on {datetime.date.today().isoformat()} by "
@@ -273,7 +273,7 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
     )
 
 
-def _overheads(found: Found) -> dict[str, float]:
+def _overheads(found: MachineMeasurements) -> dict[str, float]:
     """Return the host's overheads; with a GPU only that of a step.
 
     The host runs ahead of a GPU, which hides the rest.
@@ -290,7 +290,7 @@ def _overheads(found: Found) -> dict[str, float]:
     return overheads
 
 
-def _peaks(found: Found) -> dict[str, float]:
+def _peaks(found: MachineMeasurements) -> dict[str, float]:
     """Return peaks by dtype: published ones of a known GPU, otherwise the fastest product."""
     rows = {dtype: found.points.get(f"products.{dtype}") for dtype in DTYPES}
     return {
@@ -300,7 +300,7 @@ def _peaks(found: Found) -> dict[str, float]:
     }
 
 
-def _gb_per_s(found: Found, nodes: int) -> float:
+def _gb_per_s(found: MachineMeasurements, nodes: int) -> float:
     """Return the bandwidth of the largest messages within (1) or between (2) nodes; 1 if none."""
     rows = [row for row in found.points.get("messages", ()) if row[0] == nodes]
     return float(f"{rows[-1][1] / rows[-1][2] / 1e9:.4g}") if rows else 1.0

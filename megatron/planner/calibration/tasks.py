@@ -21,7 +21,7 @@ from megatron.parallel import collectives
 from megatron.parallel.layout import line_of
 from megatron.parallel.topology import Group
 from megatron.planner.compute import KINDS
-from megatron.planner.processes import seconds_waited
+from megatron.planner.subprocesses import seconds_waited
 
 Work = Callable[[], object]
 Make = Callable[[], Work]
@@ -33,7 +33,7 @@ _ROUNDS = 3
 """Passes over all tasks, and rounds of each: a disturbance of seconds hits one pass of a task."""
 
 
-class Task(NamedTuple):
+class FigureTask(NamedTuple):
     """One point of a figure (planner/compute.py).
 
     figure, place  the figure's name, and the point's columns before its last
@@ -108,7 +108,7 @@ def seconds_per_call(
 
 
 def measure(
-    tasks: Sequence[Task],
+    tasks: Sequence[FigureTask],
     device: torch.device,
     seconds: float,
     largest: Largest | None = None,
@@ -156,7 +156,7 @@ _BYTES = 1 << 26  # of the tensors that calls cycle through
 _MOST = 64  # of these tensors
 
 
-class Kind(NamedTuple):
+class GroupShape(NamedTuple):
     """Groups of `ranks` members, `stride` ranks apart, each on `nodes` nodes."""
 
     stride: int
@@ -164,7 +164,7 @@ class Kind(NamedTuple):
     nodes: int
 
 
-def kinds_of_groups(world: int, per_node: int) -> list[Kind]:
+def kinds_of_groups(world: int, per_node: int) -> list[GroupShape]:
     """List the kinds of groups to measure.
 
     Within a node these are all sizes and strides that are powers of two and fit; across nodes,
@@ -175,16 +175,16 @@ def kinds_of_groups(world: int, per_node: int) -> list[Kind]:
     for ranks, stride in itertools.product(powers[1:], powers):
         span = stride * ranks
         if world % span == 0 and (span <= per_node or stride in (1, per_node)):
-            kinds.append(Kind(stride, ranks, min(ranks, -(-span // per_node))))
+            kinds.append(GroupShape(stride, ranks, min(ranks, -(-span // per_node))))
     return kinds
 
 
-def members(kind: Kind, rank: int) -> range:
+def members(kind: GroupShape, rank: int) -> range:
     """Return the members of a rank's group of this kind."""
     return line_of(rank, kind.stride, kind.ranks)
 
 
-def open_groups(kinds: list[Kind], world: int, rank: int) -> dict[Kind, Group]:
+def open_groups(kinds: list[GroupShape], world: int, rank: int) -> dict[GroupShape, Group]:
     """Create this rank's group of each kind; a collective call of the world."""
     found = {}
     for kind in kinds:
@@ -195,7 +195,7 @@ def open_groups(kinds: list[Kind], world: int, rank: int) -> dict[Kind, Group]:
     return found
 
 
-def message_tasks(groups: dict[Kind, Group], device: torch.device) -> Iterator[Task]:
+def message_tasks(groups: dict[GroupShape, Group], device: torch.device) -> Iterator[FigureTask]:
     """Yield the tasks of all collectives and messages of this rank.
 
     On a CPU each follows a product, as in a step: cores are busy when it begins, ranks arrive at
@@ -210,10 +210,10 @@ def message_tasks(groups: dict[Kind, Group], device: torch.device) -> Iterator[T
     for (kind, group), name, size in itertools.product(groups.items(), KINDS, sizes):
         make = partial(_collective, name, group, size, device)
         calls = kind.ranks if name == "reduce" else 1
-        yield Task(f"collectives.{name}", (*kind, size), make, None, calls, before)
+        yield FigureTask(f"collectives.{name}", (*kind, size), make, None, calls, before)
     for kind, size in itertools.product(neighbours, sizes):
         make = partial(_message, groups[kind], size, device)
-        yield Task("messages", (kind.nodes, size), make, None, 2, before)
+        yield FigureTask("messages", (kind.nodes, size), make, None, 2, before)
 
 
 def _product() -> Work:

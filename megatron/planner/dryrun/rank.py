@@ -30,13 +30,13 @@ from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.layout import Sizes
+from megatron.parallel.layout import LayoutSizes
 from megatron.parallel.topology import Topology
 from megatron.pipeline.orders import COMPUTE, RECEIVES, SENDS, Instruction, Op
 from megatron.planner import tensors
-from megatron.planner.events import Give, Take
+from megatron.planner.events import Alloc, Free
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, RankMemory, changes, find_peak
-from megatron.planner.processes import LAUNCHED
+from megatron.planner.subprocesses import LAUNCHED
 from megatron.planner.tensors import Arguments, Keywords, Operator, Work
 from megatron.training.run.data import reads_data
 
@@ -46,7 +46,7 @@ _LARGEST = 3
 # -- what a rank does ------------------------------------------------------------------------------
 
 
-class Finding(NamedTuple):
+class RankProblem(NamedTuple):
     """Problem of a rank.
 
     kind  "memory", "messages" or "error" (the code could not run)
@@ -57,7 +57,7 @@ class Finding(NamedTuple):
     text: str
 
 
-class Message(NamedTuple):
+class RankMessage(NamedTuple):
     """Message between two pipeline ranks, as posted by one of them."""
 
     instruction: Instruction
@@ -92,29 +92,29 @@ Collectives = Mapping[tuple[int, ...], Sequence[Collective]]
 
 def check_messages(
     rank: int,
-    posted: Sequence[Message],
+    posted: Sequence[RankMessage],
     plan: Sequence[Instruction],
     shape: tuple[int, ...],
     dtype: str,
-) -> list[Finding]:
+) -> list[RankProblem]:
     """Find a rank's first message that differs from its schedule, or from this shape and dtype.
 
     Messages have no tags: the n-th that one rank sends to another is the n-th that the other
     receives from it. The lists of a schedule match each other (pipeline/schedule.py), so it is
     enough to compare each rank with its list.
     """
-    expected = [Message(i, shape, dtype) for i in plan if i.op in SENDS | RECEIVES]
+    expected = [RankMessage(i, shape, dtype) for i in plan if i.op in SENDS | RECEIVES]
     for n, (here, there) in enumerate(itertools.zip_longest(posted, expected), 1):
         if here != there:
             text = (
                 f"its message {n} is {here or 'missing'}, but the other rank expects "
                 f"{there or 'none'}"
             )
-            return [Finding("messages", rank, text)]
+            return [RankProblem("messages", rank, text)]
     return []
 
 
-def check_collectives(posted: Mapping[int, Collectives]) -> list[Finding]:
+def check_collectives(posted: Mapping[int, Collectives]) -> list[RankProblem]:
     """Find the first differing collective of each two ranks that share a group."""
     findings = []
     for (a, of_a), (b, of_b) in itertools.combinations(sorted(posted.items()), 2):
@@ -130,7 +130,7 @@ def check_collectives(posted: Mapping[int, Collectives]) -> list[Finding]:
                         f"collective {n} in the group of ranks {', '.join(map(str, group[:4]))}"
                         f"{more} is {x or 'missing'}, on rank {b} {y or 'missing'}"
                     )
-                    findings.append(Finding("messages", a, text))
+                    findings.append(RankProblem("messages", a, text))
                     break
     return findings
 
@@ -138,7 +138,7 @@ def check_collectives(posted: Mapping[int, Collectives]) -> list[Finding]:
 _aten = torch.ops.aten
 
 
-class Follower(tensors.Follower):
+class RankRecorder(tensors.OperatorRecorder):
     """Record allocations, releases and messages.
 
     device       "cpu", or "meta" for a GPU
@@ -151,11 +151,11 @@ class Follower(tensors.Follower):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.device = device
-        self.steps: list[Take | Give] = []
+        self.steps: list[Alloc | Free] = []
         self.shapes: dict[int, str] = {}
-        self.alive: dict[int, Take] = {}
-        self._without_memory: dict[int, Take] = {}
-        self.messages: list[Message] = []
+        self.alive: dict[int, Alloc] = {}
+        self._without_memory: dict[int, Alloc] = {}
+        self.messages: list[RankMessage] = []
         self.collectives: dict[tuple[int, ...], list[Collective]] = {}
         self.flight = _Flight(self)
         self.last_stage = -1
@@ -172,12 +172,12 @@ class Follower(tensors.Follower):
         self.see(out, counts=not like_there)
         return out
 
-    def taken(self, step: Take, tensor: Tensor, /) -> None:
+    def allocated(self, step: Alloc, tensor: Tensor, /) -> None:
         self.steps.append(step)
         self.alive[step.id] = step
         self.shapes[step.id] = f"{list(tensor.shape)} {_word(tensor.dtype)}"
 
-    def given(self, step: Give) -> None:
+    def freed(self, step: Free) -> None:
         if self.alive.pop(step.id, None) is not None:
             self.steps.append(step)
 
@@ -185,7 +185,7 @@ class Follower(tensors.Follower):
         step = (self._without_memory if has_memory else self.alive).pop(number, None)
         if step is not None:
             (self.alive if has_memory else self._without_memory)[number] = step
-            self.steps.append(step if has_memory else Give(number))
+            self.steps.append(step if has_memory else Free(number))
 
     def move(self, moved: Iterable[Tensor], category: str) -> None:
         """Move the storages of these tensors to another category."""
@@ -196,7 +196,7 @@ class Follower(tensors.Follower):
             step = self.alive.get(number)
             if step is not None and step.category != category:
                 self.alive[step.id] = step._replace(category=category)
-                self.steps += [Give(step.id), self.alive[step.id]]
+                self.steps += [Free(step.id), self.alive[step.id]]
 
     def begin(self, this: Instruction) -> None:
         """Count further allocations under the category of this instruction."""
@@ -222,7 +222,9 @@ class Follower(tensors.Follower):
     def sent(self, name: str, args: Arguments, posted: list[Tensor], work: Work) -> None:
         group = tensors.group_of(args)
         if name in ("send", "recv") and group.group_name != self.context:
-            self.messages.append(Message(self._now, tuple(posted[0].shape), _word(posted[0].dtype)))
+            self.messages.append(
+                RankMessage(self._now, tuple(posted[0].shape), _word(posted[0].dtype))
+            )
             self.move(posted, "buffers")
             if name == "recv":
                 self._received[self._now] = weakref.ref(posted[0])
@@ -253,7 +255,7 @@ class Follower(tensors.Follower):
 class _Flight(FlightRecorder):
     """Flight recorder that forwards the executor's instructions."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: RankRecorder) -> None:
         super().__init__()
         self._follower = follower
 
@@ -272,7 +274,7 @@ def _word(dtype: torch.dtype) -> str:
 
 
 @contextlib.contextmanager
-def followed(follower: Follower) -> Iterator[None]:
+def followed(follower: RankRecorder) -> Iterator[None]:
     """Record operations on tensors of the follower's device; they have no data in this context."""
     gather = unittest.mock.patch.object(dist, "all_gather_object", follower.gather_objects)
     with gather, tensors.without_data(follower.device, follower):
@@ -303,7 +305,7 @@ class RankRun:
     setup_bytes: float
     copy_bytes: int
     largest: tuple[tuple[int, str, str], ...]
-    messages: Sequence[Message] = field(repr=False)
+    messages: Sequence[RankMessage] = field(repr=False)
     collectives: Collectives = field(repr=False)
     stands_for: int = 0
 
@@ -349,7 +351,7 @@ def member(
         # otherwise it would be used for the next rank
         stack.callback(setattr, deepspeed.comm.comm, "cdb", None)
         yield Topology.create(
-            sizes=Sizes.of(config),
+            sizes=LayoutSizes.of(config),
             device=torch.device(device),
             tied_embeddings=not config.model.untie_embeddings_and_output_weights,
             flight=flight,
@@ -373,7 +375,7 @@ def run_rank(
     """
     import_deepspeed(device)
     optimizer_state(config)  # a user's optimizer is measured by a step with data
-    follower = Follower(device)
+    follower = RankRecorder(device)
     with member(config, rank, device, follower.flight) as topology, followed(follower):
         if topology.context.handle is not None:
             follower.context = topology.context.handle.group_name
@@ -401,7 +403,7 @@ def run_rank(
             engine.step(config.optimizer.lr)
             del losses
         block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
-        made: dict[int, Take] = {}
+        made: dict[int, Alloc] = {}
         at_setup = changes(follower.steps[:setup], block, made)
         held = at_setup.sum(axis=0) + changes(follower.steps[setup:last], block, made).sum(axis=0)
         most, until = find_peak(changes(follower.steps[last:], block, dict(made)))
@@ -430,7 +432,7 @@ def run_rank(
     return found
 
 
-def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> None:
+def _sort(follower: RankRecorder, engine: Engine, chunks: torch.nn.ModuleDict) -> None:
     """Assign categories to the tensors of set-up."""
     for fragment in engine.fragments():
         follower.move(fragment.moments.values(), "moments")

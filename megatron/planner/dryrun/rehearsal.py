@@ -24,7 +24,7 @@ from megatron.pipeline.orders import SENDS_IN_FLIGHT, group_sizes
 from megatron.pipeline.schedule import build_schedule, clock_missing
 from megatron.planner.cluster import GIB, Cluster, load_cluster
 from megatron.planner.dryrun.rank import (
-    Finding,
+    RankProblem,
     RankRun,
     check_collectives,
     check_messages,
@@ -152,7 +152,7 @@ class Rehearsal:
     config: Config
     device: str
     ranks: tuple[RankRun, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[RankProblem, ...]
     micro_batches: int
     capacity_bytes: float | None
 
@@ -174,12 +174,12 @@ def rehearse(
     device = device or device_of(cluster)
     count = enough_micro_batches(config)
     runs = dict[Member, RankRun]()
-    failed = list[Finding]()
+    failed = list[RankProblem]()
     for m in members_of(config):
         try:
             runs[m] = run_rank(config, m.rank, "cpu" if device == "cpu" else "meta", count)
         except Exception as error:  # the run would fail with it, too
-            failed.append(Finding("error", m.rank, _describe(error)))
+            failed.append(RankProblem("error", m.rank, _describe(error)))
     layout = layout_of(config)
     capacity = capacity_of(config, cluster, device)
     ranks = [
@@ -202,7 +202,7 @@ def rehearse(
             f"needs {gib(run.needed_bytes)} of {gib(capacity)} GiB for tensors. Largest tensors at "
             f"the peak: {largest}. To reduce them: {'; '.join(helps)}"
         )
-        findings.append(Finding("memory", run.rank, text))
+        findings.append(RankProblem("memory", run.rank, text))
     return Rehearsal(config, device, tuple(ranks), tuple(findings), count, capacity)
 
 
@@ -263,7 +263,9 @@ def memory_limit_bytes(
     return min(limits)
 
 
-def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun]) -> list[Finding]:
+def _compare(
+    config: Config, micro_batches: int, runs: Mapping[Member, RankRun]
+) -> list[RankProblem]:
     """Find mismatches between the ranks."""
     parallel = config.parallel
     plan = build_schedule(
@@ -338,7 +340,7 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     found = rehearse(config, cluster)
     print(render(found))
     lengths = {"train_iters", "train_samples", "train_tokens"}
-    if not found.findings and lengths & config.given.keys():
+    if not found.findings and lengths & config.explicit.keys():
         print(_costs(config, cluster))
         print(f"schedule: {Schedules.from_config(config)}")
     for note in (*notes, *config.notices):

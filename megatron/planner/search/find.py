@@ -33,9 +33,9 @@ from megatron.planner.memory import (
     state_bytes,
 )
 from megatron.planner.placement import Placement, check_device_order, layout_of, place_with
-from megatron.planner.processes import process_pool
-from megatron.planner.search.space import Rejections, Space
+from megatron.planner.search.space import LayoutSpace, Rejections
 from megatron.planner.stage import elements_of_rank
+from megatron.planner.subprocesses import process_pool
 from megatron.planner.timing import estimate, folded_seconds
 from megatron.planner.trace import trace
 
@@ -66,7 +66,7 @@ class Ranked(NamedTuple):
         return self.score * self.layout.batch
 
 
-class Rejected(NamedTuple):
+class RejectedLayout(NamedTuple):
     """Layout that does not fit or is not valid.
 
     miss  bytes that it needs, 0 for any other reason
@@ -78,7 +78,7 @@ class Rejected(NamedTuple):
 
 
 @dataclass
-class Found:
+class SearchResult:
     """Result of a search.
 
     estimated  layouts that were estimated, the best first
@@ -122,19 +122,19 @@ def _without_counts(layout: CandidateLayout) -> CandidateLayout:
 
 
 @dataclass(frozen=True)
-class Search:
+class LayoutSearch:
     """Space to search, and evaluation of single layouts.
 
     capacity  bytes of a device that a layout may use
     """
 
-    space: Space
+    space: LayoutSpace
     capacity: float
     _known: dict[Any, Any] = field(default_factory=dict)
 
     # -- tasks -------------------------------------------------------------------------------------
 
-    def rank(self, sizes: Sequence[CandidateLayout]) -> tuple[list[Ranked], list[Rejected]]:
+    def rank(self, sizes: Sequence[CandidateLayout]) -> tuple[list[Ranked], list[RejectedLayout]]:
         """Rank all layouts of these sizes, which share a micro-batch size.
 
         Weights, gradients and optimizer must fit. Of each kind of recomputation, the layout with
@@ -144,7 +144,7 @@ class Search:
         if too_big is not None:
             return [], [too_big]
         ranked = list[Ranked]()
-        rejected = list[Rejected]()
+        rejected = list[RejectedLayout]()
         for size in sizes:
             layouts = [*self.space.variants(size)][::-1]
             try:
@@ -157,18 +157,18 @@ class Search:
                     elif held and held > self._room_on_host:
                         reason = f"needs more than {self._room_on_host / GIB:.1f} GiB on the host"
                         example = f"{held / GIB:.1f} GiB: {self.space.write(layout)}"
-                        rejected.append(Rejected(reason, example, held))
+                        rejected.append(RejectedLayout(reason, example, held))
                     else:
                         ranked.append(Ranked(self._folded(layout, own), layout))
             except ConfigError as error:
                 rejected.append(_refused(error))
         return ranked, rejected
 
-    def fit(self, ranked: Ranked) -> Ranked | Rejected:
+    def fit(self, ranked: Ranked) -> Ranked | RejectedLayout:
         """Find and score the layout with the fewest recomputed layers that fits."""
         layout = ranked.layout
         options = (layout._replace(recompute=v) for v in self.space.recomputations(layout))
-        misfits = list[Rejected]()
+        misfits = list[RejectedLayout]()
         try:
             for own in options:
                 if _without_counts(own) != _without_counts(layout):
@@ -210,12 +210,12 @@ class Search:
 
     # -- one layout --------------------------------------------------------------------------------
 
-    def _too_big(self, sizes: Sequence[CandidateLayout]) -> Rejected | None:
+    def _too_big(self, sizes: Sequence[CandidateLayout]) -> RejectedLayout | None:
         """Return why no layout of these sizes fits; None if one fits or is not valid."""
         least: dict[int, CandidateLayout] = {}  # by pipeline size
         for size in sizes:
             least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))
-        found = list[Rejected]()
+        found = list[RejectedLayout]()
         for size in least.values():
             variants = list(self.space.variants(size))
             switches = max(map(_thrift, variants))
@@ -237,10 +237,10 @@ class Search:
                 found.append(self._misfit(layout, memory, rank))
         return min(found, key=lambda rejected: rejected.miss)
 
-    def _misfit(self, layout: CandidateLayout, memory: float, rank: int) -> Rejected:
+    def _misfit(self, layout: CandidateLayout, memory: float, rank: int) -> RejectedLayout:
         words = f"tp={layout.tp},pp={layout.pp},mbs={layout.micro},recompute={layout.recompute}"
         example = f"{memory / GIB:.1f} GiB on pipeline rank {rank}: {words}"
-        return Rejected(f"needs more than {self.capacity / GIB:.1f} GiB", example, memory)
+        return RejectedLayout(f"needs more than {self.capacity / GIB:.1f} GiB", example, memory)
 
     @property
     def _room_on_host(self) -> float:
@@ -311,8 +311,8 @@ def _thrift(layout: CandidateLayout) -> tuple[float, ...]:
     return layout.offload, layout.zero, *(-share for share in divided), *switches
 
 
-def _refused(error: ConfigError) -> Rejected:
-    return Rejected("refused by the configuration", str(error))
+def _refused(error: ConfigError) -> RejectedLayout:
+    return RejectedLayout("refused by the configuration", str(error))
 
 
 def _with(config: Config, layout: CandidateLayout) -> Config:
@@ -344,17 +344,17 @@ Progress = Callable[[str, str, int, int], None]
 
 
 def search(
-    given: Search,
+    given: LayoutSearch,
     top: int = 10,
     processes: int = 1,
     progress: Progress = lambda *_: None,
-) -> Found:
+) -> SearchResult:
     """Find the best layouts of a space; the result does not depend on the number of processes.
 
     Raises MegatronError without the extension that simulates schedules.
     """
     check_clock()
-    found = Found()
+    found = SearchResult()
     start = time.monotonic()
     each = given.space.cluster.devices_per_node
     every = list(given.space.sizes(found.rejections))
@@ -424,7 +424,7 @@ def search(
 
 # -- processes -------------------------------------------------------------------------------------
 
-_search_of_process: Search
+_search_of_process: LayoutSearch
 
 
 def _in_process(task: tuple[str, Any]) -> Any:
@@ -434,7 +434,7 @@ def _in_process(task: tuple[str, Any]) -> Any:
 
 @contextmanager
 def _workers(
-    given: Search, processes: int
+    given: LayoutSearch, processes: int
 ) -> Iterator[Callable[[str, Sequence[Any]], Iterator[Any]]]:
     """Yield a function that maps tasks to results, in order."""
     if processes < 2:

@@ -32,7 +32,7 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
     Raises ConfigError, also for a flag of a setting that the search decides.
     """
     settings = read_settings(with_preset(preset, flags), checkpoint=settings_to_take)
-    stages = 1 + settings.given.get("pipeline_layout", "").count(",")
+    stages = 1 + settings.explicit.get("pipeline_layout", "").count(",")
     neutral = CandidateLayout(stages, batch, pp=stages).settings(1)
     for name in (*neutral, "cluster", "deepspeed_config"):
         if settings.origins.get(name) == "command line":
@@ -77,7 +77,7 @@ class Rejections:
 
 
 @dataclass(frozen=True)
-class Space:
+class LayoutSpace:
     """All layouts of a search.
 
     base     configuration without a layout; name: of its model

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.engine.optimizer_state import ROUND, has_kernel, optimizer_state
-from megatron.engine.zero_plan import Instruction, Op, Reductions, ZeroPlan, zero_of
+from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, ZeroPlan, zero_of
 from megatron.errors import ConfigError
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.model import formulas
@@ -28,12 +28,12 @@ from megatron.pipeline.schedule import check_clock
 from megatron.planner.channels import OF_PASSES, Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import BASES, PUBLISHED, Confidence, Used
-from megatron.planner.events import Message, Pass, Trace
+from megatron.planner.events import GroupMessage, Pass, Trace
 from megatron.planner.memory import RankMemory, memory_of_ranks
 from megatron.planner.placement import Placement, choose_placement, over_nodes
-from megatron.planner.rates import Rates
+from megatron.planner.rates import DeviceRates
 from megatron.planner.stage import (
-    Stage,
+    StageWork,
     elements_of_rank,
     messages_in_passes,
     plan_in_passes,
@@ -107,20 +107,20 @@ class Estimate:
     @functools.cached_property
     def model_flops(self) -> float:
         """FLOPs of a step's products and attention on all devices, without recomputation."""
-        return self._flops(again=False)
+        return self._flops(recompute=False)
 
     @functools.cached_property
     def hardware_flops(self) -> float:
         """FLOPs of a step's products and attention on all devices, with recomputation."""
-        return self._flops(again=None)
+        return self._flops(recompute=None)
 
-    def _flops(self, *, again: bool | None) -> float:
+    def _flops(self, *, recompute: bool | None) -> float:
         """Count the FLOPs of a step, without those of the vocabulary's padding."""
         config = self.config
         parallel = self.config.parallel
         traced = trace(self.config, self.cluster.device_type)
         of_pipeline = sum(
-            n * sum(stage_flops(traced, stage, again=again).values())
+            n * sum(stage_flops(traced, stage, recompute=recompute).values())
             for stage, n in Counter(stages_of(config)).items()
         )
         tensor = parallel.tensor_model_parallel_size
@@ -145,7 +145,7 @@ class Estimate:
     @functools.cached_property
     def confidence(self) -> Confidence:
         """Figures that this estimate used."""
-        rates = Rates(self.cluster, self.config.precision.dtype_name)
+        rates = DeviceRates(self.cluster, self.config.precision.dtype_name)
         device = self.cluster.device_type
         for stage in set(stages_of(self.config)):
             stage_seconds(trace(self.config, device), stage, rates, None)
@@ -266,7 +266,7 @@ def _parts_of_passes(
     passes = {
         "forward": sum(s.forward.compute for s in own),
         "backward": sum(s.backward.compute + s.weight.compute for s in own),
-        "recompute": sum(s.backward.again for s in own),
+        "recompute": sum(s.backward.recompute for s in own),
         "layer messages": sum(s.forward.waited + s.backward.waited + s.weight.waited for s in own),
         "data-parallel": sum(s.forward.shared + s.backward.shared + s.weight.shared for s in own),
         "host": sum(sum(s.overhead) for s in own),
@@ -284,7 +284,7 @@ def _parts_of_passes(
 # -- gradients and new weights ---------------------------------------------------------------------
 
 
-class Exchange(NamedTuple):
+class DataParallelSeconds(NamedTuple):
     """Seconds that data parallelism adds to a step.
 
     reduced   from the end of the last pass until all gradients are reduced
@@ -303,14 +303,14 @@ def exchange(
     stages: Sequence[StageSeconds],
     *,
     hides: bool,
-) -> Exchange:
+) -> DataParallelSeconds:
     """Time the engine's buckets that overlap with the last backward and first forward passes.
 
     stages  seconds of all stages, which include what ZeRO stages 2 and 3 send in each pass
     hides   whether messages overlap with computation
     """
     if zero_of(config).line == 1:
-        return Exchange(0.0, 0.0)
+        return DataParallelSeconds(0.0, 0.0)
     reduced, gathered = run.makespan, 0.0
     for rank in range(config.parallel.pipeline_model_parallel_size):
         plan = plan_of_rank(config, traced, rank).plan
@@ -326,20 +326,20 @@ def exchange(
         after = list(plan.end(sums))
         free = end if last else 0.0
         for begin, instruction in (*sent, *((end, one) for one in after)):
-            in_passes = instruction.op is Op.REDUCE and plan.zero.divides_gradients
-            if instruction.op in (Op.REDUCE, Op.REDUCE_BEYOND) and not in_passes:
+            in_passes = instruction.op is BucketOp.REDUCE and plan.zero.divides_gradients
+            if instruction.op in (BucketOp.REDUCE, BucketOp.REDUCE_BEYOND) and not in_passes:
                 free = max(free, begin if hides else end)
                 free += seconds_of_all(channels, messages_of(plan, [instruction]))
         reduced = max(reduced, free)
-        returns = [one for one in after if one.op is Op.RETURN]
+        returns = [one for one in after if one.op is BucketOp.RETURN]
         due = needed if plan.zero.ahead and hides else [min(needed)] * len(needed)
         gathered = max(gathered, first + _late(plan, returns, channels, due, hides))
-    return Exchange(reduced - run.makespan, gathered)
+    return DataParallelSeconds(reduced - run.makespan, gathered)
 
 
 def _late(
     plan: ZeroPlan,
-    returns: Iterable[Instruction],
+    returns: Iterable[BucketInstruction],
     channels: Channels,
     due: Sequence[float],
     hides: bool,
@@ -363,7 +363,7 @@ def _late(
 
 
 def _moments(
-    plan: ZeroPlan, stages: Sequence[Stage], run: PipelineRun
+    plan: ZeroPlan, stages: Sequence[StageWork], run: PipelineRun
 ) -> list[tuple[float, float]]:
     """Return when a rank needs each parameter first, and when the gradient of a step is computed.
 
@@ -379,7 +379,7 @@ def _moments(
     return found
 
 
-def seconds_of_all(channels: Channels, messages: Iterable[Message]) -> float:
+def seconds_of_all(channels: Channels, messages: Iterable[GroupMessage]) -> float:
     """Time messages that follow one another."""
     return sum(channels.seconds(*message) for message in messages)
 
@@ -425,7 +425,7 @@ def streamed_bytes(config: Config, whole: bool = False) -> float:
     return master + optimizer_state(config).of(whole).bytes
 
 
-def optimizer_seconds(config: Config, cluster: Cluster, rates: Rates) -> float:
+def optimizer_seconds(config: Config, cluster: Cluster, rates: DeviceRates) -> float:
     """Time the update, or the stream of state from and to host memory beside it (--cpu-offload).
 
     The stream is as fast as a device's link in one direction, while the other one carries as much,
@@ -443,7 +443,7 @@ def optimizer_seconds(config: Config, cluster: Cluster, rates: Rates) -> float:
     return max(update, n_bytes / (1e9 * link), 2 * n_bytes * devices / (1e9 * memory))
 
 
-def update_seconds(config: Config, device: str, rates: Rates) -> float:
+def update_seconds(config: Config, device: str, rates: DeviceRates) -> float:
     """Time the update on the device with the most elements, which all others wait for."""
     elements, whole = updated_elements(config, device)
     others = rates.update_s(elements, bytes_per_element(config, device))
@@ -469,7 +469,7 @@ def updated_elements(config: Config, device: str) -> tuple[float, float]:
 def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
     """Time the work on parameters that the optimizer takes whole, and its messages.
 
-    The ranks of a stage share the parameters (engine/whole.py). On a GPU the messages of a round
+    The ranks of a stage share the parameters (engine/full_matrices.py). On a GPU the messages of a round
     overlap with the work of another; those of one round are left. An all-to-all takes as long as an
     all-gather in which a rank sends as much.
     """
@@ -563,8 +563,8 @@ _known: dict[tuple[object, ...], tuple[_Seconds, float]] = {}
 
 def _seconds(
     traced: Trace,
-    stage: Stage,
-    rates: Rates,
+    stage: StageWork,
+    rates: DeviceRates,
     channels: Channels,
     hides: bool,
     plan: ZeroPlan | None,

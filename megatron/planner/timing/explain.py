@@ -7,15 +7,22 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from megatron.engine.zero_plan import Instruction, Reductions, Step, Zero, ZeroPlan, zero_of
-from megatron.kernels.work import Attention, Computation, Memory
+from megatron.engine.zero_plan import (
+    BucketInstruction,
+    ModulePass,
+    Reductions,
+    Zero,
+    ZeroPlan,
+    zero_of,
+)
+from megatron.kernels.cost import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
 from megatron.planner.cluster import GIB
-from megatron.planner.events import Message, Part, Pass, Trace
+from megatron.planner.events import GroupMessage, Pass, Trace, TracedModule
 from megatron.planner.memory import host_bytes
 from megatron.planner.rates import BACKWARD_OPERATIONS, attention_operations, causal_pairs
 from megatron.planner.stage import (
-    Stage,
+    StageWork,
     messages_in_passes,
     plan_in_passes,
     plan_of_rank,
@@ -40,7 +47,7 @@ def explain(found: Estimate) -> list[Table]:
     rank = busiest_rank(found.run)
     stages = stages_of(found.config)
     own = stages[rank :: found.config.parallel.pipeline_model_parallel_size]
-    parts = dict[str, Part]()
+    parts = dict[str, TracedModule]()
     for kind, of_kind in zip(kinds_of_layers(found.config.model)[0], traced.kinds, strict=True):
         for name, part in zip(("", "recomputed "), of_kind, strict=True):
             if part is not None:
@@ -71,7 +78,7 @@ def _kind(kind: LayerKind, kinds: int) -> str:
     return "".join(parts) or " without experts"
 
 
-def _passes(part: Part, split: bool) -> list[tuple[str, Pass]]:
+def _passes(part: TracedModule, split: bool) -> list[tuple[str, Pass]]:
     """Return the title of each pass with it."""
     passes = [("forward", part.forward)]
     if not split:
@@ -92,13 +99,13 @@ def _pass(found: Estimate, title: str, of: Pass) -> Table:
     rows = list[_Row]()
     total = sum(seconds_of(operation, rates) for operation in of.computations())
     rest = 0.0
-    for again in (False, True):
-        for (label, operation), count in Counter(of.labelled(again=again)).items():
+    for recompute in (False, True):
+        for (label, operation), count in Counter(of.labelled(recompute=recompute)).items():
             seconds = count * seconds_of(operation, rates)
             if seconds > _SMALL * total:
                 name, formula = _described(operation, count, seconds)
                 module = _LAYER.sub("", label)
-                rows.append((name + ", again" * again, formula, _time(seconds), module))
+                rows.append((name + ", again" * recompute, formula, _time(seconds), module))
             else:
                 rest += seconds
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
@@ -107,7 +114,7 @@ def _pass(found: Estimate, title: str, of: Pass) -> Table:
     return Table(title, ("operation", "formula", "time", "module"), rows)
 
 
-def _messages(found: Estimate, messages: Iterable[Message], overlap: str) -> list[_Row]:
+def _messages(found: Estimate, messages: Iterable[GroupMessage], overlap: str) -> list[_Row]:
     """Return a row for each distinct message."""
     rows = list[_Row]()
     for message, count in Counter(messages).items():
@@ -157,7 +164,7 @@ def _stages(found: Estimate, rank: int) -> Table:
             strict=True,
         ):
             if of.total:
-                times = (of.compute, of.again, of.waited, of.shared, host, of.total + host)
+                times = (of.compute, of.recompute, of.waited, of.shared, host, of.total + host)
                 rows.append((f"{name}, {title}", *map(_time, times)))
     columns = (
         "pass",
@@ -223,7 +230,7 @@ def _zero_steps(plan: ZeroPlan) -> Table:
     """Draw what ZeRO does around and beside the steps of a stage's passes; equal rows are one."""
     steps = (*plan.forward(0), *plan.reducing(0, True, Reductions(plan)))
     rows = list[tuple[str, int, tuple[str, ...]]]()
-    begun = set[Instruction]()
+    begun = set[BucketInstruction]()
     for step in steps:
         before = [one for one in step.before if one not in begun]
         begun = begun.difference(step.before).union(step.beside)
@@ -252,7 +259,9 @@ def _call(plan: ZeroPlan, call: int) -> str:
 _AWAY = {-1: "the layer before", 0: "this layer", 1: "the next layer"}
 
 
-def _instructions(plan: ZeroPlan, step: Step, instructions: Iterable[Instruction]) -> str:
+def _instructions(
+    plan: ZeroPlan, step: ModulePass, instructions: Iterable[BucketInstruction]
+) -> str:
     """Describe the instructions around a step, by the place of their parameters."""
 
     def place(bucket: int) -> str:
@@ -268,7 +277,7 @@ def _instructions(plan: ZeroPlan, step: Step, instructions: Iterable[Instruction
 
 
 def _zero_messages(
-    found: Estimate, traced: Trace, stages: Sequence[Stage], rank: int
+    found: Estimate, traced: Trace, stages: Sequence[StageWork], rank: int
 ) -> Iterator[Table]:
     """Tabulate the messages of ZeRO in the passes of one micro-batch."""
     engine = found.config.engine
@@ -276,7 +285,7 @@ def _zero_messages(
         overlaps = engine.overlap_param_gather if name == "forward" else engine.overlap_grad_reduce
         hides = overlaps and found.cluster.device_type != "cpu"
         beside = "steps of the pass" if hides else ""
-        messages = list[Message]()
+        messages = list[GroupMessage]()
         for stage in stages:
             if (plan := plan_in_passes(found.config, traced, stage)) is not None:
                 messages += messages_in_passes(traced, stage, plan, name)

@@ -11,25 +11,35 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.zero_plan import Instruction, Op, ZeroPlan
-from megatron.kernels.work import Attention, Computation, Product
+from megatron.engine.zero_plan import BucketInstruction, BucketOp, ZeroPlan
+from megatron.kernels.cost import Attention, Computation, Product
 from megatron.planner.cluster import Cluster
-from megatron.planner.events import Again, Give, Message, Pass, Post, Sum, Take, Trace, Wait
-from megatron.planner.rates import Rates
-from megatron.planner.stage import Sends, Stage, ZeroStep, stage_passes, zero_steps
+from megatron.planner.events import (
+    Alloc,
+    Free,
+    GroupMessage,
+    Pass,
+    Post,
+    Recomputed,
+    Sum,
+    Trace,
+    Wait,
+)
+from megatron.planner.rates import DeviceRates
+from megatron.planner.stage import Sends, StageWork, ZeroStep, stage_passes, zero_steps
 
 MessageSeconds = Callable[[str, float, str], float]
 """Function from a message's kind, bytes and group to its seconds."""
 
 
 @functools.lru_cache(maxsize=64)
-def rates_of(cluster: Cluster, dtype_name: str) -> Rates:
+def rates_of(cluster: Cluster, dtype_name: str) -> DeviceRates:
     """Return the rates of a machine and dtype; one object for each, which caches its results."""
-    return Rates(cluster, dtype_name)
+    return DeviceRates(cluster, dtype_name)
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def seconds_of(operation: Computation, rates: Rates) -> float:
+def seconds_of(operation: Computation, rates: DeviceRates) -> float:
     if isinstance(operation, Product):
         if not operation.flops:  # of an expert without rows
             return 0.0
@@ -53,13 +63,13 @@ class PassSeconds(NamedTuple):
     """Seconds of one pass: computation, recomputation, and waiting for messages, or for ZeRO's."""
 
     compute: float
-    again: float
+    recompute: float
     waited: float
     shared: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.again + self.waited + self.shared
+        return self.compute + self.recompute + self.waited + self.shared
 
 
 class _Timed(NamedTuple):
@@ -74,12 +84,12 @@ class _Timed(NamedTuple):
 
     steps: tuple[float | Post | Wait, ...]
     compute: float
-    again: float
+    recompute: float
     complete: tuple[tuple[int, float], ...]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _timed(of: Pass, rates: Rates) -> _Timed:
+def _timed(of: Pass, rates: DeviceRates) -> _Timed:
     steps: list[float | Post | Wait] = []
     sums = {False: 0.0, True: 0.0}
     complete = list[tuple[int, float]]()
@@ -90,9 +100,9 @@ def _timed(of: Pass, rates: Rates) -> _Timed:
             since = 0.0
         elif isinstance(step, Sum):
             complete += [(step.place, sum(sums.values()))] * step.complete
-        elif not isinstance(step, Take | Give):
-            seconds = seconds_of(step.operation if isinstance(step, Again) else step, rates)
-            sums[isinstance(step, Again)] += seconds
+        elif not isinstance(step, Alloc | Free):
+            seconds = seconds_of(step.operation if isinstance(step, Recomputed) else step, rates)
+            sums[isinstance(step, Recomputed)] += seconds
             since += seconds
     total = sum(sums.values())
     shares = ((place, at / total if total else 1.0) for place, at in complete)
@@ -100,16 +110,16 @@ def _timed(of: Pass, rates: Rates) -> _Timed:
 
 
 def pass_seconds(
-    of: Pass, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True
+    of: Pass, rates: DeviceRates, message_s: MessageSeconds | None, *, hides: bool = True
 ) -> PassSeconds:
     """Simulate a pass. A message without a wait in it overlaps with the next pass.
 
     message_s  None: messages take no time
     hides      messages overlap with computation; otherwise each is waited for when it is posted
     """
-    timed, compute, again, _ = _timed(of, rates)
+    timed, compute, recompute, _ = _timed(of, rates)
     if message_s is None:
-        return PassSeconds(compute, again, 0.0)
+        return PassSeconds(compute, recompute, 0.0)
     clock = waited = 0.0
     arrives: dict[int, float] = {}
     free: dict[str, float] = {}  # the links of each group
@@ -126,7 +136,7 @@ def pass_seconds(
         there = max(clock, arrives.get(step.number, 0.0))
         waited = waited + there - clock
         clock = there
-    return PassSeconds(compute, again, waited)
+    return PassSeconds(compute, recompute, waited)
 
 
 @dataclass(frozen=True)
@@ -159,8 +169,8 @@ class StageSeconds:
 
 def stage_seconds(
     trace: Trace,
-    stage: Stage,
-    rates: Rates,
+    stage: StageWork,
+    rates: DeviceRates,
     message_s: MessageSeconds | None,
     *,
     hides: bool = True,
@@ -176,10 +186,12 @@ def stage_seconds(
         of_pass |= {
             run.of: TimedPass(one.total, _timed(run.of, rates).complete) for run, one in parts
         }
-        compute = sum(run.times * one.compute for run, one in parts if not run.again)
-        again = sum(run.times * (one.again + one.compute * run.again) for run, one in parts)
+        compute = sum(run.times * one.compute for run, one in parts if not run.recompute)
+        recompute = sum(
+            run.times * (one.recompute + one.compute * run.recompute) for run, one in parts
+        )
         waited = sum(run.times * one.waited for run, one in parts)
-        found[name] = PassSeconds(compute, again, waited)
+        found[name] = PassSeconds(compute, recompute, waited)
     first = last = 0.0
     if plan is not None and message_s is not None:
         steps = zero_steps(trace, stage, plan)
@@ -236,14 +248,14 @@ def zero_waits(
     """
     clock = waited = 0.0
     free = dict[str, float]()
-    arrives: dict[tuple[Op, int], float] = {}
+    arrives: dict[tuple[BucketOp, int], float] = {}
 
     def wait_until(moment: float) -> None:
         nonlocal clock, waited
         waited += max(0.0, moment - clock)
         clock = max(clock, moment)
 
-    def send(instruction: Instruction, messages: Iterable[Message]) -> None:
+    def send(instruction: BucketInstruction, messages: Iterable[GroupMessage]) -> None:
         at = clock
         for message in messages:
             at = max(at, free.get(message.group, 0.0)) + message_s(*message)
@@ -269,25 +281,25 @@ def zero_waits(
                 clock += timed.seconds * (share - computed)
                 computed = share
                 for instruction, messages in sends:
-                    if instruction.op is Op.REDUCE:
+                    if instruction.op is BucketOp.REDUCE:
                         send(instruction, messages)
-                    elif instruction.op is Op.ACCUMULATE:
-                        wait_until(arrives.pop((Op.REDUCE, instruction.bucket), 0.0))
+                    elif instruction.op is BucketOp.ACCUMULATE:
+                        wait_until(arrives.pop((BucketOp.REDUCE, instruction.bucket), 0.0))
             waits[step.name] += waited
         rounds.append(waits)
     opening, steady = rounds
     first = max(0.0, opening["forward"] - steady["forward"]) if hides else 0.0
-    last = max([clock, *(at for (op, _), at in arrives.items() if op is Op.REDUCE)]) - clock
+    last = max([clock, *(at for (op, _), at in arrives.items() if op is BucketOp.REDUCE)]) - clock
     return ZeroWaits(steady, first, last)
 
 
 def _sums(step: ZeroStep, timed: TimedPass) -> Iterator[tuple[float, Sends]]:
     """Yield what follows the completion of buckets, and after which share of a step."""
     complete = {step.buckets[place]: share for place, share in timed.complete if step.buckets}
-    sends, share = list[tuple[Instruction, tuple[Message, ...]]](), 0.0
+    sends, share = list[tuple[BucketInstruction, tuple[GroupMessage, ...]]](), 0.0
     for instruction, messages in step.after:
         sends.append((instruction, messages))
-        if instruction.op is Op.REDUCE:
+        if instruction.op is BucketOp.REDUCE:
             share = max(share, complete.get(instruction.bucket, 1.0))
             yield share, tuple(sends)
             sends = []

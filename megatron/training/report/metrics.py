@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.config.files import LoggingConfig
+from megatron.config.io import LoggingConfig
 from megatron.config.option import MOST
 from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
@@ -44,7 +44,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Rates:
+class FlopRates:
     """Conversion of samples per second to FLOP/s: FLOPs per sample and the peak of one device."""
 
     world_size: int
@@ -54,7 +54,7 @@ class Rates:
     peak_flops_per_s: float | None = None
 
 
-def rates(config: Config, topology: Topology) -> Rates:
+def rates(config: Config, topology: Topology) -> FlopRates:
     """Return the FLOPs of one sample by the formulas, and the peak of this rank's device."""
     model = config.model
     recompute = config.recompute
@@ -65,7 +65,7 @@ def rates(config: Config, topology: Topology) -> Rates:
     flops = formulas.flops_per_token_of(config)
     # of a CPU: unknown
     peak = formulas.peak_tflops(device_name(topology.device), config.precision.dtype_name)
-    return Rates(
+    return FlopRates(
         world_size=topology.world.size,
         seq_length=model.seq_length,
         model_flops_per_sample=flops * model.seq_length,
@@ -83,7 +83,7 @@ class Interval:
     used_j  energy of all nodes until the last log line; NaN where unknown
     """
 
-    def __init__(self, topology: Topology, rates: Rates) -> None:
+    def __init__(self, topology: Topology, rates: FlopRates) -> None:
         self._topology = topology
         self._rates = rates
         self.steps: list[StepRecord] = []

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.kernels.work import Scope, followed
+from megatron.kernels.cost import Scope, followed
 from megatron.parallel.collectives import gather_objects
-from megatron.parallel.flight import MOST_MARKS, Call, CallRecord, DeviceCalls
+from megatron.parallel.flight import MOST_MARKS, CallRecord, DeviceCalls, PendingCall
 from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.pipeline.executor import Executor
@@ -69,7 +69,7 @@ class Activity(NamedTuple):
         """The phase that its time belongs to; None for that of the activity around it."""
         if isinstance(self.what, Instruction):
             return "forward" if self.what.op is Op.FORWARD else "backward"
-        if isinstance(self.what, Call):
+        if isinstance(self.what, PendingCall):
             return _OF_KIND.get(self.what.kind)
         return self.what if self.what in PHASES else None
 
@@ -138,9 +138,9 @@ class Recording:
         return sorted(found, key=_in_order)
 
 
-def _named(what: object) -> Instruction | Call | str:
+def _named(what: object) -> Instruction | PendingCall | str:
     if isinstance(what, CallRecord):
-        return Call.of(what)
+        return PendingCall.of(what)
     if isinstance(what, tuple):
         return Instruction(Op[what[0].decode()], *what[1:])
     return str(what)

@@ -12,10 +12,10 @@ from megatron.training.report import events
 from megatron.training.report.metrics import Profiler, summarise
 from megatron.training.report.timeline import Timeline
 from megatron.training.run.evaluation import Losses, Tasks
-from megatron.training.run.schedules import Costs
+from megatron.training.run.schedules import RunCosts
 from megatron.training.run.state import Run
 from megatron.training.run.step import finish_step
-from megatron.training.run.tasks import Task
+from megatron.training.run.tasks import EvaluationTask
 
 
 @dataclass(eq=False)
@@ -135,8 +135,8 @@ class DataLedger(Callback):
 class TimeLeft(Callback):
     """Reports once how long the rest of the run takes at the speed of the first log line."""
 
-    def __init__(self, costs: Costs) -> None:
-        self._costs: Costs | None = costs
+    def __init__(self, costs: RunCosts) -> None:
+        self._costs: RunCosts | None = costs
 
     def on_log(self, run: Run, figures: events.Iteration) -> None:
         if self._costs is not None and run.progress.iteration < run.total_iterations:
@@ -197,7 +197,7 @@ class SlowRanks(Callback):
 
 
 def build_callbacks(
-    run: Run, places: Sequence[str], tasks: Sequence[Task], costs: Costs
+    run: Run, places: Sequence[str], tasks: Sequence[EvaluationTask], costs: RunCosts
 ) -> Iterator[Callback]:
     """Yield the callbacks of a run, the project's around the user's, in the order of their calls."""
     config = run.config

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.checkpoint.find import Found, find, read_tracker, required
-from megatron.checkpoint.together import decided_by_first
+from megatron.checkpoint.find import CheckpointChoice, find, read_tracker, required
+from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
-from megatron.config.files import hugging_face_folder
+from megatron.config.io import hugging_face_folder
 from megatron.data.sampler import are_ranges, is_consumed
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
@@ -269,7 +269,7 @@ def checkpoint_to_load(
         return None
     directory = settings.load
 
-    def look() -> Found:
+    def look() -> CheckpointChoice:
         found = find(directory, settings.load_tag)
         needed = settings.exit_on_missing_checkpoint or settings.use_checkpoint_args
         if found.rejected or needed:
@@ -283,7 +283,7 @@ def checkpoint_to_load(
 
 
 def say_found(
-    found: Found | LoadedState,
+    found: CheckpointChoice | LoadedState,
     say: Callable[[str], object],
     publish: Callable[[Event], object],
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import ConfigError
-from megatron.parallel.flight import KINDS, CallRecord, DeviceCalls, Event, HostEvent
+from megatron.parallel.flight import KINDS, CallRecord, DeviceCalls, DeviceEvent, HostEvent
 from megatron.protocols import Callback
 from megatron.training.report.events import StepRecord
 from megatron.training.run.state import Run
@@ -35,7 +35,7 @@ class LoggedCalls(DeviceCalls):
     which a message may wait for what the host has yet to send.
     """
 
-    def __init__(self, new_event: Callable[[], Event], on_host: bool = False) -> None:
+    def __init__(self, new_event: Callable[[], DeviceEvent], on_host: bool = False) -> None:
         super().__init__(new_event, on_host)
         self._spent: dict[tuple[int, int], tuple[CallRecord, float]] = {}
         self._before = dict(self._spent)  # of the step before

@@ -23,7 +23,7 @@ from megatron.training.run.data import open_stream
 from megatron.training.run.schedules import BatchSchedule
 from megatron.training.run.state import Run
 from megatron.training.run.step import finish_step
-from megatron.training.run.tasks import Task, evaluate_task
+from megatron.training.run.tasks import EvaluationTask, evaluate_task
 
 _ASKED = "because a signal, or the end of the job or of --exit-duration-in-mins, asks to end"
 
@@ -34,7 +34,7 @@ class Tasks(Callback):
     At the end of the run not again after the iteration of the last evaluation.
     """
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[EvaluationTask]) -> None:
         self._tasks = tasks
         self._iteration: int | None = None  # of the last evaluation
 

@@ -33,7 +33,7 @@ OnText = Callable[[int, str, bool], object]
 """Called on every rank with the number of a prompt, further text, and whether the text ends."""
 
 
-class Model(Protocol):
+class GenerativeModel(Protocol):
     """A model that generates: a TrainedModel of load_model, or the Run of a training."""
 
     @property
@@ -123,7 +123,7 @@ class Prompt:
 
 @torch.no_grad()
 def generate(
-    model: Model,
+    model: GenerativeModel,
     prompts: Sequence[str | Ids],
     *,
     max_new_tokens: int = 64,
@@ -184,7 +184,7 @@ def generate(
     return [sample.result() for sample in samples]
 
 
-def ends_of(model: Model) -> frozenset[int]:
+def ends_of(model: GenerativeModel) -> frozenset[int]:
     """Return the tokens at which a text of a model ends.
 
     Those of generation_config.json in its folder of Hugging Face; of a trained model the
@@ -201,7 +201,7 @@ def ends_of(model: Model) -> frozenset[int]:
 
 
 def prepare(
-    model: Model, prompts: Sequence[str | Ids], max_new_tokens: int, limits: Limits
+    model: GenerativeModel, prompts: Sequence[str | Ids], max_new_tokens: int, limits: Limits
 ) -> list[Prompt]:
     """Return the token ids of prompts, cut if wished; see generate. Raises ConfigError."""
     if (ranks := model.topology.context.size) > 1:
@@ -338,7 +338,10 @@ def _evaluating(chunks: nn.ModuleDict, whole: bool) -> Iterator[None]:
 
 
 def forward_passes(
-    model: Model, last: Callable[[Any, MicroBatch, Tensor | None], Tensor], ranks: int, **more: Any
+    model: GenerativeModel,
+    last: Callable[[Any, MicroBatch, Tensor | None], Tensor],
+    ranks: int,
+    **more: Any,
 ) -> Executor:
     """Return an executor of forward passes, with `more` arguments for the chunks.
 
@@ -362,7 +365,7 @@ def forward_passes(
 class _Decoder:
     """The whole model, seen from one rank: a pass runs through all pipeline stages."""
 
-    def __init__(self, model: Model, prompts: Sequence[Prompt], cached: bool) -> None:
+    def __init__(self, model: GenerativeModel, prompts: Sequence[Prompt], cached: bool) -> None:
         self._config = model.config
         self._topology = model.topology
         size = self._config.model.vocab_size

@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.kernels import choose, library, measured
+from megatron.kernels import choose, library, measured_times
 from megatron.parallel import collectives
+from megatron.parallel.host_processes import release_free_memory
 from megatron.parallel.launch import Launch
-from megatron.parallel.participants import compare
-from megatron.parallel.processes import release_free_memory
+from megatron.parallel.process_descriptions import compare
 from megatron.parallel.topology import Topology
 
 # The parameters of mallopt(3) as malloc.h numbers them.
@@ -217,7 +217,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
 def agree_on_times(topology: Topology) -> None:
     """Let all ranks choose implementations by the measurement of rank 0's CPU."""
     if topology.world.size > 1 and topology.device.type == "cpu":
-        measured.agree(collectives.broadcast_object(measured.find(), topology.world))
+        measured_times.agree(collectives.broadcast_object(measured_times.find(), topology.world))
 
 
 def check_kernels(config: Config, topology: Topology) -> None:

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from megatron.checkpoint.files import digest, sampled_digest
 from megatron.config import Config
-from megatron.config.files import hugging_face_folder
+from megatron.config.io import hugging_face_folder
 from megatron.config.settings import all_options
 from megatron.data.added_tokens import FILES_BESIDE
 from megatron.data.datasets import SPLIT_NAMES, Datasets, data_prefixes
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.indexed_dataset import data_files
 from megatron.errors import MegatronError
-from megatron.parallel.participants import Alike
+from megatron.parallel.process_descriptions import Alike
 from megatron.training.run.provenance import versions
 
 MAY_DIFFER = {
@@ -59,7 +59,7 @@ _SAMPLES = 16  # of each data set
 def identity(config: Config, placement: str = "") -> Alike:
     """Return the settings of this process, and digests of code and files.
 
-    `placement` describes how ranks are placed on devices (Placing.agreed). Every process reads its
+    `placement` describes how ranks are placed on devices (RankMapping.agreed). Every process reads its
     files, not one of each node: a relative path or a mount can lead each to another file. It is a
     small part of what it is about to read anyway.
     """

@@ -202,7 +202,7 @@ def total_iterations(
 
 
 @dataclass(frozen=True)
-class Costs:
+class RunCosts:
     """Size of a run on a number of nodes, and the time of what is left of it.
 
     flops is that of products and attention, without recomputation. seconds and node_hours are None
@@ -217,7 +217,7 @@ class Costs:
     seconds: float | None = None
     node_hours: float | None = None
 
-    def at(self, tokens_per_s: float, done: int = 0) -> Costs:
+    def at(self, tokens_per_s: float, done: int = 0) -> RunCosts:
         """Return the costs with the time at a speed, after `done` tokens."""
         seconds = (self.tokens - done) / tokens_per_s
         return replace(self, seconds=seconds, node_hours=self.nodes * seconds / 3600)
@@ -241,14 +241,14 @@ class Costs:
 
 def run_costs(
     config: Config, nodes: int = 1, iteration: int = 0, consumed_samples: int = 0
-) -> Costs:
+) -> RunCosts:
     """Return the costs of a run that has done this much, without a time."""
     batches = BatchSchedule.from_config(config)
     left = total_iterations(config, batches, iteration, consumed_samples) - iteration
     tokens = batches.samples_after(max(left, 0), consumed_samples) * config.model.seq_length
     parameters = parameters_of(config)
     flops = tokens * flops_per_token_of(config)
-    return Costs(nodes, parameters, tokens, tokens / parameters, flops)
+    return RunCosts(nodes, parameters, tokens, tokens / parameters, flops)
 
 
 def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
@@ -376,7 +376,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PhaseSchedule:
     """A value that follows `pieces`, one after the other; the last value holds after them.
 
     unit  "iterations", "samples" or "tokens": what the pieces count
@@ -406,7 +406,7 @@ def _constant(value: float, begin: float = 0.0) -> Piece:
     return Piece("constant", begin, math.inf, value, value)
 
 
-def _phased(config: Config, name: str, start: float, low: float) -> Schedule:
+def _phased(config: Config, name: str, start: float, low: float) -> PhaseSchedule:
     """Return the schedule of phases in the setting `name`, from `start`; decays end at `low`.
 
     A schedule that is not set stays at `start`. Raises ConfigError for a phase that needs the
@@ -443,7 +443,7 @@ def _phased(config: Config, name: str, start: float, low: float) -> Schedule:
             pieces.append(Piece(shape, at, stop, first, last, power, jumps))
             at = stop
     pieces = [piece for piece in pieces if piece.stop > piece.begin]
-    return Schedule(tuple(pieces or [_constant(start)]), unit)
+    return PhaseSchedule(tuple(pieces or [_constant(start)]), unit)
 
 
 def schedule_basis(config: Config) -> dict[str, object]:
@@ -467,7 +467,7 @@ def _on_basis(config: Config) -> Config:
     return replace(config, **sections)
 
 
-def learning_rate(config: Config) -> Schedule:
+def learning_rate(config: Config) -> PhaseSchedule:
     """Return the schedule of the learning rate.
 
     Raises ConfigError for lengths in several units that contradict each other; megatron.config
@@ -511,10 +511,10 @@ def learning_rate(config: Config) -> Schedule:
     else:
         pieces.append(Piece(style, warmup, decay, lr, low))
         pieces.append(_constant(low, decay))
-    return Schedule(tuple(pieces), unit)
+    return PhaseSchedule(tuple(pieces), unit)
 
 
-def weight_decay(config: Config) -> Schedule:
+def weight_decay(config: Config) -> PhaseSchedule:
     """Return the schedule of the weight decay, over the whole run unless it has phases.
 
     Raises ConfigError for a change over a run without a length.
@@ -532,7 +532,7 @@ def weight_decay(config: Config) -> Schedule:
         raise ConfigError(
             f"weight-decay-incr-style {style} needs train-iters or train-samples: set one"
         )
-    return Schedule((Piece(style, 0.0, length, float(start), float(end)),), unit)
+    return PhaseSchedule((Piece(style, 0.0, length, float(start), float(end)),), unit)
 
 
 @dataclass(frozen=True)
@@ -543,7 +543,7 @@ class Schedules:
     """
 
     settings: OptimizerConfig
-    named: dict[str, Schedule]
+    named: dict[str, PhaseSchedule]
 
     @classmethod
     def from_config(cls, config: Config) -> Schedules:

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from megatron.checkpoint.export import export_problem
 from megatron.checkpoint.settings import checkpoint_bytes
-from megatron.checkpoint.together import decided_by_first
+from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.config import Config
 from megatron.config.duration import duration_s
-from megatron.config.files import hugging_face_folder
 from megatron.config.help_text import differences
+from megatron.config.io import hugging_face_folder
 from megatron.config.settings_file import render_settings, write_settings
 from megatron.data.datasets import Datasets, Reading, build_datasets
 from megatron.data.file_lock import FolderClaim
@@ -35,9 +35,9 @@ from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel import collectives
 from megatron.parallel.collectives import use_groups
 from megatron.parallel.launch import Launch
-from megatron.parallel.layout import DEFAULT_ORDER, Sizes
-from megatron.parallel.participants import compare
-from megatron.parallel.placing import Placing, RankPlan
+from megatron.parallel.layout import DEFAULT_ORDER, LayoutSizes
+from megatron.parallel.process_descriptions import compare
+from megatron.parallel.rank_mapping import RankMapping, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Topology
 from megatron.training.report.energy import EnergyMeter
@@ -78,8 +78,8 @@ from megatron.training.run.resume import (
 )
 from megatron.training.run.schedules import (
     BatchSchedule,
-    Costs,
     Progress,
+    RunCosts,
     Schedules,
     planned_samples,
     run_costs,
@@ -114,7 +114,7 @@ def run_training(
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     if ranks is None:
         order = config.parallel.rank_order or DEFAULT_ORDER
-        ranks = RankPlan(Placing(config.parallel.device_order or (), rank_order=order))
+        ranks = RankPlan(RankMapping(config.parallel.device_order or (), rank_order=order))
     alike = identity(config, ranks.placing.agreed) if launch.world_size > 1 else None
     shown = Console(launch.rank == 0).doing(f"connecting {launch.world_size} process(es)")
     with shown:
@@ -205,7 +205,7 @@ def connect_groups(
 ) -> Topology:
     """Create the groups of the layout and use each once. Raises LaunchError."""
     topology = Topology.create(
-        sizes=Sizes.of(config, rank_order, rendezvous.ranks_per_node),
+        sizes=LayoutSizes.of(config, rank_order, rendezvous.ranks_per_node),
         device=rendezvous.device,
         timeout=timeout,
         tied_embeddings=not config.model.untie_embeddings_and_output_weights,
@@ -373,7 +373,7 @@ def publish_start(
     places: Sequence[str],
     progress: Progress,
     reporter: Reporter,
-) -> Costs:
+) -> RunCosts:
     """Report what the run begins with, and what it costs, which is returned."""
     nodes = len({place.partition(":")[0] for place in places}) or 1
     costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)

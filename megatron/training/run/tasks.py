@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.data.sampler import MicroBatch
     from megatron.data.tokenizer import Tokenizer
-    from megatron.training.run.generate import Model
+    from megatron.training.run.generate import GenerativeModel
 
 _MOST_BYTES = 1 << 30
 _PER_STAGE = 4  # micro-batches of a step for each pipeline stage: a bubble of a fifth
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoreRequest:
     """A text to score: the tokens from number `start` on, each from those before it."""
 
     ids: Sequence[int]
@@ -61,8 +61,8 @@ class Score:
 
 
 def score(
-    model: Model,
-    requests: Sequence[Request],
+    model: GenerativeModel,
+    requests: Sequence[ScoreRequest],
     *,
     micro_batch_size: int,
     on_progress: Callable[[int], object] = lambda done: None,
@@ -129,7 +129,7 @@ def score(
 
 
 def _batch(
-    model: Model, number: int, requests: Sequence[Request], size: int, multiple: int
+    model: GenerativeModel, number: int, requests: Sequence[ScoreRequest], size: int, multiple: int
 ) -> MicroBatch:
     """Return up to `size` requests as a micro-batch, padded at their ends to a multiple."""
     import torch
@@ -152,7 +152,7 @@ def _batch(
     return marked.to(model.topology.device)
 
 
-def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> Request:
+def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> ScoreRequest:
     """Return the request of token ids, cut from the left to `longest` and one.
 
     Raises DataError for a context or an ending without tokens, and for an ending that does not fit.
@@ -163,7 +163,7 @@ def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> R
             f"the ending at most {longest}, the context of the model"
         )
     ids = [*context, *ending][-(longest + 1) :]
-    return Request(ids, len(ids) - len(ending))
+    return ScoreRequest(ids, len(ids) - len(ending))
 
 
 def tokens_of(tokenizer: Tokenizer, context: str, ending: str) -> tuple[list[int], list[int]]:
@@ -179,7 +179,7 @@ def tokens_of(tokenizer: Tokenizer, context: str, ending: str) -> tuple[list[int
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """A task that is ready for evaluation.
 
     requests   of all choices, or of all endings, example after example
@@ -190,14 +190,16 @@ class Task:
     """
 
     name: str
-    requests: tuple[Request, ...]
+    requests: tuple[ScoreRequest, ...]
     lengths: tuple[int, ...]
     starts: tuple[int, ...]
     answers: tuple[int, ...] | None
     cut: int
 
 
-def read_tasks(paths: Sequence[str], tokenizer: Tokenizer | None, longest: int) -> list[Task]:
+def read_tasks(
+    paths: Sequence[str], tokenizer: Tokenizer | None, longest: int
+) -> list[EvaluationTask]:
     """Read tasks, named after their files; `longest` is the context of the model in tokens.
 
     Raises DataError, with file and line, for a file that is none and for endings that do not fit,
@@ -213,8 +215,8 @@ def read_tasks(paths: Sequence[str], tokenizer: Tokenizer | None, longest: int) 
     return tasks
 
 
-def _read(path: str, tokenizer: Tokenizer, longest: int) -> Task:
-    requests = list[Request]()
+def _read(path: str, tokenizer: Tokenizer, longest: int) -> EvaluationTask:
+    requests = list[ScoreRequest]()
     lengths = list[int]()
     starts = [0]
     answers = list[int]()
@@ -244,7 +246,9 @@ def _read(path: str, tokenizer: Tokenizer, longest: int) -> Task:
             "at least one example, and all are of one kind"
         )
     name = re.sub(r"[^\w.-]", "_", Path(path).stem)
-    return Task(name, tuple(requests), tuple(lengths), tuple(starts), tuple(answers) or None, cut)
+    return EvaluationTask(
+        name, tuple(requests), tuple(lengths), tuple(starts), tuple(answers) or None, cut
+    )
 
 
 def _example(line: Mapping[str, Any]) -> tuple[str, list[str], int | None]:
@@ -265,8 +269,8 @@ def _example(line: Mapping[str, Any]) -> tuple[str, list[str], int | None]:
 
 
 def evaluate_task(
-    model: Model,
-    task: Task,
+    model: GenerativeModel,
+    task: EvaluationTask,
     *,
     micro_batch_size: int,
     on_progress: Callable[[int], object] = lambda done: None,

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.checkpoint.find import Found, find
-from megatron.checkpoint.together import decided_by_first
+from megatron.checkpoint.find import CheckpointChoice, find
+from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.data.sampler import MicroBatch, around, merged
 from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
@@ -127,7 +127,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
     saves = run.saves
     event = LossSpike(iteration=spike.iteration, lm_loss=spike.loss, median=spike.median)
     reporter.say(f"WARNING: {spike}")
-    found: Found | None = None
+    found: CheckpointChoice | None = None
     if saves is not None:
         saves.settle()  # what is being written is from before the spike
     if saves is not None and saves.saved_iteration is not None:

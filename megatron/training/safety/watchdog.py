@@ -32,9 +32,16 @@ import torch.distributed as dist
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import TRACE_FILE, Variables
-from megatron.parallel.flight import Call, DeviceCalls, FlightState
+from megatron.parallel.flight import DeviceCalls, FlightState, PendingCall
+from megatron.parallel.host_processes import (
+    DEAD,
+    GONE,
+    STOPPED,
+    bounded,
+    kill_process,
+    python_stacks,
+)
 from megatron.parallel.layout import Layout
-from megatron.parallel.processes import DEAD, GONE, STOPPED, bounded, kill_process, python_stacks
 from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Topology, compress_ranks
 from megatron.training.run.process import EXIT_LOST_RANK
@@ -399,7 +406,7 @@ def nccl_error(topology: Topology) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """A verdict that the job hangs.
 
     `conclusion`, one line, names the `culprits`: the ranks that hold up the rest. `awaited` has,
@@ -418,7 +425,7 @@ def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, 
     """
     late = dict[tuple[str, int, int], list[int]]()
 
-    def awaited(rank: int, call: Call) -> list[int]:
+    def awaited(rank: int, call: PendingCall) -> list[int]:
         if call.peer >= 0:
             return [call.peer]
         if call.kind == "other":
@@ -439,7 +446,7 @@ def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, 
 
 def judge(
     seen: Mapping[int, FlightState], layout: Layout, timeout_s: float, places: Sequence[str] = ()
-) -> Verdict | None:
+) -> HangVerdict | None:
     """Return who holds up the job; None if some rank made progress within the time limit.
 
     `places` are node and device of every rank, for those that are not in `seen`.
@@ -455,7 +462,7 @@ def judge(
         # A lost process explains why others are stuck.
         culprits = [r for r in stuck if r not in seen or seen[r].lost] or stuck
         behind = [r for r, of in awaited.items() if of]
-        return Verdict(_blame(culprits, behind, seen, places), culprits, awaited)
+        return HangVerdict(_blame(culprits, behind, seen, places), culprits, awaited)
     if candidates or any(of.quiet_s < timeout_s for of in seen.values()):
         return None
     return _without_root(seen, awaited)
@@ -503,14 +510,16 @@ def _trouble(of: FlightState | None) -> str:
     return f"{what} since {of.where}, {of.quiet_s:.0f} s ago{place}"
 
 
-def _without_root(seen: Mapping[int, FlightState], awaited: Mapping[int, Sequence[int]]) -> Verdict:
+def _without_root(
+    seen: Mapping[int, FlightState], awaited: Mapping[int, Sequence[int]]
+) -> HangVerdict:
     """Return the verdict where all ranks wait, and for each other."""
     if circle := _circle(awaited):
         said = "; ".join(
             f"rank {rank} waits in {seen[rank].call} for rank {other}"
             for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
         )
-        return Verdict(
+        return HangVerdict(
             f"ranks wait for each other: {said}: one of them has left out a collective "
             "or a message",
             circle,
@@ -521,7 +530,7 @@ def _without_root(seen: Mapping[int, FlightState], awaited: Mapping[int, Sequenc
         if not awaited[rank]:
             calls.setdefault(str(seen[rank].call), []).append(rank)
     said = "; ".join(f"{_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:_NAMED])
-    return Verdict(
+    return HangVerdict(
         f"no rank is late, and no call ends: {said}: where calls of a group differ but have the "
         "same number, a rank has left out a collective or made an extra one; otherwise look at "
         "network and devices",
@@ -550,7 +559,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {compress_ranks(ranks)}"
 
 
-def report(verdict: Verdict, seen: Mapping[int, FlightState], layout: Layout) -> str:
+def report(verdict: HangVerdict, seen: Mapping[int, FlightState], layout: Layout) -> str:
     """Return the report: the conclusion, a line for each rank, and the stacks.
 
     Each stack is printed once, with its ranks.

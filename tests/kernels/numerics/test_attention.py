@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megatron.kernels.ops.attention import (
     NO_WINDOW,
     TILE,
-    Block,
+    AttentionBlock,
+    AttentionParameters,
     GradientBlock,
-    Law,
     attention_gradient_,
     attention_weights_,
     first_key,
@@ -95,8 +95,10 @@ class Case:
         if self.slopes is not None:
             self.slopes = self.slopes.to(device)
 
-    def law(self, p: float, seed: int) -> Law:
-        return Law(self.share, SCALE, p, seed, self.origins, POSITIONS, self.cap, self.window)
+    def params(self, p: float, seed: int) -> AttentionParameters:
+        return AttentionParameters(
+            self.share, SCALE, p, seed, self.origins, POSITIONS, self.cap, self.window
+        )
 
     def keys(self, queries: slice) -> slice:
         """Return the keys that a block of queries needs."""
@@ -117,7 +119,7 @@ class Case:
             (self.samples, self.length * self.share), float("nan"), device=self.device
         )
         place = (self.slopes, part.start, queries.start)
-        attention_weights_(Block(scores, logarithms, *place, None, self.law(p, seed)))
+        attention_weights_(AttentionBlock(scores, logarithms, *place, None, self.params(p, seed)))
         return scores, logarithms
 
     def differentiate(
@@ -134,7 +136,7 @@ class Case:
         gradients = self.cut(self.gradients, part, queries, keys, moved)
         logarithms = self.logarithms.float().to(self.device)
         place = (part.start, queries.start, keys.start)
-        block = (scores, logarithms, self.slopes, *place, self.law(p, seed))
+        block = (scores, logarithms, self.slopes, *place, self.params(p, seed))
         attention_gradient_(GradientBlock(*block, gradients, self.dots))
         return scores, gradients
 
@@ -275,23 +277,23 @@ def test_scores_without_bound(device: str) -> None:
     )
     undefined = torch.full((1, 4, 4), math.nan, device=device)
     logarithms = torch.empty(1, 4, device=device)
-    law = Law(1, 1.0)
+    params = AttentionParameters(1, 1.0)
     again, gradients, dots = (
         scores.clone(),
         torch.ones(1, 4, 4, device=device),
         torch.zeros(1, 4, device=device),
     )
-    attention_weights_(Block(scores, logarithms, None, 0, 0, None, law))
+    attention_weights_(AttentionBlock(scores, logarithms, None, 0, 0, None, params))
     assert (
         scores[0, :3].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0] * 4]
         and scores[0, 3].isnan().any()
     )
     assert logarithms[0, 2] == math.inf
-    attention_gradient_(GradientBlock(again, logarithms, None, 0, 0, 0, law, gradients, dots))
+    attention_gradient_(GradientBlock(again, logarithms, None, 0, 0, 0, params, gradients, dots))
     assert torch.equal(again[0, :3], scores[0, :3]) and torch.equal(
         gradients[0, 2], torch.zeros(4, device=device)
     )
-    attention_weights_(Block(undefined, logarithms, None, 0, 0, None, law))
+    attention_weights_(AttentionBlock(undefined, logarithms, None, 0, 0, None, params))
     assert undefined.isnan()[0].diagonal().all()
 
 
@@ -317,8 +319,8 @@ def test_dropout_far_into_a_large_whole(device: str) -> None:
     sample, total, n, p, seed = 1 << 15, 8192, 40, 0.4, 2**40 + 5
     weights, logarithms = torch.zeros(1, n, n, device=device), torch.empty(1, n, device=device)
     origins = torch.tensor([sample * total], device=device)
-    law = Law(1, SCALE, p, seed, origins, total)
-    attention_weights_(Block(weights, logarithms, None, 0, 0, None, law))
+    params = AttentionParameters(1, SCALE, p, seed, origins, total)
+    attention_weights_(AttentionBlock(weights, logarithms, None, 0, 0, None, params))
     below = np.uint64(int((1 - p) * 2**32))
     mask = np.stack([words(seed, (sample * total + i) * total, n) < below for i in range(n)])
     want = torch.from_numpy(mask).double().tril() / torch.arange(1, n + 1).unsqueeze(1) / (1 - p)
@@ -336,7 +338,9 @@ def test_long_rows(device: str) -> None:
         .masked_fill(torch.ones(queries, n).triu(n - queries + 1).bool(), float("-inf"))
     )
     rows = torch.empty(1, n, device=device)
-    attention_weights_(Block(scores, rows, None, 0, n - queries, None, Law(1, 1.0)))
+    attention_weights_(
+        AttentionBlock(scores, rows, None, 0, n - queries, None, AttentionParameters(1, 1.0))
+    )
     assert_close(scores, logits.softmax(-1), torch.float32, RELATIVE * logits.softmax(-1))
 
 
@@ -356,8 +360,8 @@ def test_what_is_refused() -> None:
         cap=0.0,
         window=NO_WINDOW,
     ) -> None:
-        law = Law(share, 1.0, p, seed, origins, 70, cap, window)
-        attention_weights_(Block(scores, rows, slopes, sample, first, None, law))
+        params = AttentionParameters(share, 1.0, p, seed, origins, 70, cap, window)
+        attention_weights_(AttentionBlock(scores, rows, slopes, sample, first, None, params))
 
     weights()
     for figures, values in (
@@ -382,6 +386,6 @@ def test_what_is_refused() -> None:
     ):
         refused(lambda values=values: weights(**values), *figures)
     short = torch.zeros(2, 6, 34)
-    block = GradientBlock(scores, rows, None, 0, 32, 0, Law(2, 1.0), short, rows)
+    block = GradientBlock(scores, rows, None, 0, 32, 0, AttentionParameters(2, 1.0), short, rows)
     refused(lambda: attention_gradient_(block), "gradients", [2, 6, 34])
     refused(lambda: row_dots(torch.zeros(2), torch.zeros(3)), [3], [2])

@@ -450,7 +450,7 @@ def test_no_second_array_of_the_logits_size(
     A dispatch mode does not see the inside by itself.
     """
     if not kernel:
-        monkeypatch.setattr(operators, "library_of", lambda x: library.Found())
+        monkeypatch.setattr(operators, "library_of", lambda x: library.KernelLibrary())
         monkeypatch.setattr(module, "_AT_A_TIME", 1024)
     _, _, labels = problem(device, 64, 512)
     logits = random((64, 512), torch.float32, device, 0).requires_grad_() * 1.0

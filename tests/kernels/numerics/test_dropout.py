@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.ops.elementwise import bias_dropout_add
-from megatron.parallel.keyed_random import DropoutKey, Place
+from megatron.parallel.keyed_random import DropoutKey, RowLayout
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,
@@ -175,7 +175,7 @@ def test_a_part_has_its_part_of_the_mask(device: str, dtype: torch.dtype, column
         heads = mask[1:, 2:]
         in_memory = torch.tensor([sample], device=device)
         for key in (DropoutKey(0, sample + 1), DropoutKey(0, 1, in_memory)):
-            of_tokens = Place(key.sample * 20 + 5, 2, 1, 20, 20, 20, key.samples)
+            of_tokens = RowLayout(key.sample * 20 + 5, 2, 1, 20, 20, 20, key.samples)
             for part, place in ((tokens, of_tokens), (heads, key.weights(5, 2, 1, 2))):
                 x = torch.ones(part.shape, dtype=dtype, device=device, requires_grad=True)
                 y = bias_dropout_add(x, None, None, p, seed, place)
@@ -225,7 +225,7 @@ def test_what_is_refused() -> None:
     )
     refused(lambda: bias_dropout_add(torch.tensor(1.0), None, None, 0.1, 0), "x")
     for samples, words in ((torch.ones(1), "float32"), (torch.ones(2, dtype=torch.int64), [2])):
-        place = Place(samples=samples)
+        place = RowLayout(samples=samples)
         refused(lambda p=place: bias_dropout_add(x, None, None, 0.1, 0, p), "samples", words)
 
 

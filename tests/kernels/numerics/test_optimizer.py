@@ -13,7 +13,7 @@ import torch._dynamo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops.optimizer import AdamW, adamw_, round_, scale_and_norm_
+from megatron.kernels.ops.optimizer import AdamWInputs, adamw_, round_, scale_and_norm_
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     SIMULATED,
@@ -149,7 +149,7 @@ def check_adamw(
         reference.step()
         new = values()
         lists = w.views, g.views, m.views, v.views, [] if c is None else c.views, []
-        adamw_(AdamW(*lists, **SETTINGS, weight_decay=decay, step=step, gradient_scale=scale))
+        adamw_(AdamWInputs(*lists, **SETTINGS, weight_decay=decay, step=step, gradient_scale=scale))
         for i, bound in enumerate(bounds):
             bound.step(
                 old[i], new[i], before[i].double().cpu() * scale, step, SETTINGS["lr"] * decay
@@ -238,14 +238,14 @@ def test_small_steps_are_not_lost_in_rounded_coefficients(device: str) -> None:
     w = torch.full((64,), 0.0, device=device)
     for step in range(1, 101):
         rates = dict(lr=1e-3, beta1=0.9, beta2=0.9999, eps=0.0, weight_decay=0.0)
-        adamw_(AdamW([w], [g], [m], [v], [], [], **rates, step=step))
+        adamw_(AdamWInputs([w], [g], [m], [v], [], [], **rates, step=step))
     # 100 steps of a constant gradient: v = 4 (1 - beta2^100) up to 100 roundings, and every step is
     # lr.
     assert v.double().cpu().numpy() == pytest.approx(4 * (1 - 0.9999**100), rel=100 * U)
     assert w.double().cpu().numpy() == pytest.approx(-0.1, rel=200 * U)
     w = torch.full((64,), 2.0**-20, device=device)
     rates = dict(lr=1e-3, beta1=0.9, beta2=0.99, eps=1.0, weight_decay=1e-3)
-    adamw_(AdamW([w], [g * 0], [m * 0], [v * 0], [], [], **rates, step=1))
+    adamw_(AdamWInputs([w], [g * 0], [m * 0], [v * 0], [], [], **rates, step=1))
     assert w.double().cpu().numpy() == pytest.approx(2.0**-20 * (1 - 1e-6), rel=U)
 
 
@@ -255,7 +255,7 @@ def test_a_bad_gradient_shows(device: str, bad: float) -> None:
     w, g, m, v = (torch.ones(50, device=device) for _ in range(4))
     c = torch.ones(50, dtype=torch.bfloat16, device=device)
     g[[7, 49]] = bad
-    adamw_(AdamW([w], [g], [m], [v], [c], [], **SETTINGS, weight_decay=0.1, step=1))
+    adamw_(AdamWInputs([w], [g], [m], [v], [c], [], **SETTINGS, weight_decay=0.1, step=1))
     for tensor in (w, c):
         assert tensor.isnan().nonzero().view(-1).tolist() == [7, 49]
     for tensor in (m, v):
@@ -271,7 +271,7 @@ def test_a_scale_that_is_not_finite_skips_the_step(device: str, scale: float) ->
     settings |= {"gradient_scale": torch.tensor(scale, device=device), "new_in_average": 0.5}
     for kernel in (True, False):
         for moments in ((m, v), (m.bfloat16(), v.bfloat16())):
-            adamw_(AdamW([w], [g], *([x] for x in moments), [c], [a], **settings), kernel)
+            adamw_(AdamWInputs([w], [g], *([x] for x in moments), [c], [a], **settings), kernel)
             assert all((x == 2.0).all() for x in (w, g, *moments)) and not a.any()
             assert not (kernel and c.any())  # torch's operators copy the same weights again
 
@@ -309,9 +309,9 @@ def test_bf16_moments_are_rounded_from_those_in_fp32(
         copies = [x.clone() for x in c.views]
         before = [x.double() for x in a.views]
         settings = {**SETTINGS, "weight_decay": 0.1, "step": step, "gradient_scale": 0.7}
-        adamw_(AdamW(weights, g.views, firsts, seconds, copies, [], **settings), kernel)
+        adamw_(AdamWInputs(weights, g.views, firsts, seconds, copies, [], **settings), kernel)
         lists = [x.views for x in (w, g, *moments, c, a)]
-        adamw_(AdamW(*lists, **settings, new_in_average=share), kernel)
+        adamw_(AdamWInputs(*lists, **settings, new_in_average=share), kernel)
         for ours, wide in zip((w, *moments, c), (weights, firsts, seconds, copies), strict=True):
             for x, y in zip(ours.views, wide, strict=True):
                 if x.dtype != y.dtype:
@@ -430,7 +430,7 @@ def test_norm_does_not_depend_on_the_number_of_threads() -> None:
 
 
 def test_empty_lists() -> None:
-    adamw_(AdamW([], [], [], [], [], [], **SETTINGS, weight_decay=0.1, step=1))
+    adamw_(AdamWInputs([], [], [], [], [], [], **SETTINGS, weight_decay=0.1, step=1))
     assert float(scale_and_norm_([])) == 0
     assert float(scale_and_norm_([torch.zeros(0), torch.zeros(3, 0)])) == 0
 
@@ -441,7 +441,7 @@ def test_what_is_refused() -> None:
     ) -> None:
         one = [torch.zeros(4)]
         settings = {**SETTINGS, "weight_decay": 0.1, "step": 1, **more}
-        adamw_(AdamW(p or one, g or one, m or one, [torch.zeros(4)], c or [], [], **settings))  # type: ignore[arg-type]
+        adamw_(AdamWInputs(p or one, g or one, m or one, [torch.zeros(4)], c or [], [], **settings))  # type: ignore[arg-type]
 
     strided = [torch.zeros(8, dtype=torch.bfloat16)[::2]]
     for values, figures in (
@@ -473,5 +473,5 @@ def test_a_copy_keeps_any_nan(device: str, dtype: torch.dtype) -> None:
     others = [torch.ones(8, device=device) for _ in range(3)]
     copy = torch.zeros(8, dtype=dtype, device=device)
     rates = dict(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
-    adamw_(AdamW([weight], *([x] for x in others), [copy], [], **rates, step=1))
+    adamw_(AdamWInputs([weight], *([x] for x in others), [copy], [], **rates, step=1))
     assert weight.isnan().all() and copy.isnan().all()

@@ -9,13 +9,19 @@ import pytest
 import torch
 
 from megatron.config import Config
-from megatron.kernels.work import Product
+from megatron.kernels.cost import Product
 from megatron.planner.calibration import tasks
 from megatron.planner.calibration.compute import compute_tasks
-from megatron.planner.calibration.machine import Found, HostSeconds, machine, tiny
-from megatron.planner.calibration.tasks import Kind, Task, kinds_of_groups, measure, members
+from megatron.planner.calibration.machine import HostSeconds, MachineMeasurements, machine, tiny
+from megatron.planner.calibration.tasks import (
+    FigureTask,
+    GroupShape,
+    kinds_of_groups,
+    measure,
+    members,
+)
 from megatron.planner.cluster import read_cluster, write_cluster
-from megatron.planner.rates import Rates
+from megatron.planner.rates import DeviceRates
 from megatron.planner.timing import estimate
 from megatron.planner.trace import trace
 from tests.helpers.clock import VirtualClock
@@ -34,8 +40,8 @@ MODEL: dict[str, Any] = dict(
 
 
 def test_a_point_is_a_rate_or_seconds() -> None:
-    assert Task("products.float32", (1, 2, 3), lambda: lambda: None, 6.0).value(2.0) == 3.0
-    assert Task("messages", (1, 8), lambda: lambda: None).value(3.0) == 3.0
+    assert FigureTask("products.float32", (1, 2, 3), lambda: lambda: None, 6.0).value(2.0) == 3.0
+    assert FigureTask("messages", (1, 8), lambda: lambda: None).value(3.0) == 3.0
 
 
 def test_the_median_of_all_rounds_counts_and_pieces_are_counted(
@@ -50,7 +56,9 @@ def test_the_median_of_all_rounds_counts_and_pieces_are_counted(
     monkeypatch.setattr(
         tasks, "_elapsed", lambda work, calls, device, together: next(factors) * calls * 1e-3
     )
-    found = measure([Task("a", (), lambda: lambda: None, calls=4)], CPU, 10.0, clock=VirtualClock())
+    found = measure(
+        [FigureTask("a", (), lambda: lambda: None, calls=4)], CPU, 10.0, clock=VirtualClock()
+    )
     assert found == pytest.approx([3e-3 / 4])
 
 
@@ -64,7 +72,7 @@ def test_what_comes_before_a_message_does_not_count(monkeypatch: pytest.MonkeyPa
         return calls * sum(costs[name] for name in done)
 
     monkeypatch.setattr(tasks, "_elapsed", elapsed)
-    task = Task(
+    task = FigureTask(
         "a",
         (),
         lambda: lambda: done.append("message"),
@@ -86,8 +94,8 @@ def test_measuring_ends_by_the_clock_once_all_were_measured(
     def measured(largest: tasks.Largest | None, step_s: float) -> list[int]:
         made, clock = list[int](), VirtualClock()
 
-        def task(i: int) -> Task:
-            return Task(
+        def task(i: int) -> FigureTask:
+            return FigureTask(
                 "a", (i,), lambda: made.append(i) or clock.advance(step_s) or (lambda: None)
             )
 
@@ -102,15 +110,17 @@ def test_measuring_ends_by_the_clock_once_all_were_measured(
 
 def test_groups_of_ranks() -> None:
     assert kinds_of_groups(1, 1) == []
-    assert kinds_of_groups(4, 4) == [Kind(1, 2, 1), Kind(2, 2, 1), Kind(1, 4, 1)]
+    assert kinds_of_groups(4, 4) == [GroupShape(1, 2, 1), GroupShape(2, 2, 1), GroupShape(1, 4, 1)]
     assert kinds_of_groups(8, 4) == [
-        Kind(1, 2, 1),
-        Kind(2, 2, 1),
-        Kind(4, 2, 2),
-        Kind(1, 4, 1),
-        Kind(1, 8, 2),
+        GroupShape(1, 2, 1),
+        GroupShape(2, 2, 1),
+        GroupShape(4, 2, 2),
+        GroupShape(1, 4, 1),
+        GroupShape(1, 8, 2),
     ]
-    assert kinds_of_groups(6, 2) == [Kind(1, 2, 1)], "what does not divide the world is left out"
+    assert kinds_of_groups(6, 2) == [GroupShape(1, 2, 1)], (
+        "what does not divide the world is left out"
+    )
     for kind in kinds_of_groups(16, 4):
         groups = {tuple(members(kind, rank)) for rank in range(16)}
         assert sorted(r for group in groups for r in group) == list(range(16)), (
@@ -182,7 +192,7 @@ def test_the_tiny_model_is_of_the_same_kind() -> None:
     )
 
 
-def found_of(points: dict[str, list[list[float]]], **changes: Any) -> Found:
+def found_of(points: dict[str, list[list[float]]], **changes: Any) -> MachineMeasurements:
     values: dict[str, Any] = dict(
         points=points,
         host=HostSeconds(3e-4, 4e-4, 6e-4, 5e-3),
@@ -194,7 +204,7 @@ def found_of(points: dict[str, list[list[float]]], **changes: Any) -> Found:
         cores=2,
         memory_gib=32.0,
     )
-    return Found(**{**values, **changes})
+    return MachineMeasurements(**{**values, **changes})
 
 
 POINTS: dict[str, list[list[float]]] = {
@@ -211,16 +221,18 @@ POINTS: dict[str, list[list[float]]] = {
 def test_a_measured_machine_loads_and_plans(tmp_path: Path) -> None:
     cluster = machine(found_of(POINTS), "here", ["--num-layers", "2"])
     write_cluster(cluster, tmp_path / "here.toml")
-    again = read_cluster(tmp_path / "here.toml")
+    recompute = read_cluster(tmp_path / "here.toml")
     assert (
-        again.compute == cluster.compute and again.shared_cores == 2 and again.device_type == "cpu"
+        recompute.compute == cluster.compute
+        and recompute.shared_cores == 2
+        and recompute.device_type == "cpu"
     )
     assert (
-        again.memory_gib == 8.0
-        and again.devices_per_node == 4
-        and again.peak_tflops == {"float32": 0.08}
+        recompute.memory_gib == 8.0
+        and recompute.devices_per_node == 4
+        and recompute.peak_tflops == {"float32": 0.08}
     )
-    rates = Rates(again, "float32")
+    rates = DeviceRates(recompute, "float32")
     assert rates.product_s(64, 256, 64) == pytest.approx(2 * 64 * 256 * 64 / 0.05e12), (
         "measured shapes as measured"
     )
@@ -229,10 +241,10 @@ def test_a_measured_machine_loads_and_plans(tmp_path: Path) -> None:
     assert (rates.layer_forward_overhead_s, rates.layer_backward_overhead_s) == (3e-4, 4e-4)
     found = estimate(
         Config.create(**MODEL, tensor_model_parallel_size=2, world_size=4, micro_batch_size=1),
-        again,
+        recompute,
     )
     assert found.seconds > 0 and found.confidence.by_basis["measured"]
-    assert "tools/calibrate.py" in again.compute["memory.copy"].source
+    assert "tools/calibrate.py" in recompute.compute["memory.copy"].source
 
 
 def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published() -> None:

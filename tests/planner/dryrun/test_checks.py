@@ -8,11 +8,11 @@ import pytest
 
 from megatron.pipeline.orders import RECEIVES, SENDS
 from megatron.pipeline.schedule import build_schedule
-from megatron.planner.dryrun.rank import Collective, Message, check_collectives, check_messages
+from megatron.planner.dryrun.rank import Collective, RankMessage, check_collectives, check_messages
 
 SHAPE = (8, 1, 4)
 PLAN = build_schedule("1f1b", 4, 1, 6)[1]
-POSTED = [Message(i, SHAPE, "bfloat16") for i in PLAN if i.op in SENDS | RECEIVES]
+POSTED = [RankMessage(i, SHAPE, "bfloat16") for i in PLAN if i.op in SENDS | RECEIVES]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
-from megatron.pipeline.executor import Exchange
+from megatron.pipeline.executor import StageMessages
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun import rehearsal
 from megatron.planner.dryrun.rehearsal import dry_run, settled
@@ -64,12 +64,12 @@ def test_a_process_must_fit_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_that_fits_but_cannot_run_ends_with_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send = Exchange.send
+    send = StageMessages.send
 
-    def shorter(self: Exchange, instruction: Any, tensor: Any) -> None:
+    def shorter(self: StageMessages, instruction: Any, tensor: Any) -> None:
         send(self, instruction, tensor[:32])
 
-    monkeypatch.setattr(Exchange, "send", shorter)
+    monkeypatch.setattr(StageMessages, "send", shorter)
     assert dry_run([*SMALL, "--cluster", "frontier"], launched=2) == 3
     printed = capsys.readouterr().out
     assert "[32, 1, 64]" in printed and "[64, 1, 64]" in printed

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.parallel.collectives import reduce_scatter_first_async
-from megatron.planner.dryrun.rank import Follower, followed, member
+from megatron.planner.dryrun.rank import RankRecorder, followed, member
 from megatron.planner.memory import CATEGORIES, GPU_BLOCK, changes, find_peak
 
 KIB = 1 << 10
@@ -19,7 +19,7 @@ def zeros(kib: int) -> torch.Tensor:
     return torch.zeros(kib * KIB // 4, device="meta")
 
 
-def total(follower: Follower) -> float:
+def total(follower: RankRecorder) -> float:
     """Return the bytes allocated and not freed."""
     return float(changes(follower.steps, GPU_BLOCK, {}).sum())
 
@@ -29,7 +29,7 @@ def test_peak_of_tensors_that_come_and_go() -> None:
 
     At the peak, the first two tensors are live.
     """
-    follower = Follower("meta")
+    follower = RankRecorder("meta")
     with followed(follower):
         a = zeros(8)
         follower.category = "temporary"
@@ -46,7 +46,7 @@ def test_peak_of_tensors_that_come_and_go() -> None:
 
 
 def test_a_tensor_that_changes_its_category_is_held_once() -> None:
-    follower = Follower("meta")
+    follower = RankRecorder("meta")
     with followed(follower):
         a = zeros(8)
         follower.move([a, a.view(-1)], "weights")
@@ -62,7 +62,7 @@ def test_a_tensor_that_changes_its_category_is_held_once() -> None:
 
 
 def test_views_take_nothing_and_keep_what_they_look_at() -> None:
-    follower = Follower("meta")
+    follower = RankRecorder("meta")
     with followed(follower):
         a = zeros(8)
         view = a.view(-1, 2)[3:].t()
@@ -78,7 +78,7 @@ def test_what_autograd_keeps_is_held_until_the_backward_pass() -> None:
 
     x^3 keeps x, and exp keeps its result; both are then freed.
     """
-    follower = Follower("meta")
+    follower = RankRecorder("meta")
     with followed(follower):
         x = zeros(4).requires_grad_()
         y = (x * 2.0).exp()
@@ -92,7 +92,7 @@ def test_what_autograd_keeps_is_held_until_the_backward_pass() -> None:
 
 
 def test_a_copy_to_the_host_does_not_count() -> None:
-    follower = Follower("meta")
+    follower = RankRecorder("meta")
     with followed(follower):
         a = zeros(8)
         there = a.cpu()
@@ -105,7 +105,7 @@ def test_a_copy_to_the_host_does_not_count() -> None:
 
 
 def test_numbers_are_read_without_values() -> None:
-    with followed(Follower("meta")):
+    with followed(RankRecorder("meta")):
         x = torch.zeros(4, device="meta")
         assert float(x.sum()) == 1.0 and not bool(x.isnan().any())
         assert torch.equal(x, x)
@@ -117,7 +117,7 @@ def test_attention_of_a_gpu_keeps_no_scores() -> None:
     Queries, keys and values are [b, n, s, d] in bf16.
     """
     b, n, s, d = 2, 4, 256, 64
-    follower = Follower("meta")
+    follower = RankRecorder("meta")
     with followed(follower):
         q, k, v = (
             torch.zeros(b, n, s, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -131,7 +131,7 @@ def test_attention_of_a_gpu_keeps_no_scores() -> None:
 
 def test_what_is_on_its_way_is_held_until_somebody_waits() -> None:
     """Tensors are held until their collective is awaited, as in NCCL and gloo; so are messages."""
-    follower = Follower("meta")
+    follower = RankRecorder("meta")
     config = Config.create(
         num_layers=2,
         hidden_size=8,

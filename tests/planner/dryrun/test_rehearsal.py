@@ -16,7 +16,7 @@ from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import build_executor
 from megatron.model.gpt import global_shapes
 from megatron.parallel.topology import Topology
-from megatron.pipeline.executor import Exchange
+from megatron.pipeline.executor import StageMessages
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun.rank import run_rank
 from megatron.planner.dryrun.rehearsal import (
@@ -27,9 +27,9 @@ from megatron.planner.dryrun.rehearsal import (
     rehearse,
     render,
 )
-from megatron.planner.events import Give, Take
+from megatron.planner.events import Alloc, Free
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, HEADROOM, changes, find_peak
-from megatron.planner.tensors import Follower
+from megatron.planner.tensors import OperatorRecorder
 from tests.helpers.processes import run_processes
 from tests.helpers.training import Job
 
@@ -52,12 +52,12 @@ def make(flags: str) -> Config:
 # -- against real steps ----------------------------------------------------------------------------
 
 
-class _Follow(Follower):
+class _Follow(OperatorRecorder):
     """Count memory in the same way, on tensors with data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Take | Give] = []
+        self.steps: list[Alloc | Free] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -65,10 +65,10 @@ class _Follow(Follower):
     def follows(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu
 
-    def taken(self, step: Take, tensor: torch.Tensor) -> None:
+    def taken(self, step: Alloc, tensor: torch.Tensor) -> None:
         self.steps.append(step)
 
-    def given(self, step: Give) -> None:
+    def given(self, step: Free) -> None:
         self.steps.append(step)
 
 
@@ -88,7 +88,7 @@ def real_peak(rank: int, flags: str) -> float:
             job.executor.train(batches, loss_scale=job.engine.loss_scale)
             job.step()
         job.engine.wait_for_weights()
-    made: dict[int, Take] = {}
+    made: dict[int, Alloc] = {}
     held = changes(follower.steps[:before], CPU_BLOCK, made).sum()
     return float(held + find_peak(changes(follower.steps[before:], CPU_BLOCK, made))[0].sum())
 
@@ -234,7 +234,7 @@ def broken(config: Config, **more: Any) -> Rehearsal:
 
 def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """One receive is missing: the receiver makes up a tensor instead."""
-    receive, take = Exchange.receive, Exchange.take
+    receive, take = StageMessages.receive, StageMessages.take
 
     def forgotten(instruction: Any) -> bool:
         return (
@@ -243,19 +243,19 @@ def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
             and instruction.micro_batch == 1
         )
 
-    def fewer(self: Exchange, instruction: Any, *args: Any) -> None:
+    def fewer(self: StageMessages, instruction: Any, *args: Any) -> None:
         if not forgotten(instruction):
             receive(self, instruction, *args)
 
-    def anything(self: Exchange, instruction: Any) -> torch.Tensor:
+    def anything(self: StageMessages, instruction: Any) -> torch.Tensor:
         return (
             torch.zeros(64, 2, 64, dtype=torch.bfloat16, device="meta")
             if forgotten(instruction)
             else take(self, instruction)
         )
 
-    monkeypatch.setattr(Exchange, "receive", fewer)
-    monkeypatch.setattr(Exchange, "take", anything)
+    monkeypatch.setattr(StageMessages, "receive", fewer)
+    monkeypatch.setattr(StageMessages, "take", anything)
     (finding,) = broken(make(PP2)).findings
     assert finding.kind == "messages" and finding.rank == 1 and "micro-batch 1" in finding.text
 

@@ -15,8 +15,8 @@ from megatron.planner.layout import CandidateLayout
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import place_with
 from megatron.planner.search import find
-from megatron.planner.search.find import GIB, Search, search, values_of, worthwhile_placements
-from megatron.planner.search.space import Rejections, Space, make_config
+from megatron.planner.search.find import GIB, LayoutSearch, search, values_of, worthwhile_placements
+from megatron.planner.search.space import LayoutSpace, Rejections, make_config
 from megatron.planner.timing import estimate
 
 FRONTIER = load_cluster("frontier")
@@ -32,12 +32,14 @@ def given(
     worlds: tuple[int, ...] = (8,),
     batches: tuple[int, ...] = (8,),
     **wanted: tuple,
-) -> Search:
+) -> LayoutSearch:
     base = make_config(None, MODEL, max(batches))
-    return Search(Space(base, "a model", FRONTIER, worlds, {"gbs": batches, **wanted}), gib * GIB)
+    return LayoutSearch(
+        LayoutSpace(base, "a model", FRONTIER, worlds, {"gbs": batches, **wanted}), gib * GIB
+    )
 
 
-def every_layout(of: Search) -> list[tuple[float, CandidateLayout]]:
+def every_layout(of: LayoutSearch) -> list[tuple[float, CandidateLayout]]:
     """Return (score, layout) of all valid layouts that fit, the best first.
 
     Each is on the best of a few placements.

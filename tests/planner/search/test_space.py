@@ -11,7 +11,7 @@ from megatron.config import PRESETS
 from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
 from megatron.planner.layout import CandidateLayout
-from megatron.planner.search.space import Rejections, Space, make_config
+from megatron.planner.search.space import LayoutSpace, Rejections, make_config
 
 FRONTIER = load_cluster("frontier")
 FLAGS = (
@@ -22,12 +22,12 @@ FLAGS = (
 
 def space(
     devices: int = 16, batches: tuple[int, ...] = (24, 32), flags: str = "", **wanted: tuple
-) -> Space:
+) -> LayoutSpace:
     base = make_config(None, [*FLAGS, *flags.split()], max(batches))
-    return Space(base, "a model", FRONTIER, (devices,), {"gbs": batches, **wanted})
+    return LayoutSpace(base, "a model", FRONTIER, (devices,), {"gbs": batches, **wanted})
 
 
-def is_valid(where: Space, layout: CandidateLayout) -> bool:
+def is_valid(where: LayoutSpace, layout: CandidateLayout) -> bool:
     try:
         config = where.config(layout)
     except ConfigError:
@@ -103,7 +103,7 @@ def test_recomputation_of_stages_of_several_sizes():
 
 
 def test_what_was_asked_for_counts():
-    def sizes(where: Space) -> set[tuple[int, int]]:
+    def sizes(where: LayoutSpace) -> set[tuple[int, int]]:
         return {(s.tp, s.pp) for s in where.sizes(Rejections())}
 
     assert {tp for tp, _ in sizes(space(tp=(2, 4)))} == {2, 4}

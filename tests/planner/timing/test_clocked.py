@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.work import Product
+from megatron.kernels.cost import Product
 from megatron.planner.cluster import load_cluster
-from megatron.planner.events import Message, Pass, Post, Wait
-from megatron.planner.stage import Stage
+from megatron.planner.events import GroupMessage, Pass, Post, Wait
+from megatron.planner.stage import StageWork
 from megatron.planner.timing.passes import pass_seconds, rates_of, seconds_of, stage_seconds
 from megatron.planner.trace import trace
 from tests.planner.timing.configs import run
@@ -27,7 +27,7 @@ def test_a_message_behind_a_computation(first, second):
     """
 
     def steps_with(group: str) -> Pass:
-        posts = Post(Message("a", first), 1), Post(Message("b", second, group), 2)
+        posts = Post(GroupMessage("a", first), 1), Post(GroupMessage("b", second, group), 2)
         return Pass((*posts, WORK, Wait(1), WORK, Wait(2)), ("",) * 6)
 
     def seconds(_: str, size: float, group: str) -> float:
@@ -78,7 +78,7 @@ def test_halves_of_a_backward_pass_make_the_whole():
     """
     traced = trace(run(tensor_model_parallel_size=2, hidden_size=2048), "cuda")
     whole, halves = (
-        stage_seconds(traced, Stage(3, True, False, split=split), RATES, None)
+        stage_seconds(traced, StageWork(3, True, False, split=split), RATES, None)
         for split in (False, True)
     )
     assert halves.backward_s + halves.weight_s == pytest.approx(whole.backward_s)
@@ -92,7 +92,7 @@ def test_the_host_adds_to_each_layer():
     figure = dataclasses.replace(cluster.compute["layer_overhead_s"], points=((1e-3,),))
     slower = rates_of(cluster.with_figures([figure]), "bfloat16")
     traced = trace(run(recompute_granularity="full"), "cuda")
-    stage = Stage(8, True, True, recomputed=(3, 3, 2))
+    stage = StageWork(8, True, True, recomputed=(3, 3, 2))
     plain, with_host = (stage_seconds(traced, stage, rates, None) for rates in (RATES, slower))
     assert with_host.forward_s - plain.forward_s == pytest.approx(8e-3)
     assert with_host.backward_s - plain.backward_s == pytest.approx(16e-3)

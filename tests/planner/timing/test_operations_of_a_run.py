@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import AttentionFeatures, choose_attention
-from megatron.kernels.work import Attention, Product
+from megatron.kernels.cost import Attention, Product
 from megatron.parallel import collectives
 from megatron.planner import stage as stages
 from megatron.planner.events import Post, Wait

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.config import Config
-from megatron.kernels.work import Product
+from megatron.kernels.cost import Product
 from megatron.planner.cluster import load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.recorder import record_update

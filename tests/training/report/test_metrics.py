@@ -11,7 +11,7 @@ import torch
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from megatron.training.report.events import StepRecord
-from megatron.training.report.metrics import Interval, Rates
+from megatron.training.report.metrics import FlopRates, Interval
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
@@ -26,7 +26,7 @@ def step(
 
 
 def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
-    interval = Interval(SINGLE, Rates(1, 8, 100.0, 150.0, peak_flops_per_s=1000.0))
+    interval = Interval(SINGLE, FlopRates(1, 8, 100.0, 150.0, peak_flops_per_s=1000.0))
     skipped = step(2, math.inf, skipped=True), step(4, math.nan, skipped=True)
     for record in (step(1, 3.0), skipped[0], step(3, 2.0, batch=8), skipped[1]):
         interval.steps.append(record)
@@ -48,7 +48,7 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
 
 
 def test_energy_is_counted_per_token_and_in_all() -> None:
-    interval = Interval(SINGLE, Rates(1, 8, 100.0, 150.0))
+    interval = Interval(SINGLE, FlopRates(1, 8, 100.0, 150.0))
     joules = iter([40.0, 24.0, math.nan, 1.0])
     interval.meter = SimpleNamespace(used_j=lambda: next(joules))  # type: ignore[assignment]
     for expected, used in ((40.0, 40.0), (24.0, 64.0), (None, math.nan), (1.0, math.nan)):

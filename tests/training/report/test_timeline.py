@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.kernels.work import Memory, counts_as, recomputed
+from megatron.kernels.cost import Memory, counts_as, recomputed
 from megatron.parallel import flight as flight_module
 from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.flight import DeviceCalls

@@ -23,19 +23,19 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch, MicroBatchStream, Share
 from megatron.errors import ConfigError
-from megatron.kernels import choose, library, measured
+from megatron.kernels import choose, library, measured_times
 from megatron.model.gpt import build_chunks
 from megatron.parallel import flight as flight_module
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.layout import Layout, Sizes
+from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.training.report import timeline as timeline_module
 from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import (
+    FlopRates,
     Interval,
     Peak,
-    Rates,
     counted,
     local_loss,
     summarise,
@@ -146,7 +146,7 @@ def figures(topology: Topology, folder: str) -> Any:
         losses = [torch.tensor(10.0 * topology.data.rank + i) for i in range(4)]
     weights = torch.tensor([0.1, 0.2, 0.3, 0.8])
     mine, weighted = local_loss(losses, None, topology), local_loss(losses, weights, topology)
-    interval = Interval(topology, Rates(RANKS, 8, 1.0, 1.0))
+    interval = Interval(topology, FlopRates(RANKS, 8, 1.0, 1.0))
     for iteration, loss in ((1, mine), (2, weighted)):
         interval.steps.append(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
     # of two nodes, in whose energy the others have no part
@@ -256,9 +256,9 @@ def kernels(topology: Topology, folder: str) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             path = paths[topology.rank]
             host = (
-                library.Found(None, "", "", "nobody built one")
+                library.KernelLibrary(None, "", "", "nobody built one")
                 if path is None
-                else (library.Found(Path(path), "host", "x86-64-v3", "", object()))
+                else (library.KernelLibrary(Path(path), "host", "x86-64-v3", "", object()))
             )
             patch.setattr(library, "find", lambda device_type, host=host: host)
             patch.setattr(
@@ -286,12 +286,12 @@ def times(topology: Topology, folder: str) -> tuple[bool, str]:
         "attention float32 512": {"128": blocks, "torch": 1.5},
     }
     try:
-        measured.agree(measured.Measured(seconds))
+        measured_times.agree(measured_times.MeasuredTimes(seconds))
         agree_on_times(topology)
         chosen = choose.faster_on_host("layer_norm", "float32")
         return chosen, choose.fastest_attention("float32", 512)
     finally:
-        measured.forget()
+        measured_times.forget()
 
 
 def bound_cores(topology: Topology, folder: str) -> Any:
@@ -349,7 +349,7 @@ def texts(topology: Topology, folder: str) -> Any:
         *(({**EXPERTS, **fields}, Sampling(temperature=0)) for fields in OF_EXPERTS),
     ):
         config = Config.create(**{**GPT, **fields}, world_size=RANKS)
-        split = Topology.create(sizes=Sizes.of(config))
+        split = Topology.create(sizes=LayoutSizes.of(config))
         chunks = build_chunks(config, split)
         chunks.train()
         made = generate(

@@ -12,7 +12,7 @@ from benchmarks.faults.history import tensors
 from megatron.errors import CheckpointError
 from megatron.metrics_file import read_records
 from megatron.parallel.sharding import sharding_of
-from megatron.training.run.trained import load_model
+from megatron.training.run.load_model import load_model
 from tests.helpers.launching import TINY, launch
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
-from megatron.training.run.generate import Limits, Model, Sampling, choose, generate
+from megatron.training.run.generate import GenerativeModel, Limits, Sampling, choose, generate
 from tests.helpers.hugging_face import FAMILIES, hugging_face
 from tests.helpers.text import ByteTokenizer, TextModel, one_process
 
@@ -40,7 +40,7 @@ GREEDY = Sampling(temperature=0)
 BYTES = {**FIELDS, "vocab_size": 257}
 
 
-def ids(model: Model, prompts: Any = PROMPTS, **options: Any) -> list[list[int]]:
+def ids(model: GenerativeModel, prompts: Any = PROMPTS, **options: Any) -> list[list[int]]:
     options = {"max_new_tokens": 20, "sampling": GREEDY, **options}
     return [text.ids for text in generate(model, prompts, **options)]
 

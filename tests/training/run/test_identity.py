@@ -17,7 +17,7 @@ from megatron.config import Config
 from megatron.config.pieces import load_pieces
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import LaunchError
-from megatron.parallel.participants import Alike
+from megatron.parallel.process_descriptions import Alike
 from megatron.training.run import identity as module
 from megatron.training.run.identity import code_digests, file_digests, identity, inputs
 from tests.helpers.launching import TINY, launch

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.training.run.schedules import (
+    PhaseSchedule,
     Progress,
-    Schedule,
     Schedules,
     learning_rate,
     weight_decay,
@@ -60,7 +60,7 @@ def config(**fields: Any) -> SimpleNamespace:
     )
 
 
-def lr(schedule: Schedule, iteration: int) -> float:
+def lr(schedule: PhaseSchedule, iteration: int) -> float:
     return schedule.at(iteration, 8 * iteration, 128 * iteration)
 
 

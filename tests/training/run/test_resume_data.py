@@ -20,8 +20,8 @@ from megatron.data.datasets import build_datasets
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.reorder import Ordered, reordered
 from megatron.data.sampler import Ledger, SampleOrder, sample_order
-from megatron.kernels import choose, measured
-from megatron.kernels.measured import Measured
+from megatron.kernels import choose, measured_times
+from megatron.kernels.measured_times import MeasuredTimes
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from megatron.training.run.provenance import Provenance
@@ -222,15 +222,15 @@ def test_other_implementations_than_the_checkpoints_are_said(
     monkeypatch.setattr(choose, "_loaded", lambda _: True)
     ours, lines, cpu = config(data), list[str](), torch.device("cpu")
     try:
-        measured.agree(Measured({"layer_norm float32": {"fused": 1.0, "torch": 2.0}}))
+        measured_times.agree(MeasuredTimes({"layer_norm float32": {"fused": 1.0, "torch": 2.0}}))
         stored = stored_settings(save(tmp_path, ours), ours)
         describe_implementations(stored, ours, cpu, lines.append)
         assert not lines
         case = "attention float32 8"
-        measured.agree(Measured({case: {"torch": 2.0, "128": 1.0}}))
+        measured_times.agree(MeasuredTimes({case: {"torch": 2.0, "128": 1.0}}))
         describe_implementations(stored, ours, cpu, lines.append)
     finally:
-        measured.forget()
+        measured_times.forget()
     (line,) = lines
     now, before = line.split("fused kernels ")[1].split(" (was ")
     assert "layer_norm" in before and "layer_norm" not in now

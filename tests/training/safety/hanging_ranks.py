@@ -24,8 +24,8 @@ from megatron.errors import LaunchError
 from megatron.parallel import flight
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.flight import FlightState
+from megatron.parallel.host_processes import STOPPED, process_state
 from megatron.parallel.launch import detect_launch
-from megatron.parallel.processes import STOPPED, process_state
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.parallel.flight import KINDS, Call, FlightState
+from megatron.parallel.flight import KINDS, FlightState, PendingCall
+from megatron.parallel.host_processes import GONE, STOPPED
 from megatron.parallel.layout import Layout
-from megatron.parallel.processes import GONE, STOPPED
 from megatron.training.safety.watchdog import judge, report
 
 LIMIT = 30.0
@@ -12,7 +12,7 @@ LIMIT = 30.0
 
 def seen(
     rank: int,
-    call: Call | None = None,
+    call: PendingCall | None = None,
     quiet_s: float = 40.0,
     process: str = "sleeping",
     stack: str = "loop.py:1 train",
@@ -35,12 +35,12 @@ def seen(
     )
 
 
-def receive(peer: int) -> Call:
-    return Call("receive", "pipeline", peer, 64, 0)
+def receive(peer: int) -> PendingCall:
+    return PendingCall("receive", "pipeline", peer, 64, 0)
 
 
-def collective(kind: str, number: int, name: str = "all_reduce", size: int = 8) -> Call:
-    return Call(name, kind, -1, size, number)
+def collective(kind: str, number: int, name: str = "all_reduce", size: int = 8) -> PendingCall:
+    return PendingCall(name, kind, -1, size, number)
 
 
 def test_the_end_of_a_chain_of_waits_is_at_fault() -> None:

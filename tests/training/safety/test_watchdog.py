@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megatron.parallel import flight
+from megatron.parallel.host_processes import GONE, process_start
 from megatron.parallel.layout import Layout
-from megatron.parallel.processes import GONE, process_start
 from megatron.parallel.topology import Topology
 from megatron.training.run.process import EXIT_LOST_RANK
 from megatron.training.safety.watchdog import REPORT_NAME, Watchdog, nccl_error

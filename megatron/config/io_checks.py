@@ -1,10 +1,10 @@
-"""Checks of the settings of files.py."""
+"""Checks of the settings of io.py."""
 
 from __future__ import annotations
 
 import re
 
-from megatron.config.files import hugging_face_folder, named_corpus
+from megatron.config.io import hugging_face_folder, named_corpus
 from megatron.config.settings import Problems, Sections, all_options, check
 
 

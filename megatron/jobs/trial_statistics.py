@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.jobs.candidates import LOSS, Candidate
+from megatron.jobs.candidate_layouts import LOSS, Candidate
 from megatron.jobs.result import LOST_RANK, OUT_OF_MEMORY, RUNNING, Result
 
 OBJECTIVES = ("tokens_per_s", "node_hours", LOSS)
@@ -49,7 +49,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCandidate:
     """Candidate with its finished trials (at least one), by number.
 
     A layout that fails now and then is unreliable. It has a cost only while more of its trials gave
@@ -89,13 +89,13 @@ class Measured:
         )
 
 
-def measured(trials: Iterable[Trial], objective: str) -> list[Measured]:
+def measured(trials: Iterable[Trial], objective: str) -> list[MeasuredCandidate]:
     """Group finished trials by layout, in the order of the first trials."""
     by_key: dict[str, list[Trial]] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
         if trial.result.status:
             by_key.setdefault(trial.candidate.key, []).append(trial)
-    found = list[Measured]()
+    found = list[MeasuredCandidate]()
     for own in by_key.values():
         steps = tuple(trial.result.figure for trial in own if trial.result.figure)
         bad = tuple(
@@ -104,11 +104,11 @@ def measured(trials: Iterable[Trial], objective: str) -> list[Measured]:
         full = any(trial.result.kind == OUT_OF_MEMORY for trial in bad)
         good = len(steps) > len(bad) and not full
         cost = own[0].candidate.cost(statistics.median(steps), objective) if good else math.inf
-        found.append(Measured(own[0].candidate, tuple(own), steps, bad, cost))
+        found.append(MeasuredCandidate(own[0].candidate, tuple(own), steps, bad, cost))
     return found
 
 
-def ranked(layouts: Iterable[Measured]) -> list[Measured]:
+def ranked(layouts: Iterable[MeasuredCandidate]) -> list[MeasuredCandidate]:
     """Return layouts with figures, the best first; a stable order."""
     return sorted((one for one in layouts if one.cost < math.inf), key=lambda one: one.cost)
 
@@ -128,7 +128,7 @@ def written(cost: float, objective: str) -> str:
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
-def noise_of(layouts: Iterable[Measured]) -> float:
+def noise_of(layouts: Iterable[MeasuredCandidate]) -> float:
     """Estimate the standard deviation of log(cost) of one trial.
 
     The estimate uses repeated measurements of layouts, and the spread of steady steps.
@@ -151,7 +151,7 @@ def noise_of(layouts: Iterable[Measured]) -> float:
     return math.sqrt((_WORTH * believed + squares) / (_WORTH + free))
 
 
-def within_noise(one: Measured, best: Measured, noise: float) -> bool:
+def within_noise(one: MeasuredCandidate, best: MeasuredCandidate, noise: float) -> bool:
     """Return whether a layout may be as good as one that looks better."""
     reach = min(
         _DEVIATIONS * noise * math.sqrt(1 / len(one.steps) + 1 / len(best.steps)), _FURTHEST
@@ -159,7 +159,7 @@ def within_noise(one: Measured, best: Measured, noise: float) -> bool:
     return math.log(one.cost / best.cost) <= reach
 
 
-def rivals(best: Sequence[Measured], noise: float) -> list[Measured]:
+def rivals(best: Sequence[MeasuredCandidate], noise: float) -> list[MeasuredCandidate]:
     """Return the layouts within the noise of the best; `best` is sorted, the best first."""
     return [one for one in best[1:] if within_noise(one, best[0], noise)]
 

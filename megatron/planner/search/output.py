@@ -24,7 +24,7 @@ from megatron.planner import error_bars
 from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import DIMENSIONS, CandidateLayout, write_value
 from megatron.planner.memory import sized_model
-from megatron.planner.search.find import Found, Search
+from megatron.planner.search.find import LayoutSearch, SearchResult
 from megatron.planner.search.space import Rejections
 from megatron.planner.table import Table
 from megatron.planner.timeline_plot import plot_timeline
@@ -35,7 +35,7 @@ _DAY = 86400.0
 _CHOOSE = "another --output folder"
 
 
-class Chosen(NamedTuple):
+class ChosenLayout(NamedTuple):
     """Layout with its estimate.
 
     record  values and figures by name, as in the files; days and node-hours of the whole run, or
@@ -47,10 +47,12 @@ class Chosen(NamedTuple):
     record: dict[str, Any]
 
 
-def chosen_layout(given: Search, layout: CandidateLayout, tokens: float | None) -> Chosen:
+def chosen_layout(
+    explicit: LayoutSearch, layout: CandidateLayout, tokens: float | None
+) -> ChosenLayout:
     """Estimate a layout on its placement."""
-    cluster = given.space.cluster
-    found = estimate(given.space.config(layout), cluster)
+    cluster = explicit.space.cluster
+    found = estimate(explicit.space.config(layout), cluster)
     each = cluster.devices_per_node
     most = max(rank.total for rank in found.memory)
     days = (tokens or 1e9) / found.tokens_per_s / _DAY
@@ -64,10 +66,10 @@ def chosen_layout(given: Search, layout: CandidateLayout, tokens: float | None) 
         "days": days,
         "node_hours": 24 * days * -(-layout.world // each),
         "memory_gib": most / GIB,
-        "left_gib": (given.capacity - most) / GIB,
+        "left_gib": (explicit.capacity - most) / GIB,
         **{f"{re.sub('[ -]', '_', part)}_s": found.parts[part] for part in PARTS},
     }
-    return Chosen(layout, found, record)
+    return ChosenLayout(layout, found, record)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def _numbered(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
     )
 
 
-def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool) -> Table:
+def layout_table(chosen: Sequence[ChosenLayout], tokens: float | None, *, papers: bool) -> Table:
     """Tabulate sizes, time, utilization, cost and peak memory of layouts.
 
     `papers` adds the TFLOP/s of a device by the formula of Dash et al.
@@ -135,14 +137,14 @@ def _paper_tflops(found: Estimate) -> str:
     return f"{formulas.achieved_tflops(flops, found.seconds, found.devices):.1f}"
 
 
-def parts_table(chosen: Sequence[Chosen]) -> Table:
+def parts_table(chosen: Sequence[ChosenLayout]) -> Table:
     """Tabulate the parts of a step on the busiest pipeline rank."""
     used = [part for part in PARTS if any(one.found.parts[part] for one in chosen)]
     rows = [{part: _number(one.found.parts[part]) for part in used} for one in chosen]
     return _numbered("seconds of a step, on the busiest pipeline rank", rows)
 
 
-def bounds_table(chosen: Sequence[Chosen]) -> Table:
+def bounds_table(chosen: Sequence[ChosenLayout]) -> Table:
     """Tabulate the uncertainty of a step's seconds, and the seconds at the device's peak."""
     rows = []
     for _, found, _ in chosen:
@@ -168,17 +170,17 @@ def bounds_table(chosen: Sequence[Chosen]) -> Table:
     )
 
 
-def values_table(given: Search, found: Found, name: str) -> Table:
+def values_table(explicit: LayoutSearch, found: SearchResult, name: str) -> Table:
     """Tabulate the best layout with each value of one dimension."""
-    seq = given.space.base.model.seq_length
-    best_of = found.by_value(given.space.cluster.devices_per_node)
+    seq = explicit.space.base.model.seq_length
+    best_of = found.by_value(explicit.space.cluster.devices_per_node)
     rows = [
         (
             f"{value:,}",
             _number(best.seconds),
             _number(_DAY * seq / best.score / 1e9),
             f"{best.memory / GIB:.1f}",
-            given.space.write(best.layout),
+            explicit.space.write(best.layout),
         )
         for (choice, value), best in sorted(best_of.items(), key=operator.itemgetter(0))
         if choice == name
@@ -188,13 +190,13 @@ def values_table(given: Search, found: Found, name: str) -> Table:
     )
 
 
-def losses(given: Search, found: Found) -> dict[str, dict[str, float]]:
+def losses(explicit: LayoutSearch, found: SearchResult) -> dict[str, dict[str, float]]:
     """Return the share of throughput lost by fixing each value, the other dimensions optimized.
 
     The dimension that matters most comes first.
     """
     values: dict[str, dict[str, float]] = {}
-    best_of = found.by_value(given.space.cluster.devices_per_node)
+    best_of = found.by_value(explicit.space.cluster.devices_per_node)
     for (name, value), one in sorted(best_of.items(), key=operator.itemgetter(1)):
         values.setdefault(name, {})[write_value(value)] = 1 - found.estimated[0].score / one.score
     several = {name: of for name, of in values.items() if len(of) > 1}
@@ -251,9 +253,9 @@ def make_folder(folder: Path) -> None:
 
 def write_files(
     folder: Path,
-    given: Search,
-    found: Found,
-    chosen: Sequence[Chosen],
+    explicit: LayoutSearch,
+    found: SearchResult,
+    chosen: Sequence[ChosenLayout],
     preset: str | None,
     tokens: float | None,
 ) -> list[Path]:
@@ -261,7 +263,7 @@ def write_files(
 
     Raises ConfigError.
     """
-    space = given.space
+    space = explicit.space
     (layout, winner, record) = chosen[0]
     rows = io.StringIO()
     writer = csv.DictWriter(rows, list(record))
@@ -271,7 +273,7 @@ def write_files(
         "model": space.name,
         "cluster": space.cluster.name,
         "best": [one.record for one in chosen],
-        "losses": losses(given, found),
+        "losses": losses(explicit, found),
         "rejected": [
             {"cases": count, "why": why, "example": found.rejections.nearest[why][1]}
             for why, count in found.rejections.counts.items()
@@ -394,9 +396,9 @@ def write_script(
             "given; the tables have days and node-hours of 1e9 tokens: choose yours"
         )
     lengths = {"train_iters", "train_samples", "train_tokens"}
-    if tokens is not None and not lengths & config.given.keys():
+    if tokens is not None and not lengths & config.explicit.keys():
         flags += ["--train-tokens", str(int(tokens))]
-    if on_site and "lr" not in config.given:
+    if on_site and "lr" not in config.explicit:
         rate = next(rate for most, rate in _RATES if parameters <= most)
         flags += ["--lr", f"{rate:g}"]
         notes.append(f"--lr {rate:g} is GPT-3's for this size, as none was given: choose yours")

@@ -67,7 +67,7 @@ class Memory(NamedTuple):
 Computation = Product | Attention | Memory
 
 
-class Follower(Protocol):
+class CostRecorder(Protocol):
     """A recorder of operators, called where a piece of work begins and ends."""
 
     def enter(self, scope: Scope) -> None: ...
@@ -75,7 +75,7 @@ class Follower(Protocol):
     def leave(self, scope: Scope) -> None: ...
 
 
-_followers: list[Follower] = []
+_followers: list[CostRecorder] = []
 
 
 class Scope:
@@ -105,7 +105,7 @@ recomputed = Scope
 
 
 @contextlib.contextmanager
-def followed(follower: Follower) -> Iterator[None]:
+def followed(follower: CostRecorder) -> Iterator[None]:
     """Return a context in which `follower` records."""
     _followers.append(follower)
     try:

@@ -38,7 +38,7 @@ _FLAGS = "amx asimd avx bf16 f16c fma i8mm sve".split()
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTimes:
     """A measurement, or its absence.
 
     seconds  time by case and implementation; empty: not measured
@@ -124,15 +124,15 @@ def path() -> Path | None:
     return LIBRARIES / f"measured-{hashlib.sha256(cpu().encode()).hexdigest()[:12]}.json"
 
 
-_agreed: list[Measured] = []
+_agreed: list[MeasuredTimes] = []
 
 
-def find() -> Measured:
+def find() -> MeasuredTimes:
     """Return the measurement from which this process chooses: see `agree`, otherwise the file's."""
     return _agreed[0] if _agreed else _found()
 
 
-def agree(one: Measured) -> None:
+def agree(one: MeasuredTimes) -> None:
     """Choose from a measurement of another process from now on: all ranks of a job choose alike."""
     _agreed[:] = [one]
 
@@ -144,7 +144,7 @@ def forget() -> None:
 
 
 @functools.cache
-def _found() -> Measured:
+def _found() -> MeasuredTimes:
     """Return the measurement whose number of threads is nearest to this process's."""
     import torch
 
@@ -152,24 +152,24 @@ def _found() -> Measured:
 
     file = path()
     if file is None:
-        return Measured(reason=f"{OVERRIDE} is none")
+        return MeasuredTimes(reason=f"{OVERRIDE} is none")
     if library.find("cpu").handle is None:
-        return Measured(reason="there are no kernels")
+        return MeasuredTimes(reason="there are no kernels")
     if not os.path.exists(file):  # also where the path is too long for the system
-        return Measured(reason=f"not measured on this CPU ({file}): {COMMAND}")
+        return MeasuredTimes(reason=f"not measured on this CPU ({file}): {COMMAND}")
     try:
         stored = read(file)
     except KernelError as error:
-        return Measured(reason=f"{error}: {COMMAND}")
+        return MeasuredTimes(reason=f"{error}: {COMMAND}")
     here = str(torch.__version__), library.find("cpu").build
     usable = [one for one in stored if (one.torch, one.kernels) == here]
     if not usable:
-        return Measured(reason=f"{file} is of another torch or other kernels: {COMMAND}")
+        return MeasuredTimes(reason=f"{file} is of another torch or other kernels: {COMMAND}")
     threads = torch.get_num_threads()
     return min(usable, key=lambda one: abs(math.log(one.threads / threads)))
 
 
-def read(file: Path) -> list[Measured]:
+def read(file: Path) -> list[MeasuredTimes]:
     """Return the measurements of a file. Raises KernelError if it is damaged."""
     entries = read_json(file, _LIMIT_BYTES, error=KernelError).get("measurements")
     if not isinstance(entries, list):
@@ -177,7 +177,7 @@ def read(file: Path) -> list[Measured]:
     return [_checked(entry, file) for entry in entries]
 
 
-def _checked(entry: object, file: Path) -> Measured:
+def _checked(entry: object, file: Path) -> MeasuredTimes:
     """Return a measurement of a file, each field of which has its type."""
     problem = KernelError(f"{file} has a damaged measurement")
     if not isinstance(entry, dict):
@@ -194,7 +194,7 @@ def _checked(entry: object, file: Path) -> Measured:
             raise problem
         if not all(type(s) is float and 0.0 < s < math.inf for s in times.values()):
             raise problem
-    return Measured(seconds, threads, *map(str, texts))
+    return MeasuredTimes(seconds, threads, *map(str, texts))
 
 
 def _is_way(case: str, way: str) -> bool:
@@ -204,7 +204,7 @@ def _is_way(case: str, way: str) -> bool:
     return way == "torch" or (bool(re.fullmatch("[1-9][0-9]{1,3}", way)) and int(way) % TILE == 0)
 
 
-def write(file: Path, one: Measured) -> None:
+def write(file: Path, one: MeasuredTimes) -> None:
     """Put a measurement into a file, which is replaced at once.
 
     It takes the place of one with as many threads; those of another torch or other kernels are

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config import Config
-from megatron.config.files import hugging_face_folder
+from megatron.config.io import hugging_face_folder
 from megatron.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def load_model(
     from megatron.engine.optimizer_state import AVERAGE
     from megatron.model.gpt import build_chunks, layer_context
     from megatron.parallel.launch import Launch, select_device
-    from megatron.parallel.participants import compare
+    from megatron.parallel.process_descriptions import compare
     from megatron.parallel.sharding import sharding_of
     from megatron.parallel.topology import Topology
     from megatron.training.run.identity import file_digests, inputs

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.launch import Launch
-from megatron.parallel.placing import (
-    Placing,
-    Task,
+from megatron.parallel.rank_mapping import (
+    LaunchedProcess,
+    RankMapping,
     device_number,
     near_devices,
     visible_devices,
@@ -54,12 +54,14 @@ def device_identity(device: torch.device) -> str:
     return f"{address}:{device.index}" if address else ""
 
 
-def describe_process(launch: Launch, device: torch.device, backend: str, placing: Placing) -> Task:
+def describe_process(
+    launch: Launch, device: torch.device, backend: str, placing: RankMapping
+) -> LaunchedProcess:
     """Return this process's description for the others, without what must be alike."""
     on_device = device.type == "cuda"
     shown = visible_devices(os.environ)
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
-    return Task(
+    return LaunchedProcess(
         node=launch.node,
         number=device_number(placing, launch.local_rank, index, visible, shown),
         address=bus_address(device),
@@ -71,7 +73,7 @@ def describe_process(launch: Launch, device: torch.device, backend: str, placing
     )
 
 
-def conflict(tasks: Sequence[Task]) -> str:
+def conflict(tasks: Sequence[LaunchedProcess]) -> str:
     """Return why these processes, by the launcher's numbers, cannot work together, or ""."""
     first = tasks[0]
     users = dict[tuple[str, str], int]()

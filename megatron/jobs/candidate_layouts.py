@@ -26,7 +26,7 @@ from megatron.jobs.space import (
     DECIDES,
     SETTING,
     Expression,
-    Space,
+    SearchSpace,
     Value,
     flags_of,
     read_value,
@@ -36,8 +36,8 @@ from megatron.planner.cluster import CLUSTERS, GIB, Cluster
 from megatron.planner.layout import candidate_of, write_value
 from megatron.planner.memory import peak_rank
 from megatron.planner.search.find import worthwhile_placements
+from megatron.planner.search.output import first_problem
 from megatron.planner.search.space import Rejections
-from megatron.planner.search.tables import first_problem
 from megatron.planner.timing import estimate
 
 LOSS = "valid_loss"
@@ -109,12 +109,12 @@ class Enumeration:
     rejections: Rejections = field(default_factory=Rejections)
 
 
-class Rejected(Exception):
+class InvalidLayout(Exception):
     """Combination that is not a valid layout: (reason, this case)."""
 
 
 def enumerate_candidates(
-    space: Space, flags: Sequence[str], machine: Machine, *, predict: bool
+    space: SearchSpace, flags: Sequence[str], machine: Machine, *, predict: bool
 ) -> Enumeration:
     """List every layout of a space that runs on this machine, without duplicates.
 
@@ -151,15 +151,15 @@ def enumerate_candidates(
         try:
             candidate, same = _checked(_Names(space, common, machine, values, key), predict)
             if (first := seen.setdefault(same, key)) != key:
-                raise Rejected("equivalent to another one", f"as {first}")
+                raise InvalidLayout("equivalent to another one", f"as {first}")
             found.candidates.append(replace(candidate, index=len(found.candidates)))
-        except Rejected as rejected:
+        except InvalidLayout as rejected:
             reason, case = rejected.args
             found.rejections.add(reason, f"{key}: {case}")
     return found
 
 
-def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
+def _common_flags(space: SearchSpace, flags: Sequence[str]) -> tuple[str, ...]:
     """Return the flags that all layouts share; the command line overrides the space.
 
     Raises ConfigError.
@@ -185,11 +185,11 @@ def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
 
 def trial_flags(flags: Sequence[str], steps: int, evaluation: str = "--eval-iters 0") -> list[str]:
     """Return a trial's flags, without the metrics file's. Raises ConfigError for invalid flags."""
-    given = read_settings(flags).given
+    explicit = read_settings(flags).explicit
     more = f"--train-iters {steps} {evaluation} --log-interval 1"
     kept = [*flags, *more.split()]
-    kept += [] if DATA & given.keys() else ["--mock-data"]
-    if given.get("fp16") and not {"loss_scale", "initial_loss_scale"} & given.keys():
+    kept += [] if DATA & explicit.keys() else ["--mock-data"]
+    if explicit.get("fp16") and not {"loss_scale", "initial_loss_scale"} & explicit.keys():
         kept += ["--initial-loss-scale", str(_FIRST_LOSS_SCALE)]
     return kept
 
@@ -201,7 +201,7 @@ def trial_flags(flags: Sequence[str], steps: int, evaluation: str = "--eval-iter
 def _settings(flags: tuple[str, ...]) -> dict[str, object]:
     """Return all settings by short and by full name, from flags that may be incomplete."""
     settings = read_settings(flags)
-    unknown = {} if settings.given.get("global_batch_size") else {"gbs": None}
+    unknown = {} if settings.explicit.get("global_batch_size") else {"gbs": None}
     resolve(settings)
     return settings.values | {
         name: settings.values[own] for name, own in SETTING.items() if name not in unknown
@@ -211,12 +211,12 @@ def _settings(flags: tuple[str, ...]) -> dict[str, object]:
 class _Names(dict[str, Any]):
     """Values of names in expressions: settings, the combination, and derived values on demand.
 
-    Raises Rejected, and ConfigError for an expression without a value.
+    Raises InvalidLayout, and ConfigError for an expression without a value.
     """
 
     def __init__(
         self,
-        space: Space,
+        space: SearchSpace,
         flags: tuple[str, ...],
         machine: Machine,
         values: Mapping[str, Value],
@@ -256,7 +256,7 @@ class _Names(dict[str, Any]):
             try:
                 return read_value(name, found) if name in DECIDES or found is not None else None
             except ConfigError as error:
-                raise Rejected(f"refused: {name}", str(error)) from None
+                raise InvalidLayout(f"refused: {name}", str(error)) from None
         if name == "processes":
             known = "nodes" in self or "nodes" in self.space.derived
             return (self["nodes"] if known else self.machine.max_nodes) * each
@@ -265,7 +265,7 @@ class _Names(dict[str, Any]):
         if name == "dp":
             replicas, rest = divmod(self["processes"], self["tp"] * self["pp"])
             if rest:
-                raise Rejected(
+                raise InvalidLayout(
                     "TP x PP does not divide the processes", f"{self['tp']} x {self['pp']}"
                 )
             return replicas
@@ -290,7 +290,7 @@ class _Names(dict[str, Any]):
                 layers = self["num_layers"] or 0
                 parts = self["pp"] * value
                 if layers % parts:
-                    raise Rejected(
+                    raise InvalidLayout(
                         "layers do not divide into this many chunks",
                         f"{layers} layers, {parts} chunks",
                     )
@@ -303,7 +303,7 @@ class _Names(dict[str, Any]):
 def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     """Return a layout, after the cheapest checks first, and a text that identifies duplicates.
 
-    Raises Rejected and ConfigError.
+    Raises InvalidLayout and ConfigError.
     """
     space = names.space
     machine = names.machine
@@ -316,16 +316,18 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
                 f"nor false: write a comparison (with {names.key})"
             )
         if not holds:
-            raise Rejected(reason, rule.text)
+            raise InvalidLayout(reason, rule.text)
     processes = names["processes"]
     each = machine.processes_per_node
     nodes = names["nodes"]
     most = machine.max_nodes
     most = most if machine.cluster is None else min(most, machine.cluster.nodes)
     if nodes > most:
-        raise Rejected("more nodes than available", f"{nodes}, available are {most}")
+        raise InvalidLayout("more nodes than available", f"{nodes}, available are {most}")
     if nodes > 1 and processes % each:
-        raise Rejected(f"does not fill whole nodes of {each} processes", f"{processes} processes")
+        raise InvalidLayout(
+            f"does not fill whole nodes of {each} processes", f"{processes} processes"
+        )
     flags = names.flags()
     try:
         config = parse_args(trial_flags(flags, space.warm_up + space.iterations), processes)
@@ -333,16 +335,16 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
         problem = first_problem(str(error))
         # N for every number, so that messages about different sizes are merged.
         general = re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", problem.split(";")[0].split(": ")[0])
-        raise Rejected(f"refused: {general}", problem) from None
+        raise InvalidLayout(f"refused: {general}", problem) from None
     layout = candidate_of(config)
     settings = config.to_dict()
     # A single stage has no choice of schedule.
     if names.get("schedule", layout.schedule) not in (layout.schedule, "zb-h1"):
-        raise Rejected("no such schedule with these chunks", f"it would be {layout.schedule}")
+        raise InvalidLayout("no such schedule with these chunks", f"it would be {layout.schedule}")
     try:
         memory, step_s, placed = _fit(config, machine, predict)
     except ConfigError as error:
-        raise Rejected("the planner refuses it", " ".join(str(error).split())) from None
+        raise InvalidLayout("the planner refuses it", " ".join(str(error).split())) from None
     tokens = layout.batch * config.model.seq_length
     found = Candidate(
         0,
@@ -366,7 +368,7 @@ def _fit(
 ) -> tuple[float | None, float | None, tuple[str, ...]]:
     """Return the planner's (peak bytes, seconds of a step, flags of the best placement).
 
-    Raises Rejected for a layout that does not fit, ConfigError for one that the planner refuses.
+    Raises InvalidLayout for a layout that does not fit, ConfigError for one that the planner refuses.
     """
     cluster = machine.cluster
     layout = candidate_of(config)
@@ -375,7 +377,7 @@ def _fit(
         return None, None, ()
     memory = peak_rank(config, cluster.device_type, capacity or math.inf).total
     if capacity is not None and memory > capacity:
-        raise Rejected(
+        raise InvalidLayout(
             "more memory than a device has, by the planner",
             f"{memory / GIB:.1f} GiB of {capacity / GIB:.1f} usable",
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import job_name
-from megatron.planner.processes import environment, reserve_port
+from megatron.planner.subprocesses import environment, reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = "train.log"
@@ -69,7 +69,7 @@ exit "$code"
 
 
 @dataclass(frozen=True)
-class Step:
+class SlurmStep:
     """Job step of a run under Slurm.
 
     name     in squeue; unique among the running steps
@@ -84,7 +84,7 @@ class Step:
     limit_s: float
 
 
-class Run:
+class RunProcesses:
     """Processes of a run: all ranks, or one launcher.
 
     step        name of its step under Slurm
@@ -190,13 +190,13 @@ def slurm_command(flags: Sequence[str]) -> list[str]:
 
 def start_here(
     command: Sequence[str], count: int, folder: Path, clock: Callable[[], float] = time.monotonic
-) -> Run:
+) -> RunProcesses:
     """Start `count` ranks on this machine.
 
     The first writes to LOG in the folder, the others to TASKS/task_N.err. They are killed when the
     calling thread ends, so call this from the main thread.
     """
-    run = Run(clock=clock)
+    run = RunProcesses(clock=clock)
     port = run.held.enter_context(reserve_port()).getsockname()[1]
     parent_watch = [sys.executable, "-I", "-S", str(_PARENT_WATCH), str(os.getpid())]
     if count > 1:
@@ -213,10 +213,13 @@ def start_here(
 
 
 def start_step(
-    command: Sequence[str], step: Step, folder: Path, clock: Callable[[], float] = time.monotonic
-) -> Run:
+    command: Sequence[str],
+    step: SlurmStep,
+    folder: Path,
+    clock: Callable[[], float] = time.monotonic,
+) -> RunProcesses:
     """Start a job step on its hosts; output goes to LOG in the folder, errors to TASKS/task_N.err."""
-    run = Run(step.name, clock)
+    run = RunProcesses(step.name, clock)
     listening, alive = os.pipe()
     run.held.callback(os.close, alive)
     told = {"ALIVE": str(listening), "TELL_STEP": _TELL_STEP, **_names(step.name)}
@@ -231,7 +234,7 @@ def start_step(
     return run
 
 
-def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dict[str, str]:
+def step_environment(environ: Mapping[str, str], step: SlurmStep, tasks: Path) -> dict[str, str]:
     """Return the environment from which job.sh starts a step.
 
     Raises LaunchError without a clone of the repository, whose scripts are needed.

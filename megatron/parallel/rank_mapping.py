@@ -31,7 +31,7 @@ _SHOWN = 4  # nodes that a notice names
 
 
 @dataclass(frozen=True)
-class Placing:
+class RankMapping:
     """A placement of ranks on devices, in plain numbers taken from the machine's description.
 
     device_order     devices of a node in the order of its ranks; empty: ranks stay as the launcher
@@ -63,11 +63,11 @@ class RankPlan:
     describe  returns the cost of the placement, in lines for the log; takes a moment
     """
 
-    placing: Placing
+    placing: RankMapping
     describe: Callable[[], list[str]] = list
 
 
-class Task(NamedTuple):
+class LaunchedProcess(NamedTuple):
     """A process as the launcher started it and as it describes itself to the others.
 
     node, number, address  its node, and its device's number there and PCI address, where known
@@ -145,7 +145,7 @@ def _numbers(text: str) -> tuple[int, ...] | None:
 
 
 def near_index(
-    placing: Placing | None, local_rank: int, visible: int, shown: tuple[int, ...] | None
+    placing: RankMapping | None, local_rank: int, visible: int, shown: tuple[int, ...] | None
 ) -> int | None:
     """Return which of `visible` devices is next to this local rank's cores.
 
@@ -160,7 +160,7 @@ def near_index(
 
 
 def device_number(
-    placing: Placing,
+    placing: RankMapping,
     local_rank: int,
     index: int | None,
     visible: int,
@@ -182,7 +182,7 @@ def device_number(
     return index if visible > 1 else None
 
 
-def near_devices(placing: Placing, cores: Collection[int]) -> tuple[int, ...]:
+def near_devices(placing: RankMapping, cores: Collection[int]) -> tuple[int, ...]:
     """Return the devices next to these cores of a process; empty where the machine is not known."""
     spans = placing.cores_of_device
     # The second hardware threads of the cores are numbered after all first ones.
@@ -193,7 +193,7 @@ def near_devices(placing: Placing, cores: Collection[int]) -> tuple[int, ...]:
     )
 
 
-def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
+def assign(tasks: Sequence[LaunchedProcess], device_order: Sequence[int]) -> Assignment:
     """Return ranks for all tasks: a permutation.
 
     A node's ranks follow `device_order` if it has as many tasks as devices, with consecutive
@@ -249,7 +249,9 @@ def ranks_per_node(nodes: Sequence[str]) -> int:
     return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(nodes)) else 1
 
 
-def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[int] | str:
+def _devices(
+    tasks: Sequence[LaunchedProcess], members: Sequence[int], count: int
+) -> list[int] | str:
     """Return the device of each of a node's tasks, or why it does not matter or is not known."""
     if len(tasks) != count:
         return f"{len(tasks)} process(es) on a node of {count} devices"
@@ -270,7 +272,7 @@ def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[
     return f"their devices are {_listed(known)}, not each of 0 to {count - 1} once"
 
 
-def check_devices(placing: Placing) -> Placing:
+def check_devices(placing: RankMapping) -> RankMapping:
     """Return `placing` if its device order names each device once. Raises LaunchError."""
     order = placing.device_order
     devices = len(placing.local_order) or len(order)

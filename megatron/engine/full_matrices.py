@@ -24,7 +24,7 @@ from megatron.engine.gradients import Bucket
 from megatron.engine.optimizer_state import ROUND
 from megatron.parallel.collectives import gather_objects, start
 from megatron.parallel.sharding import Sharding, sharding_of
-from megatron.parallel.topology import Group, Shards, Topology
+from megatron.parallel.topology import Group, ShardGroups, Topology
 
 Change = Callable[[str, Tensor], Tensor]
 Views = list[list[Tensor]]
@@ -61,7 +61,7 @@ def _matrices(p: torch.nn.Parameter) -> Iterator[tuple[int, Sharding]]:
         yield i * one.elements, one
 
 
-class _Place(NamedTuple):
+class _LocalMatrix(NamedTuple):
     """A local matrix: the number of its bucket, its elements there, its number in _Shards."""
 
     bucket: int
@@ -82,11 +82,11 @@ class _Matrix(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    places: list[_Place]
+    places: list[_LocalMatrix]
     owner: tuple[int, int]
 
 
-class WholeParameters:
+class FullMatrices:
     """Key "whole" of the parameter groups that an optimizer takes whole: one object for all.
 
     Every rank calls it once in a step, as whole(flats, change). `flats` are the flat tensors [n] of
@@ -105,15 +105,15 @@ class WholeParameters:
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
         self._buckets, self._tensor = buckets, topology.tensor
-        found, places = list[Sharding](), dict[str, list[_Place]]()
-        groups: dict[tuple[int, ...], tuple[Shards, dict[str, tuple[int, ...]]]] = {}
+        found, places = list[Sharding](), dict[str, list[_LocalMatrix]]()
+        groups: dict[tuple[int, ...], tuple[ShardGroups, dict[str, tuple[int, ...]]]] = {}
         for b, bucket in enumerate(buckets):
             shared = bucket.shards
             _, shapes = groups.setdefault(tuple(shared.states.ranks), (shared, {}))
             for p, first in bucket.starts.items():
                 for at, s in _matrices(p):
                     elements = slice(first + at, first + at + s.elements)
-                    places.setdefault(s.name, []).append(_Place(b, elements, len(found)))
+                    places.setdefault(s.name, []).append(_LocalMatrix(b, elements, len(found)))
                     shapes[s.name] = s.global_shape
                     found.append(s)
         self.group_of = {name: some[0].bucket for name, some in places.items()}
@@ -126,7 +126,7 @@ class WholeParameters:
         ]
 
     def _in_rounds(
-        self, places: dict[str, list[_Place]], shapes: dict[str, tuple[int, ...]], data: Group
+        self, places: dict[str, list[_LocalMatrix]], shapes: dict[str, tuple[int, ...]], data: Group
     ) -> Iterator[list[_Matrix]]:
         """Give each matrix, the largest first, to the rank with the least work so far.
 
@@ -166,7 +166,7 @@ class WholeParameters:
 
     def _round(
         self,
-        shared: Shards,
+        shared: ShardGroups,
         matrices: list[_Matrix],
         flats: Sequence[Tensor],
         change: Change,
@@ -187,21 +187,21 @@ class WholeParameters:
         }
         wholes = {m.name: none.new_empty(*m.shape, *values) for m in row[t]}
 
-        def in_flats(place: _Place) -> Tensor:
+        def in_flats(place: _LocalMatrix) -> Tensor:
             own, each = shared.part, size[place.bucket]
             part, first = place.part(own, each), own * each
             return flats[place.bucket][part.start - first : part.stop - first]
 
-        def in_shard(place: _Place, rank: int) -> Tensor:
+        def in_shard(place: _LocalMatrix, rank: int) -> Tensor:
             part = place.part(shared.part_of(rank), size[place.bucket])
             first = place.elements.start
             return shards[place.number][part.start - first : part.stop - first]
 
-        def real(place: _Place) -> Tensor:
+        def real(place: _LocalMatrix) -> Tensor:
             s = self._shards[t][place.number]
             return shards[place.number].view(*s.shape, *values)[tuple(slice(n) for n in s.extent)]
 
-        def in_whole(m: _Matrix, place: _Place, rank: int) -> Tensor:
+        def in_whole(m: _Matrix, place: _LocalMatrix, rank: int) -> Tensor:
             s = self._shards[rank][place.number]
             ends = zip(s.offset, s.extent, strict=True)
             return wholes[m.name][tuple(slice(first, first + n) for first, n in ends)]
