@@ -97,7 +97,7 @@ prove: $(STAMP)
 lint: $(STAMP)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check --quiet . || { echo "not formatted: $(PY) -m ruff format ."; exit 1; }
-	@$(PY) -m mypy megatron tools/*.py tools/megatron_conversion tools/megatron_inference tools/megatron_inspection tools/megatron_preparation tools/megatron_report
+	@$(PY) -m mypy megatron tools/*.py tools/megatron_conversion tools/megatron_inference tools/megatron_inspection tools/megatron_preparation tools/megatron_report benchmarks/*.py benchmarks/faults
 
 # Peers are in a separate folder, see requirements/bench.txt; if they are missing (no network), their rows say so.
 PEERS := $(VENV)/peers/.ready

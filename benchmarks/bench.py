@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import machine, parts, results
 from benchmarks.shared import ROOT, parser, print_table
 from benchmarks.sides import ALLOCATOR, PEERS, Outcome, environment, run
-from benchmarks.workloads import LEFT_OUT, OURS, Case, Side, cpu_cases, cuda_cases, quick
+from benchmarks.workloads import OURS, Case, Side, cpu_cases, cuda_cases, quick
 from megatron.model.formulas import peak_tflops
 
 PEAKS_OF = {"bf16": "bfloat16", "fp32": "float32"}
@@ -169,13 +169,12 @@ def measure_ceilings(
     keys: list[Key], threads: int, folder: Path, device: str, quick: bool
 ) -> dict[str, float]:
     """GFLOP/s of matrix products by ceiling_name, for the layouts of processes that are run."""
-    rates = {}
+    rates: dict[str, float] = {}
     for processes in sorted({case.processes for case, _ in keys}):
         each = max(1, threads // processes)
         found = machine.ceiling(each, processes, environment(each, folder), device, quick)
-        rates |= {
-            ceiling_name(dtype, processes, each, device): rate for dtype, rate in found.items()
-        }
+        for dtype, rate in found.items():
+            rates[ceiling_name(dtype, processes, each, device)] = rate
     return rates
 
 
@@ -213,8 +212,8 @@ def rows_of(
         if peak and "flops_per_s" in rows[-1]:
             rows[-1]["mfu"] = rows[-1]["flops_per_s"] / peak / 1e12
     alone = next((row for row in rows if row["workload"] == "W0" and "tokens_per_s" in row), None)
-    for row in rows if alone else ():
-        if row["workload"] in ("W2", "W3", "W4") and "tokens_per_s" in row:
+    for row in rows:
+        if alone and row["workload"] in ("W2", "W3", "W4") and "tokens_per_s" in row:
             row["of_one_process"] = row["tokens_per_s"] / alone["tokens_per_s"]
     return rows
 
@@ -300,7 +299,6 @@ def main() -> int:
         "warm_up": WARM_UP,
         "ceiling": ceiling,
         "rows": rows_of(keys, outcomes, ceiling, threads, about.get("gpu", "")),
-        "left_out": LEFT_OUT,
         "parts": measured,
         "seconds": time.monotonic() - began,
     }

@@ -52,12 +52,12 @@ class HostWaits:
 
     def __enter__(self) -> HostWaits:
         for mode in self._modes:
-            mode.__enter__()
+            mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         for mode in reversed(self._modes):
-            mode.__exit__(*error)
+            mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def of_device(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor) and x.device.type == self.device
@@ -78,7 +78,7 @@ class HostWaits:
 
 class _Operators(TorchDispatchMode):
     def __init__(self, waits: HostWaits) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._waits = waits
 
     @classmethod

@@ -128,10 +128,9 @@ def record(device: str, folder: Path) -> Path:
     Raises ValueError.
     """
     case = cuda_cases(2**40)[0] if device == "cuda" else quick(cpu_cases()[0])
-    flags = ("--profile", "--profile-step-start", str(WARM_UP))
-    flags += ("--profile-step-end", str(WARM_UP + STEPS), "--trace-dir", str(folder))
+    flags = f"--profile --profile-step-start {WARM_UP} --profile-step-end {WARM_UP + STEPS}".split()
     threads = len(os.sched_getaffinity(0)) if device == "cuda" else 1
-    side = replace(OURS, flags=flags)
+    side = replace(OURS, flags=(*flags, "--trace-dir", str(folder)))
     outcome = run(case, side, warm_up=WARM_UP, steps=STEPS + 1, threads=threads, folder=folder)
     if outcome.reason:
         raise ValueError(outcome.reason)

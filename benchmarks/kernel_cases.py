@@ -28,6 +28,7 @@ from megatron.kernels.ops import (
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
+Sizes = dict[str, Any]
 Way = Callable[..., Any]
 EPSILON, SCALE, PROBABILITY, SEED = 1e-5, 0.125, 0.1, 1234
 
@@ -59,7 +60,6 @@ class Operator:
     moved: Callable[[Shape, int], tuple[float, float]]
     host: tuple[Shape, Shape]  # GPT-2 124M's, and a large model's
     gpu: tuple[Shape, ...]
-    types: tuple[torch.dtype, ...] | None = None  # None: any
 
 
 def elements(shape: Shape) -> int:
@@ -341,7 +341,7 @@ def whole_cross_entropy(
 ) -> Tensor:
     """Losses of logits [.., v], which their gradient overwrites, for a vocabulary of one rank."""
     real = logits.shape[-1] if real is None else real
-    losses: Tensor = _CrossEntropy.apply(logits, labels, first, real)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, first, real)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -525,16 +525,19 @@ def _norm_of(scales: bool) -> Callable[[Shape, torch.device, torch.dtype], Work]
 
 # ---- the table -----------------------------------------------------------------------------------
 
-_NORM = {"host": ((1024, 768), (2048, 6144)), "gpu": ((8192, 4096), (4096, 12288))}
-_ROUTED = {"host": ((1024, 2, 768), (2048, 8, 2048)), "gpu": ((8192, 8, 4096),)}
-_SOFTMAX = {"host": ((1, 12, 1024, 1024), (1, 8, 2048, 2048)), "gpu": ((1, 48, 2048, 2048),)}
-_WIDE = {"host": ((1024, 3072), (1024, 16384)), "gpu": ((8192, 4096), (4096, 12288))}
-_MASTERS = {"host": ((148, 840_000), (1, 50_000_000)), "gpu": ((100, 1_000_000), (1, 100_000_000))}
+_NORM: Sizes = {"host": ((1024, 768), (2048, 6144)), "gpu": ((8192, 4096), (4096, 12288))}
+_ROUTED: Sizes = {"host": ((1024, 2, 768), (2048, 8, 2048)), "gpu": ((8192, 8, 4096),)}
+_SOFTMAX: Sizes = {"host": ((1, 12, 1024, 1024), (1, 8, 2048, 2048)), "gpu": ((1, 48, 2048, 2048),)}
+_WIDE: Sizes = {"host": ((1024, 3072), (1024, 16384)), "gpu": ((8192, 4096), (4096, 12288))}
+_MASTERS: Sizes = {
+    "host": ((148, 840_000), (1, 50_000_000)),
+    "gpu": ((100, 1_000_000), (1, 100_000_000)),
+}
 
-_FEWER = {"host": ((16, 840_000), (4, 4_000_000)), "gpu": _MASTERS["gpu"]}
+_FEWER: Sizes = {"host": ((16, 840_000), (4, 4_000_000)), "gpu": _MASTERS["gpu"]}
 
 # Blocks as megatron/layers/attention_blocked.py cuts them, the last of each sequence.
-_BLOCK = {"host": ((12, 128, 1024), (16, 128, 2048)), "gpu": ((96, 128, 2048),)}
+_BLOCK: Sizes = {"host": ((12, 128, 1024), (16, 128, 2048)), "gpu": ((96, 128, 2048),)}
 
 OPERATORS: dict[str, Operator] = {
     "attention_weights": Operator("attention_block", _weigh, _weigh_bytes, **_BLOCK),

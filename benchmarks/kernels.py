@@ -52,16 +52,6 @@ MI250X_BYTES_PER_S = 1.25e12  # of a copy on one GCD
 GPU_BYTES = 256e6  # of one launch, several times any L2 cache
 # The sequence rounds after every operator: a few units of the last place.
 ROUNDING = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-FEW_ELEMENTS: dict[str, Shape] = {
-    "attention_weights": (1, 16, 16),
-    "attention_gradient": (1, 16, 16),
-    "causal_softmax": (1, 1, 16, 16),
-    "masked_softmax": (1, 1, 16, 16),
-    "rotate": (2, 1, 2, 16),
-    "permute": (2, 2, 64),
-    "unpermute": (2, 2, 64),
-}
-
 
 # ---- timing --------------------------------------------------------------------------------------
 
@@ -95,7 +85,7 @@ class GpuClock:
 
         def seconds() -> float:
             end.synchronize()
-            return start.elapsed_time(end) / 1e3
+            return float(start.elapsed_time(end)) / 1e3
 
         return result, seconds
 
@@ -263,7 +253,8 @@ def overhead(name: str, device: torch.device, calls: int, now: Callable[[], floa
     """Return the microseconds of a call on a few elements: ours and torch's, without and with
     gradient.
     """
-    work = OPERATORS[name].prepare(FEW_ELEMENTS.get(name, (2, 64)), device, torch.float32)
+    operator = OPERATORS[name]
+    work = operator.prepare(tuple(min(n, 8) for n in operator.host[0]), device, torch.float32)
     cells = [name]
     for way in (work.ours, work.torch):
         call = functools.partial(way, *work.arguments)

@@ -20,6 +20,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.shared import ROOT, markdown
 
 PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "numpy")
+MORE = ("deepspeed flash-attn triton pytorch-triton-rocm apex transformer-engine numpy").split()
 SIZES, SMALL = {"cpu": 4096, "cuda": 8192}, 512
 CEILING_S = 0.8  # for each dtype: a few products
 
@@ -42,7 +45,7 @@ def describe(peers: Path | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "libc": " ".join(platform.libc_ver()),
         "load": round(os.getloadavg()[0], 2),
-        "versions": versions(peers),
+        "versions": versions(PACKAGES, peers),
     }
 
 
@@ -59,12 +62,12 @@ def processor() -> str:
     return f"{fields.get('model name', platform.machine())} ({', '.join([family, *flags])})"
 
 
-def versions(peers: Path | None) -> dict[str, str]:
-    """Versions of the packages; those of the peers' own folder count as well."""
+def versions(names: Iterable[str], peers: Path | None = None) -> dict[str, str]:
+    """Return the versions of packages, first those of the peers' own folder."""
     found = {}
-    for name in PACKAGES:
-        places = [str(peers), *sys.path] if peers else sys.path
-        distribution = next(iter(importlib.metadata.distributions(name=name, path=places)), None)
+    for name in names:
+        paths = [*([str(peers)] if peers else []), *sys.path]
+        distribution = next(iter(importlib.metadata.distributions(name=name, path=paths)), None)
         found[name] = distribution.version if distribution else "absent"
     return found
 
@@ -92,13 +95,13 @@ def product_rates(threads: int, device: str, n: int) -> dict[str, float]:
     rates = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        out, best, began = torch.empty_like(a), float("inf"), time.perf_counter()
-        torch.mm(a, b, out=out)
-        while time.perf_counter() - began < CEILING_S:
-            best = min(best, seconds_of(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device))
-        rates[name] = (
-            2 * n**3 / (best if best < float("inf") else time.perf_counter() - began) / 1e9
-        )
+        product = partial(torch.mm, a, b, out=torch.empty_like(a))
+        product()
+        end = time.perf_counter() + CEILING_S
+        best_s = seconds_of(product, device)
+        while time.perf_counter() < end:
+            best_s = min(best_s, seconds_of(product, device))
+        rates[name] = 2 * n**3 / best_s / 1e9
     return rates
 
 
@@ -171,17 +174,7 @@ def accelerator() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    for name in (
-        "deepspeed",
-        "flash-attn",
-        "triton",
-        "pytorch-triton-rocm",
-        "apex",
-        "transformer-engine",
-        "numpy",
-    ):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            facts[name] = importlib.metadata.version(name)
+    facts |= {name: version for name, version in versions(MORE).items() if version != "absent"}
     tools = {target: compiler(target) for target in TARGETS}
     return facts | {f"compiler, {target}": _version(tool) for target, tool in tools.items() if tool}
 

@@ -9,7 +9,8 @@ from typing import Any
 from megatron.config import Config
 from megatron.errors import ConfigError
 
-SMALL: dict[str, Any] = dict(
+Fields = dict[str, Any]
+SMALL: Fields = dict(
     num_layers=8,
     hidden_size=512,
     num_attention_heads=8,
@@ -21,7 +22,7 @@ SMALL: dict[str, Any] = dict(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
-LLAMA: dict[str, Any] = dict(
+LLAMA: Fields = dict(
     swiglu=True,
     add_bias_linear=False,
     num_key_value_heads=4,
@@ -29,11 +30,11 @@ LLAMA: dict[str, Any] = dict(
     normalization="rmsnorm",
     untie_embeddings_and_output_weights=True,
 )
-FULL: dict[str, Any] = dict(recompute_granularity="full")
-SELECTIVE: dict[str, Any] = dict(recompute_granularity="selective")
+FULL: Fields = dict(recompute_granularity="full")
+SELECTIVE: Fields = dict(recompute_granularity="selective")
 
 
-def _layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: Any) -> dict[str, Any]:
+def _layout(tp: Any = 1, pp: Any = 1, dp: Any = 1, **more: Any) -> dict[str, Any]:
     sizes = dict(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp * dp
     )
@@ -56,12 +57,12 @@ def _shapes() -> tuple[Shape, ...]:
     sp = dict(sequence_parallel=True)
     chunk = dict(num_layers_per_virtual_pipeline_stage=1)
     untied = dict(untie_embeddings_and_output_weights=True)
-    fp16 = dict(fp16=True, bf16=None)
+    fp16: Fields = dict(fp16=True, bf16=None)
     alibi = dict(position_embedding_type="alibi")
-    sharded = dict(zero_stage=3, zero_shard_size=2, recompute_num_layers=2)
-    block = dict(recompute_method="block", recompute_num_layers=2)
-    stored = dict(attention_backend="unfused", attention_dropout=0.1)
-    uneven = dict(num_layers=16, pipeline_layout="1,2,3,2,3,1,2,2")
+    sharded: Fields = dict(zero_stage=3, zero_shard_size=2, recompute_num_layers=2)
+    block: Fields = dict(recompute_method="block", recompute_num_layers=2)
+    stored: Fields = dict(attention_backend="unfused", attention_dropout=0.1)
+    uneven: Fields = dict(num_layers=16, pipeline_layout="1,2,3,2,3,1,2,2")
     gpu = {
         "DP 4, ZeRO 3 within 2, full by 2": _layout(dp=4, **sharded, **FULL),
         "DP 8, fp16": _layout(dp=8, **fp16),
@@ -164,7 +165,7 @@ def _fields(draw: random.Random) -> dict[str, Any]:
     )
 
 
-COMMON: dict[str, Any] = dict(
+COMMON: Fields = dict(
     num_layers=4,
     vocab_size=8000,
     global_batch_size=2,
@@ -172,14 +173,14 @@ COMMON: dict[str, Any] = dict(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
-LARGE: dict[str, Any] = dict(
+LARGE: Fields = dict(
     hidden_size=1024,
     num_attention_heads=16,
     seq_length=1024,
     max_position_embeddings=1024,
     ffn_hidden_size=4096,
 )
-SMALLER: dict[str, Any] = dict(
+SMALLER: Fields = dict(
     hidden_size=512,
     num_attention_heads=8,
     seq_length=1024,
@@ -192,7 +193,7 @@ itself, which is no tensor: some 10 MiB less at a hidden size of 256 than at 512
 more from there on."""
 
 
-_SHORT: dict[str, Any] = dict(seq_length=256, max_position_embeddings=256)
+_SHORT: Fields = dict(seq_length=256, max_position_embeddings=256)
 SHARED: dict[str, Any] = {**LARGE, **_SHORT, "num_layers": 8}
 SHARED_SMALLER: dict[str, Any] = {**SMALLER, **_SHORT}
 """Sizes with few tokens, so that what ZeRO divides is most of the difference."""
@@ -249,7 +250,7 @@ DEVICE_RUNS = (
 """On one GPU, where the peak holds tensors alone and needs no baseline."""
 
 
-_HELD: dict[str, Any] = dict(
+_HELD: Fields = dict(
     num_layers=6,
     hidden_size=256,
     num_attention_heads=4,

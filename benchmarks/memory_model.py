@@ -170,10 +170,8 @@ def compare_device(runs: Sequence[Run]) -> list[Compared]:
     foreseen = [
         rehearse(Config.create(**fields), None, "gpu").ranks[0].needed_bytes for fields in every
     ]
-    return [
-        Compared(run.name, 0, *sizes, run.limit)
-        for run, *sizes in zip(runs, foreseen, found, strict=True)
-    ]
+    sizes = zip(runs, foreseen, found, strict=True)
+    return [Compared(run.name, 0, expected, held, run.limit) for run, expected, held in sizes]
 
 
 def peak_bytes(flags: Sequence[str], processes: int, malloc: Mapping[str, str] = BARE) -> list[int]:

@@ -81,7 +81,7 @@ def batches(text: torch.Tensor, seed: int, samples: int, length: int) -> Iterato
     while True:
         starts = torch.randint(0, len(text) - length - 1, (samples, 1), generator=draw)
         rows = text[starts + torch.arange(length + 1)]
-        yield MicroBatch(rows[:, :-1], rows[:, 1:], torch.ones(samples, length), None, None, 0)
+        yield MicroBatch(rows[:, :-1], rows[:, 1:], torch.ones(samples, length), None, None, 0)  # type: ignore[arg-type]
 
 
 class Training:

@@ -90,7 +90,7 @@ def furthest(found: dict[int, Record], expected: dict[int, Record], key: str) ->
     """Return the largest relative difference of a step; infinite if steps are missing or skipped."""
     if found.keys() != expected.keys() or any(record["skipped"] for record in found.values()):
         return float("inf")
-    return max(abs(record[key] / expected[i][key] - 1) for i, record in found.items())
+    return max(abs(float(record[key] / expected[i][key]) - 1) for i, record in found.items())
 
 
 def resumed(folder: Path, device: str, here: Sequence[str], env: Mapping[str, str] | None) -> float:

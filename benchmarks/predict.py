@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -122,10 +123,9 @@ def summary(rows: Sequence[Row]) -> str:
     """Median and worst error, and the ranking."""
     lines = [f"{len(rows)} layouts"]
     for name, error in (
-        ("as predicted", Row.error.fget),
-        ("at the machine's speed", Row.error_at_speed.fget),
+        ("as predicted", attrgetter("error")),
+        ("at the machine's speed", attrgetter("error_at_speed")),
     ):
-        assert error is not None
         worst = max(rows, key=lambda row: abs(error(row)))
         median = statistics.median(abs(error(row)) for row in rows)
         where = f"({worst.layout.model}, {worst.layout.name})"

@@ -61,11 +61,11 @@ def main(argv: list[str] | None = None) -> int:
 def updated(text: str, tables: dict[str, Table]) -> str:
     """The document with each table behind its mark, `<!-- published: NAME -->`."""
     for name, table in tables.items():
-        pattern = re.compile(rf"(<!-- published: {re.escape(name)} -->\n\n)(?:(?:\|.*\n)+\n)?")
-        rows = f"{table.markdown()}\n\n"
-        text, found = pattern.subn(lambda match, rows=rows: match[1] + rows, text)
-        if found != 1:
-            raise SystemExit(f"the document has {found} places for the table {name}: one is needed")
+        before, mark, after = text.partition(f"<!-- published: {name} -->\n\n")
+        if not mark:
+            raise SystemExit(f"the document has no place for the table {name}")
+        after = re.sub(r"\A(\|.*\n)+\n", "", after)
+        text = f"{before}{mark}{table.markdown()}\n\n{after}"
     return text
 
 

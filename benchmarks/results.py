@@ -248,13 +248,11 @@ def ceiling_table(ceiling: dict[str, Figure]) -> Table:
     return table
 
 
-def comparison_table(
-    lines: Iterable[tuple[str, float, float, float, str]], *, every: bool = False
-) -> Table:
-    """Lines of `compare`, those beyond the spread unless `every`."""
+def comparison_table(lines: Iterable[tuple[str, float, float, float, str]]) -> Table:
+    """Tabulate the lines of `compare` that are beyond the spread."""
     table = [["figure", "then", "now", "change", ""]]
     for name, then, now, change, verdict in lines:
-        if every or verdict != "within spread":
+        if verdict != "within spread":
             table.append([name, f"{then:,.4g}", f"{now:,.4g}", f"{100 * change:+.1f} %", verdict])
     return table
 
@@ -292,8 +290,9 @@ def notes(record: Record) -> list[str]:
         count = r.get("ratio", {}).get("count", record.get("rounds", 0))
         if count < record.get("rounds", 0):
             fewer.setdefault(count, []).append(f"{r['workload']} {r['case']}, {r['side']}")
-    lines += [f"in {count} round(s) only: {'; '.join(names)}" for count, names in fewer.items()]
-    return lines + [f"not run: {name}: {why}" for name, why in record.get("left_out", {}).items()]
+    return lines + [
+        f"in {count} round(s) only: {'; '.join(names)}" for count, names in fewer.items()
+    ]
 
 
 def tables(record: Record) -> list[tuple[str, Table]]:

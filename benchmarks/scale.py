@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def topology(data: int, repeat: int) -> list[Row]:
 
 def schedule(data: int, repeat: int) -> list[Row]:
     """One rank's instructions of a step."""
-    from megatron.pipeline.schedule import build_rank_schedule, build_schedule
+    from megatron.pipeline.schedule import build_rank_schedule
 
     rows = []
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
@@ -94,12 +93,6 @@ def schedule(data: int, repeat: int) -> list[Row]:
             name, PIPELINE, chunks, MICRO_BATCHES, PIPELINE // 2
         )
         rows.append(measured(f"{name}, {MICRO_BATCHES} micro-batches", build, repeat)[0])
-    evaluation = partial(
-        build_rank_schedule, "1f1b", PIPELINE, 1, MICRO_BATCHES, PIPELINE // 2, True
-    )
-    rows.append(measured("evaluation", evaluation, repeat)[0])
-    everything = partial(build_schedule, "1f1b", PIPELINE, 1, MICRO_BATCHES)
-    rows.append(measured("1f1b for all ranks (simulator)", everything)[0])
     return rows
 
 
@@ -114,7 +107,11 @@ def executor(data: int, repeat: int) -> list[Row]:
     made = Topology.create(TENSOR, PIPELINE)
     weight = torch.ones(4, requires_grad=True)
     stage = made.pipeline.rank
-    run = Executor(made, {stage: lambda _, hidden: hidden * weight}, "1f1b", ((4,), torch.float32))
+
+    def forward(_: Any, hidden: Any) -> Any:
+        return hidden * weight
+
+    run = Executor(made, {stage: forward}, "1f1b", ((4,), torch.float32))
     micro_batches = list(range(MICRO_BATCHES))
     first, _ = measured(
         f"first step of {MICRO_BATCHES} micro-batches", lambda: run.train(micro_batches)

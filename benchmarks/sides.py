@@ -99,29 +99,17 @@ def absent(side: Side) -> str:
 
 def our_arguments(case: Case, side: Side, steps: int) -> list[str]:
     """The command line of pretrain_gpt.py."""
-    settings = {
-        "num-layers": case.layers,
-        "hidden-size": case.hidden,
-        "num-attention-heads": case.heads,
-        "seq-length": case.sequence,
-        "max-position-embeddings": case.sequence,
-        "vocab-size": case.vocabulary,
-        "micro-batch-size": case.micro_batch,
-        "global-batch-size": case.global_batch,
-        "train-iters": steps,
-        "tensor-model-parallel-size": case.tensor,
-        "pipeline-model-parallel-size": case.pipeline,
-        "zero-stage": 1,
-        "attention-dropout": 0.0,
-        "hidden-dropout": 0.0,
-        "lr": 1e-4,
-        "weight-decay": 0.1,
-        "clip-grad": 1.0,
-        "eval-iters": 0,
-        "log-interval": 1,
-    }
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return [*words, "--mock-data", *(["--bf16"] if case.dtype == "bf16" else []), *side.flags]
+    words = (
+        f"--num-layers {case.layers} --hidden-size {case.hidden} "
+        f"--num-attention-heads {case.heads} --seq-length {case.sequence} "
+        f"--max-position-embeddings {case.sequence} --vocab-size {case.vocabulary} "
+        f"--micro-batch-size {case.micro_batch} --global-batch-size {case.global_batch} "
+        f"--train-iters {steps} --tensor-model-parallel-size {case.tensor} "
+        f"--pipeline-model-parallel-size {case.pipeline} --zero-stage 1 --attention-dropout 0 "
+        "--hidden-dropout 0 --lr 1e-4 --weight-decay 0.1 --clip-grad 1 --eval-iters 0 "
+        "--log-interval 1 --mock-data"
+    ).split()
+    return [*words, *["--bf16"] * (case.dtype == "bf16"), *side.flags]
 
 
 def peer_task(case: Case, side: Side, steps: int, output: Path) -> dict[str, object]:

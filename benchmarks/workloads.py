@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -132,16 +133,13 @@ TRANSFORMERS_DEFAULTS = replace(
 )
 MEGATRON_CORE = Side("megatron-core", "megatron_core.py")
 DDP = replace(EAGER, name="torch, DDP", less=ALL_WEIGHTS)
-# What PyPI has and is not run, with the reason, for the tables.
-LEFT_OUT = {
-    "torchtitan": "0.3.0 has language models of Llama's, Qwen's and DeepSeek's shapes only: not "
-    "the work of a GPT-2",
-    "picotron, nanoGPT, Megatron-DeepSpeed": "not on PyPI; `torch, eager` and `torch, compiled` "
-    "stand for nanoGPT",
-}
 # Its steps take seconds each.
-GPT2 = dict(workload="W1", layers=12, hidden=768, heads=12, vocabulary=50304, steps=1)
-SMALL = dict(layers=6, hidden=512, heads=8, vocabulary=8192, sequence=512, dtype="bf16")
+GPT2: dict[str, Any] = dict(
+    workload="W1", layers=12, hidden=768, heads=12, vocabulary=50304, steps=1
+)
+SMALL: dict[str, Any] = dict(
+    layers=6, hidden=512, heads=8, vocabulary=8192, sequence=512, dtype="bf16"
+)
 
 
 def cpu_cases() -> list[Case]:

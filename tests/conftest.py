@@ -45,7 +45,7 @@ CAMPAIGN_LIMIT_S = 3600
 # A worker gets whole files (--dist loadfile). Those that take longest start first, so that no
 # worker finishes alone.
 LONGEST = """
-    benchmarks/test_gpu_check.py benchmarks/test_bench.py
+    benchmarks/test_scripts.py
     planner/dryrun/test_rehearsal.py training/safety/test_faults_in_run.py engine/test_engine.py parity/test_grid.py
     training/run/test_run.py training/safety/test_not_finite.py
     tools/preparation/test_preprocess_resume.py jobs/test_tune.py tools/test_plan.py

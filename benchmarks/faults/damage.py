@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.faults import history
@@ -146,7 +147,7 @@ def campaign(
         for kind in KINDS
         for _ in range(flips if kind == "flip" else 1)
     ]
+    names, kinds = zip(*wanted, strict=True)
     seeds = [chance.randrange(2**32) for _ in wanted]
     with ThreadPoolExecutor(jobs) as pool:
-        numbered = zip(wanted, range(len(wanted)), seeds, strict=True)
-        yield from pool.map(lambda case: hurt(trained, *case[0], case[1], case[2]), numbered)
+        yield from pool.map(partial(hurt, trained), names, kinds, range(len(wanted)), seeds)

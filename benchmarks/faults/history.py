@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 Step = tuple[float, float | None, int]
 """Loss, norm of the gradient, consumed samples."""
@@ -78,7 +79,9 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     reader = dcp.FileSystemReader(checkpoint)
     described = reader.read_metadata().state_dict_metadata
     found = {
-        name: torch.empty(tuple(m.size), dtype=m.properties.dtype) for name, m in described.items()
+        name: torch.empty(tuple(m.size), dtype=m.properties.dtype)
+        for name, m in described.items()
+        if isinstance(m, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
         # torch warns that this is one process, which is what is meant
