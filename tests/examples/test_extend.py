@@ -7,7 +7,9 @@ weight may be off by two steps.
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron import program
 from megatron.config import Config
 from megatron.config.pieces import load_pieces
 from megatron.data.datasets import build_datasets
@@ -24,19 +27,21 @@ from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
 from megatron.errors import ConfigError, DataError
 from megatron.pipeline.orders import Instruction, Op
 from megatron.pipeline.schedule import build_rank_schedule
-from tests.helpers.launching import ROOT, Outcome, Script, launch
+from tests.helpers.launching import ROOT, Outcome, launch
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import MODEL, records, values
 from tests.helpers.training import STEPS, assemble, train_plainly
 from tests.parity.cases import layout, train
+from tools import plan
 
 FOLDER = "examples/extend"
 # Without biases: softmax is invariant under that of the keys, whose gradient is therefore pure
 # rounding.
 SIGNS = dict(lr=1e-3, adam_beta1=0.9, add_bias_linear=False)
 RUNS: dict[str, dict[str, Any]] = {
-    "layer": layout(tp=2, pp=2, dp=2, sp=True)[2],
-    "schedule": layout(tp=2, pp=2, dp=2)[2],
-    "optimizer": layout(tp=2, pp=2, dp=2, **SIGNS)[2],
+    "layer": layout(tp=2, pp=2, sp=True)[2],
+    "schedule": layout(pp=2, dp=2)[2],
+    "optimizer": layout(tp=2, dp=2, **SIGNS)[2],
 }
 FILES = {name: str(ROOT / FOLDER / f"{name}.py") for name in (*RUNS, "data")}
 TINY = (
@@ -46,6 +51,11 @@ TINY = (
 ).split()
 CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
 TEXT = ["--data-path", str(ROOT / "docs/frontier.md")]
+PLAN = (
+    "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16 --processes 1 -- "
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+    "--vocab-size 50257"
+).split()
 
 
 def words(name: str) -> list[str]:
@@ -53,10 +63,10 @@ def words(name: str) -> list[str]:
 
 
 @cache
-def on_eight() -> list[list[dict[str, Any]]] | Exception:
+def on_four() -> list[list[dict[str, Any]]] | Exception:
     try:
         return run_processes(
-            8, train, [{**fields, "pieces": FILES[name]} for name, fields in RUNS.items()]
+            4, train, [{**fields, "pieces": FILES[name]} for name, fields in RUNS.items()]
         )
     except Exception as error:  # of all their tests, without another try
         return error
@@ -65,7 +75,7 @@ def on_eight() -> list[list[dict[str, Any]]] | Exception:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_that_of_one_process(name: str) -> None:
-    found = on_eight()
+    found = on_four()
     if isinstance(found, Exception):
         raise found
     ranks = [runs[list(RUNS).index(name)] for runs in found]
@@ -84,11 +94,6 @@ def test_a_run_is_that_of_one_process(name: str) -> None:
     assert sum((d > 5e-6).sum() for d in apart) <= turned * sum(d.size for d in apart)
 
 
-def losses(metrics: Path) -> list[float]:
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [record["lm_loss"] for record in records if record["event"] == "iteration"]
-
-
 def good(outcomes: list[Outcome | None]) -> None:
     for outcome in outcomes:
         assert outcome is not None and outcome.code == 0, outcome
@@ -98,81 +103,46 @@ def good(outcomes: list[Outcome | None]) -> None:
 def test_data_of_ones_own_train_as_in_one_process_and_go_on_from_a_checkpoint(
     tmp_path: Path,
 ) -> None:
-    files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "eight", "again")}
-    good(launch(1, [*words("data"), "--metrics-file", str(files["one"])]))
-    save = ["--save", str(tmp_path / "saved"), *CUT]
-    first = [*words("data"), *save, "--exit-interval", "2", "--metrics-file", str(files["eight"])]
-    good(launch(8, first))
-    good(
-        launch(
-            8,
-            [
-                *words("data"),
-                *save,
-                "--load",
-                str(tmp_path / "saved"),
-                "--metrics-file",
-                str(files["again"]),
-            ],
-        )
-    )
-    one = losses(files["one"])
-    assert len(one) == 3 and losses(files["eight"]) + losses(files["again"]) == pytest.approx(
-        one, rel=5e-6
-    )
+    flags, one, cut = words("data"), tmp_path / "one", tmp_path / "cut"
+    good(launch(1, [*flags, "--save", str(one)]))
+    good(launch(4, [*flags, *CUT, "--save", str(cut), "--exit-interval", "2"]))
+    good(launch(1, [*flags, "--save", str(cut), "--load", str(cut)]))
+    losses = [np.ravel(values(records(run)["iteration"], "lm_loss")) for run in (cut, one)]
+    assert len(losses[1]) == 3 and losses[0] == pytest.approx(losses[1], rel=5e-6)
 
 
-def ran(script: str, arguments: list[str], folder: Path) -> str:
-    with Script(script, arguments, folder / "log") as process:
-        outcome = process.wait()
-    assert outcome.code == 0, outcome.output
-    return outcome.output
+def shown(rank: int) -> dict[str, tuple[str, str]]:
+    """Return the memory of a dry run, and a plan, with each file of pieces and with none."""
 
+    def printed(command: Callable[[list[str]], int], arguments: list[str]) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert command(arguments) == 0
+        return out.getvalue()
 
-def needs(words: list[str], folder: Path) -> str:
-    """Return what a dry run reports of the memory of each device."""
-    flags = [*CUT, "--world-size", "8", "--dry-run"]
-    return ran("pretrain_gpt.py", [*words, *flags], folder).split("MiB on each device")[1]
+    found = {}
+    for name in ("", *FILES):
+        run = [*(words(name) if name else [*TINY, "--mock-data"]), *CUT]
+        dry = printed(program.run, [*run, "--world-size", "8", "--dry-run"])
+        pieces = ["--pieces", FILES[name]] if name else []
+        found[name] = dry.split("MiB on each device")[1], printed(plan.main, [*PLAN, *pieces])
+    return found
 
 
 @pytest.fixture(scope="module")
-def plain_needs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Memory with the project's own pieces."""
-    return needs([*TINY, "--mock-data"], tmp_path_factory.mktemp("plain"))
+def planned() -> dict[str, tuple[str, str]]:
+    (found,) = run_processes(1, shown)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_each_is_dry_run(name: str, plain_needs: str, tmp_path: Path) -> None:
-    """A dry run of each example differs in memory from the project's own pieces, except for data.
+def test_each_is_dry_run_and_planned(name: str, planned: dict[str, tuple[str, str]]) -> None:
+    """Memory and plan differ from those of the project's own pieces, except for data.
 
     The examples have other parameters, passes that wait, or less state.
     """
-    assert (needs(words(name), tmp_path) == plain_needs) == (name == "data")
-
-
-def planned(flags: list[str], folder: Path) -> str:
-    plan = (
-        "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16"
-    ).split()
-    model = (
-        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size "
-        "50257"
-    ).split()
-    return ran("tools/plan.py", [*plan, "--", *model, *flags], folder)
-
-
-@pytest.fixture(scope="module")
-def plain_plan(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Plan with the project's own pieces."""
-    return planned([], tmp_path_factory.mktemp("plan"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FILES)
-def test_each_is_planned(name: str, plain_plan: str, tmp_path: Path) -> None:
-    """The plan differs from that of the project's own pieces where these have another cost."""
-    assert (planned(["--pieces", FILES[name]], tmp_path) == plain_plan) == (name == "data")
+    for found, plain in zip(planned[name], planned[""], strict=True):
+        assert (found == plain) == (name == "data")
 
 
 TOLD = """
@@ -209,9 +179,7 @@ def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path:
 
 
 def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
-    config = Config.create(
-        num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8
-    )
+    config = Config.create(**MODEL)
 
     def backward_first(size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
         return [
@@ -254,14 +222,7 @@ def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
 
 def test_what_the_projects_optimizers_keep_is_what_a_step_makes() -> None:
     for name, state in OPTIMIZERS.items():
-        config = Config.create(
-            num_layers=2,
-            hidden_size=8,
-            num_attention_heads=2,
-            seq_length=4,
-            vocab_size=8,
-            optimizer=name,
-        )
+        config = Config.create(**MODEL, optimizer=name)
 
         def plain(groups: Any, settings: Any, config: Config = config) -> torch.optim.Optimizer:
             return build_optimizer(groups, config, torch.device("cpu"))

@@ -19,7 +19,6 @@ from tests.helpers.launching import ROOT
 pytestmark = pytest.mark.slow
 
 SCRIPTS = {path.stem.removeprefix("train_"): path for path in FRONTIER.glob("train_*.sbatch")}
-OF_DASH = ("1.4b", "22b", "175b", "1t")
 TRAIN = SCRIPTS["22b"]
 PROGRAM = "pretrain_gpt.py"
 TINY = ("--mock-data", "--train-iters", "3")
@@ -54,12 +53,8 @@ def test_srun_as_olcf_recommends(tmp_path):
     ended = train(tmp_path, DEVICE="gpu", SITE_MODULES="")
     assert ended.code == 0, ended.log
     (call,) = ended.named("srun", PROGRAM)
-    assert [call.value(flag) for flag in ("-N", "-n", "-c", "--ntasks-per-node")] == [
-        "2",
-        "16",
-        "7",
-        "8",
-    ]
+    asked = [call.value(flag) for flag in ("-N", "-n", "-c", "--ntasks-per-node")]
+    assert asked == ["2", "16", "7", "8"]
     assert {"--gpus-per-task=1", "--gpu-bind=closest"} <= set(call.words)
     # Ranks end by themselves and name the lost one; a rank that does not is ended after a while.
     assert (call.value("--kill-on-bad-exit"), call.value("--wait")) == ("0", "600")
@@ -69,12 +64,7 @@ def test_srun_as_olcf_recommends(tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "flags", "name"),
-    [
-        ("frontier", ("--data-path", "d"), "gpt"),
-        ("frontier", ("--mock-data",), "gpt-mock"),
-        ("paper", ("--data-path", "d"), "gpt-paper"),
-        ("paper", ("--mock-data",), "gpt-paper-mock"),
-    ],
+    [("frontier", ("--data-path", "d"), "gpt"), ("paper", ("--mock-data",), "gpt-paper-mock")],
 )
 def test_no_training_goes_on_from_a_trial_or_another_recipe(tmp_path, recipe, flags, name):
     ended = run_script(tmp_path, TRAIN, "--train-iters", "3", *flags, RECIPE=recipe, RUN_NAME="")
@@ -84,15 +74,8 @@ def test_no_training_goes_on_from_a_trial_or_another_recipe(tmp_path, recipe, fl
 
 
 def test_a_setting_that_is_not_understood_is_refused(tmp_path):
-    for setting in (
-        "PREFLIGHT=yes",
-        "REQUEUE=true",
-        "DEVICE=cuda",
-        "GPU_VISIBILITY=two",
-        "MAX_STARTS=many",
-        "DRY_RUN=y",
-        "RECIPE=papper",
-    ):
+    wrong = "PREFLIGHT=yes DRY_RUN=y REQUEUE=true DEVICE=cuda GPU_VISIBILITY=two MAX_STARTS=many RECIPE=papper"
+    for setting in wrong.split():
         name, value = setting.split("=")
         ended = train(tmp_path, **{name: value})
         assert (ended.code, ended.calls) == (2, []) and setting in ended.log
@@ -102,13 +85,12 @@ def test_all_devices_visible_and_none(tmp_path):
     (call,) = train(tmp_path, GPU_VISIBILITY="all").named("srun", PROGRAM)
     assert "--gpus-per-node=8" in call.words
     assert not [word for word in call.words if word.startswith(("--gpus-per-task", "--gpu-bind"))]
-    (call,) = train(tmp_path).named("srun", PROGRAM)  # DEVICE=cpu
-    assert not [word for word in call.words if word.startswith("--gpu")]
-    assert call.value("--distributed-backend") == "gloo"
 
 
 def test_recipe_and_flags(tmp_path):
     (call,) = train(tmp_path, "--lr", "1e-4", "--title", "two words", "*").named("srun", PROGRAM)
+    assert not [word for word in call.words if word.startswith("--gpu")]  # DEVICE=cpu
+    assert call.value("--distributed-backend") == "gloo"
     program = call.words[call.words.index(f"{ROOT}/{PROGRAM}") :]
     assert call.value("--preset") == "gpt-22b-frontier"
     assert call.value("--save") == call.value("--load") == f"{tmp_path}/runs/gpt/checkpoints"
@@ -118,20 +100,16 @@ def test_recipe_and_flags(tmp_path):
     assert "--train-tokens" not in program  # a length was given
 
 
-@pytest.mark.parametrize("name", OF_DASH)
-def test_recipe_of_the_paper(tmp_path, name):
-    ended = run_script(
-        tmp_path, SCRIPTS[name], "--mock-data", RECIPE="paper", SLURM_JOB_NUM_NODES="128"
-    )
+def test_recipe_of_the_paper(tmp_path):
+    """Each other script's flags are resolved below; the batch of 1T grows with its nodes."""
+    paper = {"RECIPE": "paper", "SLURM_JOB_NUM_NODES": "128"}
+    ended = run_script(tmp_path, SCRIPTS["1t"], "--mock-data", **paper)
     (call,) = ended.named("srun", PROGRAM)
-    assert (call.value("--preset"), "--fp16" in call.words) == (f"gpt-{name}", True)
-    assert (call.value("--rank-order"), call.value("--device-order")) == (
-        "tp-dp-pp",
-        "0,1,2,3,4,5,6,7",
-    )
+    flags = ("--preset", "--rank-order", "--device-order", "--global-batch-size")
+    # 1600 samples for each replica of 64 nodes
+    expected = ["gpt-1t", "tp-dp-pp", "0,1,2,3,4,5,6,7", "3200"]
+    assert [call.value(flag) for flag in flags] == expected and "--fp16" in call.words
     assert int(call.value("--train-tokens")) > 1e10
-    if name == "1t":
-        assert call.value("--global-batch-size") == "3200"  # 1600 for each replica of 64 nodes
 
 
 def test_data_of_the_site(tmp_path):
@@ -155,7 +133,7 @@ def test_the_configuration_is_checked_first(tmp_path):
     assert call.words[-3:] == ["--world-size", "16", "--print-config"]
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (75, True), (137, True)])
+@pytest.mark.parametrize(("code", "requeued"), [(1, False), (137, True)])
 def test_exit_codes(tmp_path, code, requeued):
     said = (
         "echo 'srun: error: a2: task 9: whatever' >&2; echo why "
@@ -166,10 +144,11 @@ def test_exit_codes(tmp_path, code, requeued):
     assert (["scontrol", "requeue", "77"] in [call.words for call in ended.calls]) == requeued
     if code:
         assert re.search(r"ERROR: task\(s\) 9 on a2: whatever; \S+/logs/77/0/task_9.err", ended.log)
-    kept = train(tmp_path, REQUEUE="0", STUB_srun=f"[[ $* != *{PROGRAM}* ]] || exit {code}")
-    assert kept.code == code
-    assert ["scontrol", "requeue", "77"] not in [call.words for call in kept.calls]
-    assert "--requeue" not in kept.named("srun", PROGRAM)[0].words
+    if requeued:
+        kept = train(tmp_path, REQUEUE="0", STUB_srun=f"[[ $* != *{PROGRAM}* ]] || exit {code}")
+        assert kept.code == code
+        assert ["scontrol", "requeue", "77"] not in [call.words for call in kept.calls]
+        assert "--requeue" not in kept.named("srun", PROGRAM)[0].words
 
 
 def test_a_job_that_somebody_ended_stays_out_of_the_queue(tmp_path):
@@ -264,17 +243,15 @@ def test_a_task_of_an_array_is_a_job_of_its_own(tmp_path):
     assert {call.value("-j") for call in ended.named("squeue")} == {"77_3"}
     (call,) = ended.named("srun", PROGRAM)
     assert call.value("--save") == f"{tmp_path}/runs/gpt-mock-3/checkpoints"
-    (call,) = train(tmp_path, **array | {"RUN_NAME": "one"}).named("srun", PROGRAM)
-    assert call.value("--save") == f"{tmp_path}/runs/one/checkpoints"
 
 
 def test_requeued_jobs_go_on_from_their_own_checkpoint(tmp_path):
     (call,) = train(tmp_path, "--save", "/mine").named("srun", PROGRAM)
     assert call.value("--load") == "/mine"
-    for job, flags in enumerate((["--load", "/other"], ["--finetune"], ["--load-tag=iter_1"])):
+    for flags in (["--load", "/other"], ["--finetune"], ["--load-tag=iter_1"]):
         ended = train(tmp_path, *flags)
         assert (ended.code, ended.named("srun")) == (2, []), flags
-        assert train(tmp_path, *flags, REQUEUE="0", SLURM_JOB_ID=str(job)).code == 0
+    assert train(tmp_path, *flags, REQUEUE="0").code == 0
 
 
 def test_dry_run_starts_nothing(tmp_path):
@@ -297,16 +274,14 @@ def test_dry_run_starts_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "code"),
-    [("--train-iters 3 --lr 1e-3", 0), ("--lr 1e-3", 2), ("--train-iters 3", 2)],
+    ("flags", "code"), [("--train-iters 3 --lr 1e-3", 0), ("--lr 1e-3", 2), ("--train-iters 3", 2)]
 )
 def test_the_check_of_the_flags_is_that_of_the_run(tmp_path, flags, code):
     """Without a length or a learning rate all ranks would refuse the run."""
     model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data"
     words = [*model.split(), "--vocab-size", "64", "--micro-batch-size", "1", *flags.split()]
     settings = {"SITE_VENV": sys.prefix, "PRESET": ""}
-    for dry in "01":
-        assert run_script(tmp_path, TRAIN, *words, DRY_RUN=dry, **settings).code == code
+    assert run_script(tmp_path, TRAIN, *words, DRY_RUN="1", **settings).code == code
 
 
 def test_a_dry_run_ends_with_what_would_end_the_job(tmp_path):
@@ -315,17 +290,15 @@ def test_a_dry_run_ends_with_what_would_end_the_job(tmp_path):
     Causes are flags that do not resolve, modules that do not load, and no Python.
     """
     module = {"BASH_FUNC_module%%": "() { [[ $2 != gone ]]; }", "DEVICE": "gpu", "DRY_RUN": "1"}
-    for broken in (
-        {"STUB_python": "exit 2"},
-        {"SITE_MODULES": "rocm gone"},
-        {"SITE_VENV": "/nowhere"},
+    for code, broken in (
+        (2, {"STUB_python": "exit 2"}),
+        (2, {"SITE_MODULES": "rocm gone"}),
+        (2, {"SITE_VENV": "/nowhere"}),
+        (0, {}),
     ):
         ended = train(tmp_path, **{**module, "SITE_MODULES": "rocm", **broken})
-        assert (ended.code, ended.log.splitlines()[-1].startswith("+ srun -N 2 -n 16 ")) == (
-            2,
-            True,
-        ), ended.log
-    assert train(tmp_path, **{**module, "SITE_MODULES": "rocm"}).code == 0
+        last = ended.log.splitlines()[-1]
+        assert ended.code == code and last.startswith("+ srun -N 2 -n 16 "), ended.log
 
 
 # Numbers of nodes in the heads of the scripts and in the README.
@@ -343,14 +316,8 @@ NODES = {
 def test_configurations_resolve(tmp_path, name):
     of_a_paper = [] if name == "8b_1m" else [("paper", NODES[name][-1:])]
     for recipe, numbers in (("frontier", NODES[name]), *of_a_paper):
-        ended = run_script(
-            tmp_path,
-            SCRIPTS[name],
-            "--mock-data",
-            DRY_RUN="1",
-            RECIPE=recipe,
-            SLURM_JOB_NUM_NODES=str(numbers[-1]),
-        )
+        settings = dict(DRY_RUN="1", RECIPE=recipe, SLURM_JOB_NUM_NODES=str(numbers[-1]))
+        ended = run_script(tmp_path, SCRIPTS[name], "--mock-data", **settings)
         words = shlex.split(ended.log.splitlines()[-1])
         for nodes in numbers:
             config = parse_args(words[words.index(f"{ROOT}/{PROGRAM}") + 1 :], 8 * nodes)

@@ -118,10 +118,7 @@ def test_every_variable_of_env_can_be_set_before(tmp_path):
     assert on_frontier(tmp_path, SLURM_JOB_NUM_NODES="2", **mine) == {}
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("", "/cpe/lib"), ("/mine", "/cpe/lib:/mine")],
-)
+@pytest.mark.parametrize(("before", "after"), [("", "/cpe/lib"), ("/mine", "/cpe/lib:/mine")])
 def test_libraries_of_a_cpe_that_is_not_the_default_come_first(before: str, after: str) -> None:
     """CRAY_LD_LIBRARY_PATH precedes LD_LIBRARY_PATH, as in the user guide."""
     done = subprocess.run(

@@ -13,6 +13,20 @@ from megatron.model.gpt import build_chunks
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 
+GPT: dict[str, Any] = dict(
+    num_layers=4,
+    hidden_size=32,
+    num_attention_heads=4,
+    seq_length=16,
+    vocab_size=50,
+    make_vocab_size_divisible_by=8,
+    init_method_std=0.4,
+    seed=3,
+    hidden_dropout=0.5,
+    attention_dropout=0.5,
+)
+PROMPTS = [[1, 2, 3], [7], [49, 0, 5, 6, 30]]
+
 
 class ByteTokenizer(Tokenizer):
     """The bytes of UTF-8, and 256 as the end of a document."""

@@ -65,16 +65,9 @@ class Made:
         stop: Callable[[int], bool] = lambda turn: False,
         die: Sequence[tuple[int, str]] = (),
         left_s: Callable[[int], float | None] = lambda turn: None,
-        nodes: int | None = None,
     ) -> None:
-        self.truth, self.hosts, self.turns, self.stop, self.die = (
-            truth,
-            list(hosts),
-            turns,
-            stop,
-            list(die),
-        )
-        self.turn, self.log, self._left_s, self._nodes = 0, list[tuple[str, int]](), left_s, nodes
+        self.truth, self.hosts, self.turns, self.stop, self.die = truth, [*hosts], turns, stop, die
+        self.turn, self.log, self._left_s = 0, list[tuple[str, int]](), left_s
         self._running: list[tuple[Job, list[str], int]] = []
 
     def left_s(self) -> float | None:
@@ -126,14 +119,15 @@ class Made:
             (job.folder / "figures").write_text(json.dumps(found))
         run, complete = RunProcesses(), not interrupted and why is None
         run.exit_codes = [0]
+        begin, end = float(begun), float(self.turn)
         source.ended(
             Attempt(
                 job,
                 tuple(hosts),
                 run,
                 Watch(job, 0.0),
-                float(begun),
-                float(self.turn),
+                begin,
+                end,
                 None,
                 complete,
                 why,

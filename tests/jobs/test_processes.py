@@ -65,22 +65,6 @@ class Ranks:
         return any(self.clock.sleep(1.0) or self.run.poll() for _ in range(seconds))
 
 
-def test_who_does_not_heed_a_wish_to_end_is_asked_again_and_ended_by_force(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ranks = Ranks(monkeypatch, 2)
-    assert not ranks.look_for(100) and ranks.sent == [], "nobody is signalled without a reason"
-    ranks.run.stop()
-    ranks.run.stop()
-    assert ranks.sent == [(100, 0, "TERM"), (100, 1, "TERM")]
-    assert not ranks.look_for(59) and {name for _, _, name in ranks.sent} == {"TERM"}
-    assert 9 <= sum(rank == 0 for _, rank, _ in ranks.sent) <= 13  # every five seconds
-    ranks.look_for(6)
-    assert [sent[1:] for sent in ranks.sent[-2:]] == [(0, "KILL"), (1, "KILL")]
-    ranks.codes[:] = [-9, -9]
-    assert ranks.look_for(1) and ranks.run.exit_codes == [-9, -9]
-
-
 def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

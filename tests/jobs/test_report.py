@@ -12,7 +12,7 @@ from megatron.config.command_line import parse_args, parse_plan
 from megatron.errors import ConfigError
 from megatron.jobs import tune
 from megatron.jobs.result import Ending
-from megatron.jobs.tune import TuningSearch, command, summary, write_report
+from megatron.jobs.tune import TuningSearch, command, write_report
 from tests.jobs.made import Made, no_files, search, setup, truth
 
 
@@ -62,21 +62,6 @@ def test_the_table_has_every_trial_with_its_figures(
         else:
             assert float(shown) == pytest.approx(step_s, rel=1e-3)
             assert value == f"{8 * 64 / step_s:.4g} tokens/s"
-
-
-def test_what_is_as_good_within_the_noise_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Layouts as good as the best within the noise are reported.
-
-    Two layouts are 1 % and 30 % behind; the scatter is 2 % until runs of one layout show more.
-    """
-    no_pictures(monkeypatch)
-    for slower, near in ((0.01, True), (0.3, False)):
-        runner = Made(lambda values, slower=slower: 1.0 + slower * (values["number"] == 2))
-        lines = summary(report(tmp_path / f"{near}", "--max-trials", "2", runner=runner))
-        assert "mbs=1,seed=0 (trial 1" in lines[0] and "512 tokens/s" in lines[0]
-        assert ("mbs=1,seed=1 (trial 2)" in lines[1]) is near
 
 
 def test_missing_libraries_and_folders_that_cannot_be_written(

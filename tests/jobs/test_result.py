@@ -27,40 +27,35 @@ Records = list[dict[str, Any]]
 
 def records(times: tuple[float, ...] = TIMES) -> Records:
     """Return the records of an undisturbed run."""
-    settings = json.loads(json.dumps(ASKED.to_dict()))
-    clock = 1000.0
-    found: Records = [
-        {
-            "event": "start",
-            "time": clock,
-            "iteration": 0,
-            "config": settings,
-            "device": "cpu",
-            "layout": {"world": WORLD, "data": 1},
-        }
-    ]
-    for i, step_s in enumerate(times, 1):
-        clock += step_s
-        found.append(
-            {
-                "event": "iteration",
-                "time": clock,
-                "iteration": i,
-                "consumed_samples": BATCH * i,
-                "global_batch_size": BATCH,
-                "step_time_s": step_s,
-                "samples_per_s": BATCH / step_s,
-                "tokens_per_s_per_device": BATCH * SEQUENCE / step_s / WORLD,
-                "memory_bytes": 1000 + i,
-                "memory_rank": 0,
-                "skipped": 0,
-                "nan": 0,
-                "loss_scale": 1.0,
-                "grad_norm": 1.0,
-            }
+    start = dict(
+        event="start",
+        time=1000.0,
+        iteration=0,
+        config=json.loads(json.dumps(ASKED.to_dict())),
+        device="cpu",
+        layout=dict(world=WORLD, data=1),
+    )
+    steps = [
+        dict(
+            event="iteration",
+            time=1000.0 + sum(times[:i]),
+            iteration=i,
+            consumed_samples=BATCH * i,
+            global_batch_size=BATCH,
+            step_time_s=step_s,
+            samples_per_s=BATCH / step_s,
+            tokens_per_s_per_device=BATCH * SEQUENCE / step_s / WORLD,
+            memory_bytes=1000 + i,
+            memory_rank=0,
+            skipped=0,
+            nan=0,
+            loss_scale=1.0,
+            grad_norm=1.0,
         )
-    found.append({"event": "end", "time": clock, "iteration": len(times), "reason": "done"})
-    return found
+        for i, step_s in enumerate(times, 1)
+    ]
+    end = dict(event="end", time=steps[-1]["time"], iteration=len(times), reason="done")
+    return [start, *steps, end]
 
 
 def write(path: Path, of: Records) -> Path:

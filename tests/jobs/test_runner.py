@@ -6,7 +6,6 @@ trials.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -62,9 +61,15 @@ class Jobs:
             self.left.append(end.job)
 
     @property
-    def end(self) -> Attempt:
+    def end(self) -> Any:
         (end,) = self.ends
         return end
+
+    @property
+    def why(self) -> str | None:
+        """Return the kind of the last end, None if it is no failure of the job."""
+        why = self.ends[-1].why
+        return None if why is None or self.ends[-1].interrupted else why.kind
 
 
 def run(
@@ -135,18 +140,11 @@ def test_a_run_with_all_its_steps_is_complete_and_described(
 ) -> None:
     programs(f"rank or metrics({STEP % 3!r}, {END!r})")
     source = Jobs(job(tmp_path, processes=2), job(tmp_path, "b"))
-    assert (
-        run(source) == ""
-        and [end.job.name for end in source.ends] == ["a", "b"]
-        and source.most <= 1
-    )
-    first = source.ends[0]
-    assert (
-        first.complete
-        and first.why is None
-        and not first.interrupted
-        and first.run.exit_codes == [0, 0]
-    )
+    assert run(source) == "" and source.most <= 1
+    first, second = source.ends
+    assert (first.job.name, second.job.name) == ("a", "b")
+    assert first.complete and first.why is None and not first.interrupted
+    assert first.run.exit_codes == [0, 0]
     assert json.loads((tmp_path / "a/point.json").read_text()) == {"name": "a", "hosts": []}
     first.note({"status": "done"})
     noted = json.loads((tmp_path / "a/result.json").read_text())
@@ -190,11 +188,7 @@ def test_what_takes_too_long_is_stopped_and_nothing_is_left(
     monkeypatch.setattr(running.Watch, "look", after_the_start)
     source = Jobs(job(tmp_path, **more))
     run(source, pass_s=4.0)
-    assert (
-        source.end.why is not None
-        and source.end.why.kind == kind
-        and words in source.end.why.reason
-    ), source.end
+    assert source.why == kind and words in source.end.why.reason, source.end
     alive.gone()
 
 
@@ -204,7 +198,7 @@ def test_a_rank_that_is_killed_does_not_leave_the_other(
     programs("os.kill(os.getpid(), signal.SIGKILL) if rank else stay()")
     source = Jobs(job(tmp_path, processes=2))
     run(source, pass_s=1.0)
-    assert source.end.why is not None and source.end.why.kind == OUT_OF_MEMORY
+    assert source.why == OUT_OF_MEMORY
 
 
 def test_before_the_first_step_there_is_the_whole_limit(tmp_path: Path) -> None:
@@ -244,13 +238,7 @@ def test_a_crash_is_told_in_the_programs_words(
         programs(program)
         source = Jobs(job(tmp_path))
         run(source)
-        why = source.end.why
-        assert (
-            why is not None
-            and why.kind == CRASH
-            and words in why.reason
-            and not source.end.complete
-        )
+        assert source.why == CRASH and words in source.end.why.reason and not source.end.complete
     assert (tmp_path / "a/attempt-1/train.log").exists(), "what an earlier attempt left is kept"
 
 
@@ -337,19 +325,13 @@ def test_nodes_are_disjoint_and_come_back(tmp_path: Path, steps: Callable[[str],
         for name, nodes in (("a", 1), ("b", 2), ("c", 2))
     ]
     source = Jobs(*jobs)
-    assert (
-        run(source, hosts=("n1", "n2", "n3")) == "" and len(source.ends) == 3 and source.most == 2
-    )
-    told = {each.name: (each.folder / "tasks.place").read_text().split() for each in jobs}
-    assert (
-        told["a"][:3] == ["n1", "1", "1"]
-        and told["b"][:3] == ["n2,n3", "2", "1"]
-        and told["c"][1] == "2"
-    )
-    assert len({words[3] for words in told.values()}) == 3
-    assert [told[name][-1] for name in "abc"] == [
-        f"--job-name={name}-{os.getpid()}" for name in "abc"
-    ]
+    assert run(source, hosts=("n1", "n2", "n3")) == ""
+    assert len(source.ends) == 3 and source.most == 2
+    a, b, c = ((each.folder / "tasks.place").read_text().split() for each in jobs)
+    assert a[:3] == ["n1", "1", "1"] and b[:3] == ["n2,n3", "2", "1"] and c[1] == "2"
+    assert len({a[3], b[3], c[3]}) == 3
+    names = [words[-1] for words in (a, b, c)]
+    assert names == [f"--job-name={name}-{os.getpid()}" for name in "abc"]
 
 
 def test_what_ends_with_its_allocation_is_interrupted(
@@ -405,24 +387,15 @@ def test_what_a_node_took_along_runs_again_on_others_twice(
     source = Jobs(job(tmp_path), again=True)
     run(source, hosts=hosts, say=said.append)
     assert [end.hosts for end in source.ends] == [("n1",), ("n2",), ("n3",)] and len(said) == 3
-    assert ["n1" in source.ends[0].interrupted, "n2" in source.ends[1].interrupted] == [True, True]
-    why = source.ends[-1].why
-    assert (
-        why is not None
-        and why.kind == LOST_RANK
-        and "n3" in why.reason
-        and not source.ends[2].interrupted
-    )
+    first, second, last = source.ends
+    assert "n1" in first.interrupted and "n2" in second.interrupted
+    assert source.why == LOST_RANK and last.why is not None and "n3" in last.why.reason
     steps("echo 'torch.OutOfMemoryError: HIP out of memory' >&2; exit 1")
     source = Jobs(job(tmp_path))
     run(source, hosts=hosts)
-    assert (
-        source.end.why is not None
-        and source.end.why.kind == OUT_OF_MEMORY
-        and not source.end.interrupted
-    )
+    assert source.why == OUT_OF_MEMORY
     monkeypatch.setattr(Asked, "dead", [])
     steps("exit 75")
-    source = Jobs(dataclasses.replace(job(tmp_path)))
+    source = Jobs(job(tmp_path))
     run(source, hosts=hosts)
-    assert source.end.why is not None and source.end.why.kind == LOST_RANK, "its nodes live"
+    assert source.why == LOST_RANK, "its nodes live"

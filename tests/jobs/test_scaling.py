@@ -13,6 +13,7 @@ import pytest
 
 from megatron.jobs.scaling import (
     Figures,
+    Series,
     compare,
     figures,
     find_runs,
@@ -21,13 +22,7 @@ from megatron.jobs.scaling import (
     read_run,
     row,
 )
-from tests.tools.measured import (
-    SEQUENCE,
-    paper_flops,
-    records,
-    settings,
-    write,
-)
+from tests.tools.measured import SEQUENCE, paper_flops, records, settings, write
 
 Records = list[dict[str, Any]]
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
@@ -37,6 +32,11 @@ def measure(
     folder: Path, written: Records, point: dict[str, Any] | None = None, **judge: Any
 ) -> Figures:
     return figures(read_run(write(folder, written, point)), **judge)
+
+
+def series_of(folder: Path) -> Series:
+    (series,) = compare([figures(run) for run in find_runs([folder])])
+    return series
 
 
 def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
@@ -150,17 +150,9 @@ def scaled(tmp_path: Path, kind: str, worlds: dict[int, tuple[float, int]]) -> P
     """Write runs of 175B to a folder: world size -> (seconds of a step, batch)."""
     for world, (step_s, batch) in worlds.items():
         config = settings("175b", 4, 16, world // 64, batch)
-        point = {
-            "name": f"gcds-{world:05d}",
-            "experiment": f"{kind}-175b-paper",
-            "kind": kind,
-            "warm_up": 1,
-        }
-        write(
-            tmp_path / f"gcds-{world:05d}",
-            records(config, [2 * step_s, step_s, step_s, step_s]),
-            point,
-        )
+        name = f"gcds-{world:05d}"
+        point = dict(name=name, experiment=f"{kind}-175b-paper", kind=kind, warm_up=1)
+        write(tmp_path / name, records(config, [2 * step_s, step_s, step_s, step_s]), point)
     return tmp_path
 
 
@@ -179,7 +171,7 @@ def test_strong_and_weak_efficiency(tmp_path: Path, named: bool) -> None:
         if not named:
             for path in folder.glob("*/point.json"):
                 path.unlink()
-        (series,) = compare([figures(run) for run in find_runs([folder])])
+        series = series_of(folder)
         assert series.kind == kind and series.base is not None and series.base.run.world_size == 64
         for member in series.members:
             world = member.run.world_size
@@ -195,7 +187,7 @@ def test_an_invalid_run_is_no_base(tmp_path: Path) -> None:
     smallest.write_text(
         smallest.read_text().replace('"consumed_samples": 16000', '"consumed_samples": 4000')
     )
-    (series,) = compare([figures(run) for run in find_runs([folder])])
+    series = series_of(folder)
     assert [m.valid for m in series.members] == [False, True, True]
     assert series.base is not None and series.base.run.world_size == 256
     assert series.efficiency(series.members[0]) is None
@@ -216,43 +208,25 @@ def test_no_run_is_better_within_the_spread(
     tmp_path: Path, times: dict[int, list[float]], best: set[int]
 ) -> None:
     for value, steps in times.items():
-        point = {
-            "name": f"mbs-{value}",
-            "experiment": "mbs",
-            "kind": "sweep",
-            "value": value,
-            "warm_up": 1,
-        }
-        write(
-            tmp_path / f"mbs-{value}", records(settings("22b", 1, 8, 1, 64), [90.0, *steps]), point
-        )
-    (series,) = compare([figures(run) for run in find_runs([tmp_path])])
+        name = f"mbs-{value}"
+        point = dict(name=name, experiment="mbs", kind="sweep", value=value, warm_up=1)
+        write(tmp_path / name, records(settings("22b", 1, 8, 1, 64), [90.0, *steps]), point)
+    series = series_of(tmp_path)
     assert {member.run.point["value"] for member in series.best()} == best
 
 
 def test_an_efficiency_has_the_ends_of_the_spread(tmp_path: Path) -> None:
     """The bounds of an efficiency pair the slowest step of one with the fastest of the other."""
-    for replicas, steps in (
-        (1, [424.0, 420.0, 428.0]),
-        (2, [426.0, 421.0, 430.0]),
-        (4, [500.0, 490.0, 510.0]),
-    ):
-        config = settings("175b", 4, 16, replicas, 640 * replicas)
-        write(tmp_path / str(replicas), records(config, [900.0, *steps]))
-    (series,) = compare([figures(run) for run in find_runs([tmp_path])])
-    _, second, _ = series.members
-    assert series.efficiency(second) == pytest.approx((420 / 430, 424 / 426, 428 / 421))
-
-
-def test_a_base_of_one_step_bounds_no_efficiency_from_above(tmp_path: Path) -> None:
-    for replicas in (1, 2):
-        write(
-            tmp_path / str(replicas),
-            records(settings("175b", 4, 16, replicas, 640 * replicas), [900.0, 424.0]),
-        )
-    (series,) = compare([figures(run) for run in find_runs([tmp_path])])
-    assert series.efficiency(series.members[1]) == (0.0, 1.0, float("inf"))
-    assert row(series, series.members[1])["efficiency_interval"] == [0.0, None]
+    one = [[424.0], [424.0]], (0.0, 1.0, math.inf), [0.0, None]  # bounds nothing from above
+    ends = 420 / 430, 424 / 426, 428 / 421
+    many = [[424.0, 420.0, 428.0], [426.0, 421.0, 430.0]], ends, [ends[0], ends[2]]
+    for name, (steps, efficiency, interval) in {"one": one, "many": many}.items():
+        for replicas, times in enumerate(steps, 1):
+            config = settings("175b", 4, 16, replicas, 640 * replicas)
+            write(tmp_path / name / str(replicas), records(config, [900.0, *times]))
+        series = series_of(tmp_path / name)
+        assert series.efficiency(series.members[1]) == pytest.approx(efficiency)
+        assert row(series, series.members[1])["efficiency_interval"] == pytest.approx(interval)
 
 
 @pytest.mark.parametrize("above", [".", "attempt-3", "attempt-3/runs"])
@@ -297,7 +271,7 @@ def test_only_a_difference_beyond_the_noise_is_one(
     for name, tensor, step_s in (("a", 1, 420.0), ("b", 2, 420.0 / faster)):
         steps = [step_s * (1 + 0.01 * source.gauss(0, 1)) for _ in range(40)]
         write(tmp_path / name, records(settings("22b", tensor, 8 // tensor, 1, 640), [900, *steps]))
-    (series,) = compare([figures(run) for run in find_runs([tmp_path])])
+    series = series_of(tmp_path)
     first, second = (row(series, member) for member in series.members)
     assert first["verdict"] is None and first["efficiency"] == 1
     assert ("no difference" not in second["verdict"]) is said

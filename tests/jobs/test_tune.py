@@ -8,7 +8,6 @@ import os
 import re
 import statistics
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from megatron.jobs.runner import TIME
 from megatron.jobs.setup import make_setup
 from megatron.jobs.space import SPACES
 from megatron.jobs.trial_statistics import CONFIRM
-from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, TuningSearch
+from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, TuningSearch, summary
 from megatron.metrics_file import read_records
 from megatron.planner.cluster import GIB
 from tests.jobs.made import Made, no_files, search, setup, truth
@@ -72,11 +71,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("made")
-@pytest.mark.parametrize("prior", [True, False])
-def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path, prior: bool) -> None:
-    found, why = search(setup(tmp_path, prior=prior))
+def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path) -> None:
+    found, why = search(setup(tmp_path, prior=False))
     assert why == EXHAUSTED and len(found.finished) == 12 == len(found.trials)
-    assert Counter(t.candidate.key for t in found.trials.values()).most_common(1)[0][1] == 1
+    assert len({t.candidate.key for t in found.trials.values()}) == 12
     assert found.ranked[0].candidate.key == "mbs=4,seed=1" and len(found.ranked) == 11
 
 
@@ -100,9 +98,7 @@ def test_node_hours_prefer_few_nodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--confirm", "2"),
         ("--max-trials", "5", "--confirm", "2"),
-        pytest.param(("--search", "optuna", "--max-trials", "8"), marks=pytest.mark.slow),
         pytest.param(("--search", "deephyper", "--max-trials", "7"), marks=pytest.mark.slow),
     ],
 )
@@ -262,7 +258,7 @@ def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("made")
 def test_nothing_is_called_better_that_lies_within_the_noise(tmp_path: Path) -> None:
-    """A difference within the noise is not called better.
+    """A difference within the noise is not called better, in the log and at the end.
 
     Trials of a layout scatter by 2 % before any repetition: 3 % is within two deviations of a
     difference.
@@ -270,13 +266,13 @@ def test_nothing_is_called_better_that_lies_within_the_noise(tmp_path: Path) -> 
     for seconds, near in ((1.03, True), (1.2, False)):
         said = list[str]()
         own = setup(tmp_path / f"{seconds}", "--max-trials", "2")
-        search(
-            own,
-            Made(lambda values, s=seconds: 1.0 if values["number"] == 2 else s),
-            say=said.append,
-        )
+        runner = Made(lambda values, s=seconds: 1.0 if values["number"] == 2 else s)
+        found, _ = search(own, runner, say=said.append)
         (line,) = [line for line in said if line.startswith("trial 2") and "tokens/s" in line]
         assert ("trial 1 within the noise" in line) is near and "best so far: trial 2" in line
+        best, rest = summary(found)[:2]
+        assert "mbs=1,seed=1 (trial 2" in best and "512 tokens/s" in best
+        assert ("mbs=1,seed=0 (trial 1)" in rest) is near
 
 
 # -- its words -------------------------------------------------------------------------------------
@@ -292,19 +288,8 @@ def space(tmp_path: Path) -> Path:
 @pytest.fixture
 def words(space: Path, tmp_path: Path) -> list[str]:
     """Return the command line of a search in that space."""
-    return [
-        "--space",
-        str(space),
-        "--no-prior",
-        "--search",
-        "optuna",
-        "--seed",
-        "1",
-        "--processes",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    words = f"--space {space} --no-prior --search optuna --seed 1 --processes 2"
+    return [*words.split(), "--out", str(tmp_path / "out")]
 
 
 @pytest.fixture(autouse=True)
@@ -513,12 +498,6 @@ def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
     assert second["tokens_per_s"] == pytest.approx(8 * 32 / second["step_s"])
     best = (out / "report/best.txt").read_text()
     assert "--micro-batch-size 2" in best and "--hidden-size 32" in best and best.strip() in text
-    # Once more: nothing is left to run, and the report is written again.
-    (out / "report/best.txt").unlink()
-    code, text = call(capsys, *words)
-    assert code == 0 and results(out) == [first, second] and (out / "report/best.txt").exists(), (
-        text
-    )
     assert not list(out.glob("trials/*/attempt-*"))
 
 
@@ -556,12 +535,12 @@ def test_the_lowest_validation_loss_at_a_token_budget_wins(
     (tmp_path / "small.toml").write_text(space.replace("valid_samples = 256", "valid_samples = 16"))
     flags = "--split 80,20,0 --tokenizer-type NullTokenizer --vocab-size 16 --num-layers 1"
     flags += " --hidden-size 16 --seq-length 16"
-    words = f"--space {tmp_path}/small.toml --objective valid_loss --tokens 1000 --max-trials 3"
+    words = f"--space {tmp_path}/small.toml --objective valid_loss --tokens 1000 --max-trials 2"
     words += f" --search optuna --out {tmp_path}/out"
     line = [*words.split(), "--", "--data-path", f"{tmp_path}/text", *flags.split()]
     code, text = call(capsys, *line)
     found = results(tmp_path / "out")
-    assert code == 0 and len(found) == 3, text
+    assert code == 0 and len(found) == 2, text
     for number, result in enumerate(found, 1):
         folder = tmp_path / f"out/trials/{number:04}"
         values = json.loads((folder / "point.json").read_text())["values"]
@@ -579,7 +558,7 @@ def test_the_lowest_validation_loss_at_a_token_budget_wins(
     key = json.loads((tmp_path / f"out/trials/{best:04}/point.json").read_text())["key"]
     assert f"Best: {key}" in text and (tmp_path / "out/report/best.txt").is_file()
     code, text = call(capsys, *line)
-    assert code == 0 and f"Best: {key}" in text and len(results(tmp_path / "out")) == 3
+    assert code == 0 and f"Best: {key}" in text and len(results(tmp_path / "out")) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,11 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks.faults.job import ROOT
 from benchmarks.faults.testbed import ENDED, Testbed
-from tests.slurm.site import FRONTIER, MARKS, settings_of_site
+from tests.slurm.site import CAMPAIGN, FRONTIER, settings_of_site
 
-pytestmark = MARKS
+pytestmark = CAMPAIGN
 
 NODES = 3
 # The last task, which has the array's number, first gets a bad node from the preflight and then
@@ -38,8 +36,6 @@ while task == "2" and not os.path.exists(f"{{folder}}/release"):
 """
 
 
-# Slurm's start and jobs beside other work; only a guard against a hang
-@pytest.mark.timeout(600)
 def test_a_task_that_is_requeued_leaves_its_sisters_alone(testbed: Testbed, tmp_path: Path) -> None:
     python, meeting = tmp_path / "venv/bin/python", tmp_path / "meeting"
     python.parent.mkdir(parents=True)
@@ -99,7 +95,6 @@ srun -n 2 -N 2 --relative=1 "${{python[@]}}"
 """
 
 
-@pytest.mark.timeout(600)
 def test_all_ranks_meet_on_the_node_of_rank_0(testbed: Testbed, tmp_path: Path) -> None:
     for name, text in (("place.py", PLACE), ("job.sh", STEPS)):
         (tmp_path / name).write_text(text)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.testbed import ENDED, Testbed
+from benchmarks.faults.testbed import Testbed
 from tests.slurm.site import CAMPAIGN, submit
 
 pytestmark = CAMPAIGN
@@ -47,19 +47,3 @@ def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> Non
         "layout: 8 ranks" in job.text() and "node02" not in job.text().split("layout: 8 ranks")[1]
     )
     assert history.newest(job.checkpoints).name == "iter_0000003"
-
-
-def test_without_spare_nodes_the_job_comes_back_without_the_bad_one(
-    testbed: Testbed, tmp_path: Path
-) -> None:
-    testbed.control("slow-task", "node01", "1", "1")
-    try:
-        settings = {**SETTINGS, "TASKS_PER_NODE": "2"}
-        job = submit(testbed, tmp_path, TINY, options=["-N", "1", "-w", "node01"], **settings)
-        job.wait_for("back into the queue, without node01")
-        assert job.wait("PENDING", *ENDED) == "PENDING", job.text()
-    finally:
-        testbed.control("mend")
-    assert "--exclude=node01" in job.text()
-    assert not job.checkpoints.exists()
-    assert testbed.show(job.number)["ExcNodeList"] == "node01"

@@ -7,21 +7,23 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.training.run import host
 from tests.helpers.launching import ROOT
 
 # Four blocks of 16 MiB are allocated and freed, then one of 400 MiB is allocated. By glibc's own
-# rules they would be mapped or, once it has seen that size, the end of the heap beyond twice 16 MiB
-# would be returned. Then measure how much the heap grows for two blocks of 16 MiB within and after
-# mapped_blocks().
+# rules they are mapped or, once it has seen that size, the end of the heap beyond twice 16 MiB is
+# returned. That is measured before malloc is set up and afterwards, and then how much the heap
+# grows for two blocks of 16 MiB within and after mapped_blocks(). Beside it, the process's peak at
+# its start, and after it held 256 MiB briefly.
 PROBE = """
-import ctypes, json
-from megatron.training.run.host import mapped_blocks, tune_allocator
-said = [tune_allocator() for _ in range({calls})]
+import ctypes, json, torch
+from megatron.training.run.host import mapped_blocks, peak_memory_bytes, tune_allocator
+cpu = torch.device("cpu")
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
 libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
@@ -30,119 +32,80 @@ def grown(number):
     before = end()
     blocks = [libc.malloc(16 << 20) for _ in range(number)]
     return end() - before, blocks
-start = end()
-taken, blocks = grown(4)
-for block in reversed(blocks): libc.free(block)
-kept = end() - start
-libc.malloc(400 << 20)
-large = end() - start
+def kept():
+    start = end()
+    taken, blocks = grown(4)
+    for block in reversed(blocks): libc.free(block)
+    after = end() - start
+    large = libc.malloc(400 << 20)
+    libc.free(large)
+    return taken, after, end() - start
+before, held = peak_memory_bytes(cpu), bytearray(b"x" * (256 * 2**20))
+del held
+peaks = before, peak_memory_bytes(cpu)
+plain = kept()
+said = [tune_allocator() for _ in range(3)]
+tuned = kept()
 with mapped_blocks(): within, _ = grown(2)
 grown(4)
 after, _ = grown(2)
 huge = "THP_enabled:\t1" in open("/proc/self/status").read()
-print(json.dumps(dict(said=said, taken=taken, kept=kept, large=large, within=within, after=after,
-                      huge=huge)))
+print(json.dumps([peaks, plain, said, tuned, within, after, huge]))
 """
 MOST = 60  # MiB: the four blocks, less the space free at the heap's end before
-SETTINGS = ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "MALLOC_")
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc"
-)
-
-
-def clean(**environment: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
-    return {**kept, "PYTHONPATH": str(ROOT), **environment}
-
-
-def probe(calls: int = 1, **environment: str) -> dict[str, Any]:
-    command = [sys.executable, "-c", PROBE.format(calls=calls)]
-    done = subprocess.run(
-        command, env=clean(**environment), capture_output=True, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("calls", "environment", "named", "taken", "kept", "huge"),
-    [
-        # The memory is returned: otherwise the other rows would show nothing.
-        (0, {}, None, False, False, True),
-        (3, {}, None, True, True, False),
-        (
-            1,
-            {"GLIBC_TUNABLES": "glibc.malloc.check=0:glibc.malloc.mmap_threshold=65536"},
-            "glibc.malloc.mmap_threshold",
-            False,
-            False,
-            True,
-        ),
-        (1, {"MALLOC_TRIM_THRESHOLD_": "1048576"}, "MALLOC_TRIM_THRESHOLD_", False, False, True),
-        (1, {"THP_MEM_ALLOC_ENABLE": "1"}, "THP_MEM_ALLOC_ENABLE", True, True, True),
-    ],
-)
-def test_blocks_of_a_step_are_kept_where_the_user_has_not_said_otherwise(
-    calls: int,
-    environment: dict[str, str],
-    named: str | None,
-    taken: bool,
-    kept: bool,
-    huge: bool,
-) -> None:
-    found = probe(calls, **environment)
-    assert (found["taken"] >= MOST, found["kept"] >= MOST, found["huge"]) == (taken, kept, huge)
-    assert all(named is None or named in said for said in found["said"])
-    if calls and not environment:
-        # The large one is mapped, so that free returns it.
-        assert found["large"] == found["kept"] == found["taken"]
-        assert all("256 MiB" in said for said in found["said"])
-    if taken:
-        assert found["within"] == 0 and found["after"] > 0
-
-
-@pytest.mark.slow
-def test_a_preloaded_allocator_is_left_alone(tmp_path: Path) -> None:
-    source, library = tmp_path / "other.c", tmp_path / "libother.so"
-    source.write_text(
-        "#include <stddef.h>\nvoid *__libc_malloc(size_t);\nvoid *malloc(size_t n) { return "
-        "__libc_malloc(n); }\n"
-    )
-    try:
-        subprocess.run(
-            ["cc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True
-        )
-    except OSError:
-        pytest.skip("no C compiler")
-    found = probe(LD_PRELOAD=str(library))
-    assert str(library) in found["said"][0] and found["kept"] < MOST and found["huge"]
-
-
-# Prints the peak of the process at its start, and after it held 256 MiB briefly.
-PEAKS = """
-import torch
-from megatron.training.run.host import peak_memory_bytes
-cpu = torch.device("cpu")
-before, held = peak_memory_bytes(cpu), bytearray(b"x" * (256 * 2**20))
-del held
-print(before, peak_memory_bytes(cpu))
-"""
-
-
-@pytest.mark.slow
-def test_a_process_knows_its_own_peak_of_memory() -> None:
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_blocks_of_a_step_are_kept_and_a_process_knows_its_own_peak() -> None:
     """The peak is not that of the large parent process, which the system counts until the program
     begins.
     """
     starter = (
         "import subprocess, sys; held = b'x' * 2**30; subprocess.run([sys.executable, '-c', "
-        f"{PEAKS!r}])"
+        f"{PROBE!r}])"
     )
+    settings = ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "MALLOC_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
     done = subprocess.run(
-        [sys.executable, "-c", starter], env=clean(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", starter],
+        env={**clean, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    before, after = map(int, done.stdout.split())
+    peaks, plain, said, tuned, within, after, huge = json.loads(done.stdout)
     # the peak, not the present value
-    assert 2**24 < before < 2**30 and after > before + 200 * 2**20
+    assert 2**24 < peaks[0] < 2**30 and peaks[1] > peaks[0] + 200 * 2**20
+    assert plain[1] < MOST
+    # The large one is mapped, so that free returns it.
+    assert tuned[0] == tuned[1] == tuned[2] >= MOST and not huge
+    assert len(said) == 3 and all("256 MiB" in line for line in said)
+    assert within == 0 and after > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "calls"),
+    [
+        ("GLIBC_TUNABLES", "glibc.malloc.check=0:glibc.malloc.mmap_threshold=65536", set()),
+        ("MALLOC_TRIM_THRESHOLD_", "1048576", set()),
+        ("LD_PRELOAD", "/opt/libother.so", set()),
+        ("THP_MEM_ALLOC_ENABLE", "1", {"mallopt"}),
+    ],
+)
+def test_what_the_user_has_set_is_left_alone_and_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, calls: set[str]
+) -> None:
+    made: list[str] = []
+
+    def record(call: str) -> Any:
+        return lambda *_: made.append(call) or 1
+
+    for other in ("GLIBC_TUNABLES", "LD_PRELOAD"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    library = SimpleNamespace(
+        gnu_get_libc_version=None, mallopt=record("mallopt"), prctl=record("prctl")
+    )
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: library)
+    assert name in host.tune_allocator() and {*made} == calls

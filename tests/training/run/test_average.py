@@ -10,18 +10,18 @@ from safetensors.torch import load_file
 
 from benchmarks.faults.history import tensors
 from megatron.errors import CheckpointError
-from megatron.metrics_file import read_records
 from megatron.parallel.sharding import sharding_of
 from megatron.training.run.load_model import load_model
 from tests.helpers.launching import TINY, launch
+from tests.helpers.tiny import records, values
 
 pytestmark = pytest.mark.slow
 FLAGS = [*TINY, "--lr", "1e-2", "--eval-iters", "2", "--log-interval", "1"]
 AVERAGED = ["--ema-decay", "0.6"]
 
 
-def run(folder: Path, *words: str, processes: int = 1, script: str = "pretrain_gpt.py") -> str:
-    outcomes = launch(processes, [*words], script=script)
+def run(*words: str, processes: int = 1, script: str = "pretrain_gpt.py") -> str:
+    outcomes = launch(processes, words, script=script)
     assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].output
     return outcomes[0].output
 
@@ -35,23 +35,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with an average on two ranks, and export it."""
     folder = tmp_path_factory.mktemp("average")
     words = [*FLAGS, *AVERAGED, "--train-iters", "4", "--save", str(folder / "run"), "--eval-ema"]
-    run(folder, *words, "--save-hf", str(folder / "hf"), "--save-hf-ema", processes=2)
+    run(*words, "--save-hf", str(folder / "hf"), "--save-hf-ema", processes=2)
     return folder
 
 
 def test_the_loss_of_the_average_is_that_of_the_exported_model(trained: Path) -> None:
-    found = [r for r in read_records(trained / "run/metrics.jsonl") if r["event"] == "validation"]
+    found = records(trained / "run")["validation"]
     assert all(abs(r["ema_loss"] - r["lm_loss"]) > 1e-4 for r in found) and len(found) >= 2
     words = [*FLAGS, "--load", f"hf:{trained / 'hf'}", "--skip-train", "--train-iters", "4"]
-    run(trained, *words, "--metrics-file", str(trained / "again.jsonl"), processes=2)
-    again = [r for r in read_records(trained / "again.jsonl") if r["event"] == "validation"]
-    ours = {r["dataset"]: r["ema_loss"] for r in found}
-    assert {r["dataset"]: r["lm_loss"] for r in again} == pytest.approx(ours, rel=1e-6)
+    run(*words, "--metrics-file", str(trained / "metrics.jsonl"))
+    exported = dict(values(records(trained)["validation"], "dataset", "lm_loss"))
+    assert exported == pytest.approx(dict(values(found, "dataset", "ema_loss")), rel=1e-6)
 
 
 def test_tools_take_the_average(trained: Path) -> None:
     words = ["--from", "megatron", "--to", "hf", "--ema", str(trained / "run")]
-    run(trained, *words, str(trained / "hf2"), script="tools/convert_checkpoint.py")
+    run(*words, str(trained / "hf2"), script="tools/convert_checkpoint.py")
     exported, converted = (load_file(trained / f"{n}/model.safetensors") for n in ("hf", "hf2"))
     assert exported.keys() == converted.keys()
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
@@ -65,19 +64,17 @@ def test_tools_take_the_average(trained: Path) -> None:
 
 
 def test_an_average_begins_with_the_weights_that_are_loaded(trained: Path) -> None:
-    plain, more = trained / "plain", trained / "more"
-    run(trained, *FLAGS, "--train-iters", "3", "--save", str(plain))
+    plain, more, last = (trained / name for name in ("plain", "more", "last"))
+    run(*FLAGS, "--train-iters", "3", "--save", str(plain))
     with pytest.raises(CheckpointError, match="ema"):
         load_model(plain, ema=True)
-    words = [*FLAGS, *AVERAGED, "--load", str(plain), "--save", str(more), "--train-iters", "4"]
-    said = run(trained, *words, processes=2)
-    assert "average" in said
+    averaged = [*FLAGS, *AVERAGED, "--load", str(plain), "--save", str(more)]
+    assert "average" in run(*averaged, "--train-iters", "4")
     before, after = newest(plain, 3), newest(more, 4)
     for name, new in after.items():
         kind, _, of = name.partition(".")
         if kind == "master":
             expected = 0.6 * before[name].double() + 0.4 * new.double()
             torch.testing.assert_close(after[f"ema.{of}"].double(), expected, rtol=0, atol=1e-7)
-    words = [*FLAGS, "--load", str(more), "--save", str(trained / "last"), "--train-iters", "5"]
-    run(trained, *words)
-    assert not any(name.startswith("ema.") for name in newest(trained / "last", 5))
+    run(*FLAGS, "--load", str(more), "--save", str(last), "--train-iters", "5")
+    assert not any(name.startswith("ema.") for name in newest(last, 5))

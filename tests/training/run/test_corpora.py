@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,39 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from megatron import pretrain
-from megatron.config import Config
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import make_micro_batch
-from megatron.metrics_file import read_records
 from megatron.model.gpt import build_chunks
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import rank_topology, records, run, tiny, values
 
 pytestmark = pytest.mark.slow
 SEQ_LENGTH, EVAL_SAMPLES, SMALL = 8, 12, 5  # three batches of 4, and fewer samples than two of them
 # Large weights make the losses of samples differ; a learning rate near 0 keeps the weights.
 FIELDS: dict[str, Any] = dict(
     num_layers=4,
-    hidden_size=16,
-    num_attention_heads=2,
     seq_length=SEQ_LENGTH,
-    max_position_embeddings=SEQ_LENGTH,
-    vocab_size=24,
-    make_vocab_size_divisible_by=8,
     init_method_std=1.0,
     micro_batch_size=2,
-    global_batch_size=4,
     train_iters=5,
     lr=1e-12,
     eval_interval=2,
     eval_iters=3,
     eval_at_start=True,
-    hidden_dropout=0.2,
-    attention_dropout=0.0,
-    distributed_timeout_minutes=1.0,
 )
 
 
@@ -55,18 +41,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             for size in (3, samples * SEQ_LENGTH - 2):
                 writer.add_document(random.randint(0, 24, size))
     corpora = (f"a.b={folder}/big", f"small={folder}/small")
-    return dict(train_data_path=(f"{folder}/train",), valid_data_path=corpora)
-
-
-def run(rank: int, fields: dict[str, Any]) -> None:
-    pretrain(Config.create(**{**FIELDS, **fields}, world_size=int(os.environ["WORLD_SIZE"])))
+    return dict(FIELDS, train_data_path=(f"{folder}/train",), valid_data_path=corpora)
 
 
 def mean_loss(fields: dict[str, Any], corpus: str) -> float:
     """Return the mean loss of all samples of a corpus, one at a time, in one process."""
-    config = Config.create(**{**FIELDS, **fields})
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-    chunk = build_chunks(config, topology)["0"].eval()
+    config = tiny(**fields)
+    chunk = build_chunks(config, rank_topology())["0"].eval()
     dataset = build_datasets(config, 4, EVAL_SAMPLES, 0).corpora[corpus]
     with torch.no_grad():
         losses = [
@@ -79,22 +60,21 @@ def mean_loss(fields: dict[str, Any], corpus: str) -> float:
 @pytest.mark.parametrize(
     ("processes", "fields"),
     [
-        (1, dict(dataloader_type="cyclic", num_workers=0)),
-        (2, dict()),
-        (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
-        (4, dict(pipeline_model_parallel_size=4)),  # with stages that read no data
+        (2, dict(dataloader_type="cyclic")),
+        # with stages that read no data
+        (4, dict(pipeline_model_parallel_size=4, num_workers=2)),
     ],
 )
 def test_each_corpus_has_the_loss_of_the_same_samples_every_time(
     data: dict[str, Any], tmp_path: Path, processes: int, fields: dict[str, Any]
 ) -> None:
     run_processes(processes, run, {**data, **fields, "save": str(tmp_path)})
-    found = [r for r in read_records(tmp_path / "metrics.jsonl") if r["event"] == "validation"]
+    found = records(tmp_path)["validation"]
     names = [(0, "a.b", EVAL_SAMPLES), (0, "small", SMALL), (0, None, EVAL_SAMPLES + SMALL)]
     assert [(r["iteration"], r.get("corpus"), r["samples"]) for r in found] == [
         (at, name, samples) for at in (0, 2, 4, 5) for _, name, samples in names
     ]
-    losses = np.array([r["lm_loss"] for r in found]).reshape(4, 3)
+    losses = np.array(values(found, "lm_loss")).reshape(4, 3)
     np.testing.assert_allclose(losses, losses[:1].repeat(4, 0), rtol=1e-6)
     np.testing.assert_allclose(losses[:, 2], losses[:, :2].mean(axis=1), rtol=1e-6)
     assert losses[0, 1] == pytest.approx(mean_loss(data, "small"), rel=1e-5)

@@ -13,35 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megatron.config import Config
 from megatron.data.datasets import Datasets, Reading, build_datasets
 from megatron.errors import DataError, LaunchError
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.training.run import data
 from megatron.training.run.data import copy_to_node, first_builds, staged_locations
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import rank_topology, tiny
 from tests.training.run.test_run import run_and_listen, write_numbers
 
-
-def config(**changes: Any) -> Config:
-    fields: dict[str, Any] = dict(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
-        seq_length=8,
-        vocab_size=80,
-        train_iters=4,
-        split="1",
-    )
-    return Config.create(**{**fields, **changes})
-
-
-def topology(rank: int = 0, **layout: int) -> Topology:
-    return Topology.from_layout(Layout(**layout), rank, device=torch.device("cpu"))
+DATA: dict[str, Any] = dict(vocab_size=80, train_iters=4, split="1")
 
 
 def side_by_side(number: int, run: Callable[[int], Any]) -> list[Any]:
@@ -65,8 +47,8 @@ def side_by_side(number: int, run: Callable[[int], Any]) -> list[Any]:
 def test_the_copy_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
     prefix, said = write_numbers(tmp_path / "x", 80), list[str]()
-    asked = config(data_path=(prefix,), stage_data_to="$NODE_DISK/me")
-    locations = staged_locations(asked, topology(), said.append)
+    asked = tiny(**DATA, data_path=(prefix,), stage_data_to="$NODE_DISK/me")
+    locations = staged_locations(asked, rank_topology(), said.append)
     assert Path(locations[prefix]).is_relative_to(tmp_path / "disk" / "me")
     assert len(said) == 1 and locations[prefix] in said[0]
     before = build_datasets(asked, 4, 0, 0).train
@@ -108,7 +90,9 @@ def test_a_variable_that_is_not_set_is_no_folder(
     said: list[str] = []
     assert (
         staged_locations(
-            config(data_path=("x",), stage_data_to="$NODE_DISK/me"), topology(), said.append
+            tiny(**DATA, data_path=("x",), stage_data_to="$NODE_DISK/me"),
+            rank_topology(),
+            said.append,
         )
         == {}
     )
@@ -127,8 +111,8 @@ def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(
     else:
         (tmp_path / "disk").write_text("")
     prefix, said = write_numbers(tmp_path / "x", 80), list[str]()
-    asked = config(data_path=(prefix,), stage_data_to=str(tmp_path / "disk"))
-    assert staged_locations(asked, topology(), said.append) == {prefix: prefix}
+    asked = tiny(**DATA, data_path=(prefix,), stage_data_to=str(tmp_path / "disk"))
+    assert staged_locations(asked, rank_topology(), said.append) == {prefix: prefix}
     assert len(said) == 1 and prefix in said[0]
 
 
@@ -139,9 +123,9 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path: P
     """
     prefix, store, said = write_numbers(tmp_path / "x", 80), dist.HashStore(), list[str]()
     fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3, data_path=(prefix,))
-    asked = config(**fields, stage_data_to=str(tmp_path / "disk"))
+    asked = tiny(**DATA, **fields, stage_data_to=str(tmp_path / "disk"))
     staged = side_by_side(
-        3, lambda rank: staged_locations(asked, topology(rank, pipeline=3), said.append, store)
+        3, lambda rank: staged_locations(asked, rank_topology(rank, pipeline=3), said.append, store)
     )
     assert (
         staged[0] == staged[2]
@@ -153,13 +137,14 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path: P
 
 def test_the_wait_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "WAIT_S", 0.0)
-    asked = config(
+    asked = tiny(
+        **DATA,
         data_path=(write_numbers(tmp_path / "x", 80),),
         stage_data_to=str(tmp_path / "disk"),
         world_size=2,
     )
     with pytest.raises(LaunchError, match="staging"):
-        staged_locations(asked, topology(data=2), lambda _: None, dist.HashStore())
+        staged_locations(asked, rank_topology(data=2), lambda _: None, dist.HashStore())
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -167,7 +152,9 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(
     tmp_path: Path, fails: bool
 ) -> None:
     store, begun = dist.HashStore(), list[int]()
-    asked = config(data_path=(write_numbers(tmp_path / "x", 80),), world_size=3)
+    asked = tiny(
+        **DATA, data_path=(write_numbers(tmp_path / "x", 80),), world_size=3, global_batch_size=3
+    )
 
     def run(rank: int) -> list[Datasets]:
         def build(*samples: int) -> Datasets:
@@ -176,7 +163,7 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(
                 raise DataError("the disk is full")
             return build_datasets(asked, *samples)
 
-        in_turn = first_builds(asked, topology(rank, data=3), build, lambda _: None, store)
+        in_turn = first_builds(asked, rank_topology(rank, data=3), build, lambda _: None, store)
         return [in_turn(4, 0, 0), in_turn(8, 0, 0)]
 
     outcomes = side_by_side(3, run)
@@ -193,10 +180,8 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(
 @pytest.mark.slow
 def test_a_whole_run_from_copies(tmp_path: Path) -> None:
     prefix, target = write_numbers(tmp_path / "x", 80), tmp_path / "disk"
-    fields = dict(
-        mock_data=False, data_path=(prefix,), split="1", num_layers=2, vocab_size=80, eval_iters=0
-    )
-    said = run_processes(2, run_and_listen, dict(fields, stage_data_to=str(target)))
+    fields = dict(data_path=(prefix,), split="1", vocab_size=80, stage_data_to=str(target))
+    said = run_processes(2, run_and_listen, fields)
     assert all(
         f"{24 * 8} tokens" in lines[-1] and f"x {24 * 8 / 80:.3f}" in lines[-1] for lines in said
     )

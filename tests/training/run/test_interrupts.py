@@ -67,10 +67,9 @@ def test_a_launchers_signal_after_ctrl_c_is_no_second_press() -> None:
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-        rules = Rules(signals=signals)
-        stop = rules.rules.check(1, rules.agreement.now())
+        stop = Rules(signals=signals).stop(1)
     # A user wants the run to end, not to begin again.
-    assert stop is not None and "SIGINT" in stop.reason and not stop.requeue
+    assert "SIGINT" in stop.reason and not stop.requeue
 
 
 def test_ctrl_c_stays_ignored_in_the_background_of_a_script() -> None:

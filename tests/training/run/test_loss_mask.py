@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,49 +11,28 @@ import numpy as np
 import pytest
 import torch
 
-from megatron import pretrain
 from megatron.config import Config
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import make_micro_batch
 from megatron.errors import MegatronError
-from megatron.metrics_file import read_records
 from megatron.model.gpt import build_chunks
-from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Topology
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import rank_topology, records, run, tiny, values
 
 pytestmark = pytest.mark.slow
 BATCH, STEPS = 8, 4
 FIELDS: dict[str, Any] = dict(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=2,
-    seq_length=8,
-    max_position_embeddings=8,
     vocab_size=40,
-    make_vocab_size_divisible_by=8,
-    micro_batch_size=1,
     global_batch_size=BATCH,
     train_iters=STEPS,
-    num_workers=0,
-    log_interval=1,
-    eval_iters=0,
     split="1",
-    lr=1e-2,
     lr_decay_style="constant",
     adam_eps=1e-4,
     init_method_std=0.3,
     hidden_dropout=0.0,
-    attention_dropout=0.0,
-    distributed_timeout_minutes=1.0,
-    loss_mask="required",
 )
-
-
-def run(rank: int, fields: dict[str, Any]) -> None:
-    pretrain(Config.create(**{**FIELDS, **fields}, world_size=int(os.environ["WORLD_SIZE"])))
 
 
 def in_loss(ids: torch.Tensor) -> torch.Tensor:
@@ -64,8 +42,7 @@ def in_loss(ids: torch.Tensor) -> torch.Tensor:
 
 def by_hand(config: Config) -> list[float]:
     """Return the losses of the run's steps: each global batch is one micro-batch."""
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-    (model,) = build_chunks(config, topology).values()
+    (model,) = build_chunks(config, rank_topology()).values()
     o = config.optimizer
     groups = [
         {"params": [p], "weight_decay": o.weight_decay if sharding_of(p).decay else 0.0}
@@ -94,10 +71,8 @@ def by_hand(config: Config) -> list[float]:
     ("processes", "fields"),
     [
         (1, dict(micro_batch_size=4)),
-        (2, dict()),
-        (2, dict(pipeline_model_parallel_size=2)),
         (2, dict(context_parallel_size=2)),
-        (4, dict(tensor_model_parallel_size=2, sequence_parallel=True, micro_batch_size=2)),
+        (4, dict(pipeline_model_parallel_size=2, micro_batch_size=2)),
     ],
 )
 def test_each_marked_token_of_a_global_batch_counts_equally(
@@ -110,12 +85,11 @@ def test_each_marked_token_of_a_global_batch_counts_equally(
             for ids in tokens:
                 marks = in_loss(torch.from_numpy(ids)).numpy()
                 writer.add_document(ids if name == "data" else marks.astype(int))
-    fields = {**fields, "data_path": (str(tmp_path / "data"),)}
-    run_processes(processes, run, {**fields, "save": str(tmp_path / "run")})
-    records = read_records(tmp_path / "run" / "metrics.jsonl")
-    losses = [record["lm_loss"] for record in records if record["event"] == "iteration"]
-    expected = by_hand(Config.create(**{**FIELDS, "data_path": fields["data_path"]}))
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    masked = dict(FIELDS, data_path=(str(tmp_path / "data"),), loss_mask="required")
+    run_processes(processes, run, {**masked, **fields, "save": str(tmp_path / "run")})
+    losses = values(records(tmp_path / "run")["iteration"], "lm_loss")
+    expected = by_hand(tiny(**masked))
+    np.testing.assert_allclose(np.ravel(losses), expected, rtol=1e-5)
     assert abs(expected[0] - expected[-1]) > 0.01
 
 
@@ -140,10 +114,9 @@ class Marked:
 
 def run_on(rank: int, fields: dict[str, Any], train: list[bool], valid: list[bool]) -> str:
     """Return the message of the error that ends the run."""
-    every = {**FIELDS, **dict(loss_mask=None, log_interval=2, lr=1e-12), **fields}
-    config = Config.create(**every, world_size=int(os.environ["WORLD_SIZE"]))
+    fields = {**FIELDS, **dict(log_interval=2, lr=1e-12, mock_data=False), **fields}
     try:
-        pretrain(config, datasets=lambda *_: (Marked(train), Marked(valid), None))
+        run(rank, fields, datasets=lambda *_: (Marked(train), Marked(valid), None))
     except MegatronError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -168,20 +141,18 @@ def test_steps_without_a_token_in_the_loss_are_in_no_mean(tmp_path: Path, per_to
     )
     ended = run_processes(2, run_on, fields, marked, [False] * 20)
     assert all(text.startswith("TrainingError") and " 6 " in text for text in ended), ended
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-    config = Config.create(**{**FIELDS, "loss_mask": None})
-    (model,) = build_chunks(config, topology).values()
+    (model,) = build_chunks(tiny(**FIELDS), rank_topology()).values()
     data, losses = Marked([True] * 6), list[float]()
     for index in (0, 1, 5):
         batch = make_micro_batch(data[index][None], loss_tokens=[data.loss_tokens(index)])
         losses.append(model(batch, None).item())
-    records = read_records(tmp_path / "metrics.jsonl")
-    found = [(r["lm_loss"], r.get("empty", 0)) for r in records if r["event"] == "iteration"]
+    events = records(tmp_path)
+    found = [(r["lm_loss"], r.get("empty", 0)) for r in events["iteration"]]
     expected = [((losses[0] + losses[1]) / 2, 1), (losses[2], 1), (None, 2)]
     assert [empty for _, empty in found] == [empty for _, empty in expected]
     assert found[2][0] is None
     np.testing.assert_allclose([x for x, _ in found[:2]], [x for x, _ in expected[:2]], rtol=1e-5)
-    assert not [r for r in records if r["event"] in ("validation", "loss_spike")]
+    assert not {"validation", "loss_spike"} & events.keys()
 
 
 def test_data_without_a_token_in_the_loss_are_refused(tmp_path: Path) -> None:
@@ -190,17 +161,15 @@ def test_data_without_a_token_in_the_loss_are_refused(tmp_path: Path) -> None:
 
 
 def run_samples(rank: int, fields: dict[str, Any], marked: list[bool], seeds: list[int]) -> None:
-    world = int(os.environ["WORLD_SIZE"])
-    steps = dict(global_batch_size=2, train_iters=len(seeds) // 2, loss_mask=None)
-    config = Config.create(**{**FIELDS, **steps, **fields}, world_size=world)
-    pretrain(config, datasets=lambda *_: (Marked(marked, seeds), None, None))
+    steps = dict(global_batch_size=2, train_iters=len(seeds) // 2, mock_data=False)
+    datasets = Marked(marked, seeds), None, None
+    run(rank, {**FIELDS, **steps, **fields}, datasets=lambda *_: datasets)
 
 
 @pytest.mark.parametrize(
     ("processes", "fields"),
     [
-        (1, dict(optimizer="muon")),
-        (2, dict(zero_stage=3, bf16=True)),
+        (2, dict(zero_stage=3, bf16=True, optimizer="muon")),
         (2, dict(pipeline_model_parallel_size=2, num_experts=2, moe_aux_loss_coeff=(0.0,))),
     ],
 )
@@ -214,8 +183,8 @@ def test_a_step_without_a_token_in_the_loss_leaves_weights_and_optimizer(
         save = dict(save=str(tmp_path / str(len(empty))), log_params_norm=True)
         marked = [i not in empty for i in seeds]
         run_processes(processes, run_samples, {**fields, **save}, marked, seeds)
-        records = read_records(Path(save["save"]) / "metrics.jsonl", "iteration")
-        runs.append([(r["lm_loss"], r["grad_norm"], r["params_norm"]) for r in records])
+        steps = records(Path(save["save"]))["iteration"]
+        runs.append(values(steps, "lm_loss", "grad_norm", "params_norm"))
     with_empty, without = runs
     assert [norm for _, norm, _ in with_empty].count(0.0) == 2
     assert [step for step in with_empty if step[0] is not None] == without

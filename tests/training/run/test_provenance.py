@@ -10,31 +10,9 @@ import numpy as np
 import torch
 
 import megatron
-from megatron.config import Config
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.training.run.provenance import Provenance, data_identity, environment, git_revision
-
-
-def topology(rank: int = 0) -> Topology:
-    return Topology.from_layout(Layout(tensor=2, data=2), rank, device=torch.device("cpu"))
-
-
-def config(prefix: str) -> Config:
-    return Config.create(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
-        seq_length=8,
-        vocab_size=24,
-        train_iters=10,
-        lr=1e-3,
-        tensor_model_parallel_size=2,
-        world_size=4,
-        data_path=(prefix,),
-        micro_batch_size=1,
-    )
+from tests.helpers.tiny import rank_topology, tiny
 
 
 def write(prefix: Path, documents: list[int]) -> str:
@@ -47,7 +25,9 @@ def write(prefix: Path, documents: list[int]) -> str:
 def test_a_provenance_says_what_made_the_checkpoint(tmp_path: Path) -> None:
     prefix = write(tmp_path / "text", [5, 7])
     places = ["frontier1:cuda:0", "frontier1:cuda:1", "frontier2:cuda:0", "frontier2:cuda:1"]
-    provenance = json.loads(json.dumps(Provenance(config(prefix), topology(), places)(40)))
+    config = tiny(data_path=(prefix,), tensor_model_parallel_size=2, world_size=4)
+    first, second = (rank_topology(rank, tensor=2, data=2) for rank in range(2))
+    provenance = json.loads(json.dumps(Provenance(config, first, places)(40)))
     assert (
         provenance["program"]["version"] in (megatron.__version__, None)
         and provenance["iteration"] == 40
@@ -62,7 +42,7 @@ def test_a_provenance_says_what_made_the_checkpoint(tmp_path: Path) -> None:
     assert provenance["git"].keys() >= {"revision", "dirty"}
     assert [data["prefix"] for data in provenance["data"]] == [prefix]
     assert provenance["data"][0]["bin_bytes"] == 24  # twelve tokens of two bytes
-    assert Provenance(config(prefix), topology(rank=1))(40) == {}
+    assert Provenance(config, second)(40) == {}
 
 
 def test_other_documents_of_the_same_total_have_another_identity(tmp_path: Path) -> None:
@@ -89,17 +69,9 @@ def test_of_a_large_index_the_ends_are_read(tmp_path: Path) -> None:
 
 def test_the_revision_and_whether_files_were_changed(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        command = [
-            "git",
-            "-C",
-            str(tmp_path),
-            "-c",
-            "user.name=n",
-            "-c",
-            "user.email=e@e",
-            *arguments,
-        ]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        command = f"git -C {tmp_path} -c user.name=n -c user.email=e@e".split()
+        done = subprocess.run([*command, *arguments], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
 
     assert git_revision(tmp_path)["revision"] is None and git_revision(tmp_path)["reason"]
     file = tmp_path / "__init__.py"

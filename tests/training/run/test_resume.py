@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.settings import plain, settings_to_take
 from megatron.config import Config, parse_args
 from megatron.errors import CheckpointError, ConfigError
-from megatron.metrics_file import read_records
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.training.run.checkpoints import checkpoint_to_load, progress_from
 from megatron.training.run.resume import (
     describe_changes,
@@ -28,31 +26,13 @@ from megatron.training.run.resume import (
 from megatron.training.run.schedules import Progress, Schedules
 from megatron.training.run.setup import record_settings
 from tests.helpers.launching import TINY, launch
+from tests.helpers.tiny import MODEL, rank_topology, records, values
 
-SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-
-
-class Listener:
-    """Stand-in for the reporter that remembers all lines."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
+SINGLE = rank_topology()
 
 
 def config(**changes: Any) -> Config:
-    fields: dict[str, Any] = dict(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
-        seq_length=8,
-        vocab_size=24,
-        train_iters=10,
-        lr=1e-3,
-    )
-    return Config.create(**{**fields, **changes})
+    return Config.create(**{**MODEL, "train_iters": 10, "lr": 1e-3, **changes})
 
 
 def store(folder: Path, stored: Config, iteration: int = 5) -> Path:
@@ -71,14 +51,9 @@ def store(folder: Path, stored: Config, iteration: int = 5) -> Path:
 def test_a_first_start_finds_nothing_and_goes_on(tmp_path: Path) -> None:
     assert checkpoint_to_load(config(), SINGLE) is None
     assert checkpoint_to_load(config(load=str(tmp_path)), SINGLE) is None
-
-
-@pytest.mark.parametrize(
-    "flag", [dict(exit_on_missing_checkpoint=True), dict(load_tag="iter_0000007")]
-)
-def test_a_checkpoint_that_must_be_there_is_missed(tmp_path: Path, flag: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        checkpoint_to_load(config(load=str(tmp_path), **flag), SINGLE)
+    for flag in (dict(exit_on_missing_checkpoint=True), dict(load_tag="iter_0000007")):
+        with pytest.raises(CheckpointError, match=str(tmp_path)):
+            checkpoint_to_load(config(load=str(tmp_path), **flag), SINGLE)
 
 
 BEFORE: dict[str, Any] = dict(
@@ -167,7 +142,6 @@ def test_all_settings_that_differ_are_named_and_a_flag_keeps_still(tmp_path: Pat
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(train_iters=40),
         dict(train_iters=None, train_samples=160, global_batch_size=8),
         dict(train_iters=None, train_tokens=10**6, seq_length=4, rampup_batch_size=(2, 2, 9)),
         dict(lr_schedule=None, lr_decay_style="cosine", min_lr=1e-4, lr_warmup_iters=3),
@@ -187,10 +161,11 @@ def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(
     """They keep the values also through another checkpoint, and what they replace is said."""
     theirs = config(**BEFORE | before)
     ours = BEFORE | dict(lr=1.0, use_checkpoint_opt_param_scheduler=True) | changes
-    listener, folder = Listener(), store(tmp_path / "0", theirs)
+    folder, said = store(tmp_path / "0", theirs), list[str]()
+    listener: Any = SimpleNamespace(say=said.append)
     for again in range(2):
         stored, here = stored_settings(folder, config(**ours)), config(**ours)
-        taken = with_checkpoint_settings(here, stored, listener)  # type: ignore[arg-type]
+        taken = with_checkpoint_settings(here, stored, listener)
         for step in (0, 1, 2, 10, 11, 15, 19, 20, 30):
             at = Progress(*3 * [0], 0, 0, step, 4 * step, 32 * step)
             values = Schedules.from_config(taken).at(at)
@@ -201,7 +176,7 @@ def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(
             assert values == expected
         assert taken.batch == config(**ours).batch
         folder = store(tmp_path / f"{again + 1}", taken.replace(hidden_dropout=0.3))
-    assert "lr 0.01 (here 1.0)" in listener.said[0]
+    assert "lr 0.01 (here 1.0)" in said[0]
 
 
 RUN = "--micro-batch-size 2 --mock-data --train-iters 3 --lr 1e-3".split()
@@ -214,14 +189,7 @@ def taken(folder: Path, *flags: str, world_size: int = 1) -> Config:
 
 
 def test_a_run_takes_its_model_from_the_checkpoint(tmp_path: Path) -> None:
-    stored = config(
-        hidden_size=32,
-        num_layers=3,
-        swiglu=True,
-        hidden_dropout=0.0,
-        max_position_embeddings=16,
-        untie_embeddings_and_output_weights=True,
-    )
+    stored = config(num_layers=3, swiglu=True, hidden_dropout=0.0, max_position_embeddings=16)
     place = str(store(tmp_path, stored) / "config.json")
     found = taken(tmp_path, "--tensor-model-parallel-size", "2", world_size=4)
     assert found.model == stored.model
@@ -301,27 +269,23 @@ def test_the_tokenizer_is_taken_and_says_the_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path: Path) -> None:
-    """A run of two ranks resumes that of one, and its settings.toml resumes it once more."""
+    """A run of two ranks resumes that of one, and writes its settings beside the first ones."""
     model = TINY[: TINY.index("--micro-batch-size")]
     rest = [*TINY[len(model) : TINY.index("--tokenizer-type")], "--log-interval", "1"]
     rest += ["--eval-iters", "0", "--save", str(tmp_path), "--load", str(tmp_path)]
-    tensor = ["--tensor-model-parallel-size", "2"]
-    settings = ["--config", str(tmp_path / "settings.toml"), "--load", str(tmp_path)]
+    resumed = "--tensor-model-parallel-size 2 --use-checkpoint-args --train-iters 5".split()
     for processes, flags in (
         (1, [*TINY, "--window-size", "7", "0", *rest]),
-        (2, [*rest, *tensor, "--use-checkpoint-args", "--train-iters", "5"]),
-        (2, [*settings, "--train-iters", "6"]),
+        (2, [*rest, *resumed]),
     ):
         for outcome in launch(processes, flags):
             assert outcome is not None and outcome.code == 0, outcome
-        # One process speaks, once; there is no rest after the only step of the later jobs.
+        # One process speaks, once; there is no rest after the only step of the later job.
         assert outcome.output.count(" node-hours") == (processes == 1)
-    records = list(read_records(tmp_path / "metrics.jsonl", "iteration"))
-    assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5, 6]
-    last = parse_args(settings[:2], 2)
-    assert (last.batch.train_iters, last.parallel.tensor_model_parallel_size) == (6, 2)
-    kept = sorted(file.name for file in tmp_path.glob("settings-*.toml"))
-    assert kept == ["settings-0000004.toml", "settings-0000005.toml"]
+    assert values(records(tmp_path)["iteration"], "iteration") == [(i,) for i in range(1, 6)]
+    last = parse_args(["--config", str(tmp_path / "settings.toml")], 2)
+    assert (last.batch.train_iters, last.parallel.tensor_model_parallel_size) == (5, 2)
+    assert [file.name for file in tmp_path.glob("settings-*.toml")] == ["settings-0000004.toml"]
 
 
 @pytest.mark.slow
@@ -333,8 +297,7 @@ def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path: Path) -
     def steps(folder: Path, *words: str) -> list[tuple[int, float]]:
         (outcome,) = launch(1, words)
         assert outcome is not None and outcome.code == 0, outcome
-        records = read_records(folder / "metrics.jsonl", "iteration")
-        return [(record["iteration"], record["lm_loss"]) for record in records]
+        return values(records(folder)["iteration"], "iteration", "lm_loss")
 
     first = steps(a, *TINY, "--save", str(a), "--exit-interval", "2")
     steps(a, *settings, *load, "--load-tag", "2", "--exit-interval", "3")
@@ -346,16 +309,16 @@ def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path: Path) -
 
 
 def test_settings_that_cannot_be_written_are_a_note(tmp_path: Path) -> None:
-    listener = Listener()
+    lines: list[str] = []
+    listener: Any = SimpleNamespace(say=lines.append)
     for name in ("good", "full"):
         metrics = tmp_path / name / "m.jsonl"
         metrics.parent.mkdir()
         metrics.touch()
         if name == "full":
             (tmp_path / "full" / "settings.tmp").mkdir()  # in the way, as a full disk is
-        one = config(metrics_file=str(metrics))
-        record_settings(one, SINGLE, listener, 0)  # type: ignore[arg-type]
-    (said,) = listener.said
+        record_settings(config(metrics_file=str(metrics)), SINGLE, listener, 0)
+    (said,) = lines
     assert str(tmp_path / "full" / "settings.toml") in said
     assert (tmp_path / "good" / "settings.toml").exists()
 
@@ -372,19 +335,10 @@ def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path: Path) -> None:
-    state = dict(
-        iteration=5,
-        consumed_samples=40,
-        consumed_tokens=320,
-        consumed_valid_samples=8,
-        skipped_iterations=1,
-    )
-    state |= dict(scheduled_iterations=4, scheduled_samples=32, scheduled_tokens=256)
-    assert progress_from(state, tmp_path) == Progress(5, 40, 320, 8, 1, 4, 32, 256)
     sources = {"web": {"samples": 40, "tokens": 320, "epochs": 0.5}}
-    assert progress_from({**state, "sources": sources}, tmp_path) == Progress(
-        5, 40, 320, 8, 1, 4, 32, 256, sources
-    )
+    for progress in (Progress(5, 40, 320, 8, 1, 4, 32, 256, of) for of in ({}, sources)):
+        state = dataclasses.asdict(progress)
+        assert progress_from(state, tmp_path) == progress
     with pytest.raises(CheckpointError):
         progress_from({**state, "sources": {"web": 40}}, tmp_path)
     with pytest.raises(CheckpointError, match=r"consumed_tokens.*--finetune"):

@@ -22,11 +22,10 @@ from megatron.data.reorder import Ordered, reordered
 from megatron.data.sampler import Ledger, SampleOrder, sample_order
 from megatron.kernels import choose, measured_times
 from megatron.kernels.measured_times import MeasuredTimes
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.training.run.provenance import Provenance
 from megatron.training.run.resume import describe_data, describe_implementations, stored_settings
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
+from tests.helpers.tiny import rank_topology, tiny
 
 TAKEN, BATCH = 40, 4
 
@@ -47,27 +46,21 @@ def data(tmp_path: Path) -> list[str]:
 
 def config(prefixes: list[str], **changes: Any) -> Config:
     fields: dict[str, Any] = dict(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
-        seq_length=8,
         vocab_size=6000,
         global_batch_size=BATCH,
         train_iters=20,
-        eval_iters=0,
         split="1",
         data_path=("1", prefixes[0], "1", prefixes[1]),
     )
-    return Config.create(**{**fields, **changes})
+    return tiny(**{**fields, **changes})
 
 
 def save(folder: Path, theirs: Config) -> Path:
     """Write a checkpoint as far as settings and provenance are concerned."""
     checkpoint = folder / "iter_0000010"
     checkpoint.mkdir(parents=True)
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     samples = planned_samples(theirs, BatchSchedule.from_config(theirs))[0]
-    record = Provenance(theirs, topology, (), samples)(10)
+    record = Provenance(theirs, rank_topology(), (), samples)(10)
     for name, content in (("config.json", plain(theirs)), ("passport.json", record)):
         (checkpoint / name).write_text(json.dumps(content))
     write_manifest(checkpoint, ["config.json", "passport.json"])

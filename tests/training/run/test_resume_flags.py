@@ -17,29 +17,19 @@ from megatron.program import pretrain
 from megatron.training.report.reporter import Console
 from megatron.training.run.resume import UNCOMPARED, describe_changes, stored_settings
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import RUN
 from tests.training.run.test_resume import config, stopped, store
 from tests.training.run.test_run import write_numbers
 
 BASE: dict[str, Any] = dict(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=2,
-    seq_length=8,
+    RUN,
     max_position_embeddings=16,
     vocab_size=900,
     micro_batch_size=2,
-    global_batch_size=4,
     split="1",
-    num_workers=0,
     train_iters=4,
-    lr=1e-2,
     min_lr=1e-3,
     lr_decay_style="cosine",
-    log_interval=1,
-    eval_iters=0,
-    hidden_dropout=0.2,
-    attention_dropout=0.0,
-    distributed_timeout_minutes=1.0,
 )
 # Values of settings that have a syntax of their own.
 _VALUES: dict[str, Any] = dict(

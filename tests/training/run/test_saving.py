@@ -4,93 +4,70 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
-import torch
 
 from megatron.errors import CheckpointError
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.training.run.checkpoints import Saves
 from megatron.training.run.stopping import Agreement
-
-SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+from tests.helpers.tiny import rank_topology
 
 
 class FakeSaver:
     """Saver without a disk, which records its calls in order. `broken`: calls that fail."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.broken: set[str] = set()
-        self.pending, self.written = False, False
-        self._iteration = 0
+        self.pending = self.written = False
+        self.iteration = 0
 
-    def _do(self, call: str, *details: Any) -> None:
-        self.calls.append((call, *details) if details else call)
-        if call in self.broken:
-            raise CheckpointError(f"{call}: ENOSPC")
+    def _do(self, *call: Any) -> None:
+        self.calls.append(call)
+        if call[0] in self.broken:
+            raise CheckpointError(f"{call[0]}: ENOSPC")
 
     def start(
         self, iteration: int, engine: Any, state: Any, provenance: Any, background: bool
     ) -> Any:
         assert not self.pending, "a save was under way"
         self._do("start", iteration, background)
-        self._iteration, self.pending, self.written = iteration, background, False
+        self.iteration, self.pending, self.written = iteration, background, False
         return None if background else self._saved()
 
     def commit(self) -> Any:
         self.pending = False
-        self._do("commit", self._iteration)
+        self._do("commit", self.iteration)
         return self._saved()
 
     def finish(self) -> Any:
         return self.commit() if self.pending else None
 
     def _saved(self) -> Any:
+        folder = Path(f"iter_{self.iteration}")
         return SimpleNamespace(
-            folder=Path(f"iter_{self._iteration}"),
-            iteration=self._iteration,
-            bytes=8,
-            elapsed_s=2.0,
-            stall_s=1.0,
+            folder=folder, iteration=self.iteration, bytes=8, elapsed_s=2.0, stall_s=1.0
         )
-
-
-class Listener:
-    """Stand-in for the reporter."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.records: list[tuple[str, int]] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def publish(self, event: Any) -> None:
-        self.records.append((event.event, event.iteration))
 
 
 class Case:
     """Saves over a FakeSaver, with a clock that the test moves."""
 
     def __init__(self, saved: int | None = None, **changes: Any) -> None:
-        values = dict(
-            save="folder", save_interval=None, save_interval_minutes=None, async_save=False
+        usual = dict(save_interval=None, save_interval_minutes=None, async_save=False)
+        checkpoint = SimpleNamespace(**{"save": "folder", **usual, **changes})
+        config: Any = SimpleNamespace(checkpoint=checkpoint)
+        self.now, self.saver, self.agreement = 0.0, FakeSaver(), Agreement(rank_topology())
+        self.said: list[str] = []
+        self.records: list[tuple[str, int]] = []
+        reporter: Any = SimpleNamespace(
+            say=self.said.append,
+            publish=lambda event: self.records.append((event.event, event.iteration)),
         )
-        config: Any = SimpleNamespace(checkpoint=SimpleNamespace(**{**values, **changes}))
-        self.now, self.saver, self.listener = 0.0, FakeSaver(), Listener()
-        self.agreement = Agreement(SINGLE)
-        reporter: Any = self.listener
+        saver, clock, engine = self.saver, lambda: self.now, cast(Any, None)
         self.saves = Saves(
-            config,
-            self.saver,
-            self.agreement,
-            reporter,
-            None,  # type: ignore[arg-type]
-            saved_iteration=saved,
-            clock=lambda: self.now,
+            config, saver, self.agreement, reporter, engine, saved_iteration=saved, clock=clock
         )
 
     def step(self, iteration: int, seconds: float = 1.0) -> None:
@@ -102,13 +79,17 @@ class Case:
             self.saves.save(iteration, {})
 
     @property
-    def failure(self) -> str | None:
+    def starts(self) -> list[int]:
+        return [call[1] for call in self.saver.calls if call[0] == "start"]
+
+    @property
+    def failure(self) -> str:
         """Return the error that the failed save would raise at the end of the run."""
         try:
             self.saves.check()
         except CheckpointError as error:
             return str(error)
-        return None
+        return ""
 
 
 def test_the_interval_counts_iterations() -> None:
@@ -119,7 +100,7 @@ def test_the_interval_counts_iterations() -> None:
     case.saves.save(7, {}, last=True)
     case.saves.save(7, {}, last=True)
     assert case.saver.calls[2:] == [("start", 7, False)]
-    assert case.listener.records == [("checkpoint", i) for i in (3, 6, 7)] and case.failure is None
+    assert case.records == [("checkpoint", i) for i in (3, 6, 7)] and not case.failure
 
 
 def test_minutes_count_from_the_last_save() -> None:
@@ -127,7 +108,7 @@ def test_minutes_count_from_the_last_save() -> None:
     for i in range(1, 14):
         case.step(i, seconds=12.0)
     # At 36 s; 5 is due by iterations; 30 s after those 60 s; 10 by iterations; 36 s later.
-    assert [call[1] for call in case.saver.calls] == [3, 5, 8, 10, 13]
+    assert case.starts == [3, 5, 8, 10, 13]
 
 
 def test_a_save_that_is_due_comes_before_the_last_one() -> None:
@@ -166,27 +147,23 @@ def test_a_failed_save_is_tried_again_after_a_minute_of_steps() -> None:
     case.step(10)
     case.saver.broken = {"start"}
     case.step(20)
-    assert "iteration 20" in case.listener.said[-2] and "ENOSPC" in case.listener.said[-2]
-    assert "iteration 10" in case.listener.said[-1]
+    assert "iteration 20" in case.said[-2] and "ENOSPC" in case.said[-2]
+    assert "iteration 10" in case.said[-1]
     for i in range(21, 27):
         case.step(i, seconds=11.9)  # 59.5 s after 25
-    assert [call[1] for call in case.saver.calls] == [10, 20, 26]
-    assert case.listener.records == [
+    assert case.starts == [10, 20, 26]
+    assert case.records == [
         ("checkpoint", 10),
         ("checkpoint_failed", 20),
         ("checkpoint_failed", 26),
     ]
-    assert (
-        case.failure is not None
-        and "iteration 26" in case.failure
-        and "iteration 10" in case.failure
-    )
+    assert "iteration 26" in case.failure and "iteration 10" in case.failure
     case.saver.broken = set()
     for i in range(27, 34):
         case.step(i, seconds=11.9)
     # The regular one comes before the minute is over.
-    assert [call[1] for call in case.saver.calls[3:]] == [30]
-    assert case.failure is None and case.saves.saved_iteration == 30
+    assert case.starts[3:] == [30]
+    assert not case.failure and case.saves.saved_iteration == 30
 
 
 def test_a_background_save_that_fails_is_the_one_of_its_iteration() -> None:
@@ -195,12 +172,10 @@ def test_a_background_save_that_fails_is_the_one_of_its_iteration() -> None:
     case.step(2)
     case.saver.written = True
     case.step(3)
-    assert (
-        case.listener.records == [("checkpoint_failed", 2)] and case.saves.saved_iteration is None
-    )
+    assert case.records == [("checkpoint_failed", 2)] and case.saves.saved_iteration is None
     case.saver.broken = set()
     case.saves.save(3, {}, last=True)
-    assert case.listener.records[1:] == [("checkpoint", 3)] and case.failure is None
+    assert case.records[1:] == [("checkpoint", 3)] and not case.failure
 
 
 def test_the_last_save_does_not_rely_on_one_of_the_same_iteration_that_fails() -> None:
@@ -210,7 +185,7 @@ def test_the_last_save_does_not_rely_on_one_of_the_same_iteration_that_fails() -
     case.saves.save(2, {}, last=True)
     assert (
         case.saver.calls == [("start", 2, True), ("commit", 2), ("start", 2, False)]
-        and case.failure is None
+        and not case.failure
     )
 
 

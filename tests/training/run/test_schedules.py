@@ -9,24 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples, run_costs
+from tests.helpers.tiny import tiny
 
 ramps = st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 500))
 
 
 def ramp_up(end: int, start: int, increment: int, samples: int) -> BatchSchedule:
-    return BatchSchedule.from_config(
-        Config.create(
-            num_layers=1,
-            hidden_size=8,
-            num_attention_heads=1,
-            seq_length=8,
-            global_batch_size=end,
-            rampup_batch_size=(start, increment, samples),
-        )
-    )
+    ramp = (start, increment, samples)
+    return BatchSchedule.from_config(tiny(global_batch_size=end, rampup_batch_size=ramp))
 
 
 @given(ramps, st.integers(0, 800))
@@ -74,13 +66,11 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest() -> Non
     Each weight of a product takes 6 FLOPs per token, and attention 12 s h per layer.
     """
     layers, h, s, vocabulary = 2, 16, 8, 24
-    config = Config.create(
+    config = tiny(
         num_layers=layers,
         hidden_size=h,
-        num_attention_heads=2,
         seq_length=s,
         vocab_size=vocabulary,
-        global_batch_size=4,
         train_iters=10,
         rampup_batch_size=(2, 2, 4),
     )
@@ -97,15 +87,7 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest() -> Non
 
 
 def test_more_samples_than_an_index_could_list_are_refused() -> None:
-    config = Config.create(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        seq_length=8,
-        train_iters=10**6,
-        eval_iters=10**6,
-        eval_interval=1,
-    )
+    config = tiny(global_batch_size=1, train_iters=10**6, eval_iters=10**6, eval_interval=1)
     with pytest.raises(ConfigError, match=str((10**6 + 1) * 10**6)):
         planned_samples(config, BatchSchedule.from_config(config))
 
@@ -124,13 +106,7 @@ def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule() -> Non
 @given(st.integers(0, 3000))
 def test_batch_sizes_by_tokens(consumed: int) -> None:
     """Megatron-LM's rule: the size of the last threshold that the samples have reached."""
-    config = Config.create(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        seq_length=8,
-        step_batch_size_schedule="0:4 1K:6, 9.6K:2",
-    )
+    config = tiny(global_batch_size=None, step_batch_size_schedule="0:4 1K:6, 9.6K:2")
     schedule = BatchSchedule.from_config(config)
     assert config.batch.global_batch_size == schedule.global_batch_size_at_end == 2
     expected = 4 if consumed < 125 else 6 if consumed < 1200 else 2

@@ -9,48 +9,37 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.training.run.process import Signals
 from megatron.training.run.stopping import Agreement, StopRules, WallTime
-
-SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-
-
-def settings(**changes: Any) -> Any:
-    values = dict(
-        exit_interval=None,
-        exit_signal_handler=False,
-        kill_switch_file=None,
-    )
-    return SimpleNamespace(training=SimpleNamespace(**{**values, **changes}))
+from tests.helpers.tiny import rank_topology
 
 
 class Rules:
-    """StopRules with an agreement of their own."""
+    """StopRules of one process, with an agreement of their own."""
 
     def __init__(
-        self,
-        topology: Topology = SINGLE,
-        signals: Signals | None = None,
-        wall_time: WallTime | None = None,
-        **changes: Any,
+        self, signals: Signals | None = None, wall_time: WallTime | None = None, **changes: Any
     ) -> None:
-        self.agreement = Agreement(topology)
+        usual = dict(exit_interval=None, exit_signal_handler=False, kill_switch_file=None)
+        settings: Any = SimpleNamespace(training=SimpleNamespace(**{**usual, **changes}))
+        self.agreement = Agreement(rank_topology())
         signals = signals or Signals(enabled=False)
-        self.rules = StopRules(settings(**changes), self.agreement, signals, wall_time)
+        self.rules = StopRules(settings, self.agreement, signals, wall_time)
 
-    def check(self, iteration: int) -> str | None:
-        stop = self.rules.check(iteration, self.agreement.now())
-        return None if stop is None else stop.reason
+    def stop(self, iteration: int, at_start: bool = False) -> Any:
+        check = self.rules.check_at_start if at_start else self.rules.check
+        return check(iteration, self.agreement.now())
+
+    @property
+    def must_leave(self) -> bool:
+        return self.rules.must_leave(self.agreement.now())
 
 
 def test_exit_interval_counts_finished_steps() -> None:
     rules = Rules(exit_interval=5)
-    assert [i for i in range(1, 12) if rules.check(i)] == [5, 10]
-    assert rules.rules.check_at_start(5, rules.agreement.now()) is None
+    assert [i for i in range(1, 12) if rules.stop(i)] == [5, 10]
+    assert rules.stop(5, at_start=True) is None
 
 
 def test_the_duration_counts_from_the_start_and_leaves_time_for_what_comes() -> None:
@@ -59,49 +48,45 @@ def test_the_duration_counts_from_the_start_and_leaves_time_for_what_comes() -> 
     wall_time = WallTime(lambda: None, 0.0, 10, duration_s=120, elapsed_s=lambda: now[0])
     rules = Rules(wall_time=wall_time)
     wall_time.after_step(2.0)
-    assert rules.check(1) is None
+    assert rules.stop(1) is None
     wall_time.after_save(8.0)
-    assert rules.check(1) is None  # 2 + 1.5 * 8 s
+    assert rules.stop(1) is None  # 2 + 1.5 * 8 s
     wall_time.after_step(2.0, evaluations=1)
-    stop = rules.rules.check(2, rules.agreement.now())  # 10 iterations more
-    assert stop is not None and not stop.requeue
+    stop = rules.stop(2)  # 10 iterations more
+    assert not stop.requeue
     assert all(word in stop.reason for word in ("iteration 2", "1.67", "2.00 min"))
     wall_time.after_step(2.0)
-    agreed = rules.agreement.now()
-    assert not rules.rules.must_leave(agreed)
+    assert not rules.must_leave
     now[0] = 103.0  # 11 s, in which no save of 12 s ends: an evaluation under way ends
-    assert rules.rules.must_leave(rules.agreement.now())
+    assert rules.must_leave
     wall_time.saved = True
-    assert not rules.rules.must_leave(rules.agreement.now())
+    assert not rules.must_leave
     now[0] = 115.0
-    assert rules.rules.must_leave(rules.agreement.now())
+    assert rules.must_leave
 
 
 def test_a_job_that_ends_is_continued_also_where_the_duration_is_over() -> None:
     wall_time = WallTime(lambda: 20.0, 0.0, duration_s=120, elapsed_s=lambda: 119.0)
-    rules = Rules(wall_time=wall_time)
-    stop = rules.rules.check(8, rules.agreement.now())
-    assert stop is not None and stop.requeue
+    assert Rules(wall_time=wall_time).stop(8).requeue
 
 
 def test_kill_switch(tmp_path: Path) -> None:
     switch = tmp_path / "stop"
     rules = Rules(kill_switch_file=str(switch))
-    assert rules.check(1) is None
+    assert rules.stop(1) is None
     switch.touch()
-    assert str(switch) in str(rules.check(2))
-    stop = rules.rules.check(2, rules.agreement.now())
+    stop = rules.stop(2)
     # A user wants the run to end, not to begin again.
-    assert stop is not None and not stop.requeue
+    assert str(switch) in stop.reason and not stop.requeue
 
 
 def test_signals_are_caught_only_inside_the_block_and_only_when_asked() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Signals() as signals:
         rules = Rules(signals=signals)
-        assert rules.check(2) is None
+        assert rules.stop(2) is None
         os.kill(os.getpid(), signal.SIGTERM)
-        assert "SIGTERM" in str(rules.check(3))
+        assert "SIGTERM" in rules.stop(3).reason
     assert signal.getsignal(signal.SIGTERM) is before
     with Signals(enabled=False):
         assert signal.getsignal(signal.SIGTERM) is before
@@ -113,7 +98,7 @@ def test_a_lost_connection_ends_the_run_as_a_signal_does_but_not_under_nohup(noh
     try:
         with Signals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
-            stop = Rules(signals=signals).check(3)
+            stop = Rules(signals=signals).stop(3)
             assert stop is None if nohup else "SIGHUP" in str(stop)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -123,9 +108,8 @@ def test_only_the_first_signal_counts() -> None:
     with Signals() as signals:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
-        rules = Rules(signals=signals)
-        stop = rules.rules.check(1, rules.agreement.now())
-        assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason
+        stop = Rules(signals=signals).stop(1)
+        assert stop.requeue and "SIGUSR1" in stop.reason
 
 
 @pytest.mark.parametrize(
@@ -137,8 +121,7 @@ def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopp
     wall_time = WallTime(lambda: left_s, 0.0)
     wall_time.after_step(20.0)
     wall_time.after_save(50.0)
-    rules = Rules(wall_time=wall_time)
-    stop = rules.rules.check(7, rules.agreement.now())
+    stop = Rules(wall_time=wall_time).stop(7)
     assert (stop is not None) == stopped
     if stop is not None:
         assert stop.requeue and all(
@@ -153,12 +136,8 @@ def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
     """
     wall_time = WallTime(lambda: 20.0, checkpoint_bytes=0.0)
     rules = Rules(wall_time=wall_time)
-    stop = rules.rules.check_at_start(7, rules.agreement.now())
-    assert stop is not None and not stop.requeue
-    later = rules.rules.check(8, rules.agreement.now())
-    assert later is not None and later.requeue
+    assert not rules.stop(7, at_start=True).requeue and rules.stop(8).requeue
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
-        rules = Rules(signals=signals, wall_time=wall_time)
-        stop = rules.rules.check_at_start(7, rules.agreement.now())
-    assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason
+        stop = Rules(signals=signals, wall_time=wall_time).stop(7, at_start=True)
+    assert stop.requeue and "SIGUSR1" in stop.reason

@@ -3,50 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron import pretrain
-from megatron.config import Config
 from megatron.errors import DataError
-from megatron.metrics_file import read_records
 from megatron.training.report.events import TaskEvaluated, scalars
 from tests.helpers.launching import launch
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import INTERLEAVED, records, run
 
 FIELDS: dict[str, Any] = dict(
     num_layers=4,
-    hidden_size=16,
-    num_attention_heads=2,
     seq_length=16,
-    max_position_embeddings=16,
     tokenizer_type="NullTokenizer",
     vocab_size=23,
-    make_vocab_size_divisible_by=8,
     micro_batch_size=2,
-    global_batch_size=4,
-    mock_data=True,
-    num_workers=0,
     train_iters=5,
     eval_interval=2,
-    eval_iters=0,
     eval_at_start=True,
-    lr=1e-2,
     init_method_std=0.2,
-    hidden_dropout=0.2,
-    attention_dropout=0.0,
-    distributed_timeout_minutes=1.0,
 )
 ENDINGS = [{"context": f"{i} {i + 1} {i + 2} " * (1 + i % 3), "ending": f" {i}"} for i in range(9)]
 OTHERS = {"event", "task", "time", "elapsed_s"}
 CHOICES = [{"context": "1 2", "choices": [" 3 4", " 9", " 1 1 1"], "answer": 0}]
-
-
-def run(rank: int, fields: dict[str, Any]) -> None:
-    pretrain(Config.create(**{**FIELDS, **fields}, world_size=int(os.environ["WORLD_SIZE"])))
 
 
 def write(path: Path, lines: list[dict[str, Any]]) -> str:
@@ -54,27 +35,20 @@ def write(path: Path, lines: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    return [record for record in read_records(path) if record["event"] == "task"]
-
-
 @pytest.mark.slow
 def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path: Path) -> None:
     tasks = (write(tmp_path / "a.jsonl", ENDINGS), write(tmp_path / "b.jsonl", CHOICES))
-    interleaved = dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
-    split = dict(tensor_model_parallel_size=2, sequence_parallel=True)
     layouts: list[tuple[int, dict[str, Any]]] = [
         (1, {}),
-        (2, interleaved),
-        (2, split),
+        (4, dict(INTERLEAVED, tensor_model_parallel_size=2, sequence_parallel=True)),
         (2, dict(context_parallel_size=2)),
         (2, dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, micro_batch_size=1)),
     ]
     found = []
     for n, (processes, fields) in enumerate(layouts):
-        fields = {**fields, "eval_tasks": tasks, "save": str(tmp_path / str(n))}
+        fields = dict(FIELDS, **fields, eval_tasks=tasks, save=str(tmp_path / str(n)))
         run_processes(processes, run, fields)
-        found.append(records(tmp_path / str(n) / "metrics.jsonl"))
+        found.append(records(tmp_path / str(n))["task"])
     one = found[0]
     assert [(r["iteration"], r["task"]) for r in one] == [
         (at, name) for at in (0, 2, 4, 5) for name in "ab"
@@ -83,9 +57,8 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path: Path) -> N
     for other in found[1:]:
         for ours, theirs in zip(one, other, strict=True):
             names = set(ours) - OTHERS
-            assert {k: theirs[k] for k in names} == pytest.approx(
-                {k: ours[k] for k in names}, rel=2e-5
-            )
+            expected = pytest.approx({k: ours[k] for k in names}, rel=2e-5)
+            assert {k: theirs[k] for k in names} == expected
     arguments = ["--load", str(tmp_path / "0"), "--format", "json", "--tasks", *tasks]
     (outcome,) = launch(1, arguments, script="tools/evaluate.py")
     assert outcome is not None and outcome.code == 0, outcome
@@ -96,10 +69,13 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_file_that_is_no_task_ends_the_run_at_its_start(tmp_path: Path) -> None:
+def test_a_file_that_is_no_task_ends_the_run_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
     tasks = (write(tmp_path / "a.jsonl", [{"context": "1"}]),)
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
-        pretrain(Config.create(**{**FIELDS, "eval_tasks": tasks, "world_size": 1}))
+        run(0, {**FIELDS, "eval_tasks": tasks})
 
 
 def test_each_task_has_its_scalars() -> None:

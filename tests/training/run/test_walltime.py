@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron.config import Config
 from megatron.data.datasets import Datasets
 from megatron.data.gpt_dataset import MockDataset
 from megatron.training.run.evaluation import evaluation_iterations
 from megatron.training.run.schedules import BatchSchedule
 from megatron.training.run.stopping import SlurmEnd, WallTime, requeue
+from tests.helpers.tiny import tiny
 
 Command = Callable[[str, str], Path]
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Put a shell script of that name before all others on the path.
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Return a function that puts a shell script of a name before all others on the path.
 
-    Return the file that records its arguments.
+    It returns the file that records the script's arguments.
     """
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(name: str, body: str) -> Path:
         script, called = tmp_path / name, tmp_path / f"{name}.called"
@@ -33,15 +32,15 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
         script.chmod(0o755)
         return called
 
-    yield write
+    return write
 
 
-def asked_once(environ: dict[str, str]) -> tuple[SlurmEnd, list[str]]:
+def asked_once(
+    clock: Callable[[], float] = lambda: 1000.0, **environ: str
+) -> tuple[SlurmEnd, list[str]]:
     """Return the inquiry and its messages after the first answer; no second question follows."""
     said: list[str] = []
-    end = SlurmEnd(
-        {"SLURM_JOB_ID": "4711", **environ}, said.append, clock=lambda: 1000.0, every_s=3600
-    )
+    end = SlurmEnd({"SLURM_JOB_ID": "4711", **environ}, said.append, clock=clock, every_s=3600)
     end.close()
     end.thread.join()
     return end, said
@@ -49,7 +48,7 @@ def asked_once(environ: dict[str, str]) -> tuple[SlurmEnd, list[str]]:
 
 def test_squeue_says_what_is_left_of_this_job(command: Command) -> None:
     called = command("squeue", "echo 1-02:00:30")
-    end, said = asked_once({})
+    end, said = asked_once()
     assert called.read_text() == "-h -j 4711 -o %L\n"
     assert end.left_s() == 93630
     assert len(said) == 1 and "4711" in said[0] and "1-02:00:30" in said[0]
@@ -57,10 +56,8 @@ def test_squeue_says_what_is_left_of_this_job(command: Command) -> None:
 
 def test_the_last_answer_counts_down_and_a_new_one_counts_more(command: Command) -> None:
     command("squeue", "echo 10:00")
-    now, said = [0.0], list[str]()
-    end = SlurmEnd({"SLURM_JOB_ID": "1"}, said.append, clock=lambda: now[0], every_s=3600)
-    end.close()
-    end.thread.join()
+    now = [0.0]
+    end, said = asked_once(lambda: now[0], SLURM_JOB_ID="1")
     now[0] = 100.0
     assert end.left_s() == 500
     command("squeue", "echo 30:00")  # the job was extended
@@ -78,7 +75,7 @@ def test_the_last_answer_counts_down_and_a_new_one_counts_more(command: Command)
 @pytest.mark.parametrize("answer", ["INVALID", "", r"\377\376 10:00"])
 def test_an_answer_that_says_nothing_is_told(command: Command, answer: str) -> None:
     command("squeue", f"printf '{answer}'")
-    end, said = asked_once({})
+    end, said = asked_once()
     assert end.left_s() is None and len(said) == 1 and "4711" in said[0]
 
 
@@ -89,7 +86,7 @@ def test_of_a_job_array_its_own_task_is_asked_for(command: Command) -> None:
     """
     task = {"SLURM_JOB_ID": "4711", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
     called = command("squeue", '[ "$3" = 4711 ] && echo 2:00:00; echo 1:00')
-    end, _ = asked_once(task)
+    end, _ = asked_once(**task)
     assert called.read_text() == "-h -j 4711_3 -o %L\n" and end.left_s() == 60
     command("squeue", "echo RUNNING None")
     called = command("scontrol", "exit 0")
@@ -98,7 +95,7 @@ def test_of_a_job_array_its_own_task_is_asked_for(command: Command) -> None:
 
 def test_an_unlimited_job_has_no_end_and_nothing_is_said(command: Command) -> None:
     command("squeue", "echo UNLIMITED")
-    end, said = asked_once({})
+    end, said = asked_once()
     assert end.left_s() is None and said == []
 
 
@@ -107,10 +104,10 @@ def test_without_squeue_slurms_promise_is_believed(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for promised in ("", "²", "9" * 5000):
-        end, said = asked_once({"SLURM_JOB_END_TIME": promised})
+        end, said = asked_once(SLURM_JOB_END_TIME=promised)
         assert end.left_s() is None and "--walltime" in said[0]
     monkeypatch.setattr(time, "time", lambda: 5e8)
-    end, said = asked_once({"SLURM_JOB_END_TIME": str(int(5e8) + 600)})
+    end, said = asked_once(SLURM_JOB_END_TIME=str(int(5e8) + 600))
     assert end.left_s() == 600 and len(said) == 1
 
 
@@ -145,17 +142,7 @@ def test_what_must_be_left() -> None:
 
 def test_an_evaluation_is_foreseen_with_all_corpora() -> None:
     """Three batches of the large corpus and the two that the small one has, twice with an average."""
-    config = Config.create(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        seq_length=8,
-        vocab_size=9,
-        global_batch_size=4,
-        eval_iters=3,
-        ema_decay=0.9,
-        eval_ema=True,
-    )
+    config = tiny(eval_iters=3, ema_decay=0.9, eval_ema=True)
     corpora = {str(n): MockDataset("valid", n, 8, 9, 1) for n in (100, 5)}
     batches = BatchSchedule.from_config(config)
     assert evaluation_iterations(config, batches, Datasets(corpora=corpora)) == 2 * (3 + 2)

@@ -6,7 +6,6 @@ The run ends with the first bad value named.
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,46 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config import Config
 from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.layers.context import LayerContext
 from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
-from megatron.metrics_file import read_records
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
-from megatron.program import pretrain
 from megatron.training.report.events import StepRecord
 from megatron.training.run.state import Skips, StepUnderWay
 from megatron.training.safety import bad_steps
 from tests.helpers.launching import TINY, launch
 from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import INTERLEAVED, rank_topology, records, run, tiny, values
 
-FIELDS: dict[str, Any] = dict(
-    num_layers=4,
-    hidden_size=16,
-    num_attention_heads=2,
-    seq_length=8,
-    vocab_size=24,
-    make_vocab_size_divisible_by=8,
-    micro_batch_size=1,
-    global_batch_size=4,
-    mock_data=True,
-    num_workers=0,
-    train_iters=20,
-    lr=1e-2,
-    log_interval=1,
-    eval_iters=0,
-    hidden_dropout=0.2,
-    attention_dropout=0.0,
-    distributed_timeout_minutes=1.0,
-    max_consecutive_skips=3,
-)
-INTERLEAVED = dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
-ZERO_BUBBLE = dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True)
-TENSOR = dict(tensor_model_parallel_size=2, sequence_parallel=True)
-SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+FIELDS: dict[str, Any] = dict(num_layers=4, train_iters=20, max_consecutive_skips=3)
 
 
 def weights(run: Any) -> list[np.ndarray]:
@@ -94,7 +66,7 @@ def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None)
     if poison is not None:
         poisoned(poison)
     try:
-        pretrain(Config.create(**{**FIELDS, **fields}, world_size=int(os.environ["WORLD_SIZE"])))
+        run(rank, {**FIELDS, **fields})
     except TrainingError as error:
         same = all(
             np.array_equal(a, b, equal_nan=True) for a, b in zip(noted[0], noted[-1], strict=True)
@@ -125,31 +97,10 @@ def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None)
         ),
         pytest.param(
             2,
-            {**ZERO_BUBBLE, "bf16": True},
+            dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, bf16=True),
             dict(what="backward", module="layers.3.self_attention", rank=1),
             ("gradient", "layers.3.self_attention"),
             id="zero-bubble",
-        ),
-        # The row-parallel product after it is a sum over both ranks: on rank 0 the bad value comes
-        # later.
-        pytest.param(
-            2,
-            {
-                **TENSOR,
-                "bf16": True,
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-            },
-            dict(what="forward", module="layers.1.self_attention.query_key_value", rank=1),
-            ("forward", "8 to 8", "layers.1.self_attention.query_key_value"),
-            id="tensor",
-        ),
-        pytest.param(
-            2,
-            dict(bf16=True),
-            dict(what="forward", module="layers.0.input_layernorm", rank=1),
-            ("forward", "9 to 9", "layers.0.input_layernorm"),
-            id="data",
         ),
     ],
 )
@@ -167,10 +118,14 @@ def test_the_first_bad_value_is_named(
     place = ("3 to 5", "--max-consecutive-skips 3", "step 3", f"rank {poison['rank']} ", ":cpu")
     assert all(name in text for name in (*place, *expected)), text
     assert [state for _, state in ends] == ["unchanged"] * ranks or poison["what"] == "weight"
-    found = read_records(tmp_path / "metrics.jsonl")
-    (record,) = [r for r in found if r["event"] == "not_finite"]
+    found = records(tmp_path)
+    (record,) = found["not_finite"]
     assert record["skipped_since"] == 3 and record["first"] in text
-    assert [r["iteration"] for r in found if r["event"] == "iteration" and r["skipped"]] == [3, 4]
+    counts = values(found["iteration"], "iteration", "skipped", "nan", "lm_loss")
+    bad = int(poison["what"] == "forward")
+    assert [(i, skipped) for i, skipped, *_ in counts] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    assert [nan for _, _, nan, _ in counts[:2]] == [0, 0]
+    assert bad == 0 or [(nan, loss) for *_, nan, loss in counts[2:]] == [(1, None)] * 2
 
 
 @pytest.mark.slow
@@ -218,8 +173,10 @@ def test_in_fp16_a_scale_that_can_fall_is_no_fault(tmp_path: Path) -> None:
     A scale of 2^28 makes the loss's own gradient overflow at first, far more than 3 times.
     """
     ((text, _),) = run_processes(1, end_of_run, {**FP16, "save": str(tmp_path)}, None)
-    skipped = [r["skipped"] for r in read_records(tmp_path / "metrics.jsonl", "iteration")]
+    found = records(tmp_path)
+    skipped = [r["skipped"] for r in found["iteration"]]
     assert text == "" and len(skipped) == 20
+    assert found["end"][0]["skipped_iterations"] == sum(skipped)
     assert skipped[:4] == [1] * 4 and 0 in skipped, (
         "more skips in a row than the 3 that end a run, then steps"
     )
@@ -240,12 +197,15 @@ def test_the_program_ends_with_the_name_on_all_ranks() -> None:
     """The program ends with the name on all ranks.
 
     Four ranks of pretrain_gpt.py, tensor 2 x pipeline 2; rank 3 is the second tensor rank of the
-    last stage.
+    last stage. The row-parallel product after the bad value is a sum over both ranks: on rank 2 it
+    comes later.
     """
     poison = dict(what="forward", module="layers.3.self_attention.query_key_value", rank=3, step=2)
-    arguments = [*TINY, "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    arguments += ["--max-consecutive-skips", "2", "--train-iters", "9", "--bf16"]
-    outcomes = launch(4, arguments, arm=dict.fromkeys(range(4), (poisoned, poison)))
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    flags += " --max-consecutive-skips 2 --train-iters 9 --bf16"
+    flags += " --recompute-granularity full --recompute-method uniform"
+    arm = dict.fromkeys(range(4), (poisoned, poison))
+    outcomes = launch(4, [*TINY, *flags.split()], arm=arm)
     expected = (
         "TrainingError",
         "2 to 3",
@@ -264,16 +224,6 @@ def test_the_program_ends_with_the_name_on_all_ranks() -> None:
 # -- the counting, without a model -----------------------------------------------------------------
 
 
-class Quiet:
-    """Stand-in for a run that is never inspected."""
-
-    def __init__(self, config: Config) -> None:
-        self.config, self.topology = config, SINGLE
-        self.loop = SimpleNamespace(skips=Skips())
-        self.engine = SimpleNamespace(clear_gradients=lambda: None)
-        self.reporter = SimpleNamespace(say=lambda text: None, publish=lambda event: None)
-
-
 def steps_until_error(
     monkeypatch: pytest.MonkeyPatch, results: list[tuple[bool, float]], **fields: Any
 ) -> int | None:
@@ -282,14 +232,19 @@ def steps_until_error(
     Each step is (skipped, loss scale), with finite losses.
     """
     monkeypatch.setattr(bad_steps, "diagnose", lambda *_: "nothing")
-    options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
-    run = Quiet(Config.create(**{**options, **fields}))
+    run: Any = SimpleNamespace(
+        config=tiny(**{**FIELDS, **fields}),
+        topology=rank_topology(),
+        loop=SimpleNamespace(skips=Skips()),
+        engine=SimpleNamespace(clear_gradients=lambda: None),
+        reporter=SimpleNamespace(say=lambda text: None, publish=lambda event: None),
+    )
     for number, (skipped, scale) in enumerate(results, 1):
         try:
             step = StepRecord(number, 0, 0, 1, 0.1, None)
             taken = StepUnderWay(step, [], [torch.tensor(1.0)], None)
             if skipped:
-                bad_steps.count_skip(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
+                bad_steps.count_skip(run, taken, StepResult(None, skipped, scale))
             else:
                 run.loop.skips = Skips()
         except TrainingError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,39 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config import Config
 from megatron.data.gpt_dataset import MockDataset
 from megatron.errors import TrainingError
-from megatron.metrics_file import read_records
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
-from megatron.program import pretrain
 from megatron.training.report.events import StepRecord
 from megatron.training.run.schedules import Progress
 from megatron.training.safety.bad_steps import Spike, find_spike, loss_over_ranks
 from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import rank_topology, records, run, tiny, values
 
-SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-FIELDS: dict[str, Any] = dict(
-    num_layers=2,
-    hidden_size=16,
-    num_attention_heads=2,
-    seq_length=8,
-    vocab_size=24,
-    make_vocab_size_divisible_by=8,
-    micro_batch_size=1,
-    global_batch_size=4,
-    mock_data=True,
-    num_workers=1,
-    train_iters=30,
-    lr=1e-2,
-    log_interval=1,
-    eval_iters=0,
-    hidden_dropout=0.1,
-    attention_dropout=0.0,
-    distributed_timeout_minutes=1.0,
-)
 BAD = [61, 62, 63, 65, 66, 67]
 RULE = dict(loss_spike_factor=2.0, loss_spike_window=8, save_interval=5)
 
@@ -55,10 +30,8 @@ RULE = dict(loss_spike_factor=2.0, loss_spike_window=8, save_interval=5)
 
 def rule(progress: Progress, window: int = 4) -> Any:
     """Return the part of a run that find_spike reads."""
-    options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
-    folders = dict(save="unused", load="unused")
-    config = Config.create(**options, **folders, loss_spike_factor=2.0, loss_spike_window=window)
-    return SimpleNamespace(config=config, topology=SINGLE, progress=progress)
+    fields = dict(save="unused", load="unused", loss_spike_factor=2.0, loss_spike_window=window)
+    return SimpleNamespace(config=tiny(**fields), topology=rank_topology(), progress=progress)
 
 
 def note(found: Any, number: int, loss: float, skipped: bool = False) -> Spike | None:
@@ -138,7 +111,7 @@ def run_and_note(
     if poison is not None:
         poisoned(poison)
     try:
-        pretrain(Config.create(**{**FIELDS, **fields}, world_size=int(os.environ["WORLD_SIZE"])))
+        run(rank, dict(num_workers=1, train_iters=30) | fields)
     except TrainingError as error:
         return noted, str(error)
     return noted, ""
@@ -146,16 +119,13 @@ def run_and_note(
 
 def losses(folder: Path) -> dict[int, float]:
     """Return the loss of each iteration; for repeated ones, the last loss."""
-    return {
-        r["iteration"]: r["lm_loss"] for r in read_records(folder / "metrics.jsonl", "iteration")
-    }
+    return dict(values(records(folder)["iteration"], "iteration", "lm_loss"))
 
 
 def state(folder: Path, iteration: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(
-        (folder / f"iter_{iteration:07d}" / "state.json").read_text()
-    )["state"]
-    return found
+    file = folder / f"iter_{iteration:07d}" / "state.json"
+    stored: dict[str, Any] = json.loads(file.read_text())["state"]
+    return stored
 
 
 @pytest.mark.slow
@@ -175,9 +145,8 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(
     saved, plain = tmp_path / "saved", tmp_path / "plain"
     fields = dict(more, save=str(saved), load=str(saved), **RULE)
     run_processes(2, run_and_note, dict(fields, exit_interval=20), BAD)
-    spikes = read_records(saved / "metrics.jsonl", "loss_spike")
     names = ("iteration", "back_to_iteration", "samples", "left_out")
-    assert [tuple(r[name] for name in names) for r in spikes] == [
+    assert values(records(saved)["loss_spike"], *names) == [
         (16, 15, [60, 64], [[60, 64]]),
         (16, 15, [64, 68], [[60, 68]]),
     ]
@@ -192,7 +161,7 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(
     assert read[begin : begin + 40] == list(range(88, 120)) + list(range(8)), (
         "the end of the data gives the first samples once more"
     )
-    count = read_records(saved / "metrics.jsonl", "data")[-1]["sources"]
+    count = records(saved)["data"][-1]["sources"]
     assert [(c["samples"], c["left_out"]) for c in count.values()] == [(120, 8)]
 
     # The same run over data without those samples, on the first layout: nothing of the spike may be
@@ -219,8 +188,9 @@ def test_a_loss_that_stays_high_ends_the_run_after_a_bounded_number_of_returns(
     assert (
         "iteration 15 5 times" in text and "iteration 16" in text and "--loss-spike-factor" in text
     )
-    spikes = read_records(tmp_path / "metrics.jsonl", "loss_spike")
-    assert [r["left_out"] for r in spikes] == [[[60, 64 + 4 * i]] for i in range(5)]
+    assert [r["left_out"] for r in records(tmp_path)["loss_spike"]] == [
+        [[60, 64 + 4 * i]] for i in range(5)
+    ]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "15"
 
 
@@ -228,7 +198,7 @@ def test_a_loss_that_stays_high_ends_the_run_after_a_bounded_number_of_returns(
 def test_without_a_checkpoint_before_it_training_goes_on(tmp_path: Path) -> None:
     fields = dict(RULE, save=str(tmp_path), load=str(tmp_path), save_interval=100, train_iters=16)
     ((read, text),) = run_processes(1, run_and_note, fields, [48, 49, 50, 51])
-    (record,) = read_records(tmp_path / "metrics.jsonl", "loss_spike")
+    (record,) = records(tmp_path)["loss_spike"]
     assert text == "" and (record["iteration"], record.get("back_to_iteration")) == (13, None)
     assert sorted(set(read)) == list(range(64)) and state(tmp_path, 16)["left_out"] == []
 
@@ -245,15 +215,13 @@ def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path: Pa
     )
     poison = dict(what="forward", module="layers.1.mlp", rank=0, step=16, times=8)
     ((_, text),) = run_processes(1, run_and_note, fields, [], (0, 0), poison)
-    spikes = read_records(tmp_path / "metrics.jsonl", "loss_spike")
-    assert text == "" and [(r["iteration"], r["lm_loss"], r["samples"]) for r in spikes] == [
+    spikes = records(tmp_path)["loss_spike"]
+    assert text == "" and values(spikes, "iteration", "lm_loss", "samples") == [
         (16, None, [60, 64]),
         (16, None, [64, 68]),
     ]
-    assert (state(tmp_path, 20)["skipped_iterations"], state(tmp_path, 20)["consumed_samples"]) == (
-        0,
-        80,
-    )
+    last = state(tmp_path, 20)
+    assert (last["skipped_iterations"], last["consumed_samples"]) == (0, 80)
 
 
 @pytest.mark.slow
@@ -264,7 +232,7 @@ def test_checkpoints_of_another_run_in_the_folder_are_not_gone_back_to(tmp_path:
     run_processes(1, run_and_note, dict(fields, exit_interval=10), [])
     resumed = dict(fields, load_tag="5", save_interval=100, train_iters=13)
     run_processes(1, run_and_note, resumed, [44, 45, 46, 47])
-    (spike,) = read_records(tmp_path / "metrics.jsonl", "loss_spike")
+    (spike,) = records(tmp_path)["loss_spike"]
     assert (spike["iteration"], spike["back_to_iteration"]) == (12, 5)
     taken = losses(tmp_path)
     assert state(tmp_path, 13)["recent_losses"] == [taken[i] for i in range(2, 14)], (
