@@ -280,7 +280,7 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
 
     from megatron.checkpoint import shards
     from megatron.checkpoint.files import read_manifest
-    from megatron.checkpoint.save import WHOLE_UP_TO
+    from megatron.checkpoint.save import METADATA_MAX_RANKS
 
     world = TENSOR * PIPELINE * data
     with tempfile.TemporaryDirectory() as name:
@@ -295,7 +295,7 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
             repeat,
         )
         rows.append(row)
-        pieces, parts_of_all = world > WHOLE_UP_TO, []
+        pieces, parts_of_all = world > METADATA_MAX_RANKS, []
         for number, parts in enumerate(_all_written(data)):
             stored = shards.merged(parts)
             named = shards.write_piece(folder, number, stored)
@@ -341,7 +341,7 @@ def _finish(folder: Path, received: list[bytes], pieces: bool) -> None:
     known = dict(named for named, _, _ in parts)
     known.update([shards.write_index(folder, [totals for _, totals, _ in parts])])
     if not pieces:
-        shards.write_whole(folder, shards.merged(stored for _, _, stored in parts))
+        shards.write_metadata(folder, shards.merged(stored for _, _, stored in parts))
     write_manifest(folder, [*known, *([] if pieces else [METADATA])], known)
 
 

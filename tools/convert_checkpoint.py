@@ -264,7 +264,7 @@ def from_huggingface(
 def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology: Topology) -> None:
     """Convert a checkpoint to a folder of Hugging Face. Raises MegatronError."""
     from megatron.checkpoint.huggingface_save import companions_of, config_fields
-    from megatron.checkpoint.shared_errors import decided_by_first, together
+    from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
     from megatron.checkpoint.tensors import MASTER
     from megatron_conversion.huggingface import (
         foreign_folder,
@@ -283,7 +283,7 @@ def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology:
     else:
         if args.ema:
             raise ConfigError(f"--ema: {foreign} is of another program, which keeps no average")
-        with together(topology, f"reading {foreign}"):  # each process maps the files
+        with errors_on_all_ranks(topology, f"reading {foreign}"):  # each process maps the files
             outgoing = read_foreign(foreign, settings, args.checkpoint_version, args.plain_class)
 
     def prepare() -> Any:

@@ -71,23 +71,23 @@ def _same(one: object, other: object) -> bool:
 
 def _effective(model: ModelConfig) -> Values:
     """Return the architecture of a model, without settings that have no effect in it."""
-    found = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
-    found["add_qkv_bias"] = model.qkv_bias
-    found["window_size"] = windows_of(model)
-    found["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
+    settings = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
+    settings["add_qkv_bias"] = model.qkv_bias
+    settings["window_size"] = windows_of(model)
+    settings["moe_router_topk_scaling_factor"] = model.moe_router_topk_scaling_factor or 1.0
     sparse = [model.has_experts(layer) for layer in range(model.num_layers)]
-    found["moe_layer_freq"] = sparse
-    found["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
-    found["embedding_scale"] = model.embedding_scale or 1.0
+    settings["moe_layer_freq"] = sparse
+    settings["softmax_scale"] = model.softmax_scale or 1.0 / math.sqrt(model.kv_channels)
+    settings["embedding_scale"] = model.embedding_scale or 1.0
     if model.position_embedding_type == "learned_absolute":
-        found["max_position_embeddings"] = model.max_position_embeddings
+        settings["max_position_embeddings"] = model.max_position_embeddings
     # Settings of what a model does not have keep their defaults (NEEDED in validate.py), but these.
     names = ["window_attn_skip_freq", *(["ffn_hidden_size"] if all(sparse) else [])]
     if model.position_embedding_type != "rope":
         names += ["rotary_base", "rotary_percent"]
     for name in names:
-        del found[name]
-    return found
+        del settings[name]
+    return settings
 
 
 def without_mup(model: ModelConfig) -> ModelConfig:

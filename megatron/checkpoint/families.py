@@ -27,7 +27,7 @@ ONLY: Fields = {
 
 
 @dataclass(frozen=True)
-class Theirs:
+class HFModules:
     """Modules of theirs that hold the rows of one of our matrices, one after the other.
 
     by_head      their rows are all queries, all keys, all values; ours are [group][queries, key,
@@ -63,7 +63,7 @@ class Family:
     architecture: str
     settings: Mapping[str, object]
     fields: Mapping[str, str]
-    modules: Mapping[str, Theirs]
+    modules: Mapping[str, HFModules]
     rules: tuple[Rule, ...] = ()
     absent: Fields = field(default_factory=dict)
     only: Fields = field(default_factory=dict)
@@ -73,9 +73,9 @@ class Family:
     @property
     def experts(self) -> bool:
         """Return whether its models have experts."""
-        return any(theirs.by_expert for theirs in self.modules.values())
+        return any(entry.by_expert for entry in self.modules.values())
 
-    def theirs(self, parameter: str, experts: int = 1) -> tuple[Theirs, tuple[str, ...]]:
+    def hf_tensors(self, parameter: str, experts: int = 1) -> tuple[HFModules, tuple[str, ...]]:
         """Return where one of our parameters is, and the names of those tensors.
 
         experts   how many it has, where it is one of experts
@@ -84,36 +84,36 @@ class Family:
         """
         module, _, kind = parameter.rpartition(".")
         head, _, rest = module.partition(".")
-        number, _, part = rest.partition(".")
-        known = f"layers.{{}}.{part}" if head == "layers" else module
+        number, _, name_in_layer = rest.partition(".")
+        known = f"layers.{{}}.{name_in_layer}" if head == "layers" else module
         if known not in self.modules:
             raise CheckpointError(f"{self.architecture} has no parameter like {parameter}")
-        found = self.modules[known]
-        return found, tuple(
+        entry = self.modules[known]
+        return entry, tuple(
             f"{name.format(number, expert)}.{kind}"
-            for expert in range(experts if found.by_expert else 1)
-            for name in found.modules
+            for expert in range(experts if entry.by_expert else 1)
+            for name in entry.modules
         )
 
 
 # ---- tables
 
 
-def _modules(layer: str, table: str) -> dict[str, Theirs]:
+def _modules(layer: str, table: str) -> dict[str, HFModules]:
     """Return what a table says: in each line our module, theirs, and what holds for these.
 
     Names that begin with a dot are in a layer, `layer` among theirs.
     """
 
-    def whole(name: str, before: str) -> str:
+    def full_name(name: str, before: str) -> str:
         return before + name if name.startswith(".") else name
 
     modules = {}
     for line in table.strip().splitlines():
-        ours, *words = line.split()
-        facts = dict.fromkeys(Theirs.__dataclass_fields__.keys() & words, True)
-        theirs = tuple(whole(word, layer) for word in words if word not in facts)
-        modules[whole(ours, "layers.{}")] = Theirs(theirs, **facts)
+        our_name, *words = line.split()
+        facts = dict.fromkeys(HFModules.__dataclass_fields__.keys() & words, True)
+        hf_names = tuple(full_name(word, layer) for word in words if word not in facts)
+        modules[full_name(our_name, "layers.{}")] = HFModules(hf_names, **facts)
     return modules
 
 
@@ -210,7 +210,7 @@ def _llama(
     settings: Mapping[str, object],
     rest: tuple[Rule, ...],
     absent: Fields,
-    modules: Mapping[str, Theirs] = _LLAMA_MODULES,
+    modules: Mapping[str, HFModules] = _LLAMA_MODULES,
     fields: Mapping[str, str] = _GROUPED,
     only: Fields = _SILU,
     older: Mapping[str, str] = MappingProxyType({}),

@@ -70,15 +70,15 @@ def _layers(fields: Fields, name: str = "num_hidden_layers") -> range:
     return range(layers)
 
 
-def check_type(ours: str, theirs: str, fields: Fields) -> None:
+def check_type(name: str, hf_name: str, fields: Fields) -> None:
     """Raise ValueError where a field cannot be the value of a setting."""
-    kind = str(ModelConfig.__dataclass_fields__[ours].type)
-    if ours == "num_layers":
-        _layers(fields, theirs)
+    kind = str(ModelConfig.__dataclass_fields__[name].type)
+    if name == "num_layers":
+        _layers(fields, hf_name)
     elif "bool" in kind:
-        flag(fields, theirs)
+        flag(fields, hf_name)
     else:
-        _number(fields, theirs, float if "float" in kind else int)
+        _number(fields, hf_name, float if "float" in kind else int)
 
 
 TIED = Rule(
@@ -146,13 +146,13 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
             for name, value in rope.items()
             if value is not None
         }
-        found: Values = {
+        values: Values = {
             "rotary_base": _number(rope, base),
             "rotary_percent": _number(rope, "partial_rotary_factor"),
         }
         del rope[base], rope["partial_rotary_factor"]
-        if found["rotary_percent"] != 1.0 and not share:
-            raise unsupported("partial_rotary_factor", found["rotary_percent"])
+        if values["rotary_percent"] != 1.0 and not share:
+            raise unsupported("partial_rotary_factor", values["rotary_percent"])
         if kind not in _ROPE_SCALING:
             raise unsupported("rope_type", kind)
         if kind in ("llama3", "yarn"):
@@ -170,23 +170,23 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
         for name in rope:
             _number(rope, name)
         if kind == "default":
-            return found
+            return values
         settings = {_ROPE_SCALING[kind][name]: value for name, value in rope.items()}
-        return found | {"rope_scaling": kind} | settings
+        return values | {"rope_scaling": kind} | settings
 
     def write(model: ModelConfig) -> Values:
-        found: Values = {base: model.rotary_base}
+        fields: Values = {base: model.rotary_base}
         if share:
-            found[share] = model.rotary_percent
+            fields[share] = model.rotary_percent
         if model.rope_scaling is not None:
             named = {
                 name: getattr(model, setting)
                 for name, setting in _ROPE_SCALING[model.rope_scaling].items()
             }
-            found["rope_scaling"] = {"rope_type": model.rope_scaling} | {
+            fields["rope_scaling"] = {"rope_type": model.rope_scaling} | {
                 name: value for name, value in named.items() if value is not None
             }
-        return found
+        return fields
 
     return Rule(read, write)
 

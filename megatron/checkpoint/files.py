@@ -67,8 +67,8 @@ def digest(data: Any) -> str:
 def file_digest(path: StrPath) -> Written:
     """Return size and digest of a file, read in parts. Raises OSError."""
     with open(path, "rb", buffering=0) as f:
-        found = hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
-        return f.tell(), found
+        value = hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
+        return f.tell(), value
 
 
 def sampled_digest(path: StrPath, most_bytes: int) -> Written:
@@ -78,13 +78,13 @@ def sampled_digest(path: StrPath, most_bytes: int) -> Written:
     """
     with open(path, "rb", buffering=0) as f:
         size = os.fstat(f.fileno()).st_size
-        parts = [(0, size)]
+        ranges = [(0, size)]
         if size > most_bytes:
             end = most_bytes // 4
             count = most_bytes // 2 // _BLOCK_BYTES
             blocks = [(size * i // (count + 1), _BLOCK_BYTES) for i in range(1, count + 1)]
-            parts = [(0, end), *blocks, (size - end, end)]
-        return size, digest(b"".join(os.pread(f.fileno(), n, start) for start, n in parts))
+            ranges = [(0, end), *blocks, (size - end, end)]
+        return size, digest(b"".join(os.pread(f.fileno(), n, start) for start, n in ranges))
 
 
 def to_json(value: object, what: str) -> str:
@@ -147,10 +147,10 @@ class Manifest:
 
         Raises CheckpointError naming the file.
         """
-        found: dict[str, Any] = parse_json(
+        content: dict[str, Any] = parse_json(
             self.read_bytes(name), self.folder / name, error=CheckpointError
         )
-        return found
+        return content
 
 
 def write_manifest(
@@ -208,5 +208,5 @@ def _text(content: Mapping[str, object]) -> str:
 
     It has `content`, which determines every byte, and the digest of its compact form.
     """
-    own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    return json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"
+    content_digest = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return json.dumps({**content, "digest": content_digest}, indent=1, sort_keys=True) + "\n"

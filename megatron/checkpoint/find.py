@@ -149,11 +149,11 @@ def folders(directory: StrPath) -> list[Path]:
     ".old" alone (folder.commit_folder). It counts. Raises CheckpointError.
     """
     names = set(_names(Path(directory)))
-    found = [
+    candidates = [
         Path(directory) / name for name in names if name.removesuffix(".old") not in names - {name}
     ]
     return sorted(
-        (f for f in found if iteration_of(f) is not None and f.is_dir()),
+        (f for f in candidates if iteration_of(f) is not None and f.is_dir()),
         key=number_of,
         reverse=True,
     )
@@ -164,11 +164,11 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
 
     Damage of the others is reported when they are opened.
     """
-    found = {}
+    by_folder = {}
     for folder in numbered:
         with contextlib.suppress(CheckpointError):
-            found[folder] = read_manifest(folder).generation
-    return found
+            by_folder[folder] = read_manifest(folder).generation
+    return by_folder
 
 
 def next_generation(*directories: StrPath) -> int:
@@ -176,8 +176,8 @@ def next_generation(*directories: StrPath) -> int:
 
     Raises CheckpointError.
     """
-    there = itertools.chain.from_iterable(map(folders, directories))
-    return 1 + max(generations(there).values(), default=0)
+    existing = itertools.chain.from_iterable(map(folders, directories))
+    return 1 + max(generations(existing).values(), default=0)
 
 
 def overtaken(known: Mapping[Path, int]) -> list[Path]:
@@ -186,13 +186,13 @@ def overtaken(known: Mapping[Path, int]) -> list[Path]:
     `known` is {folder: generation}. The run rolled back past these checkpoints. They do not replace
     a broken one, as they contain what made the run roll back.
     """
-    found: list[Path] = []
+    passed: list[Path] = []
     latest = 0
     for folder in sorted(known, key=number_of):
         if known[folder] < latest:
-            found.append(folder)
+            passed.append(folder)
         latest = max(latest, known[folder])
-    return found
+    return passed
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -242,16 +242,16 @@ def find(
                 f"checkpoint {folder}, which --load-tag names, is broken: {error}"
             ) from error
         return CheckpointChoice(folder)
-    there = folders(root)
+    candidates = folders(root)
     tracker = read_tracker(root)
     newest = tracker.iteration
-    skipped = _skipped(there, tracker)
+    skipped = _skipped(candidates, tracker)
     rejected: list[RejectedCheckpoint] = []
-    if before is None and newest is not None and newest not in map(number_of, there):
+    if before is None and newest is not None and newest not in map(number_of, candidates):
         reason = f"the folder is missing, though {tracker.path} names it"
         rejected.append(RejectedCheckpoint(root / folder_name(newest), reason))
     good = None
-    for folder in there:
+    for folder in candidates:
         if folder in skipped or (before is not None and number_of(folder) >= before):
             continue
         try:
@@ -262,7 +262,7 @@ def find(
             rejected.append(RejectedCheckpoint(folder, str(error)))
     if before is not None:
         return CheckpointChoice(good, tuple(rejected))
-    if not there and not rejected:
+    if not candidates and not rejected:
         names = _names(root)
         if MANIFEST in names:
             raise CheckpointError(
@@ -280,15 +280,15 @@ def find(
     return CheckpointChoice(good, tuple(rejected), tuple(_notes(tracker, good, skipped)))
 
 
-def required(directory: StrPath, found: CheckpointChoice) -> Path:
+def required(directory: StrPath, choice: CheckpointChoice) -> Path:
     """Return the folder that was found.
 
     Raises CheckpointError, naming the broken checkpoints, where there is none.
     """
-    if found.folder is not None:
-        return found.folder
-    if found.rejected:
-        listed = "; ".join(map(str, found.rejected))
+    if choice.folder is not None:
+        return choice.folder
+    if choice.rejected:
+        listed = "; ".join(map(str, choice.rejected))
         raise CheckpointError(
             f"no good checkpoint in {directory}: {listed}. A run does not start from scratch "
             "beside broken checkpoints: restore or remove them, or name another folder"
@@ -317,7 +317,7 @@ def _names(root: Path) -> list[str]:
         ) from error
 
 
-def _skipped(there: list[Path], tracker: Tracker) -> list[Path]:
+def _skipped(candidates: list[Path], tracker: Tracker) -> list[Path]:
     """Return the checkpoints that are not considered.
 
     They are those that the run rolled back past, and those that are later than the tracker's
@@ -327,10 +327,10 @@ def _skipped(there: list[Path], tracker: Tracker) -> list[Path]:
     nothing about others: it may be damaged, e.g. cut to fewer digits.
     """
     newest = tracker.iteration
-    known = generations(there)
+    known = generations(candidates)
     skipped = [folder for folder in overtaken(known) if number_of(folder) != newest]
-    if newest is not None and newest in map(number_of, there):
-        for folder in there:
+    if newest is not None and newest in map(number_of, candidates):
+        for folder in candidates:
             killed = folder in known and new_tracker(folder, known[folder]).exists()
             if number_of(folder) > newest and not killed and folder not in skipped:
                 skipped.append(folder)

@@ -129,8 +129,8 @@ def to_remove(
     if keep_last is None:
         return []
     older = sorted({i for i in iterations if i <= newest_good})
-    kept = {newest_good, *[i for i in older if i not in left_behind][-keep_last:], *keep}
-    return [i for i in older if i not in kept and not (keep_every and i % keep_every == 0)]
+    retained = {newest_good, *[i for i in older if i not in left_behind][-keep_last:], *keep}
+    return [i for i in older if i not in retained and not (keep_every and i % keep_every == 0)]
 
 
 def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
@@ -156,7 +156,7 @@ def left_over(directory: Path, current: Path | None = None) -> list[Path]:
     renamed before anything in it is deleted: that run's save fails and leaves no partial
     checkpoint.
     """
-    found = []
+    leftovers = []
     for path in sorted(directory.iterdir()):
         if not _LEFT_OVER.fullmatch(path.name) or path == current:
             continue
@@ -166,10 +166,10 @@ def left_over(directory: Path, current: Path | None = None) -> list[Path]:
         elif path.suffix == ".tmp":
             # it has just got its final name, or is removed next time
             with contextlib.suppress(OSError):
-                found.append(path.rename(path.with_suffix(".removed")))
+                leftovers.append(path.rename(path.with_suffix(".removed")))
         else:
-            found.append(path)
-    return found
+            leftovers.append(path)
+    return leftovers
 
 
 def clear(folders: Iterable[Path]) -> None:

@@ -101,13 +101,13 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
                 f"{', '.join(sorted(unknown)[:8]):.200} of {kind} is not known here: if it does not "
                 "change the model, remove it from the file"
             )
-        for ours, theirs in family.fields.items():
-            settings[ours] = known[theirs]
-            may_be_null = theirs in _MAY_BE_NULL or (
-                theirs == "head_dim" and family.absent[theirs] is None
+        for setting, hf_name in family.fields.items():
+            settings[setting] = known[hf_name]
+            may_be_null = hf_name in _MAY_BE_NULL or (
+                hf_name == "head_dim" and family.absent[hf_name] is None
             )
-            if known[theirs] is not None or not may_be_null:
-                check_type(ours, theirs, known)
+            if known[hf_name] is not None or not may_be_null:
+                check_type(setting, hf_name, known)
         for rule in family.rules:
             settings |= rule.read(known)
     except KeyError as error:
@@ -128,8 +128,8 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
         return kind, Config.create(**{n: v for n, v in settings.items() if v is not None}).model
     except ConfigError as error:
         text = str(error)
-        for ours in sorted(names, key=len, reverse=True):
-            text = text.replace(f"--{ours.replace('_', '-')}", names[ours])
+        for setting in sorted(names, key=len, reverse=True):
+            text = text.replace(f"--{setting.replace('_', '-')}", names[setting])
         raise CheckpointError(f"{where}: {text}") from error
 
 
@@ -138,7 +138,7 @@ def write_fields(kind: str, model: ModelConfig) -> Values:
     family = FAMILIES[kind]
     fields: Values = {"architectures": [family.architecture], "model_type": kind}
     fields |= family.only
-    fields |= {theirs: getattr(model, ours) for ours, theirs in family.fields.items()}
+    fields |= {hf_name: getattr(model, setting) for setting, hf_name in family.fields.items()}
     for rule in family.rules:
         fields |= rule.write(model)
     return fields
@@ -154,8 +154,8 @@ def is_huggingface(folder: Path) -> bool:
 
 def read_config(folder: Path) -> Values:
     """Return the fields of the config.json in a folder. Raises CheckpointError."""
-    found: Values = read_json(folder / CONFIG, _CONFIG_LIMIT_BYTES, error=CheckpointError)
-    return found
+    fields: Values = read_json(folder / CONFIG, _CONFIG_LIMIT_BYTES, error=CheckpointError)
+    return fields
 
 
 def read_model(folder: Path) -> tuple[str, ModelConfig]:
@@ -171,8 +171,8 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     for name in (GENERATION, CONFIG):
         if not (folder / name).is_file():
             continue
-        found = read_json(folder / name, _CONFIG_LIMIT_BYTES, error=CheckpointError)
-        ids = found.get("eos_token_id")
+        fields = read_json(folder / name, _CONFIG_LIMIT_BYTES, error=CheckpointError)
+        ids = fields.get("eos_token_id")
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if any(type(i) is not int or i < 0 for i in ids):
             raise CheckpointError(f"{folder / name}: eos_token_id is {ids!r:.60}, expected ids")

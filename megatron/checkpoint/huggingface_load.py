@@ -21,7 +21,7 @@ from megatron.checkpoint.families import FAMILIES, Family
 from megatron.checkpoint.huggingface_config import CONFIG, read_model
 from megatron.checkpoint.settings import check_architecture, plain
 from megatron.checkpoint.shards import named
-from megatron.checkpoint.shared_errors import decided_by_first, together
+from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
 from megatron.checkpoint.tensors import KEPT, MASTER, LocalShards, clear_padding, tensors_to_load
 from megatron.checkpoint.upcycle import dense, from_dense, scale_outputs
 from megatron.checkpoint.writer import Alive, nothing
@@ -57,7 +57,7 @@ def rows_by_head(heads: int, groups: int, width: int) -> torch.Tensor:
     q, k, v = torch.arange((heads + 2 * groups) * width).split(
         (heads * width, groups * width, groups * width)
     )
-    return torch.cat([part.view(groups, -1) for part in (q, k, v)], 1).flatten()
+    return torch.cat([rows.view(groups, -1) for rows in (q, k, v)], 1).flatten()
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class Matrix:
         """Return which of their rows make up a part of our parameter, in our order."""
         leading = slice(None) if self.columns is None else slice(-1)
         index = torch.zeros(1, dtype=torch.int64)
-        for start, size, whole in zip(
+        for start, size, extent in zip(
             offset[leading], sizes[leading], self.shape[leading], strict=True
         ):
-            index = (index[:, None] * whole + torch.arange(start, start + size)).flatten()
+            index = (index[:, None] * extent + torch.arange(start, start + size)).flatten()
         return index if self.order is None else self.order[index]
 
-    def cut(self, whole: torch.Tensor) -> Iterator[torch.Tensor]:
+    def cut(self, full: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield their tensors of the whole of our parameter, one after the other."""
-        flat = whole.reshape(-1) if self.columns is None else whole.reshape(-1, self.columns)
+        flat = full.reshape(-1) if self.columns is None else full.reshape(-1, self.columns)
         if self.order is not None:
             flat = flat.index_select(0, self.order.argsort())
         for rows in flat.split(list(self.counts.values())):
@@ -107,33 +107,33 @@ class Matrix:
 
 def matrix_of(family: Family, model: ModelConfig, name: str, shape: Index) -> Matrix:
     """Return where a parameter of ours is in a model of this family. Raises CheckpointError."""
-    theirs, names = family.theirs(name, shape[0])
+    hf_modules, names = family.hf_tensors(name, shape[0])
     vector = len(shape) == 1 or name.endswith(".bias")
     columns = None if vector else shape[-1]
     rows = math.prod(shape if vector else shape[:-1])
     counts = [rows // len(names)] * len(names)
     order = None
-    if theirs.by_head:
+    if hf_modules.by_head:
         heads = model.num_attention_heads
         groups = model.num_key_value_heads
         order = rows_by_head(heads, groups, model.kv_channels)
         if len(names) == 3:
             counts = [n * model.kv_channels for n in (heads, groups, groups)]
     named_counts = dict(zip(names, counts, strict=True))
-    return Matrix(shape, named_counts, columns, order, theirs.transposed and not vector)
+    return Matrix(shape, named_counts, columns, order, hf_modules.transposed and not vector)
 
 
 def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
     """Return the shapes of their tensors, by name, for parameters of these global shapes."""
-    theirs: dict[str, Index] = {}
+    hf_shapes: dict[str, Index] = {}
     for name, shape in shapes.items():
-        theirs |= matrix_of(family, model, name, shape).their_shapes
-    return theirs
+        hf_shapes |= matrix_of(family, model, name, shape).their_shapes
+    return hf_shapes
 
 
 # ---- files
 
-Places = Mapping[str, tuple[str, str]]
+TensorLocations = Mapping[str, tuple[str, str]]
 """File of each tensor, and its name there, by its name in transformers."""
 
 
@@ -148,7 +148,7 @@ def open_tensors(path: Path) -> Any:
         ) from error
 
 
-def find_tensors(folder: Path, family: Family, shapes: Shapes) -> Places:
+def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocations:
     """Return where the tensors of a model are, by the headers of all files.
 
     shapes   of the model's tensors
@@ -156,12 +156,12 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> Places:
     Raises CheckpointError for files that are missing or damaged, and for tensors that are missing,
     unknown, or of another shape or type.
     """
-    places: dict[str, tuple[str, str]] = {}
+    locations: dict[str, tuple[str, str]] = {}
     unknown = []
     wrong = []
     # A tied output layer may be stored, too.
-    (head,) = family.theirs("output_layer.weight")[1]
-    (embedding,) = family.theirs("embedding.word_embeddings.weight")[1]
+    (head,) = family.hf_tensors("output_layer.weight")[1]
+    (embedding,) = family.hf_tensors("embedding.word_embeddings.weight")[1]
     tied = head not in shapes
     known = {head: shapes[embedding], **shapes}
     for file in _files(folder):
@@ -176,22 +176,22 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> Places:
             header = opened.get_slice(key)
             shape = tuple(header.get_shape())
             dtype = header.get_dtype()
-            if name in places:
-                wrong.append(f"{key} is in {places[name][0]} and in {file}")
+            if name in locations:
+                wrong.append(f"{key} is in {locations[name][0]} and in {file}")
             elif shape != expected:
                 wrong.append(f"{key} is {shape} in {file}, expected {expected}")
             elif dtype not in DTYPES:
                 wrong.append(f"{key} is of type {dtype} in {file}, not one of {', '.join(DTYPES)}")
-            places[name] = (file, key)
-    missing = [name for name in shapes if name not in places]
+            locations[name] = (file, key)
+    missing = [name for name in shapes if name not in locations]
     lists = (("it has no", missing), ("it also has", unknown))
     wrong += [f"{what} {named(names)}" for what, names in lists if names]
     if wrong:
         raise CheckpointError(
             f"{folder} does not have the tensors that its {CONFIG} describes: {'; '.join(wrong[:8])}"
         )
-    if tied and head in places:
-        read = SafetensorsReader(folder, places)
+    if tied and head in locations:
+        read = SafetensorsReader(folder, locations)
         stored = [read(name) for name in (head, embedding)]
         if stored[0].dtype != stored[1].dtype or not torch.equal(*stored):
             raise CheckpointError(
@@ -199,8 +199,8 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> Places:
                 "not the same: set it to false, as transformers takes such a model, or remove "
                 f"{head} from its files"
             )
-        del places[head]
-    return places
+        del locations[head]
+    return locations
 
 
 def _files(folder: Path) -> list[str]:
@@ -233,14 +233,14 @@ def _files(folder: Path) -> list[str]:
 class SafetensorsReader:
     """Tensors of a folder by their names in transformers, as views of the file that is mapped."""
 
-    def __init__(self, folder: Path, places: Places) -> None:
+    def __init__(self, folder: Path, locations: TensorLocations) -> None:
         self._folder = folder
-        self._places = places
+        self._locations = locations
         self._file = ""
         self._opened: Any = None
 
     def __call__(self, name: str) -> torch.Tensor:
-        file, key = self._places[name]
+        file, key = self._locations[name]
         if file != self._file:
             self._opened = None  # unmapped before another one is mapped
             self._file = file
@@ -275,9 +275,11 @@ class SafetensorsReader:
                     break
                 if out is None:  # in place where it can be: experts are large
                     of_rows = len(index), *picked.shape[1:]
-                    whole = target.is_contiguous() and target.is_cpu
+                    in_place = target.is_contiguous() and target.is_cpu
                     out = (
-                        target.view(of_rows) if whole else torch.empty(of_rows, dtype=target.dtype)
+                        target.view(of_rows)
+                        if in_place
+                        else torch.empty(of_rows, dtype=target.dtype)
                     )
                 out[here] = picked.to(out.dtype)
             start += count
@@ -313,21 +315,21 @@ def fill_shards(
     All ranks call it. Raises CheckpointError on every rank; what was filled before stays.
     """
 
-    def describe() -> tuple[str, Places]:
-        kind, theirs = read_model(folder)
-        check_architecture({"model": plain(theirs)}, config, str(folder / CONFIG))
+    def describe() -> tuple[str, TensorLocations]:
+        kind, hf_model = read_model(folder)
+        check_architecture({"model": plain(hf_model)}, config, str(folder / CONFIG))
         expected = tensors_of(FAMILIES[kind], config.model, global_shapes(config))
         return kind, find_tensors(folder, FAMILIES[kind], expected)
 
-    kind, places = decided_by_first(topology, describe)
-    with together(topology, f"reading {folder}"):
-        read = SafetensorsReader(folder, places)
+    kind, locations = decided_by_first(topology, describe)
+    with errors_on_all_ranks(topology, f"reading {folder}"):
+        read = SafetensorsReader(folder, locations)
         for key, shards in tensors:
             if key.startswith(f"{KEPT}."):
                 continue
             name = key.removeprefix(f"{MASTER}.")
             matrix = matrix_of(FAMILIES[kind], config.model, name, shards.shape)
-            for offset, view in shards.pieces.items():
+            for offset, view in shards.views.items():
                 read.fill(view.detach(), offset, matrix)
             alive()
 

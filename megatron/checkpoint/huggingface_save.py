@@ -46,7 +46,7 @@ from megatron.checkpoint.huggingface_load import (
     check_finite,
     matrix_of,
 )
-from megatron.checkpoint.shared_errors import decided_by_first, together
+from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
 from megatron.checkpoint.writer import Alive, SyncedFile, nothing
 from megatron.config import Config
 from megatron.config.io import TokenizerConfig
@@ -93,8 +93,8 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
     normed = model.embedding_layernorm
     tied = not model.untie_embeddings_and_output_weights
     module = name.rpartition(".")[0]
-    part = module.split(".", 2)[-1] if module.startswith("layers.") else module
-    if part == "self_attention.query_key_value" and not model.qk_layernorm:
+    name_in_layer = module.split(".", 2)[-1] if module.startswith("layers.") else module
+    if name_in_layer == "self_attention.query_key_value" and not model.qk_layernorm:
         groups = model.num_key_value_heads
         heads = model.num_attention_heads // groups
         changed = values.float().view(groups, heads + 2, model.kv_channels, -1).clone()
@@ -112,7 +112,7 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
         "mlp.shared_experts.gate": model.router_scale,
         "self_attention.q_layernorm": attention,
         "self_attention.dense": last,
-    }.get(part, last if part.endswith(".dense_4h_to_h") else 1.0)
+    }.get(name_in_layer, last if name_in_layer.endswith(".dense_4h_to_h") else 1.0)
     if model.apply_layernorm_1p and name.endswith("layernorm.weight"):
         return (values.float() + 1.0) * factor - 1.0
     return values.float() * factor
@@ -172,15 +172,15 @@ def companions_of(config: Config) -> Companions:
     if kind in (None, "NullTokenizer"):
         notes = ["no tokenizer is written: the model has none", *notes]
         return Companions(note="; ".join(notes))
-    place = Path(tokenizer.tokenizer_model or tokenizer.vocab_file or "")
-    folder = place if place.is_dir() else place.parent
+    path = Path(tokenizer.tokenizer_model or tokenizer.vocab_file or "")
+    folder = path if path.is_dir() else path.parent
     fields = read_config(folder) if is_huggingface(folder) else {}
-    theirs = fields.get("model_type")
-    if theirs in FAMILIES:
+    model_type = fields.get("model_type")
+    if model_type in FAMILIES:
         files = read_files(folder)
         ids = {name: fields[name] for name in _TOKEN_IDS if name in fields}
     else:
-        theirs = None
+        model_type = None
         files, ids = _of_tokenizer(tokenizer, folder)
     if not ids:
         known = build_tokenizer(**dataclasses.asdict(tokenizer), vocab_size=config.model.vocab_size)
@@ -193,7 +193,7 @@ def companions_of(config: Config) -> Companions:
         )
     named = {name: i for name, i in ids.items() if i is not None}
     files.setdefault(GENERATION, to_json(named, GENERATION).encode())
-    return Companions(files, ids, theirs, "; ".join(notes))
+    return Companions(files, ids, model_type, "; ".join(notes))
 
 
 def _of_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> tuple[dict[str, bytes], Values]:
@@ -201,8 +201,8 @@ def _of_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> tuple[dict[str, b
     kind = tokenizer.tokenizer_type
     model = Path(tokenizer.tokenizer_model or "")
     if kind == "HFTokenizer":
-        own = {"tokenizer.json": _read(model)} if model.is_file() else {}
-        return {**read_files(folder), **own}, {}
+        tokenizer_json = {"tokenizer.json": _read(model)} if model.is_file() else {}
+        return {**read_files(folder), **tokenizer_json}, {}
     if kind == "GPT2BPETokenizer":
         files = {"vocab.json": tokenizer.vocab_file, "merges.txt": tokenizer.merge_file}
         ends = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
@@ -267,7 +267,7 @@ class Parameters:
     """
 
     shapes: Shapes
-    whole: Callable[[str], torch.Tensor | None]
+    full: Callable[[str], torch.Tensor | None]
     passes: Callable[[str], None] | None = None
 
 
@@ -280,7 +280,7 @@ class _OutputFile:
     tensors: Mapping[str, int]
 
 
-def _parts(
+def _distribute(
     family: Family, model: ModelConfig, shapes: Shapes, dtype: torch.dtype
 ) -> list[_OutputFile]:
     """Distribute parameters over files, in order.
@@ -296,7 +296,7 @@ def _parts(
             filled = 0
         groups[-1][name] = matrix_of(family, model, name, shape)
         filled += size
-    parts = []
+    files = []
     for group in groups:
         header: Values = {"__metadata__": {"format": "pt"}}
         sizes = {}
@@ -312,12 +312,15 @@ def _parts(
                 at += sizes[name]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        parts.append(_OutputFile(group, len(text).to_bytes(8, "little") + text, sizes))
-    return parts
+        files.append(_OutputFile(group, len(text).to_bytes(8, "little") + text, sizes))
+    return files
 
 
-def _write_part(
-    path: Path | None, part: _OutputFile, values: Iterator[torch.Tensor | None], dtype: torch.dtype
+def _write_file(
+    path: Path | None,
+    output: _OutputFile,
+    values: Iterator[torch.Tensor | None],
+    dtype: torch.dtype,
 ) -> Exception | None:
     """Write a file, or take part in it where `path` is None; return what went wrong.
 
@@ -327,8 +330,8 @@ def _write_part(
     try:
         if path is not None:
             with contextlib.closing(SyncedFile(path)) as file:
-                file.write(part.header)
-                for matrix, tensor in zip(part.parameters.values(), values, strict=True):
+                file.write(output.header)
+                for matrix, tensor in zip(output.parameters.values(), values, strict=True):
                     assert tensor is not None, "the first rank has the whole of each parameter"
                     tensor = tensor.to(dtype)
                     named = ", ".join(list(matrix.counts)[:2])
@@ -368,9 +371,9 @@ def write_model(
         beside = companions_of(config) if companions is None else companions
         return beside, config_fields(config, beside, dtype)
 
-    def values(part: _OutputFile) -> Iterator[torch.Tensor | None]:
-        for name in part.parameters:
-            tensor = parameters.whole(name)
+    def values(file: _OutputFile) -> Iterator[torch.Tensor | None]:
+        for name in file.parameters:
+            tensor = parameters.full(name)
             if tensor is not None and config.model.use_mup:
                 tensor = take_up(config.model, name, tensor)
             yield tensor
@@ -380,30 +383,30 @@ def write_model(
     what = f"writing {folder}"
     beside, fields = decided_by_first(topology, prepare)
     owners = gather_objects(parameters.shapes, topology.pipeline)
-    with together(topology, what):
+    with errors_on_all_ranks(topology, what):
         family = FAMILIES[fields["model_type"]]
-        listed = [_parts(family, config.model, shapes, dtype) for shapes in owners]
-    parts = [part for of_owner in listed for part in of_owner]
+        listed = [_distribute(family, config.model, shapes, dtype) for shapes in owners]
+    files = [file for of_owner in listed for file in of_owner]
     before = sum(map(len, listed[: topology.pipeline.rank]))
     temporary = decided_by_first(topology, lambda: start_folder(folder))
     try:
         failures = []
         expert = topology.expert
-        lines = topology.data.size // expert.size
-        line = topology.data.rank // expert.size
+        expert_groups = topology.data.size // expert.size
+        expert_group = topology.data.rank // expert.size
         writer = topology.tensor.is_first and expert.is_first
-        for number, part in enumerate(listed[topology.pipeline.rank]):
-            if number % lines == line:
-                path = temporary / _file_name(before + number, len(parts)) if writer else None
-                failures.append(_write_part(path, part, values(part), dtype))
+        for number, file in enumerate(listed[topology.pipeline.rank]):
+            if number % expert_groups == expert_group:
+                path = temporary / _file_name(before + number, len(files)) if writer else None
+                failures.append(_write_file(path, file, values(file), dtype))
             elif parameters.passes is not None:
-                for name in part.parameters:
+                for name in file.parameters:
                     parameters.passes(name)
-        with together(topology, what):
+        with errors_on_all_ranks(topology, what):
             for failure in filter(None, failures):
                 raise failure
         return decided_by_first(
-            topology, lambda: _finish(temporary, folder, parts, fields, beside.files)
+            topology, lambda: _finish(temporary, folder, files, fields, beside.files)
         )
     finally:
         if topology.world.is_first:
@@ -417,20 +420,20 @@ def _file_name(number: int, total: int) -> str:
 def _finish(
     temporary: Path,
     folder: Path,
-    parts: list[_OutputFile],
+    tensor_files: list[_OutputFile],
     fields: Values,
     files: Mapping[str, bytes],
 ) -> int:
     """Write the small files and give the folder its name; return the bytes of all tensors."""
-    size = sum(sum(part.tensors.values()) for part in parts)
+    size = sum(sum(file.tensors.values()) for file in tensor_files)
     try:
-        if len(parts) > 1:
-            places = {
-                name: _file_name(number, len(parts))
-                for number, part in enumerate(parts)
-                for name in part.tensors
+        if len(tensor_files) > 1:
+            weight_map = {
+                name: _file_name(number, len(tensor_files))
+                for number, file in enumerate(tensor_files)
+                for name in file.tensors
             }
-            listed = {"metadata": {"total_size": size}, "weight_map": places}
+            listed = {"metadata": {"total_size": size}, "weight_map": weight_map}
             write_text(temporary / INDEX, to_json(listed, INDEX))
         write_text(temporary / CONFIG, to_json(fields, CONFIG))
         write_files(temporary, files)
@@ -471,22 +474,22 @@ def export(
     All ranks call it. In addition to the model, a rank needs memory for a parameter that it gathers
     from its tensor-parallel and its expert-parallel group. Errors are those of `write_model`.
     """
-    own: dict[str, list[torch.nn.Parameter]] = {}
+    owned: dict[str, list[torch.nn.Parameter]] = {}
     for p in unique_parameters(chunks):
         copy = topology.embedding is not None and topology.pipeline.is_last
         if not (sharding_of(p).tied and copy):
-            own.setdefault(sharding_of(p).name, []).append(p)
-    shapes = {name: sharding_of(parts[0]).global_shape for name, parts in own.items()}
+            owned.setdefault(sharding_of(p).name, []).append(p)
+    shapes = {name: sharding_of(shards[0]).global_shape for name, shards in owned.items()}
     dtype = getattr(torch, config.precision.dtype_name)
 
-    def whole(name: str) -> torch.Tensor | None:
-        return _gathered(arriving(own[name]), topology)
+    def full(name: str) -> torch.Tensor | None:
+        return _gathered(arriving(owned[name]), topology)
 
     def passes(name: str) -> None:
-        for _ in arriving(own[name]):
+        for _ in arriving(owned[name]):
             pass
 
-    parameters = Parameters(shapes, whole, passes if on_all else None)
+    parameters = Parameters(shapes, full, passes if on_all else None)
     return write_model(folder, config, topology, parameters, dtype, alive=alive)
 
 
@@ -497,20 +500,20 @@ def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.T
     """
     tensor = topology.tensor
     expert = topology.expert
-    whole = None
+    full = None
     for parameter in parameters:
         sharding = sharding_of(parameter)
-        places = [(sharding.offset, sharding.extent)]
-        parts = parameter.detach().unsqueeze(0)
+        boxes = [(sharding.offset, sharding.extent)]
+        shards = parameter.detach().unsqueeze(0)
         for group, divides in ((expert, sharding.experts), (tensor, sharding.dim is not None)):
             if divides and group.size > 1:
-                places = [one for of_rank in gather_objects(places, group) for one in of_rank]
-                parts = gather_first(parts, group)
+                boxes = [one for of_rank in gather_objects(boxes, group) for one in of_rank]
+                shards = gather_first(shards, group)
         if not (tensor.is_first and expert.is_first):
             continue
-        if whole is None:
-            whole = torch.empty(sharding.global_shape, dtype=parameter.dtype)
-        for part, (offset, extent) in zip(parts, places, strict=True):
-            place = tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))
-            whole[place] = part[tuple(slice(0, n) for n in extent)].cpu()
-    return whole
+        if full is None:
+            full = torch.empty(sharding.global_shape, dtype=parameter.dtype)
+        for shard, (offset, extent) in zip(shards, boxes, strict=True):
+            region = tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))
+            full[region] = shard[tuple(slice(0, n) for n in extent)].cpu()
+    return full

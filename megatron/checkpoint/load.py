@@ -42,7 +42,7 @@ from megatron.checkpoint.shards import (
     read_index,
     read_stored,
 )
-from megatron.checkpoint.shared_errors import decided_by_first, describe, together
+from megatron.checkpoint.shared_errors import decided_by_first, describe, errors_on_all_ranks
 from megatron.checkpoint.tensors import (
     KEPT,
     MASTER,
@@ -124,7 +124,7 @@ def load(
         stored = checkpoint.config.get("model", {})
         upcycled = config.model.moe_use_upcycling and stored.get("num_experts") is None
         optimizer = optimizer and not upcycled
-        with together(topology, f"loading checkpoint {where}"):
+        with errors_on_all_ranks(topology, f"loading checkpoint {where}"):
             check_architecture(checkpoint.config, dense(config) if upcycled else config, where)
             if optimizer:
                 check_optimizer(checkpoint.config, config, where)
@@ -236,13 +236,13 @@ def _newest_that_loads(
     All ranks call it and get the same result. Raises CheckpointError where none is left, and for
     the first damaged one where `tag` names it or not `allow_older`.
     """
-    found = CheckpointChoice(folder)
+    choice = CheckpointChoice(folder)
     if folder is None:
-        found = decided_by_first(topology, partial(find, directory, tag))
-    rejected = found.rejected
-    notes = found.notes
+        choice = decided_by_first(topology, partial(find, directory, tag))
+    rejected = choice.rejected
+    notes = choice.notes
     while True:
-        at = required(directory, CheckpointChoice(found.folder, rejected))
+        at = required(directory, CheckpointChoice(choice.folder, rejected))
         if rejected and not allow_older:
             raise CheckpointError(
                 f"the newest checkpoint is broken: {rejected[0]}. Restore it, or load the one "
@@ -250,7 +250,7 @@ def _newest_that_loads(
             )
         try:
             opened = decided_by_first(topology, partial(open_checkpoint, at), _Damage)
-            with together(topology, f"comparing {at} on all ranks"):
+            with errors_on_all_ranks(topology, f"comparing {at} on all ranks"):
                 manifest = opened.manifest
                 # damage of this rank's copy is found when its files are read
                 with contextlib.suppress(CheckpointError):
@@ -269,8 +269,8 @@ def _newest_that_loads(
             raise CheckpointError(
                 f"checkpoint {at} is broken: {reason}. Name another one with --load-tag"
             )
-        found = decided_by_first(topology, partial(find, directory, before=number))
-        rejected = (*rejected, RejectedCheckpoint(at, reason), *found.rejected)
+        choice = decided_by_first(topology, partial(find, directory, before=number))
+        rejected = (*rejected, RejectedCheckpoint(at, reason), *choice.rejected)
 
 
 def _read(
@@ -290,7 +290,7 @@ def _read(
     Raises _Damage, or CheckpointError where the tensors do not fit the model.
     """
     folder = checkpoint.folder
-    with together(topology, f"reading the lists of {folder}", _Damage):
+    with errors_on_all_ranks(topology, f"reading the lists of {folder}", _Damage):
         stored = read_stored(checkpoint.manifest, {name for name, _ in tensors})
         if problems := incomplete(stored):
             raise CheckpointError(f"the shard lists are wrong: {named(problems)}")
@@ -298,19 +298,21 @@ def _read(
     tensors = [(n, t) for n, t in tensors if n in stored or n.partition(".")[0] != KEPT]
     # The ranks of one pipeline hold every parameter.
     one_pipeline = topology.tensor.is_first and topology.data.is_first
-    mine = {source(sharding_of(p).name): p.requires_grad for p in unique_parameters(chunks)}
-    listed = gather_objects(mine, topology.pipeline, everywhere=False) if one_pipeline else []
-    trains = {name: value for part in listed for name, value in part.items()}
-    with together(topology, f"loading {folder}"):
+    local = {source(sharding_of(p).name): p.requires_grad for p in unique_parameters(chunks)}
+    listed = gather_objects(local, topology.pipeline, everywhere=False) if one_pipeline else []
+    trains = {name: value for stage in listed for name, value in stage.items()}
+    with errors_on_all_ranks(topology, f"loading {folder}"):
         problems = []
         stateless = dict[str, None]()
         for name, shards in tensors:
-            there = stored[name]["shape"] if name in stored else "missing"
+            stored_shape = stored[name]["shape"] if name in stored else "missing"
             kind, _, parameter = name.partition(".")
-            if there == "missing" and kind != MASTER and f"{MASTER}.{parameter}" in stored:
+            if stored_shape == "missing" and kind != MASTER and f"{MASTER}.{parameter}" in stored:
                 stateless[parameter] = None
-            elif there != shards.shape:
-                problems.append(f"{name} is {there} in the checkpoint and {shards.shape} here")
+            elif stored_shape != shards.shape:
+                problems.append(
+                    f"{name} is {stored_shape} in the checkpoint and {shards.shape} here"
+                )
         if stateless:
             problems.append(
                 f"it has no optimizer state of {named(list(stateless))}, frozen there or trained by "
@@ -325,7 +327,7 @@ def _read(
                 f"{folder} does not fit this model: {named(problems)}. A checkpoint of another "
                 "architecture is not loaded in parts: see --use-checkpoint-args"
             )
-    with together(topology, f"reading {folder}", _Damage):
+    with errors_on_all_ranks(topology, f"reading {folder}", _Damage):
         _fill(tensors, folder, stored, alive)
     kinds_and_names = (name.partition(".")[::2] for name in names)
     of_optimizer = {name for kind, name in kinds_and_names if kind not in (MASTER, KEPT, AVERAGE)}
@@ -346,19 +348,19 @@ def _fill(
     copies: dict[tuple[str, Shard], list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
     for name, shards in tensors:
         for shard in stored[name]["boxes"]:
-            for offset, view in shards.pieces.items():
-                places = overlap(shard.offset, shard.sizes, offset, tuple(view.shape))
-                if places is not None:
-                    target = view.detach()[places[1]]
-                    copies.setdefault((name, shard), []).append((target, places[0]))
+            for offset, view in shards.views.items():
+                regions = overlap(shard.offset, shard.sizes, offset, tuple(view.shape))
+                if regions is not None:
+                    target = view.detach()[regions[1]]
+                    copies.setdefault((name, shard), []).append((target, regions[0]))
     for name, shard, values in read_shards(folder, copies, stored):
-        for target, place in copies[name, shard]:
-            target.copy_(values[place])
+        for target, region in copies[name, shard]:
+            target.copy_(values[region])
         alive()
 
 
 def read_shards(
-    folder: Path, wanted: Iterable[tuple[str, Shard]], stored: Entries
+    folder: Path, shards: Iterable[tuple[str, Shard]], stored: Entries
 ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
     """Yield (name, shard, values) of shards of some tensors, in their order in the files.
 
@@ -366,7 +368,7 @@ def read_shards(
     longer than reading. Raises CheckpointError naming the file that is damaged.
     """
     buffer = torch.empty(0, dtype=torch.uint8)
-    ordered = sorted(wanted, key=lambda entry: (entry[1].file, entry[1].start))
+    ordered = sorted(shards, key=lambda entry: (entry[1].file, entry[1].start))
     for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1].file):
         path = folder / file
         with open_regular(path, error=CheckpointError) as opened:
@@ -415,10 +417,10 @@ def read_tensor(
     sizes = shape if row is None else (1, *shape[1:])
     values = torch.empty(sizes, dtype=dtype or getattr(torch, entry["dtype"]))
     common = {shard: overlap(offset, sizes, shard.offset, shard.sizes) for shard in entry["boxes"]}
-    wanted = [(name, shard) for shard, part in common.items() if part]
-    for _, shard, found in read_shards(folder, wanted, stored):
-        here, there = common[shard] or ((), ())
-        values[here] = found[there]
+    shards = [(name, shard) for shard, regions in common.items() if regions]
+    for _, shard, data in read_shards(folder, shards, stored):
+        target, source = common[shard] or ((), ())
+        values[target] = data[source]
     return values if row is None else values[0]
 
 
@@ -443,10 +445,10 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, target: Any) -> int:
-        part = self._data[self._at : self._at + len(target)]
-        target[: len(part)] = part
-        self._at += len(part)
-        return len(part)
+        chunk = self._data[self._at : self._at + len(target)]
+        target[: len(chunk)] = chunk
+        self._at += len(chunk)
+        return len(chunk)
 
 
 def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: str) -> torch.Tensor:
@@ -469,10 +471,10 @@ def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: s
         raise CheckpointError(
             f"{path} is damaged where {name} is ({type(error).__name__}: {first})"
         ) from error
-    found = getattr(values, "shape", None), getattr(values, "dtype", None)
-    if found != (shard.sizes, getattr(torch, dtype)):
+    actual = getattr(values, "shape", None), getattr(values, "dtype", None)
+    if actual != (shard.sizes, getattr(torch, dtype)):
         raise CheckpointError(
-            f"{path} is damaged: at byte {shard.start} there is {found} where {shard.sizes} of "
+            f"{path} is damaged: at byte {shard.start} there is {actual} where {shard.sizes} of "
             f"{dtype} of {name} were written"
         )
     return values

@@ -51,10 +51,10 @@ from megatron.checkpoint.shards import (
     stored_bytes,
     totals,
     write_index,
+    write_metadata,
     write_piece,
-    write_whole,
 )
-from megatron.checkpoint.shared_errors import decided_by_first, describe, together
+from megatron.checkpoint.shared_errors import decided_by_first, describe, errors_on_all_ranks
 from megatron.checkpoint.tensors import Snapshot, Tensors, tensors_to_save
 from megatron.checkpoint.writer import Alive, nothing, write_tensors
 from megatron.config import Config
@@ -63,7 +63,7 @@ from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology
 
-WHOLE_UP_TO = 4096
+METADATA_MAX_RANKS = 4096
 """Ranks of the largest job that writes .metadata: at about 10 shards per rank it takes 5 MB and a
 second on rank 0.
 """
@@ -191,7 +191,7 @@ class Saver:
         This takes seconds. Return a note where the memory could not be pinned on this rank. Raises
         CheckpointError on every rank where one has no memory.
         """
-        with together(self._topology, "getting host memory for --async-save"):
+        with errors_on_all_ranks(self._topology, "getting host memory for --async-save"):
             self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
         return self._snapshot.note
 
@@ -220,7 +220,7 @@ class Saver:
         folder = self._directory / folder_name(iteration)
         pending = _Pending(folder, iteration, self._topology.rank)
         try:
-            with together(self._topology, pending.what):
+            with errors_on_all_ranks(self._topology, pending.what):
                 pending.texts = small_files(
                     iteration, self._config, state, engine.scalars(), self._optimizer, provenance
                 )
@@ -246,9 +246,9 @@ class Saver:
         assert pending is not None, "a save was started before it is committed"
         at = time.perf_counter()
         try:
-            with together(self._topology, pending.what):
-                mine = pending.result(self._alive)
-            size = self._complete(pending, mine)
+            with errors_on_all_ranks(self._topology, pending.what):
+                entries = pending.result(self._alive)
+            size = self._complete(pending, entries)
         except CheckpointError:
             self._remove(pending)
             raise
@@ -264,27 +264,33 @@ class Saver:
             self._alive()
         return saved
 
-    def _complete(self, pending: _Pending, mine: Entries) -> int:
+    def _complete(self, pending: _Pending, entries: Entries) -> int:
         """Collect the shards of all ranks, write the lists and commit the folder.
 
         Return the checkpoint's bytes.
         """
         topology = self._topology
-        whole = topology.world.size <= WHOLE_UP_TO
-        stored = merged(gather_objects(mine, topology.data, everywhere=False))
-        part: _Part | None = None
-        with together(topology, pending.what):
+        with_metadata = topology.world.size <= METADATA_MAX_RANKS
+        stored = merged(gather_objects(entries, topology.data, everywhere=False))
+        group: _GroupShards | None = None
+        with errors_on_all_ranks(topology, pending.what):
             if topology.data.is_first:
-                part = write_part(pending.temporary, topology.model.rank, stored, whole)
+                group = write_shard_list(
+                    pending.temporary, topology.model.rank, stored, with_metadata
+                )
                 self._alive()
-        parts = gather_objects(part, topology.model, everywhere=False) if part is not None else []
+        groups = (
+            gather_objects(group, topology.model, everywhere=False) if group is not None else []
+        )
 
         def complete() -> int:
             settings = self._config.checkpoint
             load = settings.load
             try:
                 generation = next_generation(self._directory, *([load] if load else []))
-                size = write_small_files(pending.temporary, parts, pending.texts, whole, generation)
+                size = write_small_files(
+                    pending.temporary, groups, pending.texts, with_metadata, generation
+                )
                 commit_folder(pending.temporary, pending.folder, pending.iteration, generation)
             except Exception as error:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
@@ -316,7 +322,7 @@ class Saver:
             shutil.rmtree(pending.temporary, ignore_errors=True)
 
 
-_Part = tuple[tuple[str, Written], Totals, int, Entries]
+_GroupShards = tuple[tuple[str, Written], Totals, int, Entries]
 """What rank 0 gets from a data-parallel group: its piece, how much of each tensor it has, bytes of
 data, and shards where .metadata is written.
 """
@@ -345,14 +351,20 @@ def small_files(
     }
 
 
-def write_part(folder: Path, number: int, stored: Entries, whole: bool) -> _Part:
+def write_shard_list(
+    folder: Path, number: int, stored: Entries, with_metadata: bool
+) -> _GroupShards:
     """Write the shard list of a data-parallel group."""
     piece = write_piece(folder, number, stored)
-    return piece, totals(stored), stored_bytes(stored), stored if whole else {}
+    return piece, totals(stored), stored_bytes(stored), stored if with_metadata else {}
 
 
 def write_small_files(
-    folder: Path, parts: list[_Part], texts: Mapping[str, str], whole: bool, generation: int
+    folder: Path,
+    groups: list[_GroupShards],
+    texts: Mapping[str, str],
+    with_metadata: bool,
+    generation: int,
 ) -> int:
     """Check that all elements are present and write the small files.
 
@@ -361,12 +373,14 @@ def write_small_files(
     texts   the files from `small_files`
     whole   whether to write .metadata
     """
-    check_complete(part[1] for part in parts)
-    known = dict([*(part[0] for part in parts), write_index(folder, [part[1] for part in parts])])
-    if whole:
-        write_whole(folder, merged(part[3] for part in parts))
+    check_complete(group[1] for group in groups)
+    known = dict(
+        [*(group[0] for group in groups), write_index(folder, [group[1] for group in groups])]
+    )
+    if with_metadata:
+        write_metadata(folder, merged(group[3] for group in groups))
         known[METADATA] = file_digest(folder / METADATA)
     for name, text in texts.items():
         known[name] = write_text(folder / name, text)
     known[MANIFEST] = write_manifest(folder, list(known), known, generation)
-    return sum(size for size, _ in known.values()) + sum(part[2] for part in parts)
+    return sum(size for size, _ in known.values()) + sum(group[2] for group in groups)

@@ -61,31 +61,31 @@ def settings_to_take(
     """
     source = hugging_face_folder(explicit["load"])
     if source is None:
-        place, stored = _stored(explicit["load"], explicit.get("load_tag"))
+        file, stored = _stored(explicit["load"], explicit.get("load_tag"))
         model = stored.get("model")
         tokenizer = stored.get("tokenizer", {})
     else:
-        place = source / huggingface_config.CONFIG
+        file = source / huggingface_config.CONFIG
         tokenizer = huggingface_config.tokenizer_settings(source)
         model = plain(huggingface_config.read_model(source)[1])
     if not (isinstance(model, dict) and isinstance(tokenizer, dict)):
-        raise CheckpointError(f"{place} does not hold the settings of a run")
+        raise CheckpointError(f"{file} does not hold the settings of a run")
     fixed = {name: model[name] for name in ARCHITECTURE if name in model}
     if explicit.get("moe_use_upcycling") and fixed.get("num_experts") is None:
         fixed = {name: value for name, value in fixed.items() if name not in EXPERTS}
-    others = {name: model[name] for name in _TAKEN if name in model}
+    defaults = {name: model[name] for name in _TAKEN if name in model}
     if model.get("position_embedding_type") == "learned_absolute":
-        fixed["max_position_embeddings"] = others.pop("max_position_embeddings", None)
+        fixed["max_position_embeddings"] = defaults.pop("max_position_embeddings", None)
     files = "vocab_file" in explicit and "merge_file" in explicit
     kind = explicit.get("tokenizer_type", "GPT2BPETokenizer" if files else None)
     if kind in (None, tokenizer.get("tokenizer_type")):
         kind = tokenizer.get("tokenizer_type")
-        others |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}
+        defaults |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}
     if kind == "NullTokenizer" and isinstance(fixed.get("vocab_size"), int):
         fixed["vocab_size"] -= 1  # it adds one id
     elif kind not in (None, "HFTokenizer"):  # whose models often have more entries
         fixed.pop("vocab_size", None)  # the tokenizer knows it
-    return str(place), fixed, others
+    return str(file), fixed, defaults
 
 
 def _stored(directory: str, tag: str | None) -> tuple[Path, dict[str, Any]]:
@@ -121,16 +121,16 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
     A checkpoint from before a flag existed has its default.
     """
-    theirs = stored.get("model", {})
-    ours = plain(config.model)
+    saved = stored.get("model", {})
+    current = plain(config.model)
     fields = list(ARCHITECTURE)
-    if ours.get("position_embedding_type") == "learned_absolute":
+    if current.get("position_embedding_type") == "learned_absolute":
         fields.append("max_position_embeddings")
     defaults = {option.name: option.default for option in options_of(ModelConfig)}
     different = [
-        f"--{name.replace('_', '-')} is {there!r} in the checkpoint and {ours[name]!r} here"
+        f"--{name.replace('_', '-')} is {saved_value!r} in the checkpoint and {current[name]!r} here"
         for name in fields
-        if name in ours and (there := theirs.get(name, defaults[name])) != ours[name]
+        if name in current and (saved_value := saved.get(name, defaults[name])) != current[name]
     ]
     if different:
         raise CheckpointError(
@@ -141,12 +141,12 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
 def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
     """Raise CheckpointError where the checkpoint is another optimizer's, of those of --optimizer."""
-    theirs = stored.get("optimizer", {}).get("optimizer")
-    ours = config.optimizer.optimizer
+    saved = stored.get("optimizer", {}).get("optimizer")
+    current = config.optimizer.optimizer
     custom = config.pieces.optimizer is not None or stored.get("pieces", {}).get("optimizer")
-    if theirs is not None and theirs != ours and not custom:
+    if saved is not None and saved != current and not custom:
         raise CheckpointError(
-            f"{where} has the optimizer state of --optimizer {theirs}, with which {ours} cannot "
+            f"{where} has the optimizer state of --optimizer {saved}, with which {current} cannot "
             "continue: use --no-load-optim, which loads the weights and starts a new state"
         )
 
@@ -161,10 +161,12 @@ def checkpoint_bytes(config: Config) -> int:
     state = optimizer_state(config)
     wants = wants_whole(config)
     count = parameters_of(config)
-    whole = 0
+    full_elements = 0
     if wants is not None:
         from megatron.model.gpt import global_shapes
 
         shapes = global_shapes(config)
-        whole = sum(math.prod(shape) for name, shape in shapes.items() if wants(name, shape))
-    return (4 + state.bytes) * count + (state.of(True).bytes - state.bytes) * whole
+        full_elements = sum(
+            math.prod(shape) for name, shape in shapes.items() if wants(name, shape)
+        )
+    return (4 + state.bytes) * count + (state.of(True).bytes - state.bytes) * full_elements

@@ -8,7 +8,7 @@ ranks of a data-parallel group to its first, and from those to rank 0:
     boxes.json           the pieces in which each tensor's shards are listed
     boxes_00017.json     a piece: the shards written by the data-parallel group of model-parallel
                          rank 17
-    .metadata            up to save.WHOLE_UP_TO ranks: all shards in torch's own form, for its tools
+    .metadata            up to save.METADATA_MAX_RANKS ranks: all shards in torch's own form, for its tools
 
 A loading rank reads only the pieces of the tensors that it holds. .metadata, a pickle, is never
 read.
@@ -61,14 +61,14 @@ class Shard(NamedTuple):
     digest: str | None
 
 
-def merged(parts: Iterable[Entries]) -> Entries:
+def merged(lists: Iterable[Entries]) -> Entries:
     """Merge the shards of several ranks, tensor by tensor."""
-    together: dict[str, Stored] = {}
-    for part in parts:
-        for name, stored in part.items():
-            entry = together.setdefault(name, {**stored, "boxes": []})
+    result: dict[str, Stored] = {}
+    for entries in lists:
+        for name, stored in entries.items():
+            entry = result.setdefault(name, {**stored, "boxes": []})
             entry["boxes"] += stored["boxes"]
-    return together
+    return result
 
 
 def totals(stored: Entries) -> Totals:
@@ -85,14 +85,14 @@ def stored_bytes(stored: Entries) -> int:
     return sum(shard.length for s in stored.values() for shard in s["boxes"])
 
 
-def check_complete(parts: Iterable[Totals]) -> None:
+def check_complete(groups: Iterable[Totals]) -> None:
     """Raise CheckpointError unless the parts together have all elements of every tensor.
 
     Only the numbers of elements are compared.
     """
     lacking: dict[str, int] = {}
-    for part in parts:
-        for name, (shape, count) in part.items():
+    for group in groups:
+        for name, (shape, count) in group.items():
             lacking[name] = lacking.get(name, math.prod(shape)) - count
     wrong = [name for name, count in lacking.items() if count]
     if wrong:
@@ -105,15 +105,15 @@ def incomplete(stored: Entries) -> list[str]:
     for name, entry in stored.items():
         shape = tuple(entry["shape"])
         boxes = entry["boxes"]
-        held = _elements(entry)
+        count = _elements(entry)
         if any(
             o + n > d
             for shard in boxes
             for o, n, d in zip(shard.offset, shard.sizes, shape, strict=True)
         ):
             problems.append(f"{name} has shards outside of its shape {shape}")
-        elif held != math.prod(shape):
-            problems.append(f"{name} has {held} of its {math.prod(shape)} elements")
+        elif count != math.prod(shape):
+            problems.append(f"{name} has {count} of its {math.prod(shape)} elements")
         elif _intersect(sorted(boxes)):
             problems.append(f"{name} has elements that are stored twice")
     return problems
@@ -145,16 +145,16 @@ def overlap(
     >>> overlap((0,), (4,), (4,), (4,)) is None
     True
     """
-    here: list[slice] = []
-    there: list[slice] = []
+    in_first: list[slice] = []
+    in_second: list[slice] = []
     for a, n, b, m in zip(offset, sizes, other, other_sizes, strict=True):
         start = max(a, b)
         stop = min(a + n, b + m)
         if start >= stop:
             return None
-        here.append(slice(start - a, stop - a))
-        there.append(slice(start - b, stop - b))
-    return tuple(here), tuple(there)
+        in_first.append(slice(start - a, stop - a))
+        in_second.append(slice(start - b, stop - b))
+    return tuple(in_first), tuple(in_second)
 
 
 def write_piece(folder: Path, number: int, stored: Entries) -> tuple[str, Written]:
@@ -166,16 +166,16 @@ def _write(folder: Path, name: str, content: Mapping[str, object]) -> tuple[str,
     return name, write_text(folder / name, json.dumps(content, separators=(",", ":")) + "\n")
 
 
-def write_index(folder: Path, parts: list[Totals]) -> tuple[str, Written]:
+def write_index(folder: Path, groups: list[Totals]) -> tuple[str, Written]:
     """Write which pieces list each tensor; `parts` has the totals of each piece, in order."""
     pieces: dict[str, list[int]] = {}
-    for number, part in enumerate(parts):
-        for name in part:
+    for number, group in enumerate(groups):
+        for name in group:
             pieces.setdefault(name, []).append(number)
     return _write(folder, SHARD_INDEX, {"pieces": pieces})
 
 
-def write_whole(folder: Path, stored: Entries) -> None:
+def write_metadata(folder: Path, stored: Entries) -> None:
     """Write .metadata, the list of all shards in torch's form, with torch's own writer."""
     # Half a second, which reading does not need.
     from torch.distributed import checkpoint as dcp
@@ -217,19 +217,22 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> Entri
     Raises CheckpointError.
     """
     listed = read_index(manifest)
-    wanted = set(listed if names is None else names)
+    requested = set(listed if names is None else names)
     stored: dict[str, Stored] = {}
-    for number in sorted({number for name in wanted for number in listed.get(name, ())}):
+    for number in sorted({number for name in requested for number in listed.get(name, ())}):
         piece = manifest.read_json(piece_name(number))
         try:
-            for name in wanted & piece.keys():
-                part = checked_entry(piece[name])
-                entry = stored.setdefault(name, {**part, "boxes": []})
-                if (part["shape"], part["dtype"]) != (entry["shape"], entry["dtype"]):
+            for name in requested & piece.keys():
+                listed_entry = checked_entry(piece[name])
+                entry = stored.setdefault(name, {**listed_entry, "boxes": []})
+                if (listed_entry["shape"], listed_entry["dtype"]) != (
+                    entry["shape"],
+                    entry["dtype"],
+                ):
                     raise ValueError("another piece has the tensor with another shape or dtype")
-                if any(shard.digest is None for shard in part["boxes"]):
+                if any(shard.digest is None for shard in listed_entry["boxes"]):
                     raise ValueError("a shard without a digest")
-                entry["boxes"] += part["boxes"]
+                entry["boxes"] += listed_entry["boxes"]
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(manifest, piece_name(number)) from error
     return stored

@@ -26,7 +26,7 @@ def describe(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def together(
+def errors_on_all_ranks(
     topology: Topology, what: str, damage: type[CheckpointError] = CheckpointError
 ) -> Iterator[None]:
     """Run the body on all ranks; where it fails on any, raise an error on all.
@@ -74,7 +74,7 @@ def decided_by_first(
 ) -> T:
     """Return on all ranks the result of `decide` on rank 0.
 
-    Its errors are raised on all, as by `together`. File systems do not show every node the same at
+    Its errors are raised on all, as by `errors_on_all_ranks`. File systems do not show every node the same at
     the same moment: one rank looks, so that all load the same.
     """
     result: Any = None

@@ -37,10 +37,10 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class LocalShards:
-    """A tensor of `shape`, of which this rank holds `pieces`: {global offset: view}."""
+    """A tensor of `shape`, of which this rank holds `views`: {global offset: view}."""
 
     shape: tuple[int, ...]
-    pieces: Mapping[Index, torch.Tensor]
+    views: Mapping[Index, torch.Tensor]
 
 
 Tensors = dict[str, LocalShards]
@@ -64,18 +64,18 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> Tens
         if is_copy(f.parameter, topology):
             continue
         copies = engine.copies[f.sharding.experts].size
-        mine = engine.copies[f.sharding.experts].rank
-        start = f.numel * mine // copies
-        stop = f.numel * (mine + 1) // copies
-        part = Fragment(f.parameter, f.sharding, f.start + start, stop - start, f.master)
+        rank = engine.copies[f.sharding.experts].rank
+        start = f.numel * rank // copies
+        stop = f.numel * (rank + 1) // copies
+        fragment = Fragment(f.parameter, f.sharding, f.start + start, stop - start, f.master)
         for kind, flat in _flats(f, optimizer).items():
-            _add(out, kind, f.sharding, part.real(flat.narrow(0, start, stop - start)))
+            _add(out, kind, f.sharding, fragment.real(flat.narrow(0, start, stop - start)))
     if topology.data.is_first and topology.tensor.is_first:
-        out |= _kept(engine.kept)
+        out |= _beside_weights(engine.kept)
     return out
 
 
-def _kept(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+def _beside_weights(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {
         f"{KEPT}.{name}": LocalShards(tuple(t.shape), {(0,) * t.dim(): t})
         for name, t in tensors.items()
@@ -86,12 +86,12 @@ def _add(
     out: Tensors,
     kind: str,
     sharding: Sharding,
-    pieces: Iterable[tuple[Index, torch.Tensor]],
+    views: Iterable[tuple[Index, torch.Tensor]],
 ) -> None:
     """Add pieces to a tensor's: a rank may hold several parameters of one."""
     name = f"{kind}.{sharding.name}"
-    known = out[name].pieces if name in out else {}
-    out[name] = LocalShards(sharding.global_shape, {**known, **dict(pieces)})
+    known = out[name].views if name in out else {}
+    out[name] = LocalShards(sharding.global_shape, {**known, **dict(views)})
 
 
 def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> Tensors:
@@ -104,7 +104,7 @@ def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> Tensors:
         for kind, flat in _flats(f, optimizer and f.parameter.requires_grad).items():
             if averaged or kind != AVERAGE:
                 _add(out, kind, f.sharding, f.real(flat))
-    return out | _kept(engine.kept)
+    return out | _beside_weights(engine.kept)
 
 
 def clear_padding(engine: Engine, optimizer: bool) -> None:
@@ -120,7 +120,7 @@ def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
 
     It is for a model that has no engine.
     """
-    out = _kept(kept_tensors(model))
+    out = _beside_weights(kept_tensors(model))
     for p in unique_parameters(model):
         s = sharding_of(p)
         _add(out, kind, s, [(s.offset, p.detach()[tuple(slice(0, n) for n in s.extent)])])
@@ -197,12 +197,12 @@ class Snapshot:
         at = 0
         copies = Tensors()
         for name, shards in tensors.items():
-            pieces = {}
-            for offset, view in shards.pieces.items():
-                part = self._memory[at : at + view.nbytes].view(view.dtype).view(view.shape)
-                pieces[offset] = part.copy_(view.detach(), non_blocking=True)
+            views = {}
+            for offset, view in shards.views.items():
+                copy = self._memory[at : at + view.nbytes].view(view.dtype).view(view.shape)
+                views[offset] = copy.copy_(view.detach(), non_blocking=True)
                 at += _aligned(view)
-            copies[name] = LocalShards(shards.shape, pieces)
+            copies[name] = LocalShards(shards.shape, views)
         if any(view.is_cuda for view in _views(tensors)):
             torch.cuda.current_stream().synchronize()
         return copies
@@ -214,7 +214,7 @@ def snapshot_bytes(tensors: Tensors) -> int:
 
 
 def _views(tensors: Tensors) -> list[torch.Tensor]:
-    return [view for shards in tensors.values() for view in shards.pieces.values()]
+    return [view for shards in tensors.values() for view in shards.views.values()]
 
 
 def _aligned(view: torch.Tensor) -> int:

@@ -38,7 +38,7 @@ def dense_name(name: str) -> str | None:
 def from_dense(tensors: Tensors, model: ModelConfig) -> Pairs:
     """Return the tensors of the dense model that fill `tensors`; routers stay as they are."""
     pairs: Pairs = []
-    parts = model.upcycling_granularity
+    granularity = model.upcycling_granularity
     for name, shards in tensors.items():
         source = dense_name(name)
         if source == name:
@@ -52,11 +52,11 @@ def from_dense(tensors: Tensors, model: ModelConfig) -> Pairs:
         cut = len(shape) - (2 if up and not bias else 1)
         divided = up or not bias
         width = shape[cut] if divided else 0
-        shape[cut] += width * (parts - 1)
-        for (first, *rest), view in shards.pieces.items():
+        shape[cut] += width * (granularity - 1)
+        for (first, *rest), view in shards.views.items():
             for expert, values in enumerate(view, first):
                 offset = list(rest)
-                offset[cut] += expert % parts * width
+                offset[cut] += expert % granularity * width
                 pairs.append((source, LocalShards(tuple(shape), {tuple(offset): values})))
     return pairs
 
@@ -73,7 +73,7 @@ def scale_outputs(tensors: Tensors, model: ModelConfig) -> None:
         total *= model.moe_router_topk / model.num_experts
     for name, shards in tensors.items():
         if ".mlp.experts.dense_4h_to_h." in name:
-            parts = 1 if name.endswith(".bias") else model.upcycling_granularity
-            for view in shards.pieces.values():
-                if parts != total:
-                    view.detach().mul_(parts / total)
+            slices = 1 if name.endswith(".bias") else model.upcycling_granularity
+            for view in shards.views.values():
+                if slices != total:
+                    view.detach().mul_(slices / total)

@@ -119,9 +119,9 @@ class ShardWriter:
         dtype = str(view.dtype).removeprefix("torch.")
         stored = self._stored.setdefault(name, {"shape": tuple(shape), "dtype": dtype, "boxes": []})
         length = self.bytes - start
-        found = self._digest.hexdigest()
+        value = self._digest.hexdigest()
         stored["boxes"].append(
-            Shard(tuple(offset), tuple(view.shape), self._file.path.name, start, length, found)
+            Shard(tuple(offset), tuple(view.shape), self._file.path.name, start, length, value)
         )
         self._alive()
 
@@ -158,7 +158,7 @@ def write_tensors(tensors: Tensors, folder: Path, rank: int, alive: Alive = noth
     """Write a rank's part of `tensors` into its file of `folder`; return the shards in it."""
     with ShardWriter(folder, rank, alive) as writer:
         for name, shards in tensors.items():
-            for offset, view in shards.pieces.items():
+            for offset, view in shards.views.items():
                 writer.add(name, shards.shape, offset, view)
         return writer.finish()
 

@@ -54,7 +54,7 @@ def on_four(rank: int, root: str) -> dict[str, Any]:
     padded_less = mock.patch.object(buckets, "ALIGNMENT", 2)
     out = {"saved": train_and_save(f"{root}/whole", tensor)}
     # As in a job of thousands of ranks.
-    with mock.patch.object(save_module, "WHOLE_UP_TO", 1):
+    with mock.patch.object(save_module, "METADATA_MAX_RANKS", 1):
         train_and_save(f"{root}/pieces", tensor)
     out["same layout"] = loaded(f"{root}/pieces", tensor)
     out["pipeline 2"] = loaded(f"{root}/pieces", stages)

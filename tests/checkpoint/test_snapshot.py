@@ -38,7 +38,7 @@ def state(*sizes: int) -> dict[str, LocalShards]:
 
 
 def values(tensors: dict[str, LocalShards]) -> list[list[float]]:
-    return [view.tolist() for shards in tensors.values() for view in shards.pieces.values()]
+    return [view.tolist() for shards in tensors.values() for view in shards.views.values()]
 
 
 def test_it_registers_exactly_what_the_state_takes_and_before_the_first_copy() -> None:
@@ -50,10 +50,10 @@ def test_it_registers_exactly_what_the_state_takes_and_before_the_first_copy() -
     ((address, registered),) = driver.registered.items()
     assert registered == (size, 0)
     copy = snapshot.take(tensors)
-    assert copy["0"].pieces[(0,)].data_ptr() == address, "the copy lies in it"
+    assert copy["0"].views[(0,)].data_ptr() == address, "the copy lies in it"
     before = values(tensors)
     for shards in tensors.values():
-        shards.pieces[(0,)].zero_()
+        shards.views[(0,)].zero_()
     assert values(copy) == before
     snapshot.take(state(10))
     assert driver.calls == 1, "it is kept for smaller states"

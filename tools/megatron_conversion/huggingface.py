@@ -23,8 +23,8 @@ from megatron.checkpoint.find import find_folder, open_checkpoint
 from megatron.checkpoint.folder import folder_name, start_folder, sync_directory
 from megatron.checkpoint.huggingface_config import CONFIG, read_model, tokenizer_settings
 from megatron.checkpoint.huggingface_load import (
-    Places,
     SafetensorsReader,
+    TensorLocations,
     find_tensors,
     matrix_of,
     tensors_of,
@@ -73,7 +73,7 @@ class Incoming:
     kind: str
     config: Config
     shapes: Shapes
-    places: Places
+    places: TensorLocations
     dtype: torch.dtype
 
 

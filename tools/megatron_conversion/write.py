@@ -14,9 +14,9 @@ import torch
 
 from megatron.checkpoint.find import next_generation
 from megatron.checkpoint.folder import commit_folder, folder_name, start_folder
-from megatron.checkpoint.save import small_files, write_part, write_small_files
+from megatron.checkpoint.save import small_files, write_shard_list, write_small_files
 from megatron.checkpoint.shards import Entries, merged
-from megatron.checkpoint.shared_errors import decided_by_first, together
+from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
 from megatron.checkpoint.writer import ShardWriter
 from megatron.config import Config
 from megatron.engine.optimizer import Index
@@ -69,14 +69,14 @@ def write_offline(
     files = small_files(iteration, config, state, scalars, optimizer, provenance)
     temporary = decided_by_first(topology, lambda: start_folder(folder))
     try:
-        with together(topology, f"writing checkpoint {folder}"):
+        with errors_on_all_ranks(topology, f"writing checkpoint {folder}"):
             written = _write(temporary, topology, iter(shards))
         stored = merged(gather_objects(written, topology.world, everywhere=False))
 
         def complete() -> None:
             try:
                 generation = next_generation(folder.parent)
-                part = write_part(temporary, 0, stored, True)
+                part = write_shard_list(temporary, 0, stored, True)
                 write_small_files(temporary, [part], files, True, generation)
                 commit_folder(temporary, folder, iteration, generation)
             except OSError as error:
