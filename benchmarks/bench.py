@@ -143,8 +143,8 @@ def fitting(outcomes: dict[Key, list[Outcome]], left_s: float) -> set[Case]:
     """
     seconds: dict[Case, list[float]] = {}
     for (case, side), rounds in outcomes.items():
-        again = not side.once and not any(o.reason for o in rounds)
-        seconds.setdefault(case, []).extend([rounds[0].wall_s] * again)
+        repeats = not side.once and not any(o.reason for o in rounds)
+        seconds.setdefault(case, []).extend([rounds[0].wall_s] * repeats)
     played = {case: sum(bool(o.step_s) for o in outcomes[case, case.sides[0]]) for case in seconds}
     chosen = set()
     for case in sorted(seconds, key=lambda case: (played[case], max(seconds[case], default=0.0))):
@@ -172,8 +172,8 @@ def measure_ceilings(
     rates: dict[str, float] = {}
     for processes in sorted({case.processes for case, _ in keys}):
         each = max(1, threads // processes)
-        found = machine.ceiling(each, processes, environment(each, folder), device, quick)
-        for dtype, rate in found.items():
+        of_dtypes = machine.ceiling(each, processes, environment(each, folder), device, quick)
+        for dtype, rate in of_dtypes.items():
             rates[ceiling_name(dtype, processes, each, device)] = rate
     return rates
 
@@ -310,7 +310,7 @@ def main() -> int:
     print(f"{path}; logs in {folder}")
     # A peer that is absent or fails is a row; a run of ours or a part that fails is an error.
     failed = any(row["reason"] for row in record["rows"] if row["side"].startswith("ours"))
-    return 1 if failed or any("value" not in part for part in measured) else 0
+    return 1 if failed or any("value" not in row for row in measured) else 0
 
 
 if __name__ == "__main__":

@@ -44,13 +44,13 @@ def campaign(
     if part == "kills":
         yield from kills.campaign(folder, chance, options.kills, partial(print, flush=True))
         return
-    found = {
+    campaigns = {
         "damage": partial(damage.campaign, folder, chance, options.flips),
         "disk": partial(disk.campaign, folder),
         "hang": partial(hang.campaign, folder, chance),
         "slurm": partial(slurm.campaign, folder),
     }
-    for result in found[part]():
+    for result in campaigns[part]():
         print(f"  {result.what}: {result.notes}", flush=True)
         yield result
 
@@ -85,9 +85,9 @@ def main() -> int:
             start = time.monotonic()
             folder = (options.folder or Path(temporary)) / part
             # A seed for each part: it does the same alone and with others.
-            found = [*campaign(part, folder, random.Random(f"{seed} {part}"), options)]
+            outcomes = [*campaign(part, folder, random.Random(f"{seed} {part}"), options)]
             print(f"  {part}: {time.monotonic() - start:.0f} s", flush=True)
-            results += [merged(found)] if part == "damage" else found
+            results += [merged(outcomes)] if part == "damage" else outcomes
     print()
     for result in results:
         print(f"{'WRONG' if result.faults else 'ok':6}{result.what}: {result.notes}")

@@ -310,12 +310,12 @@ def adopt_orphans() -> None:
 
 
 def _children() -> set[int]:
-    found = set()
+    children = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if int(path.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(path.parent.name))
-    return found
+                children.add(int(path.parent.name))
+    return children
 
 
 def _end_all(but: set[int]) -> None:
@@ -347,7 +347,7 @@ def shares(log: str, tables: list[Table]) -> str:
         name.removesuffix(" / copy"): i for i, name in enumerate(head) if name.endswith(" / copy")
     }
     values = {side: [float(row[i]) for row in rows if row[i]] for side, i in columns.items()}
-    said = [f"{side} {statistics.median(found):.2f}" for side, found in values.items() if found]
+    said = [f"{side} {statistics.median(of):.2f}" for side, of in values.items() if of]
     if said:
         return f"of a copy's bytes/s, median: {', '.join(said)}"
     ratios = [float(row[head.index("both")]) for row in rows]
@@ -361,11 +361,11 @@ def shares(log: str, tables: list[Table]) -> str:
 def rates(log: str, tables: list[Table]) -> str:
     """Return each side's tokens/s, with the share of the peak if that is known."""
     head, *rows = next((table for table in tables if "tokens/s" in table[0]), [[]])
-    found = [dict(zip(head, row, strict=False)) for row in rows]
-    mfu = {row["side"]: f" (MFU {row['MFU']})" for row in found if row.get("MFU")}
+    records = [dict(zip(head, row, strict=False)) for row in rows]
+    mfu = {row["side"]: f" (MFU {row['MFU']})" for row in records if row.get("MFU")}
     said = [
         f"{row['side']} {row['tokens/s']} tokens/s{mfu.get(row['side'], '')}"
-        for row in found
+        for row in records
         if row["tokens/s"]
     ]
     return "; ".join(said) or last_line(log, tables)
@@ -595,20 +595,20 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
 
 def digest() -> str:
     """Digest of what the steps run, short enough to be read."""
-    found = hashlib.sha256((ROOT / "setup.py").read_bytes())
+    digest_of_files = hashlib.sha256((ROOT / "setup.py").read_bytes())
     for room in ("megatron", "csrc", "benchmarks", "tests", "tools"):
         for path in sorted((ROOT / room).rglob("*")):
             if path.suffix in (".py", ".h", ".cpp", ".hpp", ".toml"):
-                found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+                digest_of_files.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest_of_files.hexdigest()[:12]
 
 
 def duration(text: str) -> float:
     """Seconds of 90s, 8m or 1h."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if not match:
         raise argparse.ArgumentTypeError(f"{text}: write 90s, 8m or 1h")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def use_kit(kit: Path, root: Path) -> str:
@@ -624,12 +624,12 @@ def use_kit(kit: Path, root: Path) -> str:
             f"{label.get('machine')}, this is {here['python']} on {here['machine']}"
         )
     for path in kit.glob("built/**/*.so"):
-        place = root / path.relative_to(kit / "built")
-        if not place.exists() or place.read_bytes() != path.read_bytes():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            new = place.with_name(f"{place.name}.{os.getpid()}")
+        target = root / path.relative_to(kit / "built")
+        if not target.exists() or target.read_bytes() != path.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            new = target.with_name(f"{target.name}.{os.getpid()}")
             shutil.copy2(path, new)
-            new.replace(place)  # another process may have the old one mapped
+            new.replace(target)  # another process may have the old one mapped
     site = str(kit / "site")
     sys.path.insert(0, site)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
@@ -662,12 +662,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     adopt_orphans()
     if line := use_kit(KIT, ROOT):
         print(line)
-    began, found = time.monotonic(), folder / "device.json"
+    began, facts_file = time.monotonic(), folder / "device.json"
     first = Step(
         "device",
         "what computes here, and versions",
         5,
-        (("benchmarks/machine.py", "device", str(found)),),
+        (("benchmarks/machine.py", "device", str(facts_file)),),
     )
     code = play(first.commands, folder / "device.log", options.budget)
     seconds = time.monotonic() - began
@@ -680,7 +680,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    facts = json.loads(found.read_text())
+    facts = json.loads(facts_file.read_text())
     kind = f"{facts['count']} x" if facts["count"] else "No GPU: a rehearsal on"
     device = f"{kind} {facts['name']}, torch {facts['torch']}"
     check = Check(folder, options.budget - seconds, device, digest(), play, fresh=options.fresh)

@@ -35,7 +35,7 @@ _MAKERS = {
 
 
 class HostWaits:
-    """Context manager that records waits in `found`, as "operator at file:line" of our own code.
+    """Context manager that records waits in `recorded`, as "operator at file:line" of our own code.
 
     device  type of the device. "meta": tensors without data instead of the device's. "cpu": all
             tensors that torch reads count as the device's, so that host memory must be read without
@@ -46,7 +46,7 @@ class HostWaits:
     """
 
     def __init__(self, device: str) -> None:
-        self.device, self.found = device, list[str]()
+        self.device, self.recorded = device, list[str]()
         self._idle = False
         self._modes = (_Operators(self), _Functions(self))
 
@@ -70,7 +70,7 @@ class HostWaits:
 
     def wait(self, what: str) -> None:
         """The device has to do something first."""
-        self.found.append(f"{what} at {_place()}")
+        self.recorded.append(f"{what} at {_place()}")
 
     def work(self) -> None:
         self._idle = False
@@ -137,10 +137,10 @@ def _is_mask(index: Any) -> bool:
 
 def _place() -> str:
     """The innermost line of megatron/ that is being run, and the one that called it."""
-    frame, places = sys._getframe(1).f_back, list[str]()
-    while frame is not None and len(places) < 2:
+    frame, lines = sys._getframe(1).f_back, list[str]()
+    while frame is not None and len(lines) < 2:
         path = frame.f_code.co_filename
         if path.startswith(_LIBRARY):
-            places.append(f"{path.removeprefix(_LIBRARY)[1:]}:{frame.f_lineno}")
+            lines.append(f"{path.removeprefix(_LIBRARY)[1:]}:{frame.f_lineno}")
         frame = frame.f_back
-    return ", for ".join(places) or "?"
+    return ", for ".join(lines) or "?"

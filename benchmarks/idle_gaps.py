@@ -71,8 +71,8 @@ def fold(events: Iterable[Event]) -> Stream:
         streams[f"stream {stream}" if work else f"thread {event['tid']}"].append(event)
     if not streams:
         raise ValueError("the trace has neither kernels nor operators")
-    found = (_stream(name, listed, host) for name, listed in streams.items())
-    return max(found, key=lambda stream: stream.busy_ms)
+    candidates = (_stream(name, listed, host) for name, listed in streams.items())
+    return max(candidates, key=lambda stream: stream.busy_ms)
 
 
 def _stream(name: str, work: list[Event], host: Sequence[Event]) -> Stream:
@@ -100,7 +100,7 @@ def _inside(host: Sequence[Event], at: float) -> tuple[str, ...]:
 def tables(stream: Stream, steps: int) -> list[Table]:
     """Return the stream as a whole, its gaps by size, and the longest."""
     idle = stream.span_ms - stream.busy_ms
-    whole = [
+    overview = [
         ["stream", "busy, ms a step", "idle, ms a step", "idle, share", "launches a step"],
         [
             stream.name,
@@ -119,7 +119,7 @@ def tables(stream: Stream, steps: int) -> list[Table]:
     for gap in stream.gaps[:SHOWN]:
         host = " > ".join(name[:40] for name in gap.host[-3:]) or "no operator"
         longest.append([f"{gap.ms:.3f}", gap.before[:60], gap.after[:60], host])
-    return [whole, sizes, longest]
+    return [overview, sizes, longest]
 
 
 def record(device: str, folder: Path) -> Path:
@@ -150,10 +150,10 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    whole, *others = tables(stream, STEPS)
-    for table in (whole, *others):
+    overview, *others = tables(stream, STEPS)
+    for table in (overview, *others):
         print(*markdown(table), "", sep="\n")
-    busy, idle, share = whole[1][1:4]
+    busy, idle, share = overview[1][1:4]
     print(f"idle {share}: {idle} ms a step beside {busy}; {stream.name}")
     return 0
 

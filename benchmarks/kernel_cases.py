@@ -128,13 +128,13 @@ def _masked_bytes(shape: Shape, e: int) -> tuple[float, float]:
 
 def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     """Scores become weights in their place; what is there the next time are small scores."""
-    place = (None, 0, shape[2] - shape[1], None, attention.AttentionParameters(1, SCALE))
+    position = (None, 0, shape[2] - shape[1], None, attention.AttentionParameters(1, SCALE))
 
     def way(operator: Way) -> Way:
         scores, logarithms = drawn.clone(), torch.empty(shape[0], shape[2], device=device)
 
         def call() -> tuple[Tensor, Tensor]:
-            operator(attention.AttentionBlock(scores, logarithms, *place))
+            operator(attention.AttentionBlock(scores, logarithms, *position))
             return scores, logarithms[:, -shape[1] :]
 
         return call
@@ -145,14 +145,14 @@ def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
 def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     """Overwrite scores and gradients in place, without letting either vanish over time."""
-    place = (None, 0, shape[2] - shape[1], 0, attention.AttentionParameters(1, SCALE))
+    position = (None, 0, shape[2] - shape[1], 0, attention.AttentionParameters(1, SCALE))
     ones = torch.ones(shape[0], shape[2], device=device)  # logarithms and dots
 
     def way(operator: Way) -> Way:
         scores, gradients = drawn.clone(), drawn.flip(0).contiguous()
 
         def call() -> tuple[Tensor, Tensor]:
-            operator(attention.GradientBlock(scores, ones, *place, gradients, ones))
+            operator(attention.GradientBlock(scores, ones, *position, gradients, ones))
             return scores, gradients
 
         return call
@@ -405,8 +405,8 @@ def _routed(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     """Each choice goes to any row."""
     tokens, choices, _ = shape
     generator = torch.Generator().manual_seed(SEED)
-    places = torch.randperm(tokens * choices, generator=generator)
-    return (places.argsort() // choices).to(device), places.view(tokens, choices).to(device)
+    rows = torch.randperm(tokens * choices, generator=generator)
+    return (rows.argsort() // choices).to(device), rows.view(tokens, choices).to(device)
 
 
 def _permute(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
@@ -417,8 +417,8 @@ def _permute(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 def _unpermute(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     y = _leaf((shape[0] * shape[1], shape[2]), device, dtype)
     weights = torch.rand(shape[:2], device=device).requires_grad_()
-    places = _routed(shape, device)[1]
-    return Work((y, places, weights), experts.unpermute, experts.unpermute_reference, [y, weights])
+    rows = _routed(shape, device)[1]
+    return Work((y, rows, weights), experts.unpermute, experts.unpermute_reference, [y, weights])
 
 
 def _permute_bytes(shape: Shape, e: int) -> tuple[float, float]:

@@ -174,15 +174,15 @@ def waves_wanted(kernel: Kernel, rules: Rules) -> int | None:
 
 def sizes(kernel: Kernel, rules: Rules) -> dict[str, int]:
     """Return V (elements of a pack) and ITEMS (packs per lane), if template arguments have them."""
-    found = {"V": 0, "ITEMS": 1}
+    values = {"V": 0, "ITEMS": 1}
     for name, value in zip(
         rules.parameters.get(kernel.function, []), kernel.arguments, strict=False
     ):
-        if name in found and value.isdigit():
-            found[name] = int(value)
+        if name in values and value.isdigit():
+            values[name] = int(value)
         if group := re.match(r"\w+Group<\d+, (\d+)(?:, (\d+))?", value):
-            found |= {"V": int(group[1]), "ITEMS": int(group[2] or UNROLLED)}
-    return found
+            values |= {"V": int(group[1]), "ITEMS": int(group[2] or UNROLLED)}
+    return values
 
 
 def narrow_allowed(kernel: Kernel, rules: Rules) -> int | None:
@@ -272,7 +272,7 @@ def parse_assembly(text: str) -> list[Kernel]:
         for entry in text.partition("amdhsa.kernels:")[2].split("\n  - .")
         for name in re.findall(r"\.symbol: +(\S+)\.kd", entry)
     }
-    found = []
+    kernels = []
     for body in re.finditer(
         r"^(\w+): +; @\1\n(.*?)^; WaveLimiterHint", text, re.MULTILINE | re.DOTALL
     ):
@@ -280,7 +280,7 @@ def parse_assembly(text: str) -> list[Kernel]:
             continue  # a function that was not inlined
         widths = [_BYTES[name] for name in _ACCESS.findall(body[2])]
         number = functools.partial(_number, body[2])
-        found.append(
+        kernels.append(
             Kernel(
                 body[1],
                 number("NumVgprs"),
@@ -294,7 +294,7 @@ def parse_assembly(text: str) -> list[Kernel]:
                 sum(w >= WIDE for w in widths),
             )
         )
-    return found
+    return kernels
 
 
 def _number(text: str, key: str) -> int:
@@ -346,7 +346,7 @@ def compile_kernels(
             return parse_assembly(out.read_text())
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        kernels = [kernel for found in pool.map(compile_one, files) for kernel in found]
+        kernels = [kernel for of_file in pool.map(compile_one, files) for kernel in of_file]
     named = demangle(kernel.name for kernel in kernels)
     unique = dict(zip(named, kernels, strict=True))  # a template may be in several files
     return [Kernel(**{**vars(kernel), "name": name}) for name, kernel in sorted(unique.items())]
@@ -403,17 +403,17 @@ def _run(command: list[str], folder: Path) -> str:
 
 def _split(template: str) -> list[str]:
     """The arguments of `<a, b<c, d>, e>...`, without those inside of others."""
-    parts, depth, current = [], 0, ""
+    arguments, depth, current = [], 0, ""
     for letter in template:
         depth += (letter == "<") - (letter == ">")
         if depth == 0:
             break
         if depth == 1 and letter in "<,":
-            parts.append(current.strip())
+            arguments.append(current.strip())
             current = ""
         else:
             current += letter
-    return [part for part in [*parts, current.strip()] if part]
+    return [argument for argument in [*arguments, current.strip()] if argument]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -456,8 +456,8 @@ def _check_arch(arch: str, only: Sequence[str], jobs: int) -> int | None:
     wrong = check_all(kernels, rules, arch)
     for line in wrong:
         print(line)
-    place = arch if built == arch else f"{arch}, compiled for its sample {built}"
-    print(f"{len(kernels)} kernels for {place}: {len(wrong) or 'no'} rule(s) broken")
+    label = arch if built == arch else f"{arch}, compiled for its sample {built}"
+    print(f"{len(kernels)} kernels for {label}: {len(wrong) or 'no'} rule(s) broken")
     return len(wrong)
 
 

@@ -64,12 +64,12 @@ def processor() -> str:
 
 def versions(names: Iterable[str], peers: Path | None = None) -> dict[str, str]:
     """Return the versions of packages, first those of the peers' own folder."""
-    found = {}
+    installed = {}
     for name in names:
         paths = [*([str(peers)] if peers else []), *sys.path]
         distribution = next(iter(importlib.metadata.distributions(name=name, path=paths)), None)
-        found[name] = distribution.version if distribution else "absent"
-    return found
+        installed[name] = distribution.version if distribution else "absent"
+    return installed
 
 
 def revision() -> dict[str, Any]:

@@ -89,8 +89,8 @@ class Compared:
 
     name: str
     rank: int
-    model: float
-    found: float
+    predicted: float
+    measured: float
     limit: float
     worst: str = ""
     worst_error: float = 0.0
@@ -98,17 +98,17 @@ class Compared:
 
     @property
     def error(self) -> float:
-        return self.model / self.found - 1.0
+        return self.predicted / self.measured - 1.0
 
 
 def compare_formula(shape: Shape) -> list[Compared]:
     """Compare the planner's memory with the dry run, for every kind of rank."""
     config = shape.config()
-    found, model = rehearse(config, None, shape.device), memory_of_ranks(config, shape.device)
-    if found.findings:
-        raise RuntimeError(f"{shape.name} ({shape.device}): {found.findings[0].text[:300]}")
+    rehearsal, model = rehearse(config, None, shape.device), memory_of_ranks(config, shape.device)
+    if rehearsal.findings:
+        raise RuntimeError(f"{shape.name} ({shape.device}): {rehearsal.findings[0].text[:300]}")
     rows = []
-    for rank in found.ranks:
+    for rank in rehearsal.ranks:
         mine, total = model[rank.pipeline_rank], rank.peak.total
         both = {c: (getattr(mine, c), getattr(rank.peak, c)) for c in CATEGORIES}
         errors = {
@@ -162,15 +162,15 @@ def compare_process(run: Run, steps: int = 40) -> Compared:
 
 def compare_device(runs: Sequence[Run]) -> list[Compared]:
     """Compare the dry run's tensors with the peak of torch's allocator on the first GPU."""
-    every, found = [{**COMMON, **run.large, **run.fields} for run in runs], []
+    every, peaks = [{**COMMON, **run.large, **run.fields} for run in runs], []
     with tempfile.TemporaryDirectory() as folder:
         for fields in every:  # all before the first rehearsal, which sets up DeepSpeed for the CPU
             records = train(Path(folder, "run.jsonl"), _command(fields))
-            found.append(max(record["memory_bytes"] for record in records.values()))
+            peaks.append(max(record["memory_bytes"] for record in records.values()))
     foreseen = [
         rehearse(Config.create(**fields), None, "gpu").ranks[0].needed_bytes for fields in every
     ]
-    sizes = zip(runs, foreseen, found, strict=True)
+    sizes = zip(runs, foreseen, peaks, strict=True)
     return [Compared(run.name, 0, expected, held, run.limit) for run, expected, held in sizes]
 
 
@@ -230,7 +230,7 @@ def table(rows: Sequence[Compared]) -> Table:
     head = "layout, rank, found MiB, predicted MiB, %, furthest category, %"
     lines = [head.split(", ")]
     for row in rows:
-        sizes = [f"{size / MIB:.1f}" for size in (row.found, row.model)]
+        sizes = [f"{size / MIB:.1f}" for size in (row.measured, row.predicted)]
         errors = [f"{100 * error:+.2f}" for error in (row.error, row.worst_error)]
         worst = [row.worst, errors[1]] if row.worst else ["", ""]
         lines.append([row.name, str(row.rank), *sizes, errors[0], *worst])
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments)
 
     def wanted(name: str) -> bool:
-        return not options.only or any(part in name for part in options.only)
+        return not options.only or any(proof in name for proof in options.only)
 
     def chosen(runs: Sequence[Run]) -> Iterator[Run]:
         for run in (run for run in runs if wanted(run.name)):
@@ -263,19 +263,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             yield run
 
     good = True
-    for part, title in TITLES.items():
-        if part != options.part and (options.part != "all" or part == "device"):
+    for proof, title in TITLES.items():
+        if proof != options.part and (options.part != "all" or proof == "device"):
             continue
         rows: list[Compared] = []
-        if part == "formulas":
+        if proof == "formulas":
             for shape in (*SHAPES, *map(drawn, range(*options.seeds))):
                 if wanted(f"{shape.name} ({shape.device})"):
                     print(f"{shape.name} ({shape.device})", file=sys.stderr, flush=True)
                     rows += compare_formula(shape)
-        elif part == "runs":
+        elif proof == "runs":
             for run in chosen(RUNS):
                 rows += compare_run(run)
-        elif part == "processes":
+        elif proof == "processes":
             rows += map(compare_process, chosen(PROCESSES))
         else:
             rows += compare_device([*chosen(DEVICE_RUNS)])

@@ -68,11 +68,11 @@ def synthetic_text(tokens: int = 1 << 18, kinds: int = 16) -> torch.Tensor:
     draw = torch.Generator().manual_seed(0)
     successors = torch.randint(0, kinds, (kinds, 8), generator=draw)
     ranks = (torch.rand(tokens, generator=draw).square() * 8).long().tolist()
-    table, found, last = successors.tolist(), [], 0
+    table, tokens_drawn, last = successors.tolist(), [], 0
     for rank in ranks:
         last = table[last][rank]
-        found.append(last)
-    return torch.tensor(found)
+        tokens_drawn.append(last)
+    return torch.tensor(tokens_drawn)
 
 
 def batches(text: torch.Tensor, seed: int, samples: int, length: int) -> Iterator[MicroBatch]:
@@ -120,25 +120,25 @@ def activations(model: GPTChunk, batch: MicroBatch) -> dict[str, torch.Tensor]:
 
     Of its layers, those in the middle and at the end, which models of any depth have.
     """
-    found: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
 
     def keep(name: str) -> Any:
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            found[name] = (output[0] if isinstance(output, tuple) else output).clone()
+            outputs[name] = (output[0] if isinstance(output, tuple) else output).clone()
 
         return hook
 
-    parts = {"embedding": model.word_embeddings, "final norm": model.final_layernorm}
-    for place, i in (("middle", len(model.layers) // 2 - 1), ("last", -1)):
+    modules = {"embedding": model.word_embeddings, "final norm": model.final_layernorm}
+    for depth, i in (("middle", len(model.layers) // 2 - 1), ("last", -1)):
         layer: Any = model.layers[i]
-        parts |= {f"{place} layer": layer, f"{place} MLP": layer.mlp}
+        modules |= {f"{depth} layer": layer, f"{depth} MLP": layer.mlp}
         attention = layer.self_attention
-        parts |= {f"{place} attention": attention, f"{place} QKV": attention.query_key_value}
-    handles = [part.register_forward_hook(keep(name)) for name, part in parts.items()]
-    found["scores"] = model.logits(batch, None)[..., : model.config.model.vocab_size]
+        modules |= {f"{depth} attention": attention, f"{depth} QKV": attention.query_key_value}
+    handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    outputs["scores"] = model.logits(batch, None)[..., : model.config.model.vocab_size]
     for handle in handles:
         handle.remove()
-    return found
+    return outputs
 
 
 def coordinates(
@@ -165,12 +165,12 @@ def mean_coordinates(
     configs: Sequence[Config], text: torch.Tensor, steps: int, seeds: int
 ) -> list[dict[str, float]]:
     """Return the coordinates of each configuration, as means over several seeds."""
-    found, depths = [], len({config.model.num_layers for config in configs})
+    rows, depths = [], len({config.model.num_layers for config in configs})
     for config in configs:
         runs = [coordinates(config.replace(seed=1 + seed), text, steps) for seed in range(seeds)]
         names = [n for n in runs[0] if depths == 1 or not n.split(",")[0].endswith(INNER)]
-        found.append({name: sum(run[name] for run in runs) / seeds for name in names})
-    return found
+        rows.append({name: sum(run[name] for run in runs) / seeds for name in names})
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -86,11 +86,11 @@ def cases(device: str, devices: int) -> list[Case]:
     return [*one, Case("captured passes", "bf16", flags=CAPTURED), *two]
 
 
-def furthest(found: dict[int, Record], expected: dict[int, Record], key: str) -> float:
+def furthest(records: dict[int, Record], expected: dict[int, Record], key: str) -> float:
     """Return the largest relative difference of a step; infinite if steps are missing or skipped."""
-    if found.keys() != expected.keys() or any(record["skipped"] for record in found.values()):
+    if records.keys() != expected.keys() or any(record["skipped"] for record in records.values()):
         return float("inf")
-    return max(abs(float(record[key] / expected[i][key]) - 1) for i, record in found.items())
+    return max(abs(float(record[key] / expected[i][key]) - 1) for i, record in records.items())
 
 
 def resumed(folder: Path, device: str, here: Sequence[str], env: Mapping[str, str] | None) -> float:
@@ -103,9 +103,9 @@ def resumed(folder: Path, device: str, here: Sequence[str], env: Mapping[str, st
     common = [*TINY, *large * (device == "cuda"), "--bf16", "--deterministic-mode", *saved, *here]
     expected = train(folder / "whole.jsonl", common, 1, env)
     more = ["--load", str(folder / "saved"), "--load-tag", "2"]
-    found = train(folder / "resumed.jsonl", [*common, *more], 1, env)
+    records = train(folder / "resumed.jsonl", [*common, *more], 1, env)
     after = {iteration: record for iteration, record in expected.items() if iteration > 2}
-    return max(furthest(found, after, key) for key in ("lm_loss", "grad_norm"))
+    return max(furthest(records, after, key) for key in ("lm_loss", "grad_norm"))
 
 
 def main() -> int:

@@ -88,8 +88,8 @@ def calibrate(processes: int, minutes: float, path: Path, model: str = CALIBRATE
 def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
     """Seconds of a step and their parts."""
     config = parse_plan([*layout.arguments, "--world-size", str(layout.processes)])
-    found = estimate(config, load_cluster(cluster))
-    return found.seconds, dict(found.parts)
+    estimated = estimate(config, load_cluster(cluster))
+    return estimated.seconds, dict(estimated.parts)
 
 
 def steps_of(metrics: Path) -> list[float]:
@@ -196,12 +196,14 @@ def main() -> None:
         measure = partial(calibrate, processes, options.minutes, cluster, model)
         then = timed(cluster, "calibration", measure)
         for layout in (layout for layout in layouts if layout.processes == processes):
-            seconds, parts = predict(layout, cluster)
+            seconds, seconds_of_parts = predict(layout, cluster)
             metrics = folder / f"{layout.slug}.jsonl"
             run = partial(train, metrics, [*layout.arguments, *length], processes)
             now = timed(metrics, "runs", run)
             steps = steps_of(metrics)
-            rows.append(Row(layout, seconds, statistics.median(steps), now / then, parts, steps))
+            rows.append(
+                Row(layout, seconds, statistics.median(steps), now / then, seconds_of_parts, steps)
+            )
             print(markdown(table(rows[-1:]))[-1], flush=True)
     print("", *markdown(table(rows)), "", summary(rows), sep="\n")
     records = [{**asdict(row), "layout": f"{row.layout.model} {row.layout.name}"} for row in rows]

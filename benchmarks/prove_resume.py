@@ -87,10 +87,10 @@ class Case:
 
     @property
     def arguments(self) -> list[str]:
-        found = [*TINY, "--num-layers", "4", *self.flags]
-        found += [] if "--lr-schedule" in self.flags else ["--lr-decay-style", "cosine"]
-        found += ["--bf16"] if self.dtype == "bf16" else []
-        return found + (["--async-save"] if self.asynchronous else [])
+        flags = [*TINY, "--num-layers", "4", *self.flags]
+        flags += [] if "--lr-schedule" in self.flags else ["--lr-decay-style", "cosine"]
+        flags += ["--bf16"] if self.dtype == "bf16" else []
+        return flags + (["--async-save"] if self.asynchronous else [])
 
     @property
     def exact(self) -> tuple[Layout, ...]:
@@ -174,26 +174,26 @@ HEAD = "run; killed on; after step; resumed on; from; losses differ; tensors dif
 
 def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int) -> Iterator[Row]:
     """Train undisturbed, kill after `step`, resume and compare."""
-    whole, killed = folder / "whole", folder / "killed"
+    undisturbed, killed = folder / "whole", folder / "killed"
     common = [*case.arguments, *data, "--train-iters", str(iterations), "--eval-iters", "1"]
     common += ["--min-lr", "1e-3", "--save-interval", str(SAVE_INTERVAL)]
     common += ["--eval-interval", str(EVAL_INTERVAL)]
     ranks, there = case.killed.ranks, [*common, *case.killed.flags]
-    run_well(ranks, [*there, "--save", str(whole)], folder / "logs_whole")
+    run_well(ranks, [*there, "--save", str(undisturbed)], folder / "logs_whole")
     arms = {rank: [(strike, "megatron.run.step", step, "kill")] for rank in range(ranks)}
     run_job(ranks, [*there, "--save", str(killed)], folder / "logs_killed", arms=arms)
     done = history.steps(killed)[-1][0]
     for number, layout in enumerate(case.resumed):
         copy = folder / f"resumed_{number}"
         shutil.copytree(killed, copy)
-        again = [*common, *layout.flags, "--save", str(copy), "--load", str(copy)]
-        run_well(layout.ranks, again, folder / f"logs_{number}")
+        restart = [*common, *layout.flags, "--save", str(copy), "--load", str(copy)]
+        run_well(layout.ranks, restart, folder / f"logs_{number}")
         beside = None
         if layout not in case.exact:
             beside = folder / f"undisturbed_{number}"
             logs = folder / f"logs_undisturbed_{number}"
             run_well(layout.ranks, [*common, *layout.flags, "--save", str(beside)], logs)
-        yield compare(case, layout, whole, copy, done, iterations, beside)
+        yield compare(case, layout, undisturbed, copy, done, iterations, beside)
 
 
 def steps_to_kill(case: Case, iterations: int) -> range:
@@ -206,7 +206,7 @@ def steps_to_kill(case: Case, iterations: int) -> range:
 def compare(
     case: Case,
     layout: Layout,
-    whole: Path,
+    undisturbed: Path,
     resumed: Path,
     killed_in: int,
     iterations: int,
@@ -216,7 +216,7 @@ def compare(
 
     beside  an undisturbed run on the other layout, unless nothing may differ
     """
-    reference, found = dict(history.steps(whole)), history.steps(resumed)
+    reference, steps = dict(history.steps(undisturbed)), history.steps(resumed)
     # The second record of "start" is that of the resumption.
     resumed_from = [record["iteration"] for record in history.records(resumed, "start")][-1]
     faults: list[str] = []
@@ -225,20 +225,20 @@ def compare(
         faults.append(f"resumed from {resumed_from}, killed after {killed_in}")
     # What the killed run did before, and at the end everything from where it was resumed.
     expected = [*range(1, killed_in + 1), *range(resumed_from + 1, iterations + 1)]
-    if [iteration for iteration, _ in found] != expected:
+    if [iteration for iteration, _ in steps] != expected:
         faults.append("steps are missing or were taken twice")
-    if [step[2] for _, step in found] != [reference[i][2] for i in expected]:
+    if [step[2] for _, step in steps] != [reference[i][2] for i in expected]:
         faults.append("consumed samples differ")
-    if history.last_sources(resumed) != history.last_sources(whole):
+    if history.last_sources(resumed) != history.last_sources(undisturbed):
         faults.append("the ledger differs")
-    losses = history.largest_difference(found, reference)
-    evaluations = history.largest_difference(validations(resumed), dict(validations(whole)))
-    ends = history.newest(resumed), history.newest(whole)
+    losses = history.largest_difference(steps, reference)
+    evaluations = history.largest_difference(validations(resumed), dict(validations(undisturbed)))
+    ends = history.newest(resumed), history.newest(undisturbed)
     tensors = history.tensor_differences(*ends)
     if layout in case.exact:
         norms = layout == case.killed  # over other parts of the model a norm is another sum
-        different = history.differing(found, reference, norms) + history.differing(
-            validations(resumed), dict(validations(whole))
+        different = history.differing(steps, reference, norms) + history.differing(
+            validations(resumed), dict(validations(undisturbed))
         )
         if different:
             faults.append(f"figures of steps {different[:5]} differ")
@@ -249,7 +249,7 @@ def compare(
             faults.append("the counters differ")
     else:
         assert beside is not None, "the rounding of another layout is measured"
-        rounded = history.tensor_differences(history.newest(beside), history.newest(whole))
+        rounded = history.tensor_differences(history.newest(beside), history.newest(undisturbed))
         if max(losses, evaluations) > LOSS[case.dtype]:
             faults.append(f"losses beyond rounding ({LOSS[case.dtype]:.0e})")
         for name, difference in tensors.items():
@@ -262,10 +262,10 @@ def compare(
 
 def validations(folder: Path) -> list[tuple[int, history.Step]]:
     """The validation losses inside the loop, as steps; that of the average as their norm."""
-    found = history.records(folder, "validation")
+    evaluations = history.records(folder, "validation")
     return [
         (r["iteration"], (r["lm_loss"], r.get("ema_loss"), r["samples"]))
-        for r in found
+        for r in evaluations
         if r["dataset"] == "valid"
     ]
 
@@ -288,10 +288,10 @@ def main() -> int:
         folder = options.folder or Path(temporary)
         data = make_corpus(folder / "data")
         for number, case in enumerate(CASES):
-            place = folder / f"case_{number}"
-            shutil.rmtree(place, ignore_errors=True)
+            case_folder = folder / f"case_{number}"
+            shutil.rmtree(case_folder, ignore_errors=True)
             step = chance.choice(steps_to_kill(case, options.iterations))
-            for row in prove(case, place, data, options.iterations, step):
+            for row in prove(case, case_folder, data, options.iterations, step):
                 print("  ".join(row.cells()), flush=True)
                 rows.append(row)
     failed = sum(bool(row.faults) for row in rows)

@@ -166,12 +166,12 @@ def h100_comparisons() -> list[Comparison]:
 
 def mi250x_comparisons() -> list[Comparison]:
     """Return the throughput of published runs on MI250X nodes."""
-    found = []
+    comparisons = []
     for run in MI250X_RUNS:
         config = parse_plan(run.argv())
         tokens = config.batch.global_batch_size * config.model.seq_length / run.devices
-        found.append(_of_run(run, "GCDs", "tokens/s per GCD", tokens / run.seconds))
-    return found
+        comparisons.append(_of_run(run, "GCDs", "tokens/s per GCD", tokens / run.seconds))
+    return comparisons
 
 
 def xmoe_comparisons() -> list[Comparison]:
@@ -313,7 +313,7 @@ def implied(
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def comparison_table(title: str, found: Sequence[Row]) -> Table:
+def comparison_table(title: str, compared: Sequence[Row]) -> Table:
     columns = (
         "result",
         "layout",
@@ -337,7 +337,7 @@ def comparison_table(title: str, found: Sequence[Row]) -> Table:
                 _number(row.spread.likely, row.comparison.unit),
                 f"{row.ratio:.2f}",
             )
-            for row in found
+            for row in compared
         ],
     )
 
@@ -370,7 +370,7 @@ def micro_batch_table() -> Table:
         *(f"micro-batch {b}" for b in (1, 2, 4, 8)),
         "published if",
     )
-    found = []
+    lines = []
     for model in MODELS:
         if model.strong is None or model.total is None:
             continue
@@ -378,7 +378,7 @@ def micro_batch_table() -> Table:
         p, replicas = model.pipeline_size, gcds // model.replica_gcds
         by_bubble = (efficiency_by_bubble(p, model.total, replicas, b) for b in (1, 2, 4, 8))
         wanted = micro_batch_by_bubble(p, model.total, replicas, efficiency)
-        found.append(
+        lines.append(
             (
                 model.name.upper(),
                 str(replicas),
@@ -387,7 +387,7 @@ def micro_batch_table() -> Table:
                 f"{wanted:.2f}",
             )
         )
-    return Table("strong scaling by the bubble alone", columns, found)
+    return Table("strong scaling by the bubble alone", columns, lines)
 
 
 def implied_table(cluster: Cluster) -> Table:
@@ -404,14 +404,14 @@ def implied_table(cluster: Cluster) -> Table:
         "TFLOP/s per GCD, messages hidden",
         "TFLOP/s per GCD, messages not hidden",
     )
-    found = []
+    lines = []
     for model in MODELS:
         readings = [1, *([model.weak[0] // model.replica_gcds] if model.weak else [])]
         for replicas in (r for r in readings if model.per_replica % r == 0):
             each = implied(
                 model, cluster.collective_gb_per_s, replicas, *_stage_messages(model, cluster)
             )
-            found.append(
+            lines.append(
                 (
                     model.name.upper(),
                     str(each.gcds),
@@ -425,7 +425,7 @@ def implied_table(cluster: Cluster) -> Table:
                     f"{each.blocking_tflops:.1f}",
                 )
             )
-    return Table("what the published throughput asks of a device", columns, found)
+    return Table("what the published throughput asks of a device", columns, lines)
 
 
 def _stage_messages(model: Published, cluster: Cluster) -> tuple[float, float]:
@@ -470,7 +470,7 @@ def change_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Tabl
         )
         return (title, *(f"{100 * (each - 1):+.1f} %".replace("-0.0", "+0.0") for each in changed))
 
-    found = [
+    lines = [
         ("a step as published, s", *(f"{step:.1f}" for step in steps)),
         *(row(*change) for change in _CHANGES),
         row("the first three together", " ".join(flags for _, flags in _CHANGES[:3])),
@@ -481,7 +481,7 @@ def change_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Tabl
         row("ranks placed by the links", runs=placed),
         row("no layer recomputed", "--recompute-granularity none"),
     ]
-    return Table("choices that differ", ("", *(model.name.upper() for model in MODELS)), found)
+    return Table("choices that differ", ("", *(model.name.upper() for model in MODELS)), lines)
 
 
 def finding_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Table:

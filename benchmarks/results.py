@@ -127,7 +127,7 @@ def last_of(folder: Path, record: Record) -> Record | None:
         ]
         return (r.get("quick"), r.get("device"), r.get("threads"), *of_machine)
 
-    found = []
+    candidates = []
     for path in folder.glob("*.json"):
         try:
             earlier = json.loads(path.read_text())
@@ -141,25 +141,25 @@ def last_of(folder: Path, record: Record) -> Record | None:
             and kind(earlier) == kind(record)
             and figures_of(earlier).keys() & figures_of(record).keys()
         ):
-            found.append(earlier)
-    return max(found, key=lambda r: r["date"], default=None)
+            candidates.append(earlier)
+    return max(candidates, key=lambda r: r["date"], default=None)
 
 
 def figures_of(record: Record) -> dict[str, tuple[Figure, bool]]:
     """Return {name: (figure, whether less is better)} of the comparable figures of a run."""
-    found: dict[str, tuple[Figure, bool]] = {}
+    figures: dict[str, tuple[Figure, bool]] = {}
     for name, value in record.get("ceiling", {}).items():
-        found[f"ceiling, {name}, GFLOP/s"] = (value, False)
+        figures[f"ceiling, {name}, GFLOP/s"] = (value, False)
     for row in record.get("rows", []):
         name = f"{row['workload']} {row['case']}, {row['side']}"
         for key, unit, less_is_better in _COMPARED:
             # ours beside itself
             if key in row and not (key == "ratio" and row[key]["median"] == 1.0):
-                found[f"{name}, {unit}"] = (row[key], less_is_better)
-    for part in record.get("parts", []):
-        if "value" in part:
-            found[f"{part['name']}, {part['side']}, {part['unit']}"] = (part["value"], True)
-    return found
+                figures[f"{name}, {unit}"] = (row[key], less_is_better)
+    for row in record.get("parts", []):
+        if "value" in row:
+            figures[f"{row['name']}, {row['side']}, {row['unit']}"] = (row["value"], True)
+    return figures
 
 
 def compare(new: Record, old: Record) -> list[tuple[str, float, float, float, str]]:
@@ -228,15 +228,15 @@ def rate_table(rows: Iterable[Record]) -> Table:
     return table
 
 
-def part_table(parts: Iterable[Record]) -> Table:
+def part_table(rows: Iterable[Record]) -> Table:
     """Optimizer step, save and kernels."""
     table = [["part", "side", "value", "unit", "±", "note"]]
-    for part in parts:
-        value = part.get("value")
+    for row in rows:
+        value = row.get("value")
         shown = ["", "", ""]
         if value:
-            shown = [f"{value['median']:,.4g}", part["unit"], f"{100 * value['spread']:.0f} %"]
-        table.append([part["name"], part["side"], *shown, part.get("note", "")])
+            shown = [f"{value['median']:,.4g}", row["unit"], f"{100 * value['spread']:.0f} %"]
+        table.append([row["name"], row["side"], *shown, row.get("note", "")])
     return table
 
 

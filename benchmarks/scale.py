@@ -48,12 +48,12 @@ def measured(what: str, action: Callable[[], Any], repeat: int = 1) -> tuple[Row
     start = time.perf_counter()
     result = action()
     seconds = time.perf_counter() - start
-    kept, peak = _memory_mb("VmRSS") - before, _memory_mb("VmHWM") - before
+    retained, peak = _memory_mb("VmRSS") - before, _memory_mb("VmHWM") - before
     for _ in range(repeat - 1):
         start = time.perf_counter()
         action()
         seconds = min(seconds, time.perf_counter() - start)
-    return (what, seconds, max(0.0, kept), max(0.0, peak)), result
+    return (what, seconds, max(0.0, retained), max(0.0, peak)), result
 
 
 def fake_groups(data: int) -> None:
@@ -77,8 +77,8 @@ def topology(data: int, repeat: int) -> list[Row]:
     first, _ = measured("torch's world group", lambda: fake_groups(data))
     second, made = measured("the other groups", lambda: Topology.create(TENSOR, PIPELINE))
     third, _ = measured("this rank's view", lambda: Topology.from_layout(layout, rank), repeat)
-    places = [f"frontier{r // 8:05d}:cuda:{r % 8}" for r in range(layout.world_size)]
-    fourth, _ = measured("printing the layout", lambda: made.describe(places), repeat)
+    devices = [f"frontier{r // 8:05d}:cuda:{r % 8}" for r in range(layout.world_size)]
+    fourth, _ = measured("printing the layout", lambda: made.describe(devices), repeat)
     dist.destroy_process_group()
     return [first, second, third, fourth]
 
@@ -215,16 +215,16 @@ def stage_parameters(
         ("mlp.down.bias", (h,), None),
     ]
     per_stage = LAYERS // PIPELINE
-    found: list[tuple[str, tuple[int, ...], int | None]] = []
+    parameters: list[tuple[str, tuple[int, ...], int | None]] = []
     if stage == 0:
-        found.append(("word_embeddings", (VOCABULARY, h), 0))
-        found.append(("position_embeddings", (SEQUENCE, h), None))
+        parameters.append(("word_embeddings", (VOCABULARY, h), 0))
+        parameters.append(("position_embeddings", (SEQUENCE, h), None))
     for number in range(stage * per_stage, (stage + 1) * per_stage):
-        found += [(f"layers.{number}.{name}", shape, dim) for name, shape, dim in layer]
+        parameters += [(f"layers.{number}.{name}", shape, dim) for name, shape, dim in layer]
     if stage == PIPELINE - 1:
-        found += [("final_norm.weight", (h,), None), ("final_norm.bias", (h,), None)]
+        parameters += [("final_norm.weight", (h,), None), ("final_norm.bias", (h,), None)]
     rows = []
-    for name, shape, dim in found:
+    for name, shape, dim in parameters:
         local = tuple(n // TENSOR if d == dim else n for d, n in enumerate(shape))
         rows.append((name, shape, local, dim, len(shape) > 1))
     return rows
@@ -237,7 +237,7 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
 
     rank = (stage * data + data_rank) * TENSOR + tensor
     parameters = stage_parameters(tensor, stage)
-    found: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
     at_byte = 0
     for decays in (True, False):
         group = [p for p in parameters if p[4] == decays]
@@ -252,16 +252,18 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
             for kind in ("master", "exp_avg", "exp_avg_sq"):
                 rows = []
                 for offset, sizes in held:
-                    place = tuple(o + tensor * local[d] * (d == dim) for d, o in enumerate(offset))
+                    offsets = tuple(
+                        o + tensor * local[d] * (d == dim) for d, o in enumerate(offset)
+                    )
                     length = 4 * math.prod(sizes) + 1200
                     rows.append(
                         Shard(
-                            place, sizes, f"__{rank}_0.distcp", at_byte, length, f"{at_byte:032x}"
+                            offsets, sizes, f"__{rank}_0.distcp", at_byte, length, f"{at_byte:032x}"
                         )
                     )
                     at_byte += length
-                found[f"{kind}.{name}"] = {"shape": shape, "dtype": "float32", "boxes": rows}
-    return found
+                stored[f"{kind}.{name}"] = {"shape": shape, "dtype": "float32", "boxes": rows}
+    return stored
 
 
 def _all_written(data: int) -> Iterator[list[dict[str, Any]]]:
@@ -288,7 +290,7 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
         rows = [
             measured("save: a rank's own list", lambda: written(3, 31, data // 2, data), repeat)[0]
         ]
-        wire = [pickle.dumps(part) for part in next(_all_written(data))]
+        wire = [pickle.dumps(stored) for stored in next(_all_written(data))]
         row, _ = measured(
             "save: first of a data group, all it does",
             lambda: _lead(folder, [pickle.loads(p) for p in wire]),
@@ -296,8 +298,8 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
         )
         rows.append(row)
         pieces, parts_of_all = world > METADATA_MAX_RANKS, []
-        for number, parts in enumerate(_all_written(data)):
-            stored = shards.merged(parts)
+        for number, lists in enumerate(_all_written(data)):
+            stored = shards.merged(lists)
             named = shards.write_piece(folder, number, stored)
             parts_of_all.append(
                 pickle.dumps((named, shards.totals(stored), {} if pieces else stored))
@@ -322,10 +324,10 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
     return rows
 
 
-def _lead(folder: Path, parts: list[dict[str, Any]]) -> None:
+def _lead(folder: Path, lists: list[dict[str, Any]]) -> None:
     from megatron.checkpoint import shards
 
-    stored = shards.merged(parts)
+    stored = shards.merged(lists)
     shards.write_piece(folder, 0, stored)
     shards.totals(stored)
 
@@ -336,12 +338,12 @@ def _finish(folder: Path, received: list[bytes], pieces: bool) -> None:
     from megatron.checkpoint import shards
     from megatron.checkpoint.files import METADATA, write_manifest
 
-    parts = [pickle.loads(part) for part in received]
-    shards.check_complete([totals for _, totals, _ in parts])
-    known = dict(named for named, _, _ in parts)
-    known.update([shards.write_index(folder, [totals for _, totals, _ in parts])])
+    pieces_of_groups = [pickle.loads(message) for message in received]
+    shards.check_complete([totals for _, totals, _ in pieces_of_groups])
+    known = dict(named for named, _, _ in pieces_of_groups)
+    known.update([shards.write_index(folder, [totals for _, totals, _ in pieces_of_groups])])
     if not pieces:
-        shards.write_metadata(folder, shards.merged(stored for _, _, stored in parts))
+        shards.write_metadata(folder, shards.merged(stored for _, _, stored in pieces_of_groups))
     write_manifest(folder, [*known, *([] if pieces else [METADATA])], known)
 
 
@@ -380,7 +382,7 @@ def main() -> None:
         items = [in_own_process(item, data, args.repeat) for data in args.sizes]
         print(item)
         for rows in zip(*items, strict=False):
-            cells = "".join(f"{s:14.5f}{kept:9.1f}{peak:9.1f}" for _, s, kept, peak in rows)
+            cells = "".join(f"{s:14.5f}{retained:9.1f}{peak:9.1f}" for _, s, retained, peak in rows)
             growth = f"{rows[-1][1] / rows[0][1]:9.1f}" if rows[0][1] else ""
             print(f"  {rows[0][0]:52}{cells}{growth}", flush=True)
 

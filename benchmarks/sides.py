@@ -153,7 +153,7 @@ def run(
         return Outcome(reason=reason)
     ours = side.program == OURS.program
     key = slug(f"{case.workload} {case.name} {side.name}")
-    output, log, kept = folder / f"{key}.jsonl", folder / f"{key}.log", folder / "checkpoint"
+    output, log, checkpoint = folder / f"{key}.jsonl", folder / f"{key}.log", folder / "checkpoint"
     for path in (output, log):
         path.unlink(missing_ok=True)
     count = warm_up + steps
@@ -161,10 +161,10 @@ def run(
         command = [str(side.root / side.program), *our_arguments(case, side, count)]
         command += ["--metrics-file", str(output)]
         if save:
-            command += ["--save", str(kept), "--save-interval", str(count)]
+            command += ["--save", str(checkpoint), "--save-interval", str(count)]
             command += ["--timing-log-level", "1"]
     else:
-        task = peer_task(case, side, count, output) | ({"save": str(kept)} if save else {})
+        task = peer_task(case, side, count, output) | ({"save": str(checkpoint)} if save else {})
         command = [str(ROOT / "benchmarks" / "peers" / side.program), json.dumps(task)]
     threads = max(1, threads // case.processes)
     compiled = folder.parent / "compiled"
@@ -179,12 +179,12 @@ def run(
             outcome = Outcome(reason=f"exit codes {codes}: {last_words(log)}")
         elif not outcome.reason and case.device == "cpu":
             outcome.memory_bytes = sum(peaks)
-        if save and kept.exists():
-            outcome.save = (outcome.save or {}) | {"files_bytes": float(size_of(kept))}
+        if save and checkpoint.exists():
+            outcome.save = (outcome.save or {}) | {"files_bytes": float(size_of(checkpoint))}
     finally:
-        if kept.is_dir():
-            shutil.rmtree(kept)
-        kept.unlink(missing_ok=True)
+        if checkpoint.is_dir():
+            shutil.rmtree(checkpoint)
+        checkpoint.unlink(missing_ok=True)
     outcome.wall_s = time.perf_counter() - began
     return outcome
 

@@ -194,8 +194,8 @@ def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
     train(folder / "metrics.jsonl", arguments, training.ranks, env, before)
     waits: Counter[Line] = Counter()
     for rank in range(training.ranks):
-        found = json.loads((folder / f"waits.{rank}").read_text())
-        waits |= Counter({(line, phase): n for line, phase, n in found})
+        of_rank = json.loads((folder / f"waits.{rank}").read_text())
+        waits |= Counter({(line, phase): n for line, phase, n in of_rank})
     return waits
 
 

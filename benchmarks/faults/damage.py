@@ -96,27 +96,27 @@ def files_of(trained: Trained) -> list[str]:
 
 def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Result:
     """Damage a copy, resume from it, look at what the run took and computed."""
-    place = trained.folder / f"damage_{number}"
-    shutil.copytree(trained.folder / "before", place)
-    newest, last = history.newest(place), SAVES * SAVE_INTERVAL
-    file = place / name if name == TRACKER else newest / name
+    copy = trained.folder / f"damage_{number}"
+    shutil.copytree(trained.folder / "before", copy)
+    newest, last = history.newest(copy), SAVES * SAVE_INTERVAL
+    file = copy / name if name == TRACKER else newest / name
     what = KINDS[kind](file, random.Random(seed))
     # White space around the number in the tracker is irrelevant: a newline may become a tab.
     says_the_same = (
         name == TRACKER and file.exists() and file.read_bytes().strip() == str(last).encode()
     )
-    (place / "metrics.jsonl").unlink()
+    (copy / "metrics.jsonl").unlink()
     job = run_job(
-        trained.ranks, trained.arguments(place, last + MORE), trained.folder / f"logs_{number}"
+        trained.ranks, trained.arguments(copy, last + MORE), trained.folder / f"logs_{number}"
     )
     output, codes = job.outputs(), job.codes
     faults, resumed = [], None
     if any(codes):
         faults.append(f"ended with exit codes {codes}: {job.tail()}")
     else:
-        found = history.steps(place)
-        resumed = found[0][0] - 1
-        different = history.differing(found, trained.whole)
+        steps = history.steps(copy)
+        resumed = steps[0][0] - 1
+        different = history.differing(steps, trained.whole)
         if different:
             faults.append(f"silently wrong: losses of steps {different} differ")
         # A tracker that is damaged may name an older checkpoint, which is whole, but no newer one.
@@ -126,7 +126,7 @@ def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Resu
             faults.append(f"took iteration {resumed}, not {last - SAVE_INTERVAL}")
     if name not in output and not says_the_same:
         faults.append(f"the log does not name {name}")
-    shutil.rmtree(place)
+    shutil.rmtree(copy)
     notes = "not resumed" if resumed is None else f"resumed from {resumed}"
     return Result(f"{name} {what}", notes, tuple(faults))
 

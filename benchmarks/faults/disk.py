@@ -73,15 +73,15 @@ def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
 
 def campaign(folder: Path, ranks: int = 2) -> Iterator[Result]:
     """Each fault, with synchronous and with asynchronous saves."""
-    whole = folder / "whole"
-    run_well(ranks, arguments(whole, whole), folder / "logs_whole")
-    reference = dict(history.steps(whole))
-    size = sum(file.stat().st_blocks * 512 for file in history.newest(whole).iterdir())
+    undisturbed = folder / "whole"
+    run_well(ranks, arguments(undisturbed, undisturbed), folder / "logs_whole")
+    reference = dict(history.steps(undisturbed))
+    size = sum(file.stat().st_blocks * 512 for file in history.newest(undisturbed).iterdir())
     for flags in ((), ("--async-save",)):
         name = "asynchronous" if flags else "synchronous"
         for fault in (full, read_only):
-            place = folder / f"{fault.__name__}_{name}"
-            yield fault(place, ranks, size, reference, flags, name)
+            faulty = folder / f"{fault.__name__}_{name}"
+            yield fault(faulty, ranks, size, reference, flags, name)
 
 
 def full(
@@ -98,12 +98,12 @@ def full(
     with tmpfs(folder / "disk", int(2.5 * size)) as disk:
         job = run_job(ranks, arguments(disk, metrics, *flags), folder / "logs")
         faults += after_failed_saves(job, "No space left", disk, metrics)
-        kept = sorted(path.name for path in disk.glob("iter_*"))
-        if len(kept) != 2:
-            faults.append(f"2 checkpoints fit, there are {kept}")
+        stayed = sorted(path.name for path in disk.glob("iter_*"))
+        if len(stayed) != 2:
+            faults.append(f"2 checkpoints fit, there are {stayed}")
         remount(disk, f"size={50 * size}")
         faults += resumed(ranks, disk, metrics, flags, 2 * SAVE_INTERVAL, reference, folder)
-    return Result(f"full disk, {name} saves", f"{', '.join(kept)} stayed", tuple(faults))
+    return Result(f"full disk, {name} saves", f"{', '.join(stayed)} stayed", tuple(faults))
 
 
 def read_only(
@@ -158,11 +158,11 @@ def resumed(
     job = run_job(ranks, arguments(disk, metrics, *flags), folder / "logs_resumed")
     if any(job.codes):
         return [f"could not be resumed, exit codes {job.codes}: {job.tail()}"]
-    found = history.steps(metrics)
+    steps = history.steps(metrics)
     faults = []
-    if found[before][0] != wanted + 1:
-        faults.append(f"went on with step {found[before][0]}, not {wanted + 1}")
-    different = history.differing(found, reference)
+    if steps[before][0] != wanted + 1:
+        faults.append(f"went on with step {steps[before][0]}, not {wanted + 1}")
+    different = history.differing(steps, reference)
     if different:
         faults.append(f"losses of steps {different} are not those of the undisturbed run")
     if history.newest(disk).name != f"iter_{ITERATIONS:07d}":

@@ -52,17 +52,17 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Result:
         faults.append("no hang_report.txt in the folder of the run says it")
     # More steps than were lost, then the same number in an undisturbed run.
     reached = history.steps(save)[-1][0]
-    again = run_job(
+    restarted = run_job(
         ranks, [*arguments, "--exit-interval", str(4 * SAVE_INTERVAL)], folder / "logs_again"
     )
-    found, whole = history.steps(save), folder / "whole"
-    last = found[-1][0]
-    if any(again.codes) or last < reached:
-        faults.append(f"could not be resumed: {again.tail()}")
+    steps, undisturbed_run = history.steps(save), folder / "whole"
+    last = steps[-1][0]
+    if any(restarted.codes) or last < reached:
+        faults.append(f"could not be resumed: {restarted.tail()}")
     else:
-        undisturbed = [a if a != str(save) else str(whole) for a in arguments]
+        undisturbed = [a if a != str(save) else str(undisturbed_run) for a in arguments]
         run_well(ranks, [*undisturbed, "--exit-interval", str(last)], folder / "logs_whole")
-        if history.differing(found, dict(history.steps(whole))):
+        if history.differing(steps, dict(history.steps(undisturbed_run))):
             faults.append("losses are not those of the undisturbed run")
     return Result(
         f"SIGSTOP on rank {victim} of {layout} after step {step}", conclusion.strip(), tuple(faults)

@@ -23,15 +23,15 @@ Step = tuple[float, float | None, int]
 
 def records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
     """The records of FOLDER/metrics.jsonl in order; a line that a kill cut off is left out."""
-    found = []
+    records_read = []
     for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and event in (None, record.get("event")):
-            found.append(record)
-    return found
+            records_read.append(record)
+    return records_read
 
 
 def steps(folder: Path) -> list[tuple[int, Step]]:
@@ -43,28 +43,29 @@ def steps(folder: Path) -> list[tuple[int, Step]]:
 
 
 def differing(
-    found: Iterable[tuple[int, Step]], reference: dict[int, Step], norms: bool = True
+    run: Iterable[tuple[int, Step]], reference: dict[int, Step], norms: bool = True
 ) -> list[int]:
     """Return the iterations whose figures differ from the reference in any bit.
 
     Without `norms`, gradient norms are not compared.
     """
-    kept = (0, 1, 2) if norms else (0, 2)
+    compared = (0, 1, 2) if norms else (0, 2)
     return sorted(
         {
             iteration
-            for iteration, step in found
-            if iteration not in reference or any(reference[iteration][i] != step[i] for i in kept)
+            for iteration, step in run
+            if iteration not in reference
+            or any(reference[iteration][i] != step[i] for i in compared)
         }
     )
 
 
-def largest_difference(found: Iterable[tuple[int, Step]], reference: dict[int, Step]) -> float:
+def largest_difference(run: Iterable[tuple[int, Step]], reference: dict[int, Step]) -> float:
     """Return the largest relative difference of a loss; infinite if one is missing or NaN."""
     worst = 0.0
-    for iteration, step in found:
-        ours, theirs = step[0], reference[iteration][0] if iteration in reference else math.nan
-        apart = abs(ours - theirs) / abs(theirs)
+    for iteration, step in run:
+        ours, expected = step[0], reference[iteration][0] if iteration in reference else math.nan
+        apart = abs(ours - expected) / abs(expected)
         worst = max(worst, apart if apart == apart else math.inf)
     return worst
 
@@ -78,7 +79,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, whole: weights, masters and moments by name."""
     reader = dcp.FileSystemReader(checkpoint)
     described = reader.read_metadata().state_dict_metadata
-    found = {
+    loaded = {
         name: torch.empty(tuple(m.size), dtype=m.properties.dtype)
         for name, m in described.items()
         if isinstance(m, TensorStorageMetadata)
@@ -86,13 +87,13 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         # torch warns that this is one process, which is what is meant
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(found, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
-    return found
+        dcp.load(loaded, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    return loaded
 
 
-def tensors_that_differ(ours: Path, theirs: Path) -> list[str]:
+def tensors_that_differ(ours: Path, reference: Path) -> list[str]:
     """Names of the tensors that are not the same to the bit, or are in one checkpoint only."""
-    one, two = tensors(ours), tensors(theirs)
+    one, two = tensors(ours), tensors(reference)
     return sorted(
         name
         for name in one.keys() | two.keys()
@@ -105,14 +106,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def tensor_differences(ours: Path, theirs: Path) -> dict[str, float]:
+def tensor_differences(ours: Path, reference: Path) -> dict[str, float]:
     """Norm of each tensor's difference over the norm of that tensor; infinite where one is missing."""
-    one, two = tensors(ours), tensors(theirs)
-    found = dict.fromkeys(one.keys() ^ two.keys(), math.inf)
+    one, two = tensors(ours), tensors(reference)
+    differences = dict.fromkeys(one.keys() ^ two.keys(), math.inf)
     for name in one.keys() & two.keys():
         difference, of = one[name].double() - two[name], two[name].double()
-        found[name] = (difference.norm() / of.norm().clamp(min=1e-30)).item()
-    return found
+        differences[name] = (difference.norm() / of.norm().clamp(min=1e-30)).item()
+    return differences
 
 
 def state(checkpoint: Path) -> Any:

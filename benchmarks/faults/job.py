@@ -51,8 +51,15 @@ class Result:
 
 def training(save: Path, iterations: int, save_interval: int, *more: str) -> list[str]:
     """Return the arguments of a run on MOCK that resumes itself."""
-    found = [*TINY, *MOCK, "--train-iters", str(iterations), "--save-interval", str(save_interval)]
-    return [*found, "--save", str(save), "--load", str(save), *more]
+    arguments = [
+        *TINY,
+        *MOCK,
+        "--train-iters",
+        str(iterations),
+        "--save-interval",
+        str(save_interval),
+    ]
+    return [*arguments, "--save", str(save), "--load", str(save), *more]
 
 
 class Overdue(Exception):

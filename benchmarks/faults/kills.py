@@ -95,12 +95,12 @@ class Outcome:
     @property
     def wrong(self) -> list[str]:
         """Everything that was not as it must be."""
-        found = [
+        of_kills = [
             f"kill {n} ({kill.moment}): {fault}"
             for n, kill in enumerate(self.kills)
             for fault in kill.faults
         ]
-        return found + self.faults
+        return of_kills + self.faults
 
     @property
     def lost(self) -> list[int]:
@@ -165,15 +165,19 @@ class _Running:
 
     def listed(self) -> list[Moment]:
         """List the kill points of every rank in a run that resumes from a checkpoint."""
-        place, log, ranks = self.folder / "listed", self.folder / "moments", range(self.chain.ranks)
-        place.mkdir(parents=True)
+        listed, log, ranks = (
+            self.folder / "listed",
+            self.folder / "moments",
+            range(self.chain.ranks),
+        )
+        listed.mkdir(parents=True)
         run_well(
             len(ranks),
-            self.arguments(place, "--exit-interval", str(SAVE_INTERVAL)),
+            self.arguments(listed, "--exit-interval", str(SAVE_INTERVAL)),
             self.folder / "logs_first",
         )
-        arms = {rank: [(record, str(place), f"{log}.{rank}")] for rank in ranks}
-        run_well(len(ranks), self.arguments(place), self.folder / "logs_listed", arms)
+        arms = {rank: [(record, str(listed), f"{log}.{rank}")] for rank in ranks}
+        run_well(len(ranks), self.arguments(listed), self.folder / "logs_listed", arms)
         counts = {rank: Counter(Path(f"{log}.{rank}").read_text().splitlines()) for rank in ranks}
         return [
             Moment(rank, name, times)
@@ -182,9 +186,9 @@ class _Running:
         ]
 
     def run(self) -> Outcome:
-        whole = self.folder / "whole"
-        run_well(self.chain.ranks, self.arguments(whole), self.folder / "logs_whole")
-        reference = dict(history.steps(whole))
+        undisturbed = self.folder / "whole"
+        run_well(self.chain.ranks, self.arguments(undisturbed), self.folder / "logs_whole")
+        reference = dict(history.steps(undisturbed))
         for number, moment in enumerate(self.moments):
             self.one(number, moment)
         before = len(self.records())
@@ -193,16 +197,16 @@ class _Running:
         if any(job.codes):
             self.outcome.faults.append(f"the last start failed: {job.tail()}")
             return self.outcome
-        found = history.steps(self.save)
-        self.outcome.steps_compared = len(found)
-        different = history.differing(found, reference)
+        steps = history.steps(self.save)
+        self.outcome.steps_compared = len(steps)
+        different = history.differing(steps, reference)
         if different:
             self.outcome.faults.append(
                 f"losses of steps {different[:8]} are not those of the undisturbed run"
             )
-        if {iteration for iteration, _ in found} != set(range(1, self.last + 1)):
+        if {iteration for iteration, _ in steps} != set(range(1, self.last + 1)):
             self.outcome.faults.append("steps are missing")
-        names = history.tensors_that_differ(history.newest(self.save), history.newest(whole))
+        names = history.tensors_that_differ(history.newest(self.save), history.newest(undisturbed))
         if names:
             self.outcome.faults.append(f"in the end {len(names)} tensors differ, e.g. {names[0]}")
         shutil.rmtree(self.folder)

@@ -20,7 +20,7 @@ SAVE_INTERVAL = 20
 
 
 def submit(
-    testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str, again: str = ""
+    testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str, more: str = ""
 ) -> str:
     """Submit a job of one task on each of two nodes; return its number.
 
@@ -34,7 +34,7 @@ def submit(
         f"cd {ROOT}\n"
         f"export OMP_NUM_THREADS=1 COLUMNS=100\n"
         "echo start ${SLURM_RESTART_COUNT:-0}\n"
-        f"srun --kill-on-bad-exit=1 {command} ${{SLURM_RESTART_COUNT:+{again}}}\n"
+        f"srun --kill-on-bad-exit=1 {command} ${{SLURM_RESTART_COUNT:+{more}}}\n"
         'code=$?; echo "end with code $code"; exit $code\n'
     )
     return testbed.sbatch(
@@ -53,14 +53,14 @@ def lose_a_node(testbed: Testbed, folder: Path) -> Result:
     It ends after more steps than it lost.
     """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
-    again = f"--exit-interval {5 * SAVE_INTERVAL}"
+    more = f"--exit-interval {5 * SAVE_INTERVAL}"
     job = submit(
         testbed,
         folder,
         training(save, iterations, SAVE_INTERVAL, *CONSTANT),
         "--requeue",
         "--time=60",
-        again=again,
+        more=more,
     )
     testbed.wait_for_log(log, rf"(?m)^ iteration +{3 * SAVE_INTERVAL}/")
     testbed.control("lose-node", "node02")
@@ -79,21 +79,25 @@ def judge(
 ) -> tuple[str, tuple[str, ...]]:
     """Return the resumed iteration, and whether all losses equal those of an undisturbed run."""
     starts = [record["iteration"] for record in history.records(save, "start")]
-    found = history.steps(save)
-    again = [n for n in range(1, len(found)) if found[n][0] != found[n - 1][0] + 1]
-    lost = [found[n - 1][0] - found[n][0] + 1 for n in again]
+    steps = history.steps(save)
+    restarts = [n for n in range(1, len(steps)) if steps[n][0] != steps[n - 1][0] + 1]
+    lost = [steps[n - 1][0] - steps[n][0] + 1 for n in restarts]
     notes = f"started at {', '.join(str(start) for start in starts)}; steps lost: {lost or 0}"
     if len(starts) < 2:
         faults.append("it was not resumed")
     if max(lost, default=0) > SAVE_INTERVAL:
         faults.append(f"lost {lost} steps with a save every {SAVE_INTERVAL}")
-    whole, last = folder / "whole", found[-1][0]
+    undisturbed, last = folder / "whole", steps[-1][0]
     run_well(
         2,
-        [*training(whole, iterations, SAVE_INTERVAL, *CONSTANT), "--exit-interval", str(last)],
+        [
+            *training(undisturbed, iterations, SAVE_INTERVAL, *CONSTANT),
+            "--exit-interval",
+            str(last),
+        ],
         folder / "logs_whole",
     )
-    different = history.differing(found, dict(history.steps(whole)))
+    different = history.differing(steps, dict(history.steps(undisturbed)))
     if different:
         faults.append(f"losses of steps {different[:8]} are not those of the undisturbed run")
     return notes, tuple(faults)

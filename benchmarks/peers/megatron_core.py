@@ -146,16 +146,16 @@ def build(task: Task) -> tuple[list[Any], Any]:
     )
     chunks: list[Any] = []
     for chunk in range(task.chunks):
-        place: dict[str, Any] = {"vp_stage": chunk} if task.chunks > 1 else {"vp_stage": None}
+        stage: dict[str, Any] = {"vp_stage": chunk} if task.chunks > 1 else {"vp_stage": None}
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(),
             task.vocabulary,
             task.sequence,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
             share_embeddings_and_output_weights=True,
-            **place,
+            **stage,
         )
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -113,13 +113,7 @@ def test_ranks_that_wait_for_a_failed_one_are_ended(
 def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     records = [
-        {
-            "event": "iteration",
-            "time": 105.0 + i,
-            "step_time_s": s,
-            "lm_loss": 9.0 - i,
-            "memory_bytes": 5,
-        }
+        {"event": "iteration", "time": 105.0 + i, "step_time_s": s, "lm_loss": 9.0 - i}
         for i, s in enumerate((4.0, 1.0, 2.0))
     ]
     file.write_text("".join(json.dumps(r) + "\n" for r in [{"event": "start"}, *records]))
@@ -141,13 +135,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     case = workloads.cpu_cases()[0]
     ours, peer = outcomes([1.0, 1.0], [2.0, 2.0]), outcomes([1.5, 1.5], [3.0, 3.0])
     row = results.row_of(case, case.sides[2], peer, ours, 1e12)
-    assert row["ratio"] == {
-        "median": 1.5,
-        "min": 1.5,
-        "max": 1.5,
-        "count": 2,
-        "spread": results.FLOOR,
-    }
+    assert row["ratio"] == results.figure([1.5, 1.5])
     assert row["tokens_per_s"] == pytest.approx(case.tokens / 2.25)
     assert row["share_of_ceiling"] == pytest.approx(case.flops / 2.25 / 1e12)
 
@@ -203,17 +191,8 @@ def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
     row = results.row_of(
         case, case.sides[0], outcomes([step * v for v in values]), outcomes([step]), 1e12
     )
-    machine = {"processor": "p", "threads": 2, "memory_gib": 8}
-    return {
-        "date": "2026-01-02T00:00:00",
-        "quick": False,
-        "device": "cpu",
-        "machine": machine,
-        "ceiling": {},
-        "rows": [row],
-        "parts": [],
-        **more,
-    }
+    record = {"date": "2026-01-02T00:00:00", "quick": False, "machine": {"processor": "p"}}
+    return {**record, "rows": [row], **more}
 
 
 def test_changes_within_the_larger_spread_are_no_changes() -> None:
@@ -223,12 +202,9 @@ def test_changes_within_the_larger_spread_are_no_changes() -> None:
         (0.89, [1.0] * 3, "better"),
         (1.11, [0.85, 1.0, 1.15], "within spread"),  # half of its own range is 15 %
     ):
-        lines = {
-            line[0]: line
-            for line in results.compare(run_record(step, values), run_record(1.0, [1.0] * 3))
-        }
-        *_, change, found = lines["W1 bf16 s=512, ours, s/step"]
-        assert found == verdict and change == pytest.approx(step - 1)
+        compared = results.compare(run_record(step, values), run_record(1.0, [1.0] * 3))
+        lines = {name: figures for name, *figures in compared}
+        assert lines["W1 bf16 s=512, ours, s/step"][2:] == [pytest.approx(step - 1), verdict]
 
 
 def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:

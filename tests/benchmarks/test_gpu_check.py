@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,8 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock = folder, VirtualClock()
-        self.takes, self.codes, self.says = (
-            dict(TAKES),
-            dict.fromkeys(TAKES, 0),
-            dict.fromkeys(TAKES, "fine\n"),
-        )
+        self.codes = dict.fromkeys(TAKES, 0)
+        self.says = dict.fromkeys(TAKES, "fine\n")
         self.played: list[tuple[str, float]] = []
         self.stopped = ""
 
@@ -43,8 +40,8 @@ class Machine:
         log.write_text(self.says[name])
         if name == self.stopped:
             raise KeyboardInterrupt
-        self.clock.advance(min(self.takes[name], limit_s))
-        return self.codes[name] if self.takes[name] <= limit_s else None
+        self.clock.advance(min(TAKES[name], limit_s))
+        return self.codes[name] if TAKES[name] <= limit_s else None
 
     def check(
         self,
@@ -66,15 +63,9 @@ class Machine:
             gpu_check.Step(name, f"the {name} one", s, ((name, "a b"),), **more)
             for name, s in foreseen.items()
         ]
+        times: Any = {"clock": self.clock, "say": lambda line: None}
         check = gpu_check.Check(
-            self.folder,
-            budget,
-            device,
-            sources,
-            self.play,
-            fresh=fresh,
-            clock=self.clock,
-            say=lambda line: None,
+            self.folder, budget, device, sources, self.play, fresh=fresh, **times
         )
         good = check.run(steps, only)
         return good, {name: step["verdict"] for name, step in self.report().items()}
@@ -100,8 +91,9 @@ def test_a_budget_is_kept_and_the_next_call_goes_on(here: Machine) -> None:
     assert here.played == [("slow", 120)]
     assert here.check(120)[0] and not here.played
     assert here.check(120, only=["fast"])[0] and [name for name, _ in here.played] == ["fast"]
-    here.check(1000, fresh=True)
-    assert [name for name, _ in here.played] == list(TAKES)
+    for change in ({"fresh": True}, {"device": "another gpu"}):
+        here.check(1000, **change)
+        assert [name for name, _ in here.played] == list(TAKES)
 
 
 def test_what_was_cut_comes_last_and_gets_all_that_is_left(here: Machine) -> None:
@@ -125,12 +117,6 @@ def test_a_failure_is_repeated_when_sources_have_changed(here: Machine) -> None:
     here.codes["fast"] = 0
     assert here.check(1000, sources="two")[0] and [name for name, _ in here.played] == ["fast"]
     assert {step["sources"] for step in here.report().values()} == {"one", "two"}
-
-
-def test_another_device_begins_anew(here: Machine) -> None:
-    here.check(1000)
-    here.check(15, device="another gpu")
-    assert here.report()["slow"]["verdict"] == "not done"
 
 
 def test_an_interruption_leaves_a_report(here: Machine) -> None:
@@ -179,18 +165,15 @@ def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here: M
     ]
 
 
-@pytest.mark.parametrize(
-    ("said", "verdict"),
-    [
+def test_what_only_skips_proves_nothing(here: Machine) -> None:
+    for line, verdict in (
         ("3 failed, 71 passed, 2 skipped in 9 s", "passed"),
         ("71 skipped in 9 s", "not done"),
         ("", "not done"),
-    ],
-)
-def test_what_only_skips_proves_nothing(here: Machine, said: str, verdict: str) -> None:
-    here.says["fast"] = f"$ python -m pytest\n{said}\n"
-    good, verdicts = here.check(1000, foreseen={"fast": 10.0}, proof=gpu_check.TESTED)
-    assert good and verdicts == {"fast": verdict}
+    ):
+        here.says["fast"] = f"$ python -m pytest\n{line}\n"
+        outcome = here.check(1000, foreseen={"fast": 10.0}, proof=gpu_check.TESTED, fresh=True)
+        assert outcome == (True, {"fast": verdict})
 
 
 # ---- figures -------------------------------------------------------------------------------------
@@ -311,20 +294,15 @@ def test_parity_is_of_what_the_machine_has() -> None:
     assert not any(case.shared for case in parity.cases("cuda", 2) + parity.cases("cpu", 0))
 
 
-@pytest.mark.parametrize(
-    ("change", "off"),
-    [
-        (lambda run: run[2].update(loss=5.5), 0.1),
-        (lambda run: run[2].update(skipped=1), float("inf")),
-        (lambda run: run.pop(2), float("inf")),
-    ],
-    ids=["another loss", "a skipped step", "a missing step"],
-)
-def test_the_furthest_step_counts(change: Callable[[dict[int, Any]], object], off: float) -> None:
-    expected, found = ({i: {"loss": 5.0, "skipped": 0} for i in (1, 2)} for _ in range(2))
-    assert parity.furthest(found, expected, "loss") == 0
-    change(found)
-    assert parity.furthest(found, expected, "loss") == pytest.approx(off)
+def test_the_furthest_step_counts() -> None:
+    expected = {i: {"loss": 5.0, "skipped": 0} for i in (1, 2)}
+    for records, off in (
+        (expected, 0.0),
+        ({**expected, 2: {"loss": 5.5, "skipped": 0}}, 0.1),
+        ({**expected, 2: {"loss": 5.0, "skipped": 1}}, float("inf")),
+        ({1: expected[1]}, float("inf")),
+    ):
+        assert parity.furthest(records, expected, "loss") == pytest.approx(off)
 
 
 # ---- processes -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import shlex
 import shutil
 import sys
@@ -67,7 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 SCRIPTS = {
-    "parity": ("--device cpu --output OUT", "2 of 2 trainings follow"),
+    "parity": ("--device cpu --ranks 2 --output OUT", "1 of 1 trainings follow"),
     "lost_rank": ("--device cpu --output OUT", "1 of 1 lost ranks"),
     "step_waits": ("--device cpu --output OUT", "beside those of a report: tiny"),
     "idle_gaps": ("--device cpu --output OUT", "ms a step beside"),
@@ -129,6 +130,14 @@ def test_an_item_of_a_large_job(item: str, tmp_path: Path) -> None:
 def test_a_fault_is_found_to_lose_nothing(run: Any, tmp_path: Path) -> None:
     words = "--only kills --kills 1 --seed 1 --folder".split()
     assert "1 cases of faults, 0 things wrong" in run("fault_campaign", *words, str(tmp_path))
+
+
+def test_the_large_model_has_a_trillion_parameters() -> None:
+    """12 h^2 per layer and h per word, the rest below a thousandth (arXiv 2104.04473, section 5.1)."""
+    ranks = (scale.stage_parameters(0, stage) for stage in range(scale.PIPELINE))
+    parameters = sum(math.prod(shape) for rank in ranks for _, shape, *_ in rank)
+    expected = 12 * scale.LAYERS * scale.HIDDEN**2 + scale.VOCABULARY * scale.HIDDEN
+    assert expected == pytest.approx(parameters, rel=1e-3) and parameters > 1e12
 
 
 def test_gpu_kit_names_an_interpreter_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

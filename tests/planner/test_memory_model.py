@@ -42,4 +42,4 @@ def test_a_process_holds_what_the_dry_run_says() -> None:
     assert memory_model.holds([row])
     # Huge pages, where each small block in a gap held 2 MiB, made it 1.02 to 1.15 times. Program
     # files are not in it: the page cache decides how much of them is in memory.
-    assert row.anonymous < 0.9 * row.model
+    assert row.anonymous < 0.9 * row.predicted

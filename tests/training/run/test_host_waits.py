@@ -68,18 +68,18 @@ def test_each_way_to_wait_is_seen() -> None:
         with HostWaits("cpu") as waits:
             x.add_(0)
             way()
-        assert len(waits.found) == 1, waits.found
+        assert len(waits.recorded) == 1, waits.recorded
     with HostWaits("meta") as waits:
         torch.zeros(2).to("meta", non_blocking=True)
         y = torch.zeros(2).to("meta")
         y.copy_(torch.ones(2))
         y.copy_(torch.ones(2), non_blocking=True)
-    assert len(waits.found) == 2
+    assert len(waits.recorded) == 2
     with HostWaits("cpu") as waits:
         x[0].item(), x[1].item()
         x.add_(1)
         x[0].item()
-    assert len(waits.found) == 2, "numbers of one moment are one wait"
+    assert len(waits.recorded) == 2, "numbers of one moment are one wait"
 
 
 def counting(plain: Callable[..., Any], found: dict[str, list[str]]) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def counting(plain: Callable[..., Any], found: dict[str, list[str]]) -> Callable
     def counted(*args: Any, **kwargs: Any) -> Any:
         with HostWaits("meta") as waits:
             out = plain(*args, **kwargs)
-        found[plain.__name__] = waits.found
+        found[plain.__name__] = waits.recorded
         return out
 
     return counted
@@ -199,8 +199,8 @@ def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
 
     def between_steps(run: Any) -> Any:
         stop = after(run)
-        steps.append(waits.found[:])
-        waits.found.clear()
+        steps.append(waits.recorded[:])
+        waits.recorded.clear()
         return stop
 
     loop.train_steps, loop.between_steps = train_steps, between_steps
