@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,109 +19,57 @@ _COMMON: dict[str, Any] = dict(
     intermediate_size=40,
     max_position_embeddings=LENGTH,
 )
-_GROUPED = _COMMON | dict(num_key_value_heads=2, rms_norm_eps=1e-5)
-_GPT2 = dict(vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=LENGTH, n_inner=48)
+_OF_KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": dict(
+        vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=LENGTH, n_inner=48
+    ),
+    "gpt_neox": _COMMON,
+    "bloom": dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+}
+_CASES = """{
+    "gpt2": ["gpt2", {}],
+    "llama2": ["llama", {"num_key_value_heads": 4, "rope_theta": 10000.0}],
+    "llama3": ["llama", {"rope_theta": 500000.0, "head_dim": 12}],
+    "llama-biased":
+        ["llama", {"tie_word_embeddings": true, "attention_bias": true, "mlp_bias": true}],
+    "mistral": ["mistral", {"sliding_window": null}],
+    "llama31": ["llama", {"num_key_value_heads": 1, "rope_scaling": {
+        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16}}],
+    "llama-yarn": ["llama", {"rope_scaling":
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 12}}],
+    "mistral-window": ["mistral", {"sliding_window": 5}],
+    "qwen2": ["qwen2", {"tie_word_embeddings": true}],
+    "qwen2-window": ["qwen2", {"num_hidden_layers": 3, "use_sliding_window": true,
+        "sliding_window": 6, "max_window_layers": 1}],
+    "qwen3": ["qwen3", {"head_dim": 16}],
+    "olmo2": ["olmo2", {}],
+    "mixtral": ["mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}],
+    "olmoe": ["olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "eos_token_id": null}],
+    "qwen3_moe": ["qwen3_moe", {"num_hidden_layers": 3, "head_dim": 16, "mlp_only_layers": [1],
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "norm_topk_prob": true}],
+    "qwen2_moe": ["qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32}],
+    "gemma2": ["gemma2", {"num_hidden_layers": 4, "head_dim": 12, "sliding_window": 7,
+        "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0}],
+    "pythia": ["gpt_neox", {"intermediate_size": 128}],
+    "neox":
+        ["gpt_neox", {"use_parallel_residual": false, "hidden_act": "gelu_fast", "rotary_pct": 0.5}],
+    "bloom": ["bloom", {}],
+    "llama-larger": ["llama", {"vocab_size": 1003, "hidden_size": 256, "num_attention_heads": 8,
+        "num_hidden_layers": 4, "intermediate_size": 688, "max_position_embeddings": 64,
+        "rope_theta": 500000.0}]
+}"""
+# With one key and value head, two tensor ranks both have it. The larger one has realistic
+# proportions: grouped queries, a vocabulary that is padded here.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", _GPT2),
-    "llama2": ("llama", _GROUPED | dict(num_key_value_heads=4, rope_theta=10000.0)),
-    "llama3": ("llama", _GROUPED | dict(rope_theta=500000.0, head_dim=12)),
-    "llama-biased": (
-        "llama",
-        _GROUPED | dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
-    ),
-    "mistral": ("mistral", _GROUPED | dict(sliding_window=None)),
-    "llama31": (
-        "llama",
-        _GROUPED
-        | dict(
-            num_key_value_heads=1,  # of two tensor ranks both have it
-            rope_scaling=dict(
-                rope_type="llama3",
-                factor=4.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=16,
-            ),
-        ),
-    ),
-    "llama-yarn": (
-        "llama",
-        _GROUPED
-        | dict(
-            rope_scaling=dict(
-                rope_type="yarn", factor=2.0, original_max_position_embeddings=LENGTH // 2
-            )
-        ),
-    ),
-    "mistral-window": ("mistral", _GROUPED | dict(sliding_window=5)),
-    "qwen2": ("qwen2", _GROUPED | dict(tie_word_embeddings=True)),
-    "qwen2-window": (
-        "qwen2",
-        _GROUPED
-        | dict(use_sliding_window=True, sliding_window=6, max_window_layers=1, num_hidden_layers=3),
-    ),
-    "qwen3": ("qwen3", _GROUPED | dict(head_dim=16)),
-    "olmo2": ("olmo2", _GROUPED),
-    "mixtral": (
-        "mixtral",
-        _GROUPED | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=12),
-    ),
-    "olmoe": ("olmoe", _GROUPED | dict(num_experts=6, num_experts_per_tok=3, eos_token_id=None)),
-    "qwen3_moe": (
-        "qwen3_moe",
-        _GROUPED
-        | dict(
-            head_dim=16,
-            num_hidden_layers=3,
-            mlp_only_layers=[1],
-            num_experts=6,
-            num_experts_per_tok=3,
-            moe_intermediate_size=24,
-            norm_topk_prob=True,
-        ),
-    ),
-    "qwen2_moe": (
-        "qwen2_moe",
-        _GROUPED
-        | dict(
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=32,
-        ),
-    ),
-    "gemma2": (
-        "gemma2",
-        _GROUPED
-        | dict(
-            head_dim=12,
-            num_hidden_layers=4,
-            sliding_window=7,
-            query_pre_attn_scalar=20,
-            attn_logit_softcapping=2.0,
-            final_logit_softcapping=3.0,
-        ),
-    ),
-    "pythia": ("gpt_neox", _COMMON | dict(intermediate_size=128)),
-    "neox": (
-        "gpt_neox",
-        _COMMON | dict(use_parallel_residual=False, hidden_act="gelu_fast", rotary_pct=0.5),
-    ),
-    "bloom": ("bloom", dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)),
-    # of realistic proportions: grouped queries, a vocabulary that is padded here
-    "llama-larger": (
-        "llama",
-        dict(
-            vocab_size=1003,
-            hidden_size=256,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            num_hidden_layers=4,
-            intermediate_size=688,
-            max_position_embeddings=64,
-            rope_theta=500000.0,
-        ),
-    ),
+    name: (
+        kind,
+        _OF_KINDS.get(kind, _COMMON | dict(num_key_value_heads=2, rms_norm_eps=1e-5)) | own,
+    )
+    for name, (kind, own) in json.loads(_CASES).items()
 }
 """model_type and fields of config.json by name of a case."""
 

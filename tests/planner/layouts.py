@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.command_line import parse_plan
 
 
 def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) -> Config:
@@ -30,3 +31,19 @@ def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) 
         **virtual,
     )
     return Config.create(**settings | fields)
+
+
+def planned(*flags: str) -> Config:
+    """Return the configuration of a command line for planning.
+
+    The last of equal flags counts, and --no-bf16 takes a --bf16 away.
+    """
+    words = " ".join(flags).split()
+    dropped = ("--bf16", "--no-bf16") if "--no-bf16" in words else ()
+    return parse_plan([word for word in words if word not in dropped])
+
+
+def table(rows: str) -> dict[str, str]:
+    """Return {name: flags} of lines "name | flags"."""
+    pairs = (line.split(" | ") for line in rows.strip().splitlines())
+    return {name.strip(): flags for name, flags in pairs}

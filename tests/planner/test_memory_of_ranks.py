@@ -16,24 +16,17 @@ from megatron.planner.memory import (
 )
 from megatron.planner.stage import elements_of_rank, stages_of
 from megatron.planner.trace import trace
+from tests.planner.layouts import planned
 from tools.show_schedule import peak_activations
 
-SMALL = dict(
-    num_layers=16,
-    hidden_size=64,
-    num_attention_heads=4,
-    seq_length=32,
-    vocab_size=1000,
-    bf16=True,
-    make_vocab_size_divisible_by=8,
-)
 
-
-def small(tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, **more: object) -> Config:
-    sizes = dict(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp * dp
+def small(tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, flags: str = "") -> Config:
+    sizes = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+    return planned(
+        "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32",
+        "--vocab-size 1000 --bf16 --make-vocab-size-divisible-by 8",
+        f"{sizes} --world-size {tp * pp * dp} --global-batch-size {dp * m} {flags}",
     )
-    return Config.create(**{**SMALL, **sizes, "global_batch_size": dp * m, **more})
 
 
 @pytest.mark.parametrize("m", [1, 3, 10, 40])
@@ -62,25 +55,25 @@ def test_the_first_rank_in_closed_form(p, v, m):
     assert moments.held.sum(axis=1).max() + 1 == in_flight
 
 
-def chunk(stage: int, **options: object) -> ChunkMemory:
+def chunk(stage: int, flags: str = "") -> ChunkMemory:
     """Return the memory of a chunk of four layers."""
-    config = small(pp=4, **{"seq_length": 512, "max_position_embeddings": 512, **options})
+    config = small(pp=4, flags=f"--seq-length 512 {flags}")
     return chunk_memory(trace(config, "cuda"), stages_of(config)[stage], 512)
 
 
 def test_recomputation_keeps_inputs():
-    def kept_bytes(**options: object) -> float:
-        return float(chunk(1, **options).kept.sum())
+    def kept_bytes(flags: str = "") -> float:
+        return float(chunk(1, flags).kept.sum())
 
     inputs = 512 * 64 * 2  # [s, b, h] in bf16
-    plain, full = kept_bytes(), dict(recompute_granularity="full")
-    assert kept_bytes(**full) == 4 * inputs
-    assert kept_bytes(**full, recompute_num_layers=4) == inputs
-    assert kept_bytes(**full, recompute_num_layers=3) == 2 * inputs
-    assert (
-        kept_bytes(**full, recompute_method="block", recompute_num_layers=3)
-        == 3 * inputs + plain / 4
-    )
+    plain, full = kept_bytes(), "--recompute-granularity full"
+    for flags, expected in (
+        ("", 4 * inputs),
+        ("--recompute-num-layers 4", inputs),
+        ("--recompute-num-layers 3", 2 * inputs),
+        ("--recompute-method block --recompute-num-layers 3", 3 * inputs + plain / 4),
+    ):
+        assert kept_bytes(f"{full} {flags}") == expected
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -90,8 +83,8 @@ def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
 
     Each is held from its creation until nothing refers to it.
     """
-    options = dict(enable_zbh1_pipeline=len(halves) == 2)
-    traced = trace(small(pp=4, seq_length=512, max_position_embeddings=512, **options), "cuda")
+    flags = "--enable-zbh1-pipeline" if len(halves) == 2 else ""
+    traced = trace(small(pp=4, flags=f"--seq-length 512 {flags}"), "cuda")
     parts = [*[traced.embedding] * (stage == 0), *[traced.layer] * 4, *[traced.head] * (stage == 3)]
     alive: dict[tuple[int, int], int] = {}
 
@@ -106,7 +99,7 @@ def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
                 most = max(most, sum(alive.values()))
         return most
 
-    found = chunk(stage, **options)
+    found = chunk(stage, flags)
     places = list(enumerate(parts))
     assert fullest([(i, part.forward) for i, part in places]) == found.forward.sum()
     assert sum(alive.values()) == found.kept.sum()
@@ -122,8 +115,8 @@ def test_zero_3_holds_parts_and_two_layers():
     Beyond them are, at the output layer, its weights and those of the layer before, and gradients of
     buckets that are filled or under way.
     """
-    fields = dict(dp=4, zero_stage=3, num_layers=8, hidden_size=128, zero_reduce_bucket_size=1)
-    config = small(**fields, untie_embeddings_and_output_weights=True)
+    sizes = "--num-layers 8 --hidden-size 128 --zero-stage 3 --zero-reduce-bucket-size 1"
+    config = small(dp=4, flags=f"{sizes} --untie-embeddings-and-output-weights")
     (rank,) = memory_of_ranks(config)
     n, h, layers = parameters_of_rank(config, 0), 128, 8
     vectors, largest, table = layers * 13 * h + 2 * h, 4 * h * h, 1000 * h
@@ -135,19 +128,18 @@ def test_zero_3_holds_parts_and_two_layers():
 
 
 def test_states_are_18_bytes_for_a_parameter_and_zero_divides_12_of_them():
-    for dp, zero, moments in ((1, 1, 12), (4, 1, 3), (4, 0, 12)):
-        config = small(dp=dp, zero_stage=zero)
+    for dp, flags, weights, states in (
+        (1, "", 2, 12),
+        (4, "", 2, 3),
+        (4, "--zero-stage 0", 2, 12),
+        (1, "--no-bf16 --optimizer sgd", 4, 4),
+        (4, "--ema-decay 0.9", 2, 4),
+    ):
+        config = small(dp=dp, flags=flags)
         (rank,) = memory_of_ranks(config)
+        found = rank.weights, rank.gradients, rank.master + rank.moments
         n = parameters_of_rank(config, 0)
-        assert (rank.weights, rank.gradients, rank.master + rank.moments) == (
-            2 * n,
-            4 * n,
-            moments * n,
-        )
-    (rank,) = memory_of_ranks(small(bf16=None, optimizer="sgd"))
-    assert (rank.weights, rank.gradients, rank.master + rank.moments) == (4 * n, 4 * n, 4 * n)
-    (rank,) = memory_of_ranks(small(dp=4, ema_decay=0.9))
-    assert rank.master + rank.moments == 4 * n
+        assert found == (weights * n, 4 * n, states * n), flags
 
 
 @pytest.mark.slow
@@ -158,7 +150,10 @@ def test_parameters_are_those_of_the_built_model():
     from megatron.parallel.layout import Layout
     from megatron.parallel.topology import Topology
 
-    config, device = small(pp=4, num_layers_per_virtual_pipeline_stage=2), torch.device("cpu")
+    config, device = (
+        small(pp=4, flags="--num-layers-per-virtual-pipeline-stage 2"),
+        torch.device("cpu"),
+    )
     for rank in range(4):
         topology = Topology.from_layout(Layout(pipeline=4), rank, device=device)
         chunks = build_chunks(config, topology)

@@ -21,8 +21,11 @@ FRONTIER = load_cluster("frontier")
 BARE = dataclasses.replace(FRONTIER, host_memory_gb_per_s=None, host_link_gb_per_s=None)
 
 
-def on_host(**more: object) -> Config:
-    return run(cpu_offload=True, world_size=8, global_batch_size=16, **more)
+ON_EIGHT = "--world-size 8 --global-batch-size 16"
+
+
+def on_host(*flags: str) -> Config:
+    return run("--cpu-offload", ON_EIGHT, *flags)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -31,18 +34,18 @@ def on_host(**more: object) -> Config:
 @pytest.mark.parametrize(
     ("fields", "n_bytes"),
     [
-        (dict(), 12),
-        (dict(zero_stage=3), 12),
-        (dict(bf16=None), 8),
-        (dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"), 8),
-        (dict(ema_decay=0.9, optimizer="sgd"), 12),
+        ("", 12),
+        ("--zero-stage 3", 12),
+        ("--no-bf16", 8),
+        ("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", 8),
+        ("--ema-decay 0.9 --optimizer sgd", 12),
     ],
 )
 def test_a_device_has_two_sets_and_a_cpu_the_state_as_well(fields, n_bytes):
     """Each weight is a bucket of its own, and the embedding has the most elements."""
-    more = dict(zero_reduce_bucket_size=1, make_vocab_size_divisible_by=1, **fields)
-    config = on_host(**more)
-    elsewhere = run(world_size=8, global_batch_size=16, **more)
+    more = f"--zero-reduce-bucket-size 1 --make-vocab-size-divisible-by 1 {fields}"
+    config = on_host(more)
+    elsewhere = run(ON_EIGHT, more)
     (gpu,), (cpu,) = memory_of_ranks(config), memory_of_ranks(config, "cpu")
     assert gpu.master + gpu.moments == 2 * n_bytes * 3000 * 256 / 8
     (whole,) = memory_of_ranks(elsewhere, "cpu")
@@ -67,7 +70,7 @@ def test_the_slowest_of_update_link_and_host_memory_counts():
 
     assert optimizer_s() == pytest.approx(2 * n * 8 / 205e9)
     assert optimizer_s(host_memory_gb_per_s=1e6) == pytest.approx(n / 36e9)
-    without = estimate(run(world_size=8, global_batch_size=16), FRONTIER)
+    without = estimate(run(ON_EIGHT), FRONTIER)
     assert optimizer_s(host_memory_gb_per_s=1e6, host_link_gb_per_s=1e6) == pytest.approx(
         without.parts["optimizer"]
     )
@@ -78,9 +81,8 @@ def test_the_slowest_of_update_link_and_host_memory_counts():
 def test_on_a_cpu_the_state_is_copied_in_and_out():
     """Each of 12 bytes of an element is read and written twice, at the rate of the update."""
     cpu = dataclasses.replace(BARE, device_type="cpu")
-    update = dict(world_size=8, global_batch_size=16)
     streamed, plain = (
-        estimate(run(cpu_offload=on, **update), cpu).parts["optimizer"] for on in (True, False)
+        estimate(config, cpu).parts["optimizer"] for config in (on_host(), run(ON_EIGHT))
     )
     owned = parameters_of_rank(on_host(), 0, "cpu") / 8
     assert streamed - plain == pytest.approx(48 * owned / 1000e9)

@@ -28,27 +28,19 @@ from megatron.planner.search.space import LayoutSpace, Rejections
 from megatron.planner.tensors import rows_to_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import trace
+from tests.planner.layouts import planned
 
 FRONTIER = load_cluster("frontier")
-FIELDS: dict[str, Any] = dict(
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=8,
-    seq_length=64,
-    vocab_size=128,
-    make_vocab_size_divisible_by=8,
-    micro_batch_size=2,
-    bf16=True,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
-    world_size=16,
-    global_batch_size=32,
+FIELDS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --vocab-size 128 "
+    "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --bf16 --attention-dropout 0 "
+    "--hidden-dropout 0 --world-size 16 --global-batch-size 32"
 )
-EXPERTS: dict[str, Any] = dict(num_experts=8, moe_router_topk=3, moe_ffn_hidden_size=32)
+EXPERTS = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 32"
 
 
-def made(**fields: Any) -> Config:
-    return Config.create(**{**FIELDS, **fields})
+def made(*flags: str) -> Config:
+    return planned(FIELDS, *flags)
 
 
 def channels_of(config: Config) -> Channels:
@@ -83,11 +75,11 @@ def test_all_to_alls_by_hand() -> None:
 
     Of 16 ranks, 8 of the 15 others are on the other node. Messages begin eight at a time.
     """
-    config = made(**EXPERTS, expert_model_parallel_size=2)
+    config = made(f"{EXPERTS} --expert-model-parallel-size 2")
     pair = channels_of(config)
     start, within, between = 10e-6, 3.6e-6, 19.8e-6
     assert pair.seconds("all_to_all", 1e9, "expert") == pytest.approx(start + within + 0.5 / 129)
-    both = channels_of(made(**{**EXPERTS, "num_experts": 16}, expert_model_parallel_size=16))
+    both = channels_of(made(f"{EXPERTS} --num-experts 16 --expert-model-parallel-size 16"))
     sent = 1e9 * 15 / 16
     assert both.seconds("all_to_all", 1e9, "expert") == pytest.approx(
         start + within + between + sent * 8 / 15 / 5e9
@@ -98,21 +90,21 @@ def test_all_to_alls_by_hand() -> None:
     )
     assert both.lanes["expert_within"][:3] == (8, 1, 1)
     # Heads are exchanged by neighbours, and rings have one rank of each pair.
-    sizes = dict(context_parallel_size=4, hierarchical_context_parallel_sizes=(2, 2))
-    mixed = channels_of(made(cp_comm_type="a2a+p2p", **sizes))
+    sizes = "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2"
+    mixed = channels_of(made(f"--cp-comm-type a2a+p2p {sizes}"))
     assert mixed.seconds("all_to_all", 1e9, "heads") == pytest.approx(start + within + 0.5 / 129)
     assert mixed.lanes["context"][:3] == (2, 1, 2)
     # One step of a ring of pairs, and of one of 16 ranks that leaves each node once.
-    two, all_ranks = (channels_of(made(context_parallel_size=size)) for size in (2, 16))
+    two, all_ranks = (channels_of(made(f"--context-parallel-size {size}")) for size in (2, 16))
     assert two.seconds("ring", 1e9, "context") == pytest.approx(start + within + 1 / 129)
     assert all_ranks.seconds("ring", 1e9, "context") == pytest.approx(start + between + 1 / 40)
 
 
 def test_experts_of_a_node_stay_on_it() -> None:
     """Of the orders of ranks, one is chosen that keeps each group of experts on a node."""
-    sizes = dict(expert_model_parallel_size=4, pipeline_model_parallel_size=4)
-    for order, nodes in ((None, {1}), ("pp-tp-dp", {2})):
-        config = made(**EXPERTS, **sizes, rank_order=order)
+    sizes = "--expert-model-parallel-size 4 --pipeline-model-parallel-size 4"
+    for order, nodes in (("none", {1}), ("pp-tp-dp", {2})):
+        config = made(f"{EXPERTS} {sizes} --rank-order {order}")
         chosen = choose_placement(config, FRONTIER)
         ranks = range(chosen.layout.world_size)
         lines = (chosen.layout.ranks("expert", rank) for rank in ranks)
@@ -139,14 +131,14 @@ def test_tokens_go_once_to_each_rank_of_their_experts() -> None:
 
 def test_messages_of_experts() -> None:
     """Tokens go and return in both passes: [pairs, h] in bf16, 4 times for each layer."""
-    config = made(**EXPERTS, expert_model_parallel_size=4)
+    config = made(f"{EXPERTS} --expert-model-parallel-size 4")
     sent = step_messages(config, "cuda").collectives
     rows = rows_to_ranks(128, 3, 4, 2)
     assert (
         sent[GroupMessage("all_to_all", rows * 64 * 2, "expert")]
         == 4 * 4 * config.num_micro_batches()
     )
-    of_nodes = made(**EXPERTS, expert_model_parallel_size=4, expert_ranks_per_node=2)
+    of_nodes = made(f"{EXPERTS} --expert-model-parallel-size 4 --expert-ranks-per-node 2")
     hops = step_messages(of_nodes, "cuda").collectives
     for group, pairs in (("expert_between", rows_to_ranks(128, 3, 2, 4)), ("expert_within", rows)):
         times = 4 * 4 * config.num_micro_batches()
@@ -160,16 +152,19 @@ def test_messages_of_experts() -> None:
 
 def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly() -> None:
     """The order of ranks decides how many of a group are on a node; a flag comes first."""
-    sizes = dict(EXPERTS, num_experts=16, expert_model_parallel_size=16)
-    found = estimate(made(**sizes), FRONTIER)
+    sizes = f"{EXPERTS} --num-experts 16 --expert-model-parallel-size 16"
+    found = estimate(made(sizes), FRONTIER)
     assert found.placement.layout.expert_node == 8
     assert {m.group for m in step_messages(found.config, "cuda").collectives} >= {"expert_between"}
-    assert naive_placement(made(**sizes, expert_ranks_per_node=1), FRONTIER).layout.expert_node == 1
-    pairs = dict(sizes, expert_model_parallel_size=8, tensor_model_parallel_size=2)
+    assert (
+        naive_placement(made(f"{sizes} --expert-ranks-per-node 1"), FRONTIER).layout.expert_node
+        == 1
+    )
+    pairs = f"{sizes} --expert-model-parallel-size 8 --tensor-model-parallel-size 2"
     for order, each in (("tp-dp-pp", 4), ("dp-tp-pp", 1)):
-        placed = place_with(made(**pairs), FRONTIER, order, tuple(range(8)))
+        placed = place_with(made(pairs), FRONTIER, order, tuple(range(8)))
         assert placed.layout.expert_node == each
-    other = made(**sizes, tensor_model_parallel_size=8, world_size=128, rank_order="dp-tp-pp")
+    other = made(f"{sizes} --tensor-model-parallel-size 8 --world-size 128 --rank-order dp-tp-pp")
     placed = choose_placement(other, FRONTIER)
     assert naive_placement(other, FRONTIER).layout.expert_node == 1 < placed.layout.expert_node
     assert "expert between" in render_placement(other, placed)
@@ -180,14 +175,9 @@ def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly() ->
 @pytest.mark.parametrize("each", [1, 2])
 def test_the_shared_expert_is_computed_while_tokens_are_under_way(each: int) -> None:
     """Products lie between the start of the first hop and its end, in both passes."""
-    config = made(
-        **EXPERTS,
-        expert_model_parallel_size=4,
-        expert_ranks_per_node=each,
-        moe_shared_expert_intermediate_size=32,
-        moe_shared_expert_overlap=True,
-        add_bias_linear=False,
-    )
+    ranks = f"--expert-model-parallel-size 4 --expert-ranks-per-node {each} --disable-bias-linear"
+    shared = "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap"
+    config = made(EXPERTS, ranks, shared)
     layer = trace(config, "cuda").layer
     for run, shared in ((layer.forward, 2), (layer.backward, 4)):
         beside, under_way = list[int](), dict[int, int]()
@@ -204,7 +194,7 @@ def test_the_shared_expert_is_computed_while_tokens_are_under_way(each: int) -> 
 def test_states_of_experts_are_divided_over_those_who_hold_them() -> None:
     """All ranks of an expert group together hold the model, and their ZeRO parts add up to it."""
     for size in (1, 2, 8):
-        config = made(**EXPERTS, expert_model_parallel_size=size, moe_layer_freq=(0, 1, 1, 1))
+        config = made(f"{EXPERTS} --expert-model-parallel-size {size} --moe-layer-freq [0]+[1]*3")
         (memory,) = memory_of_ranks(config)
         of_one = 3 * (2 * 64 * 32 + 64 + 32)
         total = total_parameters(config.model)
@@ -217,28 +207,24 @@ def test_states_of_experts_are_divided_over_those_who_hold_them() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        dict(context_parallel_size=4),
-        dict(context_parallel_size=4, cp_comm_type="a2a"),
-        dict(
-            context_parallel_size=4,
-            cp_comm_type="a2a+p2p",
-            hierarchical_context_parallel_sizes=(2, 2),
-        ),
-        dict(context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True),
-        dict(expert_model_parallel_size=4, **EXPERTS),
-        dict(expert_model_parallel_size=2, context_parallel_size=4, **EXPERTS),
+        "--context-parallel-size 4",
+        "--context-parallel-size 4 --cp-comm-type a2a",
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+        f"--expert-model-parallel-size 4 {EXPERTS}",
+        f"--expert-model-parallel-size 2 --context-parallel-size 4 {EXPERTS}",
     ],
     ids=["ring", "exchange", "both", "ring, TP", "experts", "experts, ring"],
 )
-def test_a_step_is_the_same_work_on_any_layout(parts: dict[str, Any]) -> None:
-    alone = {name: parts[name] for name in EXPERTS if name in parts}
-    whole, divided = (estimate(made(**fields), FRONTIER) for fields in (alone, parts))
+def test_a_step_is_the_same_work_on_any_layout(parts: str) -> None:
+    alone = EXPERTS if EXPERTS in parts else ""
+    whole, divided = (estimate(made(fields), FRONTIER) for fields in (alone, parts))
     assert divided.model_flops == pytest.approx(whole.model_flops)
 
 
 def test_a_ring_is_hidden_by_attention() -> None:
     """Each message of a ring is under way during attention, but for the last one of gradients."""
-    layer = trace(made(context_parallel_size=4), "cuda").layer
+    layer = trace(made("--context-parallel-size 4"), "cuda").layer
     names = [type(step).__name__ for step in layer.forward.steps]
     kept = [name for name in names if name in ("Post", "Attention", "Wait")]
     assert kept == ["Post", "Attention", "Wait"] * 3 + ["Attention"]
@@ -248,11 +234,11 @@ def test_a_ring_is_hidden_by_attention() -> None:
 
 
 def test_kept_activations_are_divided() -> None:
-    def kept(**fields: Any) -> float:
-        (memory,) = memory_of_ranks(made(**fields, seq_length=256))
+    def kept(flags: str) -> float:
+        (memory,) = memory_of_ranks(made("--seq-length 256", flags))
         return memory.activations
 
-    assert kept(context_parallel_size=4) < 0.3 * kept()
+    assert kept("--context-parallel-size 4") < 0.3 * kept("")
 
 
 # -- the search ------------------------------------------------------------------------------------
@@ -272,10 +258,10 @@ def test_the_search_divides_experts_and_long_sequences() -> None:
             found.add((layout.cp, layout.ep))
         return found
 
-    dense, experts = (made(world_size=1, global_batch_size=32, **f) for f in ({}, EXPERTS))
+    dense, experts = (made(f"--world-size 1 --global-batch-size 32 {f}") for f in ("", EXPERTS))
     assert sizes(dense) == {(1, 1)}
     assert sizes(experts) == {(1, ep) for ep in (1, 2, 4, 8)}
     assert sizes(dense, cp=(1, 2, 4)) == {(cp, 1) for cp in (1, 2, 4)}
-    assert sizes(made(world_size=1, global_batch_size=32, seq_length=2**16)) == {
+    assert sizes(made(f"--world-size 1 --global-batch-size 32 --seq-length {2**16}")) == {
         (2**k, 1) for k in range(5)
     }

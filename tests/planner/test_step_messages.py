@@ -12,25 +12,20 @@ from megatron.planner.events import GroupMessage
 from megatron.planner.placement import StepMessages, step_messages
 from tests.helpers.processes import run_processes
 from tests.helpers.training import BASE, Job, configured, dist_world_size
+from tests.planner.layouts import planned
 
 H, S, L, V = 64, 32, 8, 128
-FIELDS: dict[str, Any] = dict(
-    num_layers=L,
-    hidden_size=H,
-    num_attention_heads=4,
-    seq_length=S,
-    vocab_size=V,
-    make_vocab_size_divisible_by=8,
-    micro_batch_size=2,
-    bf16=True,
+FIELDS = (
+    f"--num-layers {L} --hidden-size {H} --num-attention-heads 4 --seq-length {S} --vocab-size {V} "
+    "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --bf16"
 )
 
 
-def made(**fields: Any) -> StepMessages:
-    return step_messages(Config.create(**{**FIELDS, **fields}), "cuda")
+def made(*flags: str) -> StepMessages:
+    return step_messages(planned(FIELDS, *flags), "cuda")
 
 
-FULL: dict[str, Any] = dict(recompute_granularity="full")
+FULL = "--recompute-granularity full"
 
 
 @pytest.mark.parametrize(
@@ -38,21 +33,20 @@ FULL: dict[str, Any] = dict(recompute_granularity="full")
     [
         # A layer has 4 all-reduces, and 2 more to recompute it; the embedding has one forward, the
         # output layer one backward.
-        ({}, 4 * L + 2, 0),
-        ({"recompute_granularity": "selective"}, 4 * L + 2, 0),
+        ("", 4 * L + 2, 0),
+        ("--recompute-granularity selective", 4 * L + 2, 0),
         # A recomputation ends before its last product, and the message of that.
         (FULL, 6 * L - L + 2, 0),
-        (dict(FULL, recompute_num_layers=4), 6 * L - L // 4 + 2, 0),
-        (dict(FULL, recompute_method="block", recompute_num_layers=3), 4 * L + 2 * 3 - 3 + 2, 0),
+        (f"{FULL} --recompute-num-layers 4", 6 * L - L // 4 + 2, 0),
+        (f"{FULL} --recompute-method block --recompute-num-layers 3", 4 * L + 2 * 3 - 3 + 2, 0),
         # Each all-reduce is one of both, and inputs are gathered again for the weight gradients.
-        ({"sequence_parallel": True}, 4 * L + 2, 6 * L + 2),
+        ("--sequence-parallel", 4 * L + 2, 6 * L + 2),
     ],
 )
-def test_tensor_parallel_messages(fields: dict[str, Any], reduced: int, gathered: int) -> None:
+def test_tensor_parallel_messages(fields: str, reduced: int, gathered: int) -> None:
     micro_batches, n = 5, 4
-    found = made(
-        **fields, tensor_model_parallel_size=n, world_size=n, global_batch_size=2 * micro_batches
-    ).collectives
+    size = f"--tensor-model-parallel-size {n} --global-batch-size {2 * micro_batches}"
+    found = made(fields, size).collectives
     kind = "reduce_scatter" if gathered else "all_reduce"
     # of the softmax, fp32 [3, tokens] of each rank
     tensor, statistics = S * 2 * H * 2, 3 * 4 * S * 2 * n
@@ -64,15 +58,15 @@ def test_tensor_parallel_messages(fields: dict[str, Any], reduced: int, gathered
 
 
 def test_pipeline_messages() -> None:
-    fields = dict(pipeline_model_parallel_size=4, world_size=4, global_batch_size=12)
-    plain = made(**fields)
+    fields = "--pipeline-model-parallel-size 4 --world-size 4 --global-batch-size 12"
+    plain = made(fields)
     assert (plain.message_bytes, plain.messages, plain.tied_bytes) == (S * 2 * H * 2, 6, 4 * V * H)
-    assert made(**fields, num_layers_per_virtual_pipeline_stage=1).messages == 12
-    assert made(**fields, untie_embeddings_and_output_weights=True).tied_bytes == 0
-    parts = dict(tensor_model_parallel_size=2, sequence_parallel=True, world_size=8)
-    assert made(**fields | parts).message_bytes == plain.message_bytes // 2
-    assert made(**fields, fp32_residual_connection=True).message_bytes == 2 * plain.message_bytes
-    assert made(world_size=4).messages == 0
+    assert made(f"{fields} --num-layers-per-virtual-pipeline-stage 1").messages == 12
+    assert made(f"{fields} --untie-embeddings-and-output-weights").tied_bytes == 0
+    parts = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 8"
+    assert made(fields, parts).message_bytes == plain.message_bytes // 2
+    assert made(f"{fields} --fp32-residual-connection").message_bytes == 2 * plain.message_bytes
+    assert made("--world-size 4").messages == 0
 
 
 def test_data_parallel_messages() -> None:
@@ -82,14 +76,14 @@ def test_data_parallel_messages() -> None:
     """
     layer = 12 * H * H + 13 * H
     count = V * H + S * H + L * layer + 2 * H
-    assert set(made(world_size=4).collectives) == {
+    assert set(made("--world-size 4").collectives) == {
         GroupMessage("reduce_scatter", 4 * count, "data"),
         GroupMessage("all_gather", 2 * count, "data"),
     }
-    assert set(made(world_size=4, zero_stage=0).collectives) == {
+    assert set(made("--world-size 4 --zero-stage 0").collectives) == {
         GroupMessage("all_reduce", 4 * count, "data")
     }
-    stages = made(world_size=8, pipeline_model_parallel_size=4).collectives
+    stages = made("--world-size 8 --pipeline-model-parallel-size 4").collectives
     first = V * H + S * H + 2 * layer  # with both embeddings it has the peak
     assert GroupMessage("reduce_scatter", 4 * first, "data") in stages
 

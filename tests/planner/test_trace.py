@@ -34,7 +34,7 @@ def check_parameters(config, stages):
 
 
 # An autograd function is recomputed.
-@example(config=run(recompute_granularity="selective"), device="cpu")
+@example(config=run("--recompute-granularity selective"), device="cpu")
 @examples(10)
 @given(config=configs(), device=st.sampled_from(["cuda", "cpu"]))
 def test_flops_and_parameters_are_those_of_the_formulas(config, device):
@@ -72,7 +72,7 @@ def test_flops_and_parameters_are_those_of_the_formulas(config, device):
 @pytest.mark.parametrize(
     ("device", "backend", "more"),
     [
-        ("cuda", "fused", {}),
+        ("cuda", "fused", ""),
         ("cuda", "blocked", RECOMPUTE[1]),
         ("cpu", "fused", RECOMPUTE[2]),
         ("cpu", "blocked", RECOMPUTE[3]),
@@ -83,9 +83,9 @@ def test_a_layer_with_a_window_counts_its_keys(device, backend, more):
 
     Kernels of torch do not show the window: it is counted from the shapes of the blocks.
     """
-    window = dict(window_size=(99, 0), window_attn_skip_freq=(3,), attention_dropout=0.0)
-    sizes = dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
-    config = run(attention_backend=backend, **window, **sizes, **more)
+    window = "--window-size 99 0 --window-attn-skip-freq 3 --attention-dropout 0.0"
+    sizes = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+    config = run(f"--attention-backend {backend} {window} {sizes} {more}")
     passes = [
         (of.times, of.of, of.recompute)
         for stage in stages_of(config)
@@ -110,8 +110,8 @@ def test_memory_of_a_window_grows_with_the_sequence_alone():
     """Four times the sequence takes four times the memory of attention's passes, not sixteen."""
 
     def most(seq: int) -> float:
-        window = dict(window_size=(63, 0), attention_backend="blocked", attention_dropout=0.0)
-        config = run(seq_length=seq, **window)
+        window = "--window-size 63 0 --attention-backend blocked --attention-dropout 0.0"
+        config = run(f"--seq-length {seq} {window}")
         layer = trace(config, "cpu").layer
         return find_peak(changes(layer.forward.steps, 1, {}))[0].sum()
 
@@ -123,9 +123,8 @@ def test_explicit_attention_is_recomputed_as_far_as_its_weights():
 
     torch stops before the product with the values, whose result no gradient needs.
     """
-    config = run(
-        attention_backend="unfused", recompute_granularity="selective", tensor_model_parallel_size=2
-    )
+    flags = "--recompute-granularity selective --tensor-model-parallel-size 2"
+    config = run("--attention-backend unfused", flags)
     backward, model = trace(config, "cuda").layer.backward, config.model
     assert (
         backward.flops(recompute=True)
@@ -133,26 +132,26 @@ def test_explicit_attention_is_recomputed_as_far_as_its_weights():
     )
 
 
-SEVERAL = ("core_attn", "mlp_act", "layernorm")
-OVERLAPPED = dict(sequence_parallel=True, tp_comm_overlap=True)
-
-
 @pytest.mark.parametrize(
     ("device", "more"),
     [
-        ("cpu", dict()),
-        ("cuda", dict(recompute_granularity="full", micro_batch_size=2)),
-        ("cpu", dict(attention_backend="unfused", swiglu=True)),
-        ("cuda", dict(recompute_granularity="selective", recompute_modules=SEVERAL)),
+        ("cpu", ""),
+        ("cuda", "--recompute-granularity full --micro-batch-size 2"),
+        ("cpu", "--attention-backend unfused --swiglu"),
         (
             "cuda",
-            dict(OVERLAPPED, position_embedding_type="rope", fp32_residual_connection=True),
+            "--recompute-granularity selective --recompute-modules core_attn mlp_act layernorm",
+        ),
+        (
+            "cuda",
+            "--sequence-parallel --tp-comm-overlap --position-embedding-type rope "
+            "--fp32-residual-connection",
         ),
     ],
 )
-def test_what_is_taken_is_given_back(device: str, more: dict[str, Any]) -> None:
+def test_what_is_taken_is_given_back(device: str, more: str) -> None:
     """All tensors are freed after a backward pass, whole or split."""
-    traced = trace(run(tensor_model_parallel_size=2, **more), device)
+    traced = trace(run(f"--tensor-model-parallel-size 2 {more}"), device)
     for part in (traced.embedding, traced.layer, traced.recompute, traced.head):
         if part is not None:
             assert not kept(part.forward, part.backward)
@@ -174,76 +173,62 @@ def kept(*passes: Pass) -> dict[int, int]:
 
 def test_a_layer_that_is_recomputed_keeps_its_input_alone():
     """A recomputed layer keeps only its input; it hands on its output, kept by its neighbour."""
-    config = run(recompute_granularity="full", tensor_model_parallel_size=2)
+    config = run("--recompute-granularity full --tensor-model-parallel-size 2")
     hidden = 512 * 256 * 2
     recompute = trace(config, "cuda").recompute
     assert (
         recompute is not None
         and sum(kept(recompute.forward).values()) == hidden == recompute.hands_on
     )
-    plain = trace(run(tensor_model_parallel_size=2), "cuda").layer
+    plain = trace(run("--tensor-model-parallel-size 2"), "cuda").layer
     last = 2 * 512 * 256 * 1024 / 2  # its last product, whose result no gradient needs
     assert recompute.backward.flops(recompute=True) == plain.forward.flops() - last
 
 
 @pytest.mark.parametrize(
-    ("t", "sequence_parallel", "count"), [(1, False, 32), (8, False, 8 + 24 / 8), (8, True, 4)]
+    ("t", "sequence", "count"), [(1, "", 32), (8, "", 8 + 24 / 8), (8, "--sequence-parallel", 4)]
 )
-def test_a_layer_keeps_what_korthikanti_et_al_count(
-    t: int, sequence_parallel: bool, count: float
-) -> None:
+def test_a_layer_keeps_what_korthikanti_et_al_count(t: int, sequence: str, count: float) -> None:
     """A layer keeps the bytes of Korthikanti et al. (arXiv 2205.05198), equations 1, 2 and 4.
 
     They are 34 s b h, (10 + 24/t) s b h and 34/t s b h bytes without scores; 2 of them are masks,
     which are functions of keys here.
     """
-    config = run(
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        hidden_size=1024,
-        tensor_model_parallel_size=t,
-        sequence_parallel=sequence_parallel,
-    )
+    sizes = f"--hidden-size 1024 --tensor-model-parallel-size {t}"
+    config = run("--hidden-dropout 0 --attention-dropout 0", sizes, sequence)
     layer, tokens = trace(config, "cuda").layer, 512
     assert sum(kept(layer.forward).values()) == pytest.approx(count * tokens * 1024, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        dict(hidden_size=512),
-        dict(swiglu=True),
-        dict(seq_length=1024),
-        dict(normalization="rmsnorm"),
-        dict(micro_batch_size=2),
-        dict(tensor_model_parallel_size=2),
-        dict(fp16=True, bf16=False),
-        dict(vocab_size=5000),
-        dict(fp32_residual_connection=True),
-        dict(bias_gelu_fusion=False),
-        dict(untie_embeddings_and_output_weights=True),
-        dict(recompute_granularity="selective"),
-        dict(reset_position_ids=True),
-        dict(main_grads_dtype="bf16"),
-    ],
-)
-def test_what_a_trace_depends_on_gives_another(more: dict[str, Any]) -> None:
+DEPENDS = """
+--hidden-size 512
+--swiglu
+--seq-length 1024
+--normalization rmsnorm
+--micro-batch-size 2
+--tensor-model-parallel-size 2
+--fp16 --no-bf16
+--vocab-size 5000
+--fp32-residual-connection
+--no-bias-gelu-fusion
+--untie-embeddings-and-output-weights
+--recompute-granularity selective
+--reset-position-ids
+--main-grads-dtype bf16
+"""
+
+
+@pytest.mark.parametrize("more", DEPENDS.strip().splitlines())
+def test_what_a_trace_depends_on_gives_another(more: str) -> None:
     """Settings that affect a trace give another trace; others give the same."""
     plain = trace(run(), "cuda")
-    changed = trace(run(**more), "cuda")
+    changed = trace(run(more), "cuda")
     assert changed is not plain and any(
         getattr(changed, name) is not getattr(plain, name)
         for name in ("embedding", "layer", "head")
     )
-    same = run(
-        num_layers=4,
-        world_size=4,
-        lr=3e-4,
-        global_batch_size=16,
-        init_method_std=0.01,
-        seed=7,
-        zero_stage=0,
-    )
+    sizes = "--num-layers 4 --world-size 4 --global-batch-size 16 --zero-stage 0"
+    same = run(sizes, "--lr 0.0003 --init-method-std 0.01 --seed 7")
     assert trace(same, "cuda") is plain
 
 
@@ -269,7 +254,7 @@ def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch) -> None:
     Before 2.8 torch lacks sums of products in fp32, and before 2.9 logarithms of attention that a
     ring can use; 2.10 has no rule for such a sum without data.
     """
-    config = that_counts(run(world_size=2, context_parallel_size=2, attention_dropout=0.0), "layer")
+    config = that_counts(run("--context-parallel-size 2 --attention-dropout 0"), "layer")
     now = record(config, "cuda", "layer")
     addmm = torch.addmm
 
@@ -288,7 +273,7 @@ def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch) -> None:
 
 
 def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch) -> None:
-    config = run(tensor_model_parallel_size=2, recompute_granularity="full")
+    config = run("--tensor-model-parallel-size 2 --recompute-granularity full")
     monkeypatch.setenv(traces.FOLDER, str(tmp_path))
 
     def fresh() -> TracedModule:
@@ -317,7 +302,7 @@ def test_to_ask_a_tensor_for_its_device_is_no_work() -> None:
     Tensors without data on a CPU answer such questions by operators: a CPU has about as many
     kernels as a GPU.
     """
-    config = run(hidden_dropout=0.0, attention_dropout=0.0)
+    config = run("--hidden-dropout 0.0 --attention-dropout 0.0")
     counts = [
         sum(1 for _ in trace(config, device).layer.forward.computations())
         for device in ("cuda", "cpu")

@@ -23,30 +23,37 @@ from megatron.planner.placement import step_messages
 from megatron.planner.stage import plan_of_rank
 from megatron.planner.trace import trace
 from megatron.planner.zero import messages_of
-from tests.planner.timing.configs import run
+from tests.planner.layouts import planned, table
 
-LLAMA = dict(
-    swiglu=True, normalization="rmsnorm", add_bias_linear=False, position_embedding_type="rope"
+RUN = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 "
+    "--world-size 8 --global-batch-size 16 --bf16 --zero-reduce-bucket-size 60000"
 )
-EXPERTS = dict(LLAMA, num_experts=4, expert_model_parallel_size=2, moe_layer_freq=(0, 1, 0, 1))
-MUP = dict(use_mup=True, mup_base_hidden_size=64, mup_base_num_layers=2)
-INTERLEAVED = dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "untied": dict(LLAMA, untie_embeddings_and_output_weights=True),
-    "tensor parallel": dict(tensor_model_parallel_size=2, num_key_value_heads=4),
-    "tied over chunks": INTERLEAVED,
-    "experts": EXPERTS,
-    "experts in stages": dict(EXPERTS, pipeline_model_parallel_size=2),
-    "muP": MUP,
-    "muP with SGD": dict(MUP, optimizer="sgd"),
-    "Muon": dict(LLAMA, optimizer="muon"),
-    "Muon with muP and experts": dict(EXPERTS, **MUP, optimizer="muon"),
-    "QK-clip and average": dict(qk_clip=True, ema_decay=0.9, attention_backend="unfused"),
-    "16-bit moments": dict(world_size=1, exp_avg_dtype="bf16"),
-    "one rank": dict(world_size=1),
-    "offloaded": dict(cpu_offload=True),
-}
+LLAMA = "--swiglu --normalization rmsnorm --disable-bias-linear --position-embedding-type rope"
+EXPERTS = f"{LLAMA} --num-experts 4 --expert-model-parallel-size 2 --moe-layer-freq ([0]+[1])*2"
+MUP = "--use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2"
+PP2 = "--pipeline-model-parallel-size 2"
+CHUNKS = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
+CLIPPED = "--qk-clip --ema-decay 0.9 --attention-backend unfused"
+CASES = table(f"""
+plain | --zero-stage 3
+plain with stage 1 | --zero-stage 1
+untied | {LLAMA} --untie-embeddings-and-output-weights --zero-stage 3
+untied with stage 2 | {LLAMA} --untie-embeddings-and-output-weights --zero-stage 2
+tensor parallel | --tensor-model-parallel-size 2 --num-key-value-heads 4 --zero-stage 3
+tied over chunks | {CHUNKS} --zero-stage 2
+experts | {EXPERTS} --zero-stage 3
+experts with stage 1 | {EXPERTS} --zero-stage 1
+experts in stages | {EXPERTS} {PP2} --zero-stage 2
+muP | {MUP} --zero-stage 3
+muP with SGD | {MUP} --optimizer sgd --zero-stage 3
+Muon | {LLAMA} --optimizer muon --zero-stage 3
+Muon with muP and experts | {EXPERTS} {MUP} --optimizer muon --zero-stage 3
+QK-clip and average | {CLIPPED} --zero-stage 3
+16-bit moments | --world-size 1 --exp-avg-dtype bf16 --zero-stage 3
+one rank | --world-size 1 --zero-stage 3
+offloaded | --cpu-offload --zero-stage 3
+""")
 
 
 def described(record: Sharding) -> tuple[str, tuple[int, ...]]:
@@ -54,23 +61,9 @@ def described(record: Sharding) -> tuple[str, tuple[int, ...]]:
     return re.sub(r"^layers\.\d+\.", "layers.", record.name), record.shape
 
 
-def configured(stage: int, **more: Any) -> Config:
-    fields = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
-    fields |= dict(vocab_size=128, world_size=8, global_batch_size=16, bf16=True)
-    return run(**fields | dict(zero_reduce_bucket_size=60_000) | more, zero_stage=stage)
-
-
-@pytest.mark.parametrize(
-    ("case", "stage"),
-    [
-        ("plain", 1),
-        ("experts", 1),
-        ("untied", 2),
-        *((case, 2 if "pipeline_model_parallel_size" in CASES[case] else 3) for case in CASES),
-    ],
-)
-def test_the_planner_has_the_plan_of_the_engine(case: str, stage: int) -> None:
-    config = configured(stage, **CASES[case])
+@pytest.mark.parametrize("case", CASES)
+def test_the_planner_has_the_plan_of_the_engine(case: str) -> None:
+    config = planned(RUN, CASES[case])
     size = config.parallel.pipeline_model_parallel_size
     for rank in range(size):
         plan, records = plan_of_rank(config, trace(config, "cpu"), rank)
@@ -88,37 +81,37 @@ def test_the_planner_has_the_plan_of_the_engine(case: str, stage: int) -> None:
 
 # -- what an engine sends in a step ----------------------------------------------------------------
 
-OVERLAP = dict(overlap_grad_reduce=False, overlap_param_gather=False)
-BLOCKS = dict(recompute_granularity="full", recompute_method="block")
-SENT = {
-    **{f"stage {stage}": dict(stage=stage) for stage in (0, 1, 3)},
-    "stage 2 of 2 of 4": dict(stage=2, inner=2, states=4),
-    "stage 3 of 2 of 4": dict(stage=3, inner=2, states=4),
-    "experts": dict(EXPERTS, stage=3, inner=2),
-    "muP and Muon with experts": dict(EXPERTS, **MUP, stage=3, inner=4, optimizer="muon"),
-    "recomputed": dict(stage=3, recompute_granularity="full", recompute_num_layers=3),
-    "without overlap": dict(OVERLAP, stage=3, inner=4),
-    "chunks": dict(INTERLEAVED, stage=2, inner=2),
-    "offloaded": dict(stage=3, inner=2, cpu_offload=True),
-}
-MORE = {
-    "stage 2": dict(stage=2),
-    "stage 1 of 2 of 4": dict(stage=1, inner=2, states=4),
-    **{f"stage {stage} of 4": dict(stage=stage, inner=4) for stage in (2, 3)},
-    "experts with stage 2": dict(EXPERTS, stage=2, inner=4),
-    "recomputed one by one": dict(BLOCKS, stage=3, inner=4),
-    "stage 1 without overlap": dict(stage=1, overlap_grad_reduce=False),
-    "split backward passes": dict(
-        pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, stage=2, inner=2
-    ),
-    "stage 1 in chunks": dict(INTERLEAVED, stage=1, inner=2),
-    "QK-clip and average": dict(stage=3, qk_clip=True, ema_decay=0.9, attention_backend="unfused"),
-}
+INNER = "--zero-shard-size 2"
+SENT = table(f"""
+stage 0 | --zero-stage 0
+stage 1 | --zero-stage 1
+stage 3 | --zero-stage 3
+stage 2 of 2 of 4 | --zero-stage 2 {INNER} --zero-state-shard-size 4
+stage 3 of 2 of 4 | --zero-stage 3 {INNER} --zero-state-shard-size 4
+experts | {EXPERTS} --zero-stage 3 {INNER}
+muP and Muon with experts | {EXPERTS} {MUP} --zero-stage 3 --zero-shard-size 4 --optimizer muon
+recomputed | --zero-stage 3 --recompute-granularity full --recompute-num-layers 3
+without overlap | --zero-stage 3 --zero-shard-size 4 --no-overlap-grad-reduce --no-overlap-param-gather
+chunks | {CHUNKS} --zero-stage 2 {INNER}
+offloaded | --zero-stage 3 {INNER} --cpu-offload
+""")
+MORE = table(f"""
+stage 2 | --zero-stage 2
+stage 1 of 2 of 4 | --zero-stage 1 {INNER} --zero-state-shard-size 4
+stage 2 of 4 | --zero-stage 2 --zero-shard-size 4
+stage 3 of 4 | --zero-stage 3 --zero-shard-size 4
+experts with stage 2 | {EXPERTS} --zero-stage 2 --zero-shard-size 4
+recomputed one by one | --zero-stage 3 --zero-shard-size 4 --recompute-granularity full --recompute-method block
+stage 1 without overlap | --zero-stage 1 --no-overlap-grad-reduce
+split backward passes | {PP2} --enable-zbh1-pipeline --zero-stage 2 {INNER}
+stage 1 in chunks | {CHUNKS} --zero-stage 1 {INNER}
+QK-clip and average | {CLIPPED} --zero-stage 3
+""")
 CALLS = {"reduce_scatter", "all_gather", "all_reduce"}
 Sent = dict[str, list[tuple[str, float]]]
 
 
-def planned(config: Config, plan: ZeroPlan, rank: int) -> Iterator[BucketInstruction]:
+def instructions(config: Config, plan: ZeroPlan, rank: int) -> Iterator[BucketInstruction]:
     """Yield what a rank does in a step, in the order of its schedule's passes."""
     size, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
     rows = passes_of_rank(config.schedule, size, chunks, config.num_micro_batches(), rank)
@@ -184,15 +177,13 @@ def test_an_engine_sends_what_the_plan_says(case: str, monkeypatch: pytest.Monke
 
     The planner's messages of a step are these.
     """
-    fields = {"inner": 0, "states": 0, **(SENT | MORE)[case]}
-    sizes = dict(zero_shard_size=fields.pop("inner"), zero_state_shard_size=fields.pop("states"))
-    config = configured(**fields, **sizes)
+    config = planned(RUN, (SENT | MORE)[case])
     size = config.parallel.pipeline_model_parallel_size
     most = 0.0
     for rank in range(size):
         plan = plan_of_rank(config, trace(config, "cuda"), rank).plan
         expected: Sent = {}
-        for kind, n_bytes, group in messages_of(plan, planned(config, plan, rank)):
+        for kind, n_bytes, group in messages_of(plan, instructions(config, plan, rank)):
             expected.setdefault(group, []).append((kind, n_bytes))
         with monkeypatch.context() as patched:
             found = recorded(config, rank * config.parallel.world_size // size, patched)

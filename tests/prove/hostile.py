@@ -44,6 +44,7 @@ from contextlib import ExitStack, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from string import Template
 from typing import Any
 from unittest import mock
 
@@ -60,180 +61,87 @@ SMALL = f"{hostile_files.SMALL} --distributed-timeout-minutes 0.1"
 MODEL = f"{SMALL} --vocab-size 128"
 MOCK = f"{MODEL} --mock-data --train-iters 2"
 TRAIN = "pretrain_gpt.py"
-# {f} is the folder of the case; the function of hostile_files with the name that follows makes the
-# files read.
-Target = tuple[str, str, str]
-TARGETS: Sequence[Target] = (
-    (TRAIN, MOCK, "nothing"),
-    (
-        TRAIN,
-        f"{MOCK} --save {{f}}/save --metrics-file {{f}}/m.jsonl --tensorboard-dir {{f}}/tb",
-        "nothing",
-    ),
-    (TRAIN, f"{MOCK} --deepspeed --deepspeed_config {{f}}/ds.json", "deepspeed_json"),
-    (TRAIN, f"{MOCK} --config {{f}}/run.toml", "settings"),
-    (TRAIN, f"{MOCK} --cluster {{f}}/machine.toml", "cluster"),
-    (TRAIN, f"{MOCK} --train-iters 4 --load {{f}}/run --save {{f}}/run", "run"),
-    (TRAIN, f"{MOCK} --train-iters 4 --load {{f}}/run --use-checkpoint-args", "run"),
-    (TRAIN, f"{MODEL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache", "data"),
-    (TRAIN, f"{MOCK} --dry-run --world-size 2 --tensor-model-parallel-size 2", "nothing"),
-    (
-        "tools/build_index.py",
-        f"{MODEL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache --world-size 1",
-        "data",
-    ),
-    (
-        "tools/build_index.py",
-        f"{MODEL} --train-iters 4 --data-path {{f}}/a --load {{f}}/run --world-size 1",
-        "trained",
-    ),
-    ("tools/build_corpus.py", "--stdlib {f}/lib --output {f}/corpus.jsonl", "sources"),
-    (
-        "tools/calibrate.py",
-        "--refine {f}/run/metrics.jsonl --cluster {f}/machine.toml -o {f}/out.toml",
-        "measured",
-    ),
-    *(
-        ("tools/convert_checkpoint.py", "{f}/hf {f}/new", f"hf {case}")
-        for case in hostile_files.FAMILIES
-    ),
-    (
-        TRAIN,
-        "--load hf:{f}/hf --mock-data --seq-length 16 --micro-batch-size 2 --global-batch-size 4 "
-        "--lr 1e-3 --train-iters 2 --eval-iters 0 --num-workers 0",
-        "hf llama3",
-    ),
-    ("tools/generate_text.py", "--load hf:{f}/hf --prompt ABC --tokens 2", "hf qwen3"),
-    ("tools/convert_checkpoint.py", "{f}/megatron {f}/new", "torch_dist"),
-    ("tools/convert_checkpoint.py", "{f}/megatron {f}/new --no-optim", "torch_dist"),
-    ("tools/convert_checkpoint.py", "{f}/megatron {f}/new --no-optim", "megatron"),
-    ("tools/convert_checkpoint.py", "{f}/megatron {f}/new", "megatron"),
-    (
-        "tools/convert_checkpoint.py",
-        "{f}/deepspeed {f}/new --num-attention-heads 4 --vocab-size 50",
-        "deepspeed",
-    ),
-    ("tools/evaluate.py", "--load {f}/run --data-path {f}/a --stride 3", "trained"),
-    ("tools/generate_text.py", "--load {f}/run --prompt 5 --tokens 2", "spoken"),
-    ("tools/inspect_checkpoint.py", "{f}/run --norms --provenance", "run"),
-    ("tools/inspect_checkpoint.py", "{f}/run --verify --json", "run"),
-    ("tools/inspect_checkpoint.py", "--diff {f}/run/iter_0000001 {f}/run/iter_0000002", "run"),
-    ("tools/inspect_checkpoint.py", "{f}/run --verify", "legacy"),
-    ("tools/inspect_dataset.py", "{f}/a {f}/b --validate --samples 2", "data"),
-    ("tools/merge_datasets.py", "--inputs {f}/a {f}/b --output-prefix {f}/out", "data"),
-    (
-        "tools/plan.py",
-        "--model tiny --cluster {f}/machine.toml --devices 2 --global-batch 8 --processes 1",
-        "cluster",
-    ),
-    (
-        "tools/preflight.py",
-        "check --cluster {f}/machine.toml {f}/job.sh -- srun -N 2 -n 16 python pretrain_gpt.py "
-        "--preset tiny --mock-data --train-iters 10 --global-batch-size 32 --deepspeed_config "
-        "{f}/ds.json",
-        "job",
-    ),
-    (
-        "tools/preprocess_data.py",
-        "--input {f}/a.jsonl {f}/b.jsonl.gz {f}/c.jsonl.zst {f}/d.parquet --workers 1 "
-        "--output-prefix {f}/o --tokenizer-type NullTokenizer --vocab-size 100",
-        "texts",
-    ),
-    (
-        "tools/preprocess_data.py",
-        "--input {f}/a.jsonl --workers 1 --output-prefix {f}/o --tokenizer-type NullTokenizer "
-        "--vocab-size 100",
-        "unfinished",
-    ),
-    (
-        "tools/preprocess_data.py",
-        f"{hostile_files.GPT2} --output-prefix {{f}}/o",
-        "gpt2",
-    ),
-    *(
-        (script, f"{words} {hostile_files.VOCABULARY}", "recorded")
-        for script, words in (
-            (TRAIN, f"{SMALL} --train-iters 2 --data-path {{f}}/a_text_document"),
-            (
-                "tools/inspect_dataset.py",
-                "{f}/a_text_document {f}/b_text_document --validate --samples 2",
-            ),
-        )
-    ),
-    (
-        "tools/merge_datasets.py",
-        "--inputs {f}/a_text_document {f}/b_text_document --output-prefix {f}/out",
-        "recorded",
-    ),
-    (
-        "tools/preprocess_data.py",
-        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type HFTokenizer "
-        "--tokenizer-model {f}/hf",
-        "hugging_face",
-    ),
-    *(
-        (
-            "tools/preprocess_data.py",
-            "--chat --input {f}/chat.jsonl --workers 1 --output-prefix {f}/o --tokenizer-type "
-            "HFTokenizer --tokenizer-model {f}/hf",
-            made,
-        )
-        for made in ("conversations", "conversations", "named_templates")
-    ),
-    (
-        "tools/preprocess_data.py",
-        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type TikTokenizer "
-        "--tokenizer-model {f}/x.tiktoken --tiktoken-pattern gpt2",
-        "ranks",
-    ),
-    (
-        "tools/preprocess_data.py",
-        "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type TikTokenizer "
-        "--tokenizer-model {f}/x.json --vocab-size 300 --tiktoken-num-special-tokens 10",
-        "ranks",
-    ),
-    *(
-        (
-            "tools/preprocess_data.py",
-            "--input {f}/e.txt --workers 1 --output-prefix {f}/o "
-            f"--tokenizer-type {kind}Tokenizer --tokenizer-model {{f}}/spm.model",
-            "pieces",
-        )
-        for kind in ("GPTSentencePiece", "SentencePiece", "Llama2")
-    ),
-    ("tools/report.py", "{f}/run --format json --picture {f}/loss.png", "measured"),
-    ("tools/report.py", "{f}/run {f}/run --format md --output {f}/report.md", "measured"),
-    (
-        "tools/run_experiment.py",
-        "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --dry-run "
-        "--out {f}/points",
-        "points",
-    ),
-    (
-        "tools/show_placement.py",
-        "--cluster {f}/machine.toml --preset tiny --world-size 2",
-        "cluster",
-    ),
-    ("tools/show_recipe.py", "--cluster {f}/machine.toml --preset tiny --world-size 2", "cluster"),
-    ("tools/show_schedule.py", "--schedule interleaved --chunks 2", "nothing"),
-    ("tools/show_schedule.py", "--timeline {f}/timeline.json --plot {f}/t.png", "timeline"),
-    (
-        "tools/train_tokenizer.py",
-        "--input {f}/e.txt --output {f}/x.model --vocab-size 300",
-        "texts",
-    ),
-    (
-        "tools/tune.py",
-        "--space {f}/space.toml --cluster {f}/machine.toml --processes 2 --dry-run",
-        "space",
-    ),
-    (
-        "tools/tune.py",
-        "--space {f}/space.toml --no-prior --search optuna --processes 2 --out {f}/tune "
-        "--report-only",
-        "searched",
-    ),
-)
+# Script | words | what makes the files read (hostile_files.py). {f} is the folder of the case.
+_TARGETS = """
+pretrain_gpt.py | $MOCK | nothing
+pretrain_gpt.py | $MOCK --save {f}/save --metrics-file {f}/m.jsonl --tensorboard-dir {f}/tb | nothing
+pretrain_gpt.py | $MOCK --deepspeed --deepspeed_config {f}/ds.json | deepspeed_json
+pretrain_gpt.py | $MOCK --config {f}/run.toml | settings
+pretrain_gpt.py | $MOCK --cluster {f}/machine.toml | cluster
+pretrain_gpt.py | $MOCK --train-iters 4 --load {f}/run --save {f}/run | run
+pretrain_gpt.py | $MOCK --train-iters 4 --load {f}/run --use-checkpoint-args | run
+pretrain_gpt.py | $MODEL --train-iters 2 --data-path {f}/a --data-cache-path {f}/cache | data
+pretrain_gpt.py | $MOCK --dry-run --world-size 2 --tensor-model-parallel-size 2 | nothing
+tools/build_index.py | $MODEL --train-iters 2 --data-path {f}/a --data-cache-path {f}/cache --world-size 1 | data
+tools/build_index.py | $MODEL --train-iters 4 --data-path {f}/a --load {f}/run --world-size 1 | trained
+tools/build_corpus.py | --stdlib {f}/lib --output {f}/corpus.jsonl | sources
+tools/calibrate.py | --refine {f}/run/metrics.jsonl --cluster {f}/machine.toml -o {f}/out.toml | measured
+$FAMILIES
+pretrain_gpt.py | --load hf:{f}/hf --mock-data --seq-length 16 --micro-batch-size 2 --global-batch-size 4 \
+--lr 1e-3 --train-iters 2 --eval-iters 0 --num-workers 0 | hf llama3
+tools/generate_text.py | --load hf:{f}/hf --prompt ABC --tokens 2 | hf qwen3
+tools/convert_checkpoint.py | {f}/megatron {f}/new | torch_dist
+tools/convert_checkpoint.py | {f}/megatron {f}/new --no-optim | torch_dist
+tools/convert_checkpoint.py | {f}/megatron {f}/new --no-optim | megatron
+tools/convert_checkpoint.py | {f}/megatron {f}/new | megatron
+tools/convert_checkpoint.py | {f}/deepspeed {f}/new --num-attention-heads 4 --vocab-size 50 | deepspeed
+tools/evaluate.py | --load {f}/run --data-path {f}/a --stride 3 | trained
+tools/generate_text.py | --load {f}/run --prompt 5 --tokens 2 | spoken
+tools/inspect_checkpoint.py | {f}/run --norms --provenance | run
+tools/inspect_checkpoint.py | {f}/run --verify --json | run
+tools/inspect_checkpoint.py | --diff {f}/run/iter_0000001 {f}/run/iter_0000002 | run
+tools/inspect_checkpoint.py | {f}/run --verify | legacy
+tools/inspect_dataset.py | {f}/a {f}/b --validate --samples 2 | data
+tools/merge_datasets.py | --inputs {f}/a {f}/b --output-prefix {f}/out | data
+tools/plan.py | --model tiny --cluster {f}/machine.toml --devices 2 --global-batch 8 --processes 1 | cluster
+tools/preflight.py | check --cluster {f}/machine.toml {f}/job.sh -- srun -N 2 -n 16 python pretrain_gpt.py --preset \
+tiny --mock-data --train-iters 10 --global-batch-size 32 --deepspeed_config {f}/ds.json | job
+tools/preprocess_data.py | --input {f}/a.jsonl {f}/b.jsonl.gz {f}/c.jsonl.zst {f}/d.parquet $INTO $NULL | texts
+tools/preprocess_data.py | --input {f}/a.jsonl $INTO $NULL | unfinished
+tools/preprocess_data.py | $GPT2 --output-prefix {f}/o | gpt2
+pretrain_gpt.py | $SMALL --train-iters 2 --data-path {f}/a_text_document $VOCABULARY | recorded
+tools/inspect_dataset.py | {f}/a_text_document {f}/b_text_document --validate --samples 2 $VOCABULARY | recorded
+tools/merge_datasets.py | --inputs {f}/a_text_document {f}/b_text_document --output-prefix {f}/out | recorded
+tools/preprocess_data.py | --input {f}/e.txt $INTO $HF | hugging_face
+tools/preprocess_data.py | --chat --input {f}/chat.jsonl $INTO $HF | conversations
+tools/preprocess_data.py | --chat --input {f}/chat.jsonl $INTO $HF | conversations
+tools/preprocess_data.py | --chat --input {f}/chat.jsonl $INTO $HF | named_templates
+tools/preprocess_data.py | --input {f}/e.txt $INTO $TIKTOKEN {f}/x.tiktoken --tiktoken-pattern gpt2 | ranks
+tools/preprocess_data.py | --input {f}/e.txt $INTO $TIKTOKEN {f}/x.json --vocab-size 300 \
+--tiktoken-num-special-tokens 10 | ranks
+tools/preprocess_data.py | --input {f}/e.txt $INTO --tokenizer-type GPTSentencePieceTokenizer $PIECES | pieces
+tools/preprocess_data.py | --input {f}/e.txt $INTO --tokenizer-type SentencePieceTokenizer $PIECES | pieces
+tools/preprocess_data.py | --input {f}/e.txt $INTO --tokenizer-type Llama2Tokenizer $PIECES | pieces
+tools/report.py | {f}/run --format json --picture {f}/loss.png | measured
+tools/report.py | {f}/run {f}/run --format md --output {f}/report.md | measured
+tools/run_experiment.py | tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --dry-run \
+--out {f}/points | points
+tools/show_placement.py | --cluster {f}/machine.toml --preset tiny --world-size 2 | cluster
+tools/show_recipe.py | --cluster {f}/machine.toml --preset tiny --world-size 2 | cluster
+tools/show_schedule.py | --schedule interleaved --chunks 2 | nothing
+tools/show_schedule.py | --timeline {f}/timeline.json --plot {f}/t.png | timeline
+tools/train_tokenizer.py | --input {f}/e.txt --output {f}/x.model --vocab-size 300 | texts
+tools/tune.py | --space {f}/space.toml --cluster {f}/machine.toml --processes 2 --dry-run | space
+tools/tune.py | --space {f}/space.toml --no-prior --search optuna --processes 2 --out {f}/tune --report-only | searched
+"""
+_CONVERTED = "tools/convert_checkpoint.py | {f}/hf {f}/new | hf "
+_WORDS = {
+    "SMALL": SMALL,
+    "MODEL": MODEL,
+    "MOCK": MOCK,
+    "GPT2": hostile_files.GPT2,
+    "VOCABULARY": hostile_files.VOCABULARY,
+    "FAMILIES": "\n".join(f"{_CONVERTED}{case}" for case in hostile_files.FAMILIES),
+    "INTO": "--workers 1 --output-prefix {f}/o",
+    "NULL": "--tokenizer-type NullTokenizer --vocab-size 100",
+    "HF": "--tokenizer-type HFTokenizer --tokenizer-model {f}/hf",
+    "TIKTOKEN": "--tokenizer-type TikTokenizer --tokenizer-model",
+    "PIECES": "--tokenizer-model {f}/spm.model",
+}
+Target = tuple[str, ...]
+TARGETS: Sequence[Target] = [
+    tuple(line.split(" | ")) for line in Template(_TARGETS.strip()).substitute(_WORDS).splitlines()
+]
 VARIABLES = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME "
     "OMP_NUM_THREADS "
@@ -257,108 +165,35 @@ VARIABLES = (
 LAUNCHERS: Sequence[Mapping[str, str]] = (
     {},
     rank_environment(0, 1, 29999),
-    {
-        "SLURM_PROCID": "0",
-        "SLURM_NTASKS": "1",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_ID": "0",
-        "SLURM_JOB_ID": "7",
-        "SLURM_NODEID": "0",
-        "SLURM_STEP_NODELIST": "n[1-2]",
-        "SLURM_TASKS_PER_NODE": "1",
-    },
+    dict(
+        word.split("=")
+        for word in "SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_LOCALID=0 SLURM_STEP_ID=0 SLURM_JOB_ID=7 "
+        "SLURM_NODEID=0 SLURM_STEP_NODELIST=n[1-2] SLURM_TASKS_PER_NODE=1".split()
+    ),
     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
 )
 WORDS = (
-    "",
-    " ",
-    "0",
-    "-1",
-    "1",
-    "2",
-    "3",
-    "7.5",
-    "²",
-    "nan",
-    "inf",
-    "-inf",
-    "1e308",
-    "-1e308",
-    "1e-320",
-    "1e9",
-    str(2**31),
-    str(2**63),
-    str(2**64),
-    "9" * 5000,
-    "None",
-    "true",
-    "a" * 5000,
-    "é",
-    "\udcff",
-    "%s %d",
-    "{}",
-    "..",
-    ".",
-    "1,2",
-    "0-7",
-    "n[1-9999999999]",
-    "2(x99999999999)",
-    "[" * 3000,
-    "tp=4,pp=",
-    "a=b",
-    "-",
-    "--",
-    "'",
-    "*",
-    "\n",
-    "\x1b[31m",
-    "127.0.0.1",
-    "nope.invalid",
-    "{f}",
-    "{f}/nothing/x",
-    "{f}/fifo",
-    "{f}/loop",
-    "{f}/zero",
-    "{f}/folder",
-    "{f}/empty",
-    "$(mkdir {f}/RAN)",
-    "; mkdir {f}/RAN",
-    "__import__('os').mkdir('{f}/RAN')",
+    *"0 -1 1 2 3 7.5 ² nan inf -inf 1e308 -1e308 1e-320 1e9 2147483648 9223372036854775808".split(),
+    *"18446744073709551616 None true é {} .. . 1,2 0-7 n[1-9999999999] 2(x99999999999)".split(),
+    *"tp=4,pp= a=b - -- ' * 127.0.0.1 nope.invalid {f} {f}/nothing/x {f}/fifo {f}/loop".split(),
+    *"{f}/zero {f}/folder {f}/empty".split(),
+    *("", " ", "9" * 5000, "a" * 5000, "\udcff", "%s %d", "[" * 3000, "\n", "\x1b[31m"),
+    *("$(mkdir {f}/RAN)", "; mkdir {f}/RAN", "__import__('os').mkdir('{f}/RAN')"),
 )
 # Messages between our own processes. Nothing in them ever comes from a file.
-OWN_PICKLES = (
-    "_codecs",
-    "_thread",
-    "collections",
-    "concurrent.futures",
-    "datetime",
-    "functools",
-    "megatron",
-    "multiprocessing",
-    "numpy",
-    "pathlib",
-    "builtins.set",
-    "builtins.frozenset",
-    "builtins.complex",
-    "builtins.slice",
-    "torch",
+OWN_PICKLES = tuple(
+    (
+        "_codecs _thread collections concurrent.futures datetime functools megatron "
+        "multiprocessing numpy pathlib builtins.set builtins.frozenset builtins.complex "
+        "builtins.slice torch"
+    ).split()
 )
 PRELOADED = (
-    "tests.helpers.preload",
-    "matplotlib.pyplot",
-    "matplotlib.backends.backend_agg",
-    "pyarrow.parquet",
-    "rich.table",
-    "sentencepiece",
-    "tokenizers",
-    "tiktoken",
-    "megatron.planner.search.output",
-    "megatron.jobs.tune",
-    "megatron.jobs.check_job",
-    "megatron.planner.dryrun.rehearsal",
-    "megatron_preparation.preprocess",
-    "optuna",
-)
+    "tests.helpers.preload matplotlib.pyplot matplotlib.backends.backend_agg "
+    "pyarrow.parquet rich.table sentencepiece tokenizers tiktoken "
+    "megatron.planner.search.output megatron.jobs.tune megatron.jobs.check_job "
+    "megatron.planner.dryrun.rehearsal megatron_preparation.preprocess optuna"
+).split()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.launching import ROOT, Script
-from tests.helpers.preprocessing import byte_tokenizer, null_options, write_input
 
 TEXTS = ["17 5 99 3", "1 2 3 4 5 6 7 8 9", "42"] * 40
 MEMORY_BYTES = 4 << 30
@@ -206,6 +205,8 @@ def job(folder: Path) -> None:
 
 
 def texts(folder: Path) -> None:
+    from tests.helpers.preprocessing import write_input
+
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"):
         write_input(folder / name, TEXTS)
     shutil.copy(io.__file__, folder / "e.txt")
@@ -215,6 +216,7 @@ def unfinished(folder: Path) -> None:
     """Stop a run of preprocessing after its first block."""
     from megatron_preparation import sources as blocks
     from megatron_preparation.preprocess import Listeners, PreprocessStopped, preprocess
+    from tests.helpers.preprocessing import null_options, write_input
 
     write_input(folder / "a.jsonl", TEXTS)
     size, blocks.BLOCK_BYTES, seen = blocks.BLOCK_BYTES, 200, list[int]()
@@ -255,6 +257,8 @@ def recorded(folder: Path) -> None:
 
 
 def hugging_face(folder: Path) -> None:
+    from tests.helpers.preprocessing import byte_tokenizer
+
     texts(folder)
     (folder / "hf").mkdir()
     byte_tokenizer(folder / "hf")
@@ -352,74 +356,19 @@ def deepspeed(folder: Path) -> None:
 
 _INTEGERS = (0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63), 255)
 _VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    0,
-    -1,
-    1,
-    2,
-    0.5,
-    2**31,
-    2**63,
-    2**64,
-    -(2**63),
-    1e308,
-    -1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "x",
-    "a" * 10000,
-    "é\ud800",
-    "\0",
-    "../../x",
-    "/nowhere",
-    [],
-    {},
-    [[]],
-    [None],
-    {"": None},
-    {"x": {"x": {}}},
-    [1, "x"],
-    "torch.float32",
-    [{}, 1],
-    [1, {}],
-    [[1], {"x": 1}],
-    ["x"] * 20000,
-    1000000,
-    "nan",
-    "1e9",
+    *json.loads(
+        """[null, true, 0, -1, 1, 2, 0.5, 1000000, 2147483648, 9223372036854775808,
+        18446744073709551616, -9223372036854775808, 1e308, -1e308, NaN, Infinity, "", "x",
+        "é\\ud800", "\\u0000", "../../x", "/nowhere", "torch.float32", "nan", "1e9", [], {}, [[]],
+        [null], {"": null}, {"x": {"x": {}}}, [1, "x"], [{}, 1], [1, {}], [[1], {"x": 1}]]"""
+    ),
+    *("a" * 10000, ["x"] * 20000),
 )
 _LITERALS = (
-    "0",
-    "-1",
-    "1e308",
-    "nan",
-    "inf",
-    "true",
-    "null",
-    '""',
-    '"x"',
-    "[]",
-    "{}",
-    "[[]]",
-    "9" * 20,
-    "9" * 5000,
-    "[" * 5000,
-    '{"a":' * 5000,
-    "[" * 2000 + "]" * 2000,
-    "\x00",
-    "\\",
-    '"' + "a" * 10000 + '"',
-    "1979-05-27T07:32:00Z",
-    "'x'",
-    "a.b.c",
-    "__import__('os').mkdir('RAN')",
-    "9**9**9",
-    "$(mkdir RAN)",
-    "(lambda: 0)()",
-    "x" * 5000,
-    "\xff",
+    *'0 -1 1e308 nan inf true null "" "x" [] {} [[]] \\ 1979-05-27T07:32:00Z \'x\' a.b.c'.split(),
+    *"__import__('os').mkdir('RAN') 9**9**9 \xff".split(),
+    *("9" * 20, "9" * 5000, "[" * 5000, '{"a":' * 5000, "[" * 2000 + "]" * 2000, "\x00"),
+    *('"' + "a" * 10000 + '"', "$(mkdir RAN)", "(lambda: 0)()", "x" * 5000),
 )
 _MAGIC = {b"\x1f\x8b": "gzip", b"PK": "zip"}
 
@@ -818,40 +767,12 @@ def _nodes(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {
-    made.__name__: made
-    for made in (
-        nothing,
-        run,
-        spoken,
-        trained,
-        legacy,
-        measured,
-        data,
-        deepspeed_json,
-        settings,
-        cluster,
-        timeline,
-        space,
-        searched,
-        points,
-        sources,
-        job,
-        texts,
-        unfinished,
-        gpt2,
-        hugging_face,
-        ranks,
-        pieces,
-        megatron,
-        torch_dist,
-        deepspeed,
-        conversations,
-        named_templates,
-        recorded,
-        nodes,
-    )
-}
+_MADE = (
+    "nothing run spoken trained legacy measured data deepspeed_json settings cluster timeline space "
+    "searched points sources job texts unfinished gpt2 hugging_face ranks pieces megatron torch_dist "
+    "deepspeed conversations named_templates recorded nodes"
+)
+MAKERS: dict[str, Callable[[Path], None]] = {name: globals()[name] for name in _MADE.split()}
 FAMILIES = (
     "gpt2 llama3 llama-biased llama31 llama-yarn mistral-window qwen2-window qwen3 olmo2 mixtral "
     "olmoe qwen3_moe qwen2_moe gemma2 pythia bloom"

@@ -65,10 +65,10 @@ class _Follow(OperatorRecorder):
     def follows(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu
 
-    def taken(self, step: Alloc, tensor: torch.Tensor) -> None:
+    def allocated(self, step: Alloc, tensor: torch.Tensor) -> None:
         self.steps.append(step)
 
-    def given(self, step: Free) -> None:
+    def freed(self, step: Free) -> None:
         self.steps.append(step)
 
 

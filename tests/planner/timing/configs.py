@@ -7,45 +7,38 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megatron.config import Config
+from tests.planner.layouts import planned
 
-SIZES = dict(num_layers=8, hidden_size=256, num_attention_heads=8, seq_length=512, vocab_size=3000)
-
-_KINDS = st.sampled_from(
-    [
-        {},
-        dict(swiglu=True),
-        dict(add_bias_linear=False, hidden_dropout=0.0),
-        dict(num_key_value_heads=4),
-        dict(num_key_value_heads=1),
-        dict(window_size=(99, 0)),
-        dict(position_embedding_type="rope", normalization="rmsnorm"),
-        dict(untie_embeddings_and_output_weights=True),
-        dict(attention_backend="unfused"),
-        dict(attention_backend="blocked"),
-        dict(fp32_residual_connection=True),
-        dict(apply_residual_connection_post_layernorm=True),
-        dict(position_embedding_type="alibi"),
-        dict(
-            bias_dropout_fusion=False,
-            persist_layer_norm=False,
-            bias_gelu_fusion=False,
-            cross_entropy_loss_fusion=False,
-        ),
-        dict(cross_entropy_chunk_tokens=100),
-        dict(gradient_accumulation_fusion=False),
-        dict(zero_stage=0),
-        dict(overlap_grad_reduce=False, overlap_param_gather=False),
-        dict(async_tensor_model_parallel_allreduce=False),
-    ]
+SIZES = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 512 --vocab-size 3000"
 )
-RECOMPUTE: tuple[dict[str, Any], ...] = (
-    {},
-    dict(recompute_granularity="selective"),
-    dict(recompute_granularity="full"),
-    dict(recompute_granularity="full", recompute_num_layers=3),
-    dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
-    dict(recompute_granularity="selective", recompute_modules=("mlp_act", "layernorm")),
-)
+_KINDS = """
+--swiglu
+--disable-bias-linear --hidden-dropout 0
+--num-key-value-heads 4
+--num-key-value-heads 1
+--window-size 99 0
+--position-embedding-type rope --normalization rmsnorm
+--untie-embeddings-and-output-weights
+--attention-backend unfused
+--attention-backend blocked
+--fp32-residual-connection
+--apply-residual-connection-post-layernorm
+--position-embedding-type alibi
+--no-bias-dropout-fusion --no-persist-layer-norm --no-bias-gelu-fusion --no-cross-entropy-loss-fusion
+--cross-entropy-chunk-tokens 100
+--no-gradient-accumulation-fusion
+--zero-stage 0
+--no-overlap-grad-reduce --no-overlap-param-gather
+--no-async-tensor-model-parallel-allreduce
+""".splitlines()
+RECOMPUTE = """
+--recompute-granularity selective
+--recompute-granularity full
+--recompute-granularity full --recompute-num-layers 3
+--recompute-granularity full --recompute-method block --recompute-num-layers 1
+--recompute-granularity selective --recompute-modules mlp_act layernorm
+""".splitlines()
 
 
 @st.composite
@@ -54,30 +47,28 @@ def configs(draw: Any) -> Config:
     t, p = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
     d, b = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
     m = draw(st.integers(1, 9))
-    schedules: list[dict[str, Any]] = [{}]
+    schedules, tensor = [""], [""]
     if p > 1:
         schedules += [
-            dict(num_layers_per_virtual_pipeline_stage=8 // (2 * p)),
-            dict(enable_zbh1_pipeline=True),
-            dict(pipeline_layout={2: "5,3", 4: "1,3,3,1"}[p]),
+            f"--num-layers-per-virtual-pipeline-stage {8 // (2 * p)}",
+            "--enable-zbh1-pipeline",
+            f"--pipeline-layout {'5,3' if p == 2 else '1,3,3,1'}",
         ]
-    schedule = draw(st.sampled_from(schedules))
-    tensor: dict[str, Any] = {}
     if t > 1:
-        tensor = dict(sequence_parallel=draw(st.booleans()), tp_comm_overlap=draw(st.booleans()))
-    sizes = dict(
-        tensor_model_parallel_size=t,
-        pipeline_model_parallel_size=p,
-        world_size=t * p * d,
-        micro_batch_size=b,
-        global_batch_size=b * d * m,
+        tensor += [
+            "--sequence-parallel",
+            "--tp-comm-overlap",
+            "--sequence-parallel --tp-comm-overlap",
+        ]
+    lists = (schedules, tensor, _KINDS, RECOMPUTE, ["--fp16", "--bf16"])
+    return planned(
+        SIZES,
+        *(draw(st.sampled_from(flags)) for flags in lists),
+        f"--tensor-model-parallel-size {t} --pipeline-model-parallel-size {p}",
+        f"--world-size {t * p * d} --micro-batch-size {b} --global-batch-size {b * d * m}",
     )
-    precision = {draw(st.sampled_from(["fp16", "bf16"])): True}
-    kind = draw(_KINDS) | draw(st.sampled_from(RECOMPUTE))
-    return Config.create(**SIZES | kind | schedule | tensor | precision | sizes)
 
 
-def run(**more: Any) -> Config:
+def run(*flags: str) -> Config:
     """Return a small run in bf16 on as many devices as its layout needs."""
-    t, p = more.get("tensor_model_parallel_size", 1), more.get("pipeline_model_parallel_size", 1)
-    return Config.create(**{**SIZES, "bf16": True, "world_size": t * p, **more})
+    return planned(SIZES, "--bf16", *flags)

@@ -51,10 +51,10 @@ def test_products_in_chunks_in_closed_form(message):
 
     The order does not matter.
     """
-    fields = dict(
-        tensor_model_parallel_size=2, sequence_parallel=True, seq_length=2048, tp_comm_overlap=True
+    fields = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 2048 --tp-comm-overlap"
     )
-    forward = trace(run(**fields), "cuda").layer.forward
+    forward = trace(run(fields), "cuda").layer.forward
     # An input that is gathered, an output that is summed.
     for name in ("query_key_value", "dense_4h_to_h"):
         of_it = [
@@ -76,7 +76,7 @@ def test_halves_of_a_backward_pass_make_the_whole():
 
     Messages are left out, and so is the output layer, which a split pass does not cut into chunks.
     """
-    traced = trace(run(tensor_model_parallel_size=2, hidden_size=2048), "cuda")
+    traced = trace(run("--tensor-model-parallel-size 2 --hidden-size 2048"), "cuda")
     whole, halves = (
         stage_seconds(traced, StageWork(3, True, False, split=split), RATES, None)
         for split in (False, True)
@@ -91,7 +91,7 @@ def test_the_host_adds_to_each_layer():
     cluster = load_cluster("frontier")
     figure = dataclasses.replace(cluster.compute["layer_overhead_s"], points=((1e-3,),))
     slower = rates_of(cluster.with_figures([figure]), "bfloat16")
-    traced = trace(run(recompute_granularity="full"), "cuda")
+    traced = trace(run("--recompute-granularity full"), "cuda")
     stage = StageWork(8, True, True, recomputed=(3, 3, 2))
     plain, with_host = (stage_seconds(traced, stage, rates, None) for rates in (RATES, slower))
     assert with_host.forward_s - plain.forward_s == pytest.approx(8e-3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -125,17 +124,11 @@ def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
     Source: Narayanan et al. 2021, section 2.2. Links take no time, and the ends of the model are
     negligible beside its layers.
     """
-    chunks = dict(num_layers_per_virtual_pipeline_stage=8 // (p * v)) if v > 1 else {}
+    chunks = f"--num-layers-per-virtual-pipeline-stage {8 // (p * v)}" if v > 1 else ""
     config = run(
-        pipeline_model_parallel_size=p,
-        global_batch_size=m,
-        vocab_size=1,
-        make_vocab_size_divisible_by=1,
-        hidden_size=2048,
-        seq_length=2048,
-        position_embedding_type="none",
-        hidden_dropout=0.0,
-        **chunks,
+        f"--pipeline-model-parallel-size {p} --global-batch-size {m} {chunks}",
+        "--vocab-size 1 --make-vocab-size-divisible-by 1 --hidden-size 2048 --seq-length 2048",
+        "--position-embedding-type none --hidden-dropout 0",
     )
     free = with_figures(FRONTIER, **dict.fromkeys(SECONDS - {"layer_overhead_s"}, 0.0))
     links = dict.fromkeys(free.links, 1e9)
@@ -149,7 +142,9 @@ def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
 
 
 def test_memory_bandwidth_and_rates_go_into_their_parts():
-    config = run(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, global_batch_size=4)
+    config = run(
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 4"
+    )
     found = estimate(config, FRONTIER)
     twice = FRONTIER.with_figures([FRONTIER.compute["update_gb_per_s"].scaled(0.5)])
     changed = estimate(config, twice)
@@ -164,25 +159,25 @@ def test_bf16_moments_and_an_average_count_in_the_update():
     8 for scaled gradients.
     """
 
-    def update_s(**fields: Any) -> float:
-        return estimate(run(bf16=True, **fields), FRONTIER).parts["optimizer"]
+    def update_s(flags: str = "") -> float:
+        return estimate(run(flags), FRONTIER).parts["optimizer"]
 
-    plain, narrow = update_s(), dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    plain, narrow = update_s(), "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     for fields, n_bytes in (
         (narrow, 34 - 8),
-        (dict(exp_avg_sq_dtype="bf16"), 34 - 4),
-        (dict(ema_decay=0.9), 34 + 8),
-        (dict(ema_decay=0.9, ema_interval=4), 34 + 2),
-        (dict(ema_decay=0.9, qk_clip=True), 34 + 12),
-        (dict(ema_decay=0.9, optimizer_implementation="torch"), 38 + 12),
-        ({**narrow, "optimizer_implementation": "torch"}, 38 - 8 + 2 * 96 + 8),
+        ("--exp-avg-sq-dtype bf16", 34 - 4),
+        ("--ema-decay 0.9", 34 + 8),
+        ("--ema-decay 0.9 --ema-interval 4", 34 + 2),
+        ("--ema-decay 0.9 --qk-clip", 34 + 12),
+        ("--ema-decay 0.9 --optimizer-implementation torch", 38 + 12),
+        (f"{narrow} --optimizer-implementation torch", 38 - 8 + 2 * 96 + 8),
     ):
-        assert update_s(**fields) == pytest.approx(plain * n_bytes / 34), fields
+        assert update_s(fields) == pytest.approx(plain * n_bytes / 34), fields
 
 
 def test_the_update_is_divided_over_replicas_by_zero_alone():
     def update_s(replicas: int, stage: int) -> float:
-        config = run(world_size=replicas, global_batch_size=replicas, zero_stage=stage)
+        config = run(f"--world-size {replicas} --global-batch-size {replicas} --zero-stage {stage}")
         return estimate(config, FRONTIER).parts["optimizer"]
 
     assert update_s(8, 0) == update_s(2, 0)
@@ -195,9 +190,9 @@ def test_tensor_messages_are_hidden_only_where_they_may_be():
     Layers without sequence parallelism wait for two all-reduces forward; backward each hides behind
     a weight gradient.
     """
-    fields = dict(tensor_model_parallel_size=8, hidden_size=8192, seq_length=2048)
-    shown = run(**fields, async_tensor_model_parallel_allreduce=False)
-    hidden = run(**fields)
+    fields = "--tensor-model-parallel-size 8 --hidden-size 8192 --seq-length 2048"
+    shown = run(f"{fields} --no-async-tensor-model-parallel-allreduce")
+    hidden = run(fields)
     one = Channels(hidden, FRONTIER, estimate(hidden, FRONTIER).placement).seconds(
         "all_reduce", 2048 * 8192 * 2
     )
@@ -207,18 +202,18 @@ def test_tensor_messages_are_hidden_only_where_they_may_be():
     ends = 1  # the embedding's sum, and forward nothing of the output layer
     assert stages[0].forward.waited == pytest.approx((2 * 8 + ends) * one)
     assert stages[1].backward.waited - stages[0].backward.waited >= 2 * 8 * one
-    chunks = run(**fields, tp_comm_overlap=True)
+    chunks = run(f"{fields} --tp-comm-overlap")
     assert (
         estimate(chunks, FRONTIER).stage_seconds[0].forward.waited < 0.6 * stages[0].forward.waited
     )
 
 
 def test_a_cpu_hides_nothing():
-    fields = dict(tensor_model_parallel_size=2, global_batch_size=2)
-    shown = run(**fields, async_tensor_model_parallel_allreduce=False)
+    fields = "--tensor-model-parallel-size 2 --global-batch-size 2"
+    shown = run(f"{fields} --no-async-tensor-model-parallel-allreduce")
     cpu = dataclasses.replace(FRONTIER, device_type="cpu")
     waited = [
-        estimate(config, cpu).stage_seconds[0].backward.waited for config in (run(**fields), shown)
+        estimate(config, cpu).stage_seconds[0].backward.waited for config in (run(fields), shown)
     ]
     assert waited[0] == pytest.approx(waited[1])
 
@@ -229,7 +224,7 @@ def test_ranks_that_share_cores_take_turns():
     With four replicas on two cores passes, gradients and optimizer take twice as long; the host's
     part does not.
     """
-    config = run(world_size=4, global_batch_size=8)
+    config = run("--world-size 4 --global-batch-size 8")
     alone = dataclasses.replace(FRONTIER, device_type="cpu")
     shared = dataclasses.replace(alone, shared_cores=2)
     one, two = estimate(config, alone), estimate(config, shared)
@@ -246,7 +241,7 @@ def test_ranks_that_share_cores_take_turns():
 
 
 def test_the_use_of_the_peak():
-    found = estimate(run(world_size=16, global_batch_size=32), FRONTIER)
+    found = estimate(run("--world-size 16 --global-batch-size 32"), FRONTIER)
     expected = formulas.model_flops_per_token(found.config.model) * 32 * 512
     assert found.model_flops == expected == found.hardware_flops
     assert found.mfu == pytest.approx(expected / (found.seconds * 16 * 191.5e12))
@@ -259,21 +254,15 @@ def test_the_use_of_the_peak():
 @pytest.mark.parametrize(
     "more",
     [
-        dict(global_batch_size=8, recompute_granularity="full", recompute_num_layers=2),
-        dict(
-            recompute_granularity="selective",
-            recompute_modules=("mlp_act", "layernorm"),
-            tensor_model_parallel_size=2,
-            pipeline_model_parallel_size=4,
-            enable_zbh1_pipeline=True,
-            world_size=16,
-            global_batch_size=32,
-        ),
+        "--global-batch-size 8 --recompute-granularity full --recompute-num-layers 2",
+        "--recompute-granularity selective --recompute-modules mlp_act layernorm "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --enable-zbh1-pipeline "
+        "--world-size 16 --global-batch-size 32",
     ],
 )
-def test_the_explanation_adds_up(more: dict[str, Any]):
+def test_the_explanation_adds_up(more: str):
     """The explanation adds up: printed terms give the printed sums of the estimate."""
-    found = estimate(run(**more), FRONTIER)
+    found = estimate(run(more), FRONTIER)
     tables = {table.title: table for table in explain(found)}
     for title, table in tables.items():
         if title.endswith("on one GCD"):
@@ -293,13 +282,8 @@ def test_the_explanation_adds_up(more: dict[str, Any]):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_listed_messages_of_zero_are_all_that_a_step_waits_for(stage: int):
     """On a CPU nothing is hidden: the messages that are listed are the data-parallel part."""
-    config = run(
-        world_size=16,
-        global_batch_size=32,
-        zero_stage=stage,
-        zero_shard_size=4 if stage > 1 else 0,
-        zero_reduce_bucket_size=300_000,
-    )
+    zero = f"--zero-stage {stage} --zero-shard-size {4 if stage > 1 else 0}"
+    config = run("--world-size 16 --global-batch-size 32 --zero-reduce-bucket-size 300000", zero)
     found = estimate(config, dataclasses.replace(FRONTIER, device_type="cpu"))
     tables = {table.title: table.rows for table in explain(found)}
     listed = {
@@ -325,12 +309,12 @@ def test_an_estimate_rests_on_its_own_figures_only():
 
     Whatever was asked of the machine before, explicit attention uses no rate of attention kernels.
     """
-    estimate(run(pipeline_model_parallel_size=2), FRONTIER)
-    found = estimate(run(attention_backend="unfused"), FRONTIER)
+    estimate(run("--pipeline-model-parallel-size 2"), FRONTIER)
+    found = estimate(run("--attention-backend unfused"), FRONTIER)
     names = {used.figure for used in found.confidence.used}
     assert "products.bfloat16" in names and not any(name.startswith("attention") for name in names)
     assert not any("message" in name or "hop" in name for name in names)
-    pipeline = estimate(run(pipeline_model_parallel_size=2), FRONTIER)
+    pipeline = estimate(run("--pipeline-model-parallel-size 2"), FRONTIER)
     assert {"attention.bfloat16.backward", "message_within_s"} <= {
         used.figure for used in pipeline.confidence.used
     }

@@ -22,26 +22,16 @@ from megatron.planner.events import Post, Wait
 from megatron.planner.trace import trace
 from tests.helpers.processes import run_processes
 from tests.helpers.training import Job
+from tests.planner.layouts import planned
 
-SIZES = dict(
-    num_layers=4,
-    hidden_size=64,
-    num_attention_heads=4,
-    seq_length=512,
-    vocab_size=500,
-    make_vocab_size_divisible_by=8,
-    micro_batch_size=1,
-    cross_entropy_chunk_tokens=200,
+SIZES = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 512 --vocab-size 500 "
+    "--make-vocab-size-divisible-by 8 --global-batch-size 2 --cross-entropy-chunk-tokens 200"
 )
-LLAMA = dict(
-    num_key_value_heads=2,
-    swiglu=True,
-    normalization="rmsnorm",
-    position_embedding_type="rope",
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
+LLAMA = (
+    "--num-key-value-heads 2 --swiglu --normalization rmsnorm --position-embedding-type rope "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0"
 )
 PRODUCTS = {
     "mm": (0, 1),
@@ -86,9 +76,9 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ran(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
+def ran(rank: int, cases: list[str]) -> list[Any]:
     """Return this rank's products and messages in a step of two micro-batches, for each case."""
-    return [_ran(Job(Config.create(**case))) for case in cases]
+    return [_ran(Job(planned(case))) for case in cases]
 
 
 def _ran(job: Job) -> Any:
@@ -186,59 +176,45 @@ def listed_in_order(config: Config) -> list[Any]:
     return found
 
 
-FULL = dict(recompute_granularity="full")
-SELECTIVE = dict(recompute_granularity="selective")
-CHUNKS = dict(num_layers_per_virtual_pipeline_stage=1)
+FULL = "--recompute-granularity full"
+SELECTIVE = "--recompute-granularity selective"
+CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
 
 
-TP2: dict[str, Any] = dict(tensor_model_parallel_size=2)
-PP2: dict[str, Any] = dict(pipeline_model_parallel_size=2)
-SP = dict(TP2, sequence_parallel=True)
-OVERLAP = dict(tp_comm_overlap=True)
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+SP = f"{TP2} --sequence-parallel"
+OVERLAP = "--tp-comm-overlap"
 # By processes.
-CASES: dict[int, list[dict[str, Any]]] = {
+CASES: dict[int, list[str]] = {
     1: [
         LLAMA,
-        dict(attention_backend="unfused", **SELECTIVE),
-        dict(**FULL, recompute_num_layers=3, attention_backend="fused"),
-        dict(
-            **SELECTIVE,
-            recompute_modules=("mlp_act", "layernorm"),
-            gradient_accumulation_fusion=False,
-        ),
+        f"--attention-backend unfused {SELECTIVE}",
+        f"{FULL} --recompute-num-layers 3 --attention-backend fused",
+        f"{SELECTIVE} --recompute-modules mlp_act layernorm --no-gradient-accumulation-fusion",
     ],
     2: [
         TP2,
-        dict(**SP, **LLAMA),
-        dict(**SP, **FULL),
-        dict(**SP, **OVERLAP, tp_comm_overlap_chunks=3),
-        dict(
-            **TP2,
-            **OVERLAP,
-            micro_batch_size=2,
-            bf16=True,
-            async_tensor_model_parallel_allreduce=False,
-        ),
-        {**PP2, **LLAMA, **CHUNKS},
-        dict(**PP2, **CHUNKS, **FULL),
-        dict(**PP2, enable_zbh1_pipeline=True, **FULL),
-        dict(**PP2, pipeline_layout="1,3", **FULL, recompute_num_layers=2),
+        f"{SP} {LLAMA}",
+        f"{SP} {FULL}",
+        f"{SP} {OVERLAP} --tp-comm-overlap-chunks 3",
+        f"{TP2} {OVERLAP} --micro-batch-size 2 --global-batch-size 4 --bf16 --no-async-tensor-model-parallel-allreduce",
+        f"{PP2} {LLAMA} {CHUNKS}",
+        f"{PP2} {CHUNKS} {FULL}",
+        f"{PP2} --enable-zbh1-pipeline {FULL}",
+        f"{PP2} --pipeline-layout 1,3 {FULL} --recompute-num-layers 2",
     ],
-    4: [dict(**PP2, **SP, enable_zbh1_pipeline=True)],
+    4: [f"{PP2} {SP} --enable-zbh1-pipeline"],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", CASES)
 def test_a_step_multiplies_and_sends_what_the_trace_says(processes: int) -> None:
-    whole = [
-        {**SIZES, "global_batch_size": 2 * case.get("micro_batch_size", 1), **case}
-        | dict(world_size=processes)
-        for case in CASES[processes]
-    ]
+    whole = [f"{SIZES} --world-size {processes} {case}" for case in CASES[processes]]
     ranks = run_processes(processes, ran, whole)
     for i, case in enumerate(whole):
-        config = Config.create(**case)
+        config = planned(case)
         pipeline = config.parallel.pipeline_model_parallel_size
         explicit = backend(config) == "unfused"  # autograd orders its products
         for rank, of_cases in enumerate(ranks):

@@ -57,17 +57,12 @@ def exchanged(config, links, *, hides=True):
     return exchange(config, of(config), links, passes(config), stages, hides=hides)
 
 
-def of_equal_layers(vocab_size=1, **more):
+def of_equal_layers(*flags):
     """Return a run of four layers, beside which nothing weighs but the vocabulary."""
     return run(
-        add_bias_linear=False,
-        num_layers=4,
-        vocab_size=vocab_size,
-        make_vocab_size_divisible_by=1,
-        position_embedding_type="none",
-        normalization="rmsnorm",
-        num_key_value_heads=8,
-        **more,
+        "--disable-bias-linear --num-layers 4 --vocab-size 1 --make-vocab-size-divisible-by 1",
+        "--position-embedding-type none --normalization rmsnorm --num-key-value-heads 8",
+        *flags,
     )
 
 
@@ -78,7 +73,9 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
     Four equal layers have theirs after each quarter of the last pass of two seconds. Links slower
     than that are busy from the end of the first quarter on.
     """
-    config = of_equal_layers(world_size=2, global_batch_size=4, zero_reduce_bucket_size=256 * 1024)
+    config = of_equal_layers(
+        "--world-size 2 --global-batch-size 4 --zero-reduce-bucket-size 262144"
+    )
     links = Links(seconds / (4 * parameters_of(of(config), *stages_of(config))))
     found = exchanged(config, links)
     assert 0 < found.reduced <= seconds
@@ -94,10 +91,10 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
 @pytest.mark.parametrize(
     ("fields", "hidden"),
     [
-        (dict(zero_stage=2, zero_reduce_bucket_size=256 * 1024), 1.5),
-        (dict(zero_stage=3), 0.5),
-        (dict(zero_stage=3, zero_state_shard_size=2), 0.5),
-        (dict(zero_stage=3, overlap_grad_reduce=False), 0.0),
+        ("--zero-stage 2 --zero-reduce-bucket-size 262144", 1.5),
+        ("--zero-stage 3", 0.5),
+        ("--zero-stage 3 --zero-state-shard-size 2", 0.5),
+        ("--zero-stage 3 --no-overlap-grad-reduce", 0.0),
     ],
 )
 def test_sums_beyond_the_inner_ranks_begin_two_buckets_later(fields, hidden):
@@ -106,10 +103,10 @@ def test_sums_beyond_the_inner_ranks_begin_two_buckets_later(fields, hidden):
     Four equal layers have their gradients after each quarter of the last pass of two seconds. A
     bucket is a layer with stage 3, and less than a third of one with stage 2.
     """
-    config = of_equal_layers(world_size=4, global_batch_size=8, zero_shard_size=2, **fields)
+    config = of_equal_layers("--world-size 4 --global-batch-size 8 --zero-shard-size 2", fields)
     links = Links(1e-4)
     seconds = 1e-4 * 4 * parameters_of(of(config), *stages_of(config)) / 2
-    if "zero_state_shard_size" in fields:
+    if "zero-state-shard-size" in fields:
         seconds *= 2  # an all-reduce among the copies
     found = exchanged(config, links)
     assert found.reduced == pytest.approx(seconds - hidden)
@@ -117,22 +114,21 @@ def test_sums_beyond_the_inner_ranks_begin_two_buckets_later(fields, hidden):
     assert shown.reduced == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", ["--overlap-grad-reduce", "--no-overlap-grad-reduce"])
 def test_a_step_of_stage_3_waits_for_its_first_weights_and_its_last_sums(early):
     """The embedding is gathered for a step's first pass, and reduced after its last, beside nothing.
 
     In between it is gathered beside the first layer. The sum of the vectors, sent before it, is
     hidden by its backward pass, unless all sums begin after that.
     """
-    config = of_equal_layers(
-        4096, world_size=4, global_batch_size=8, zero_stage=3, overlap_grad_reduce=early
-    )
+    sizes = "--vocab-size 4096 --world-size 4 --global-batch-size 8"
+    config = of_equal_layers(sizes, "--zero-stage 3", early)
     traced, (stage,) = of(config), stages_of(config)
     rates, plan = rates_of(FRONTIER, "bfloat16"), plan_in_passes(config, traced, stage)
     links = Links(1e-9 * stage_seconds(traced, stage, rates, None).forward_s)
     found = stage_seconds(traced, stage, rates, links.seconds, plan=plan)
     hidden = config.model.hidden_size
-    table, vectors = 4096 * hidden, 0 if early else (4 * 2 + 1) * hidden
+    table, vectors = 4096 * hidden, ("--no" in early) * (4 * 2 + 1) * hidden
     assert found.first == pytest.approx(2 * table * links.per_byte)
     assert found.last == pytest.approx(4 * (table + vectors) * links.per_byte)
 
@@ -142,9 +138,8 @@ def test_sums_of_stage_2_begin_within_a_layer():
 
     On links that need half of the time of the passes only the last one is waited for.
     """
-    config = of_equal_layers(
-        world_size=4, global_batch_size=8, zero_stage=2, zero_reduce_bucket_size=256 * 1024
-    )
+    buckets = "--zero-stage 2 --zero-reduce-bucket-size 262144"
+    config = of_equal_layers("--world-size 4 --global-batch-size 8", buckets)
     traced, (stage,) = of(config), stages_of(config)
     rates, plan = rates_of(FRONTIER, "bfloat16"), plan_in_passes(config, traced, stage)
     alone = stage_seconds(traced, stage, rates, None).backward_s
@@ -158,14 +153,9 @@ def test_sums_of_stage_2_begin_within_a_layer():
 def test_experts_are_sent_after_the_other_weights_of_their_layer():
     """Links that are fast enough are free again before the last layer's sums."""
     config = run(
-        world_size=4,
-        global_batch_size=8,
-        num_layers=4,
-        num_experts=4,
-        zero_reduce_bucket_size=300_000,
-        vocab_size=1,
-        make_vocab_size_divisible_by=1,
-        position_embedding_type="none",
+        "--world-size 4 --global-batch-size 8 --num-layers 4 --num-experts 4 --vocab-size 1",
+        "--zero-reduce-bucket-size 300000 --make-vocab-size-divisible-by 1",
+        "--position-embedding-type none",
     )
     traced = of(config)
     layer = sum(p.elements for p in traced.layer.parameters)
@@ -180,12 +170,9 @@ def test_new_weights_are_waited_for_by_the_layers_that_need_them():
     The last stage begins p - 1 passes later, so that much of its gather is hidden anyway.
     """
     config = run(
-        world_size=8,
-        pipeline_model_parallel_size=4,
-        global_batch_size=16,
-        overlap_param_gather=False,
-        untie_embeddings_and_output_weights=True,
-        zero_reduce_bucket_size=100_000,
+        "--world-size 8 --pipeline-model-parallel-size 4 --global-batch-size 16",
+        "--no-overlap-param-gather --untie-embeddings-and-output-weights",
+        "--zero-reduce-bucket-size 100000",
     )
     elements = [parameters_of(of(config), stage) for stage in stages_of(config)]
     links = Links(1e-6)
@@ -199,22 +186,18 @@ def test_new_weights_are_waited_for_by_the_layers_that_need_them():
 
 
 def test_stage_0_sums_everywhere_and_gathers_nothing():
-    config = run(world_size=4, global_batch_size=8)
-    zero = run(world_size=4, global_batch_size=8, zero_stage=0)
+    config = run("--world-size 4 --global-batch-size 8")
+    zero = run("--world-size 4 --global-batch-size 8 --zero-stage 0")
     links = Links(1e-9)
     one, all_of_it = (exchanged(c, links, hides=False) for c in (config, zero))
     assert all_of_it.reduced == pytest.approx(2 * one.reduced) and all_of_it.gathered == 0
     assert one.gathered == pytest.approx(0.5 * one.reduced)
-    alone = run(global_batch_size=8)
+    alone = run("--global-batch-size 8")
     assert exchanged(alone, links) == (0.0, 0.0)
 
 
 def test_the_tied_embedding_is_summed_over_both_ends():
-    tied = run(
-        pipeline_model_parallel_size=2,
-        tensor_model_parallel_size=2,
-        world_size=8,
-        global_batch_size=8,
-    )
+    sizes = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+    tied = run(sizes, "--world-size 8 --global-batch-size 8")
     assert tied_elements(tied, of(tied)) == 256 * tied.model.padded_vocab_size(2) / 2 / 2
     assert tied_elements(run(), of(run())) == 0
