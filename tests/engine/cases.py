@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 import megatron.engine.engine as engine_module
 import megatron.engine.optimizer as optimizer_module
-from megatron.config.training import KernelConfig
 from megatron.engine.engine import Engine, StepResult
 from megatron.errors import ConfigError
 from megatron.kernels.choose import Fusions
@@ -38,10 +36,10 @@ def build(
 
     That uses torch's operators where no kernels are loaded.
     """
+    fields = {**fields, "optimizer_implementation": "auto"} if fused else fields
     config = toy.config(precision, zero_stage, **fields)
     if not fused:
         return Engine(config, topology, toy.build(topology))
-    config = dataclasses.replace(config, kernels=KernelConfig())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_module, "choose_fusions", lambda *_: Fusions(optimizer=True))
         engine = Engine(config, topology, toy.build(topology))

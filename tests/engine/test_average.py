@@ -5,7 +5,6 @@ Matrices of the toy model are of the kind "output", the others vectors.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.training import KernelConfig
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer_state import AVERAGE, StepValues
 from megatron.kernels.ops.optimizer import FusedAdamW
@@ -46,11 +44,10 @@ def train(rank: int, sizes: tuple[int, int], runs: list[str]) -> dict[str, Any]:
     topology, out = join(*sizes), {}
     for name in runs:
         precision, stage, *narrow = name.split()
-        whole = toy.config(precision, int(stage), **FIELDS, exp_avg_dtype=(*narrow, "fp32")[0])
-        if narrow:  # with our kernel, or its equivalent
-            kernels = KernelConfig(optimizer_implementation="fused")
-            whole = dataclasses.replace(whole, kernels=kernels)
-        engine = Engine(whole, topology, toy.build(topology))
+        # with our kernel, or its equivalent
+        more = dict(exp_avg_dtype="bf16", optimizer_implementation="fused") if narrow else {}
+        config = toy.config(precision, int(stage), **FIELDS, **more)
+        engine = Engine(config, topology, toy.build(topology))
         assert isinstance(engine._basic, FusedAdamW) == bool(narrow)
         results, states, weights = [], [toy.state_pieces(engine)], []
         for s in range(STEPS):

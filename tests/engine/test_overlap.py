@@ -13,7 +13,6 @@ from megatron.engine.buckets import BucketPlan, BucketRule
 from megatron.engine.gradients import (
     Bucket,
     WeightGather,
-    owned_gradients,
     sum_of_squares,
 )
 from megatron.engine.optimizer import parameter_groups, unique_parameters
@@ -155,24 +154,3 @@ def test_groups_of_learning_rates() -> None:
         ([p.sharding.name for p in g["params"]], g["lr_scale"], g["weight_decay"]) for g in groups
     ]
     assert found == [(["w1"], 0.25, 0.4), (["w0"], 1.0, 0.1), (["n"], 1.0, 0.0)]
-
-
-def test_what_a_rank_holds_of_a_bucket() -> None:
-    """Split a bucket of seven numbers and one of padding over two ranks."""
-    a, b, c = parameter("a", 3), parameter("b", 2), parameter("c", 2)
-    line = torch.arange(8.0)
-    for rank, held in (
-        (0, [(a, 0, slice(0, 3)), (b, 0, slice(3, 4))]),
-        (1, [(b, 1, slice(0, 1)), (c, 0, slice(1, 3))]),
-    ):
-        bucket = Bucket([a, b, c], line, torch.zeros(8), shared_by_two(rank))
-        assert list(bucket.owned()) == held
-        assert bucket.gradient(b).tolist() == [3.0, 4.0]
-        assert [part.tolist() for part in owned_gradients([bucket], [a, b, c])] == (
-            [[0, 1, 2, 3]] if rank == 0 else [[4, 5, 6]]
-        )
-        assert [part.tolist() for part in owned_gradients([bucket], [a, c])] == (
-            [[0, 1, 2]] if rank == 0 else [[5, 6]]
-        )
-        owned_gradients([bucket], [a, c])[0].add_(0.0)
-        assert all(part.data_ptr() == line.data_ptr() for part in owned_gradients([bucket], [a]))

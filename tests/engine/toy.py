@@ -6,7 +6,6 @@ with partial gradients, tied over stages, padded, with and without weight decay,
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -16,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.config.parallel import ParallelConfig, RecomputeConfig
-from megatron.config.pieces import Pieces
-from megatron.config.training import KernelConfig
+from megatron.config import Config
+from megatron.config.io import CheckpointConfig as ToyCheckpoint  # noqa: F401
 from megatron.engine.engine import Engine
 from megatron.parallel.sharding import attach, shard, sharding_of
 from megatron.parallel.topology import Topology
@@ -56,127 +54,40 @@ def full(name: str, *key: Any) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=generator)
 
 
-@dataclass(frozen=True)
-class ToyModel:
-    num_layers: int = 2
-    hidden_size: int = 3
-    vocab_size: int = 10
-    use_mup: bool = False
-    seq_length: int = 4
-    moe_use_upcycling: bool = False
-    num_experts: int | None = None
+FIELDS: dict[str, Any] = dict(
+    num_layers=2,
+    hidden_size=3,
+    num_attention_heads=1,
+    seq_length=4,
+    vocab_size=10,
+    micro_batch_size=1,
+    global_batch_size=6,
+    lr=LR,
+    weight_decay=DECAY,
+    clip_grad=CLIP,
+    adam_beta2=0.95,
+    adam_eps=EPS,
+    initial_loss_scale=1024.0,
+    hysteresis=1,
+    zero_reduce_bucket_size=40,
+    zero_allgather_bucket_size=40,
+    overlap_param_gather=False,
+    log_num_zeros_in_grad=True,
+    log_params_norm=True,
+)
+PRECISIONS = {
+    "fp32": {},
+    "bf16": dict(bf16=True),
+    "bf16sums": dict(bf16=True, main_grads_dtype="bf16"),
+    "fp16": dict(fp16=True),
+}
 
 
-@dataclass(frozen=True)
-class ToyBatch:
-    micro_batch_size: int = 1
-    global_batch_size: int = 6
-
-
-@dataclass(frozen=True)
-class ToyOptimizer:
-    optimizer: str = "adam"
-    lr: float = LR
-    weight_decay: float = DECAY
-    clip_grad: float = CLIP
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = EPS
-    sgd_momentum: float = 0.9
-    lion_beta1: float = 0.9
-    lion_beta2: float = 0.99
-    ema_decay: float | None = None
-    clip_grad_by_kind: tuple[str, ...] | None = None
-    exp_avg_dtype: str = "fp32"
-    exp_avg_sq_dtype: str = "fp32"
-    qk_clip: bool = False
-
-
-@dataclass(frozen=True)
-class ToyPrecision:
-    fp16: bool = False
-    bf16: bool = False
-    loss_scale: float | None = None
-    initial_loss_scale: float = 1024.0
-    min_loss_scale: float = 1.0
-    loss_scale_window: int = 1000
-    hysteresis: int = 1
-    gradient_bytes: int = 4
-
-    weight_bytes: int = 4
-
-    @property
-    def dtype_name(self) -> str:
-        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
-
-
-@dataclass(frozen=True)
-class ToyEngine:
-    zero_stage: int = 1
-    zero_reduce_bucket_size: int = 40
-    zero_allgather_bucket_size: int = 40
-    cpu_offload: bool = False
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = False
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ToyCheckpoint:
-    no_save_optim: bool = False
-    no_load_optim: bool = False
-    finetune: bool = False
-    load: str | None = None
-    load_tag: str | None = None
-    keep_last: int | None = None
-    keep_every: int | None = None
-
-
-@dataclass(frozen=True)
-class ToyLogging:
-    log_num_zeros_in_grad: bool = True
-    log_params_norm: bool = True
-
-
-@dataclass(frozen=True)
-class ToyConfig:
-    model: ToyModel = ToyModel()
-    batch: ToyBatch = ToyBatch()
-    optimizer: ToyOptimizer = ToyOptimizer()
-    precision: ToyPrecision = ToyPrecision()
-    engine: ToyEngine = dataclasses.field(default_factory=ToyEngine)
-    checkpoint: ToyCheckpoint = ToyCheckpoint()
-    logging: ToyLogging = ToyLogging()
-    kernels: KernelConfig = dataclasses.field(
-        default_factory=lambda: KernelConfig(optimizer_implementation="torch")
-    )
-    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
-    recompute: RecomputeConfig = dataclasses.field(default_factory=RecomputeConfig)
-    pieces: Pieces = dataclasses.field(default_factory=Pieces)
-
-
-def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> ToyConfig:
-    """Return a ToyConfig; `fields` replace those of the section that has them.
-
-    Precision bf16sums: gradient sums too.
-    """
-    fields |= {
-        "zero_stage": zero_stage,
-        "fp16": precision == "fp16",
-        "bf16": precision.startswith("bf16"),
-    }
-    fields |= {"gradient_bytes": 2 if precision == "bf16sums" else 4}
-    whole = ToyConfig()
-    sections = {}
-    for f in dataclasses.fields(whole):
-        section = getattr(whole, f.name)
-        known = {g.name for g in dataclasses.fields(section)}
-        sections[f.name] = dataclasses.replace(
-            section, **{k: v for k, v in fields.items() if k in known}
-        )
-        fields = {k: v for k, v in fields.items() if k not in known}
-    assert not fields, f"no section has {sorted(fields)}"
-    return ToyConfig(**sections)
+def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> Config:
+    """Return settings of an engine, of torch's AdamW; precision bf16sums: gradient sums too."""
+    if not fields.keys() & {"optimizer", "exp_avg_dtype"}:
+        fields = {"optimizer_implementation": "torch", **fields}
+    return Config.create(**{**FIELDS, **PRECISIONS[precision], "zero_stage": zero_stage, **fields})
 
 
 def local(whole: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:

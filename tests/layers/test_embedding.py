@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.layers.context import LayerContext, ParameterFactory, normal
+from megatron.layers.context import LayerContext, normal
 from megatron.layers.vocabulary import (
     WORD_EMBEDDINGS,
     PositionEmbedding,
     VocabParallelEmbedding,
 )
 from megatron.parallel.gradient_accumulator import GradientAccumulator
-from tests.helpers.groups import join
-from tests.helpers.processes import run_processes
 
 S, B, H, V = 6, 3, 4, 20
 
@@ -95,31 +92,3 @@ def test_nothing_of_the_tables_size_is_made():
     with Allocated(words.weight, accumulator.total) as seen:
         (words(tokens) * target).sum().backward()
     assert seen.largest == S * B * H
-
-
-def body(rank):
-    """Return the gradient of this rank's rows without and with sequence parallelism."""
-    topology, totals = join(tensor=2), []
-    for sequence_parallel in (False, True):
-        context = LayerContext(
-            topology.tensor, ParameterFactory(1234, rank, 2, torch.device("cpu")), sequence_parallel
-        )
-        words = modules(context)[0]
-        accumulator, _ = hang_sink(words.weight)
-        tokens, target = data()
-        if sequence_parallel:
-            target = target.chunk(2)[rank]
-        (words(tokens) * target).sum().backward()
-        totals.append(accumulator.total.numpy())
-    return totals
-
-
-@pytest.mark.slow
-def test_two_ranks_equal_one():
-    tokens, target = data()
-    words = modules(LayerContext.single())[0]
-    (words(tokens) * target).sum().backward()
-    for parts in zip(*run_processes(2, body), strict=True):
-        np.testing.assert_allclose(
-            np.concatenate(parts), words.weight.grad.numpy(), rtol=1e-5, atol=1e-6
-        )

@@ -127,17 +127,12 @@ def name_node(name: str) -> None:
 
 @pytest.mark.slow
 def test_tokens_go_over_the_nodes_that_a_run_is_on(tmp_path: Path) -> None:
-    """The launcher's processes are on two nodes; those of the second run are on them in turn."""
-    flags = "--num-experts 4 --expert-model-parallel-size 4 --moe-aux-loss-coeff 0.01".split()
-    records = []
-    for nodes in ("aabb", "abab"):
-        file = tmp_path / f"{nodes}.jsonl"
-        arguments = [*TINY, *flags, "--disable-bias-linear", "--metrics-file", str(file)]
-        arm = {rank: (name_node, node) for rank, node in enumerate(nodes)}
-        for done in launch(4, arguments, arm=arm):
-            assert done is not None and done.code == 0, done
-        records.append(read_records(file))
-    two, one = (next(r["layout"] for r in run if r["event"] == "start") for run in records)
-    assert two == one | {"expert_ranks_per_node": 2}
-    losses = [[r["lm_loss"] for r in run if r["event"] == "iteration"] for run in records]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 4
+    """The launcher's processes are on two nodes. Losses: tests/parity."""
+    file = tmp_path / "metrics.jsonl"
+    flags = "--num-experts 4 --expert-model-parallel-size 4 --disable-bias-linear --train-iters 1"
+    arguments = [*TINY, *flags.split(), "--metrics-file", str(file)]
+    arm = {rank: (name_node, node) for rank, node in enumerate("aabb")}
+    for done in launch(4, arguments, arm=arm):
+        assert done is not None and done.code == 0, done
+    (start,) = read_records(file, "start")
+    assert start["layout"]["expert_ranks_per_node"] == 2

@@ -182,9 +182,8 @@ def reference(
 
 
 @pytest.mark.parametrize(
-    "lengths", [(S, S), (S - 3, S - 1), (0, S - 1)], ids=["full", "padded", "half empty"]
+    ("again", "lengths"), [("kept", (S - 3, S - 1)), ("moe", (S, S)), ("moe_act", (0, S - 1))]
 )
-@pytest.mark.parametrize("again", RECOMPUTED)
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_that_of_a_loop_over_tokens(
     name: str, again: str, lengths: tuple[int, ...]

@@ -3,8 +3,7 @@
 Over a group of ranks a tensor is I (the same on all, with its whole gradient on each), R (the same,
 with gradients that are terms of a sum), V (different) or P (a term of a sum). spmd_types refuses an
 operator that would have a wrong gradient, such as a product of an I and a V. It gets the types of
-our autograd functions from here. The second test compares values and gradients of those that send
-with spmd_types' own messages of these types.
+our autograd functions from here; tests/parity compares their values and gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from megatron.layers import (
     attention_blocked,
     attention_fused,
     context_parallel,
-    expert_dispatch,
     expert_router,
     experts,
     linear,
@@ -35,8 +33,6 @@ from megatron.parallel import collectives
 from megatron.parallel.layout import LayoutSizes
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
-from tests.helpers.groups import join
-from tests.helpers.processes import run_processes
 from tests.helpers.training import batches, configured
 from tests.parity.cases import BIASED, FAMILIES, ULYSSES, layout
 
@@ -183,55 +179,3 @@ def test_gradients_are_right_by_type(
             for x in (x for some in others for x in some.values() if isinstance(x, torch.Tensor)):
                 declare(x, spmd.I)
             assert spmd.get_local_type(chunk(batch, None))[spmd.MeshAxis.of(tp)] is spmd.I
-
-
-def compare(rank: int) -> None:
-    """Compare outputs and gradients with those of spmd_types' messages of the same types."""
-    group = join(2).tensor
-    invariant, replicated, partial, first = spmd.I, spmd.R, spmd.P, spmd.S(0)
-
-    def drawn(shape: Any, same: bool) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0 if same else 1 + rank))
-
-    def message(call: Any, src: Any, dst: Any) -> tuple[Any, bool, bool]:
-        """Return the message, and whether its inputs and gradients are the same on both ranks."""
-        alike = src in (invariant, replicated), dst is invariant
-        return lambda x: call(x, group.handle, src=src, dst=dst), *alike
-
-    def arrived(x: torch.Tensor) -> torch.Tensor:
-        way = expert_dispatch.Arrival(group, [2, 2], [2, 2])
-        return way.wait(expert_dispatch._Send.apply(x, way))
-
-    exchange = context_parallel.ContextParallel(group, heads=2)
-    reduced = message(spmd.all_reduce, partial, invariant)
-    scattered = message(spmd.reduce_scatter, partial, first)
-    copied = message(spmd.convert, invariant, replicated)
-    gathered = message(spmd.all_gather, first, replicated)
-    context = SimpleNamespace(tensor=group, sequence_parallel=False)
-    in_parts = SimpleNamespace(tensor=group, sequence_parallel=True)
-    for ours, (theirs, same, gradient_same) in (
-        (lambda x: collectives.reduce_from_tensor_region(x, group), reduced),
-        (lambda x: collectives.reduce_from_tensor_region(x, group, True), scattered),
-        (lambda x: experts._Enter.apply(x, context), copied),
-        (lambda x: experts._Enter.apply(x, in_parts), gathered),
-        (lambda x: experts._SummedWeights.apply(x, group), copied),
-        (
-            lambda x: expert_router._Gather.apply(x, group, True),
-            message(spmd.all_gather, first, invariant),
-        ),
-        (
-            lambda x: context_parallel._AllToAll.apply(x.view(2, 2, 3), exchange).flatten(0, 1),
-            message(spmd.all_to_all, first, first),
-        ),
-        (arrived, message(spmd.all_to_all, first, first)),
-    ):
-        xs = [drawn((4, 3), same).requires_grad_() for _ in range(2)]
-        y, expected = ours(xs[0]), theirs(xs[1])
-        torch.testing.assert_close(y, expected)
-        y.backward(drawn(y.shape, gradient_same))
-        expected.backward(drawn(y.shape, gradient_same))
-        torch.testing.assert_close(xs[0].grad, xs[1].grad)
-
-
-def test_messages_are_those_of_their_types() -> None:
-    run_processes(2, compare)

@@ -266,6 +266,17 @@ def experts(ep: int, **more: Any) -> Case:
     return layout(expert_model_parallel_size=ep, **more)
 
 
+EXPERT_SHAPES = [
+    (1, dict(tp=2, sp=True)),
+    (1, dict(pp=2, schedule="interleaved")),
+    (2, dict(dp=2, zero=0)),
+    (2, dict(tp=2, dp=2, sp=True, recompute=FULL)),
+    (2, dict(pp=2, dp=2, schedule="zb-h1", recompute=MOE)),
+    (4, dict(tp=2, dp=4, rank_order="dp-pp-tp", recompute=MOE_ACT, **TWO_NODES)),
+    (4, dict(cp=2, dp=2)),
+    (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS)),
+]
+
 # A case of every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few
 # processes as possible: those of one world size share theirs.
 TOGETHER = [
@@ -312,42 +323,6 @@ TOGETHER = [
         tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
     ),
 ]
-# Together they meet in other pairs.
-MIXED = [
-    layout(tp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **LLAMA),
-    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=FULL, **FROZEN),
-    layout(pp=2, num_layers=7),
-    layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL, **UNFUSED, **WINDOW, **CAP, **MULTI_QUERY),
-    layout(tp=4, sp=True, fused=True, **BLOCKED, **CAP, **DROPOUT, num_key_value_heads=2),
-    layout(
-        tp=2, pp=2, sp=True, schedule="zb-h1", recompute=SELECTIVE, fused=True, **UNFUSED, **LLAMA
-    ),
-    layout(
-        tp=2,
-        dp=2,
-        zero=0,
-        fused=True,
-        **UNFUSED,
-        position_embedding_type="alibi",
-        squared_relu=True,
-    ),
-    layout(pp=2, dp=2, schedule="interleaved", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
-    layout(tp=2, sp=True, recompute=CHEAP, **FAMILIES["gptj"]),
-    layout(tp=2, pp=2, fused=True, **FAMILIES["neox"]),
-    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["qwen3"]),
-    layout(dp=2, **LION),
-    experts(2, tp=2, dp=2, sp=True, recompute=MOE_ACT, packed=True, **DOCUMENTS, **BIASED),
-    experts(2, pp=2, dp=2, schedule="zb-h1", packed=True, **DOCUMENTS, **DROPS),
-    layout(tp=2, dp=2, sp=True, zero=3, fused=True, recompute=CHEAP, **FAMILIES["gemma2"]),
-    experts(2, dp=4, zero=3, zero_shard_size=2, recompute=MOE, **BIASED),
-    layout(tp=2, pp=2, dp=2, sp=True, recompute=CHEAP, **MUP, **FAMILIES["gemma2"]),
-    experts(2, tp=2, pp=2, dp=2, sp=True, schedule="interleaved", **BIASED),
-    layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", **NESTEROV, **QK_CLIP, **LLAMA),
-    layout(tp=2, cp=2, sp=True, recompute=CHEAP, fused=True, **WINDOW, **CAP, **LLAMA),
-    layout(cp=2, pp=2, schedule="zb-h1", recompute=FULL, hidden_dropout=0.2, **BF16),
-    layout(tp=2, pp=2, cp=2, sp=True, schedule="interleaved", **ULYSSES, **DROPOUT),
-]
-
 ALL = DOCUMENTS | dict(
     tp=2, pp=2, sp=True, schedule="interleaved", packed=True, recompute=SELECTIVE
 )
@@ -445,7 +420,25 @@ SHARDED = [
 ]
 CAMPAIGN = [
     *GRID,
-    *MIXED,
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=FULL, **FROZEN),
+    layout(pp=2, num_layers=7),
+    layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL, **UNFUSED, **WINDOW, **CAP, **MULTI_QUERY),
+    layout(tp=4, sp=True, fused=True, **BLOCKED, **CAP, **DROPOUT, num_key_value_heads=2),
+    layout(
+        tp=2,
+        dp=2,
+        zero=0,
+        fused=True,
+        **UNFUSED,
+        position_embedding_type="alibi",
+        squared_relu=True,
+    ),
+    layout(pp=2, dp=2, schedule="interleaved", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
+    layout(tp=2, dp=2, sp=True, zero=3, fused=True, recompute=CHEAP, **FAMILIES["gemma2"]),
+    experts(2, dp=4, zero=3, zero_shard_size=2, recompute=MOE, **BIASED),
+    layout(tp=2, cp=2, sp=True, recompute=CHEAP, fused=True, **WINDOW, **CAP, **LLAMA),
+    layout(cp=2, pp=2, schedule="zb-h1", recompute=FULL, hidden_dropout=0.2, **BF16),
+    layout(tp=2, pp=2, cp=2, sp=True, schedule="interleaved", **ULYSSES, **DROPOUT),
     *SHARDED,
     *CONTEXT,
     *[
@@ -486,57 +479,23 @@ CAMPAIGN = [
     # experts
     *[
         experts(ep, steps=5, **shape, **kind)
+        for kind in (EXPERTS, BY_SEQUENCE, BY_GLOBAL_BATCH, DROPS, LATE_DROPS, SWITCH, BIASED)
+        for ep, shape in EXPERT_SHAPES
+    ],
+    *[
+        experts(ep, steps=5, **shape, **kind)
         for ep, shape, kind in (
-            (1, dict(), EXPERTS),
-            (1, dict(tp=2), EXPERTS),
-            (1, dict(tp=2, sp=True), BY_SEQUENCE),
-            (1, dict(pp=2, schedule="interleaved"), BIASED),
-            (1, dict(dp=2), BY_GLOBAL_BATCH),
-            (1, dict(dp=2, zero=0), DROPS),
-            (2, dict(dp=2, zero=0), BIASED),
-            (2, dict(dp=2), BY_GLOBAL_BATCH),
-            (2, dict(dp=2), SWITCH),
-            (2, dict(tp=2, dp=2), SWITCH),
-            (2, dict(tp=2, dp=2), LATE_DROPS),
-            (2, dict(tp=2, dp=2, sp=True), LATE_DROPS),
-            (2, dict(tp=2, dp=2, sp=True, recompute=FULL), BIASED),
-            (2, dict(dp=4), BIASED),
-            (2, dict(dp=4, zero=0), EXPERTS),
-            (4, dict(dp=4), EXPERTS),
-            (4, dict(dp=4, zero=0), BIASED),
-            (2, dict(pp=2, dp=2, recompute=MOE), EXPERTS),
-            (2, dict(pp=2, dp=2, schedule="interleaved"), BY_SEQUENCE),
-            (2, dict(pp=2, dp=2, schedule="zb-h1", recompute=FULL), BIASED),
-            (2, dict(pp=2, dp=2, schedule="zb-h1", recompute=MOE_ACT), BY_GLOBAL_BATCH),
+            (1, dict(cp=4, **BOTH), DROPS),
             (2, dict(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1"), BIASED),
-            (2, dict(tp=2, pp=2, dp=2, schedule="interleaved"), LATE_DROPS),
-            (4, dict(tp=2, dp=4, sp=True, rank_order="dp-pp-tp"), EXPERTS),
-            (2, dict(cp=2), {**BIASED, "moe_input_jitter_eps": 0.1}),
-            (4, dict(cp=2, dp=2, zero=0), BY_SEQUENCE),
-            (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS), BIASED),
-            (2, dict(pp=2, cp=2, schedule="zb-h1", recompute=MOE), EXPERTS),
             (2, dict(dp=2, fused=True, micro_batch_size=2, **DROPOUT), BY_SEQUENCE),
-            # over nodes
-            (4, dict(dp=4, fused=True, **TWO_NODES), EXPERTS),
-            (4, dict(cp=2, dp=2, zero=0, recompute=MOE, **TWO_NODES), BY_SEQUENCE),
-            (4, dict(tp=2, dp=4, sp=True, recompute=FULL, **TWO_NODES), BIASED),
-            (4, dict(tp=2, dp=4, rank_order="dp-pp-tp", **TWO_NODES), LATE_DROPS),
+            (2, dict(tp=2, cp=2, sp=True, recompute=MOE, rank_order="dp-pp-tp"), BIASED),
             (4, dict(pp=2, dp=4, schedule="zb-h1", **TWO_NODES), BIASED_DROPS),
-            (4, dict(pp=2, dp=4, schedule="interleaved", **TWO_NODES), BY_GLOBAL_BATCH),
             # what went wrong elsewhere (docs/decisions.md)
             (1, dict(tp=2), {**BIASED, "qk_layernorm": True}),
-            (1, dict(tp=2, sp=True), SWITCH),
-            (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS), BY_GLOBAL_BATCH),
-            (2, dict(tp=2, cp=2, sp=True, recompute=MOE, rank_order="dp-pp-tp"), BIASED),
-            # capacities, optimizers and sizes
-            (2, dict(cp=2, micro_batch_size=2, packed=True, **DOCUMENTS), DROPS),
-            (2, dict(tp=2, cp=2, sp=True, recompute=MOE), LATE_DROPS),
-            (1, dict(cp=4, **BOTH), DROPS),
+            # optimizers and sizes
             (2, dict(cp=2, zero=0), {**SWITCH, **MUON}),
-            (2, dict(dp=4), {**BIASED, **MUON}),
             (2, dict(tp=2, dp=2, sp=True), {**BIASED, **NESTEROV}),
             (2, dict(pp=2, dp=2, schedule="zb-h1"), {**SWITCH, **MUP}),
-            (2, dict(tp=2, dp=2, sp=True), {**BIASED, **MUP}),
             (2, dict(tp=2, cp=2), {**BIASED, **MUP, **MUON}),
         )
     ],
